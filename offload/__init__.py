@@ -1,0 +1,88 @@
+"""Offload engine: saved activations leave for pinned host memory and come back, beside the compute, without changing a bit.
+
+    from offload import configure, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
+
+    init_chunk_handler(None, None)              # a forward begins
+    x = group_start(x, "core_attn")
+    with offload_hooks():
+        y = attention(x)
+    y = group_commit(y, "core_attn")
+    ...                                         # backward, optimizer
+    step_end()
+"""
+
+from offload.config import OffloadConfig
+from offload.engine import OffloadEngine
+from offload.errors import (
+    DeviceLimitError,
+    GroupOrderError,
+    HazardError,
+    HostBudgetError,
+    OffloadError,
+    PoolError,
+    RecordStateError,
+    StaleHandleError,
+)
+from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.group import OffloadTensorGroup
+from offload.groups.interface import (
+    ActivationOffloadContext,
+    FineGrainedActivationOffloadingInterface,
+    backward_record,
+    configure,
+    disable_offload,
+    enable_offload,
+    flush_delayed_groups,
+    forward_record,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    mark_not_offloadable,
+    offload_hooks,
+    reset,
+    step_end,
+)
+from offload.groups.manager import PipelineOffloadManager
+from offload.memory.size_class_pool import CPUSpillBackend
+from offload.memory.tensor_pool import GPUTensorPool, TensorPool
+from offload.telemetry.records import StepStats
+from offload.telemetry.summary import print_offload_summary_table
+
+OffloadManager = PipelineOffloadManager
+
+__all__ = [
+    "ActivationOffloadContext",
+    "CPUSpillBackend",
+    "ChunkOffloadHandler",
+    "DeviceLimitError",
+    "FineGrainedActivationOffloadingInterface",
+    "GPUTensorPool",
+    "GroupOrderError",
+    "HazardError",
+    "HostBudgetError",
+    "OffloadConfig",
+    "OffloadEngine",
+    "OffloadError",
+    "OffloadManager",
+    "OffloadTensorGroup",
+    "PipelineOffloadManager",
+    "PoolError",
+    "RecordStateError",
+    "StaleHandleError",
+    "StepStats",
+    "TensorPool",
+    "backward_record",
+    "configure",
+    "disable_offload",
+    "enable_offload",
+    "flush_delayed_groups",
+    "forward_record",
+    "group_commit",
+    "group_start",
+    "init_chunk_handler",
+    "mark_not_offloadable",
+    "offload_hooks",
+    "print_offload_summary_table",
+    "reset",
+    "step_end",
+]

@@ -1,0 +1,97 @@
+"""What a user can set, checked before anything is built.
+
+One invariant: a config that exists is valid; nothing further down checks it again. Sizes are bytes, except where a name says elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["OffloadConfig", "check_fraction", "check_min_elements"]
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def check_fraction(name: str, value: float) -> None:
+    """ValueError unless `value` is a number in 0..1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} is {value!r}, must be a number between 0 and 1; 1 lets every eligible group leave, 0 none")
+
+
+def check_min_elements(value: int) -> None:
+    """ValueError unless `value` is a count of elements."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"min_offloaded_tensor_size is {value!r}, must be a whole number of elements, 0 or more (the default is {MIB:,})")
+
+
+def _check_bytes(name: str, value: int | None, *, optional: bool, least: int = 0) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        none = " or None" if optional else ""
+        raise ValueError(f"{name} is {value!r}, must be a whole number of bytes, {least:,} or more{none}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """Limits and thresholds of one engine. `None` means "derive it", not "off"."""
+
+    min_offloaded_tensor_size: int = MIB
+    """Elements. A smaller saved tensor stays on the device: its copy would cost more host time than it frees."""
+
+    activation_offload_fraction: float = 1.0
+    """Share of the eligible groups of a chunk, in forward order, that leave after warm-up; the rest stay."""
+
+    delta_offload_bytes_across_pp_ranks: int = 0
+    """Bytes. Pipeline rank r keeps r * delta bytes on the device: early ranks hold more chunks, so they offload more."""
+
+    pp_rank: int = 0
+    """Pipeline rank, for the delta above."""
+
+    max_inflight_offloads: int | None = None
+    """Groups of one name whose spill may be pending at a commit. 0: compute waits at every commit. None: no such cap."""
+
+    device_limit_bytes: int | None = None
+    """Bytes of saved tensors on the device in any state: kept, leaving, coming back. None: only the two caps below hold."""
+
+    max_spilling_bytes: int | None = None
+    """Bytes in flight to the host. Past it the compute lane, never the host, waits for the oldest. 0 refuses every spill.
+    None: the room that the device limit leaves, or 1 GiB where there is no limit: 20 ms of a 55 GB/s link."""
+
+    max_restoring_bytes: int | None = None
+    """Bytes fetched back ahead of their reader. 0: each tensor is fetched when it is read. None: a quarter of the device
+    limit, or 1 GiB where there is none."""
+
+    piece_bytes: int = 32 * MIB
+    """Bytes. A group leaves in pieces of about this size, each under one event; 16 MiB already reach the link's rate."""
+
+    host_limit_bytes: int | None = None
+    """Pinned bytes that all ranks of one host may hold together. None: 80% of the machine's memory."""
+
+    host_reserve_bytes: int = 0
+    """Bytes pinned at construction, so that the first step finds its blocks."""
+
+    audit: bool = False
+    """Compare a checksum of every host copy before and after its life there. Blocks the host: for debugging."""
+
+    def __post_init__(self) -> None:
+        check_min_elements(self.min_offloaded_tensor_size)
+        check_fraction("activation_offload_fraction", self.activation_offload_fraction)
+        _check_bytes("delta_offload_bytes_across_pp_ranks", self.delta_offload_bytes_across_pp_ranks, optional=False)
+        _check_bytes("device_limit_bytes", self.device_limit_bytes, optional=True)
+        _check_bytes("max_spilling_bytes", self.max_spilling_bytes, optional=True)
+        _check_bytes("max_restoring_bytes", self.max_restoring_bytes, optional=True)
+        _check_bytes("piece_bytes", self.piece_bytes, optional=False, least=1)
+        _check_bytes("host_limit_bytes", self.host_limit_bytes, optional=True)
+        _check_bytes("host_reserve_bytes", self.host_reserve_bytes, optional=False)
+        if isinstance(self.pp_rank, bool) or not isinstance(self.pp_rank, int) or self.pp_rank < 0:
+            raise ValueError(f"pp_rank is {self.pp_rank!r}, must be a pipeline rank, 0 or more")
+        inflight = self.max_inflight_offloads
+        if inflight is not None and (isinstance(inflight, bool) or not isinstance(inflight, int) or inflight < 0):
+            raise ValueError(f"max_inflight_offloads is {inflight!r}, must be None (no cap) or a whole number of groups, 0 or more")
+        if self.host_limit_bytes is not None and self.host_reserve_bytes > self.host_limit_bytes:
+            raise ValueError(
+                f"host_reserve_bytes is {self.host_reserve_bytes:,} but host_limit_bytes only {self.host_limit_bytes:,}; "
+                "raise the limit or reserve less"
+            )

@@ -1,0 +1,135 @@
+"""The happens-before checker of the simulated device: is there an event between two accesses of the same bytes?
+
+One invariant: a hazard is raised before the second access is issued, and nothing has changed then. Storages that die between two device
+calls are looked at first thing in the next one, with the clocks of their death.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from offload.device._sim_bytes import Operation, StorageRef, TrackedBytes, byte_range
+from offload.device._sim_clock import SimLane
+from offload.errors import HazardError
+
+__all__ = ["HazardChecker"]
+
+
+class HazardChecker:
+    """The storages that a device has met, by identity, and the verdict on each access of them."""
+
+    def __init__(self, host: SimLane, *, strict: bool) -> None:
+        """strict: raise hazards; without it accesses are only noted."""
+        self.strict = strict
+        self.active_bytes = 0
+        self._host = host
+        self._tracked: dict[int, TrackedBytes] = {}
+        self._dead: deque[StorageRef] = deque()  # appended to by finalisers, on any thread, possibly while that thread holds the lock
+
+    # -- storages -------------------------------------------------------------------------------------------------
+    def track(self, storage: torch.UntypedStorage, home: SimLane, *, host: bool = False) -> TrackedBytes:
+        found = TrackedBytes(storage, home, self._dead.append, host=host)
+        self._tracked[found.key] = found
+        return found
+
+    def locate(self, tensor: torch.Tensor, home: SimLane) -> TrackedBytes:
+        """What is known of the tensor's storage. home: the lane that a storage met for the first time belongs to."""
+        storage = tensor.untyped_storage()
+        found = self._tracked.get(storage._cdata)
+        if found is None:
+            return self.track(storage, home)
+        if found.released:
+            raise HazardError(f"{found.describe(*byte_range(tensor))} are host memory that was released; release it after its last use")
+        return found
+
+    def is_host(self, storage: torch.UntypedStorage) -> bool:
+        found = self._tracked.get(storage._cdata)
+        return found is not None and found.host
+
+    def count(self, tracked: TrackedBytes) -> None:
+        if not tracked.counted:
+            tracked.counted = tracked.nbytes
+            self.active_bytes += tracked.nbytes
+
+    def uncount(self, tracked: TrackedBytes) -> None:
+        self.active_bytes -= tracked.counted
+        tracked.counted = 0
+
+    def bury(self) -> None:
+        """Give the bytes of storages that died since the last call back to the lanes that they came from."""
+        while self._dead:
+            tracked = self._tracked.pop(self._dead.popleft().key)
+            self.uncount(tracked)
+            try:
+                self.check_free(tracked.home, tracked, 0, tracked.nbytes, "their storage died")
+            finally:
+                tracked.drop_accesses()
+
+    def release(self, pieces: Sequence[torch.Tensor]) -> None:
+        """The host gives these host pieces back: no lane may still touch them, or touch them again."""
+        held = [self.locate(piece, self._host) for piece in pieces]
+        for tracked in held:
+            self.check_free(self._host, tracked, 0, tracked.nbytes, "the host releases them")
+        for tracked in held:
+            tracked.released = True
+
+    # -- verdicts -------------------------------------------------------------------------------------------------
+    def check(self, operation: Operation, tracked: TrackedBytes, start: int, end: int, *, writing: bool) -> None:
+        """Raise unless the operation, about to be issued, is ordered after what it conflicts with."""
+        if not self.strict:
+            return
+        clock = operation.lane.clock
+        for earlier, wrote in tracked.conflicts(start, end, writing=writing):
+            if clock[earlier.lane.index] < earlier.number:
+                raise _missing_edge(operation, writing, earlier, wrote, tracked.describe(start, end))
+
+    def stamp(self, operation: Operation, tracked: TrackedBytes, start: int, end: int, *, writing: bool) -> None:
+        tracked.stamp(start, end, operation, writing=writing, floor=self._host.clock)
+
+    def check_free(self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, freed: str) -> None:
+        """Raise unless all accesses are ordered before what `lane` is given next. freed: how the bytes went back, for the error."""
+        if not self.strict:
+            return
+        seen = self._host.clock  # what is issued after the free comes after what the host has seen
+        for earlier, wrote in tracked.conflicts(start, end, writing=True):
+            if max(lane.clock[earlier.lane.index], seen[earlier.lane.index]) < earlier.number:
+                raise _freed_too_early(lane, freed, earlier, wrote, tracked.describe(start, end))
+
+
+def _missing_edge(later: Operation, writes: bool, earlier: Operation, wrote: bool, where: str) -> HazardError:
+    """`later` touches bytes that `earlier` touched, and no event orders the two."""
+    if earlier.verb == "empty":
+        kind, did = "allocator reuse", "hands them out"
+    else:
+        kind = ("WAW" if wrote else "WAR") if writes else "RAW"
+        did = "writes them" if wrote else "reads them"
+    return HazardError(
+        f"{kind} hazard on {where}: {later} {'writes' if writes else 'reads'} them while {earlier}, which {did}, may not have finished. "
+        + _edges(later.lane, earlier)
+    )
+
+
+def _freed_too_early(lane: SimLane, freed: str, earlier: Operation, wrote: bool, where: str) -> HazardError:
+    """Bytes go back to the allocator of `lane` while another lane may still touch them."""
+    queued = earlier.number > earlier.lane.ran
+    return HazardError(
+        f"allocator reuse hazard on {where}: {freed}, and work issued to {lane.name} may get them next, "
+        f"{'but they were freed before the copy ran: ' if queued else 'while '}{earlier}, which {'writes' if wrote else 'reads'} them"
+        f"{'' if queued else ', may not have finished'}. " + _edges(lane, earlier)
+    )
+
+
+def _edges(lane: SimLane, earlier: Operation) -> str:
+    other = earlier.lane
+    known = lane.clock[other.index]
+    if known == 0:
+        has = f"nothing orders {lane.name} after {other.name}"
+    else:
+        last = f" (last edge: '{lane.edges[other.index]}')" if other.index in lane.edges else ""
+        has = f"{lane.name} comes after operation {known} of {other.name}{last}, not after {earlier.number}"
+    left_out = f"; edges left out of {lane.name}: {', '.join(repr(title) for title in lane.left_out)}" if lane.left_out else ""
+    how = "synchronize or poll it" if lane.name == "host" else f"let {lane.name} wait for it"
+    return f"{has}{left_out}. Record an event on {other.name} after operation {earlier.number} and {how} first"

@@ -1,0 +1,128 @@
+"""The device seam: lanes, events and copies, as the engine sees them.
+
+Two devices exist because two are needed: CUDA, and a simulated one that checks every ordering on a machine without a GPU.
+One invariant: nothing outside this folder names a stream, a `torch.cuda` call or a pinned page.
+
+Blocking is in the name: `wait(lane, event)` orders lanes and never blocks the host, `synchronize(event)` may, `poll(event)` never does.
+
+    lane      a queue of device work that runs in order: `compute`, `d2h`, `h2d`
+    event     a point recorded in a lane; *passed* when the device got there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+__all__ = ["CopyPair", "Device", "Event", "HostMemory", "Lane"]
+
+CopyPair = tuple[torch.Tensor, torch.Tensor]
+"""(destination, source): 1-D uint8 tensors of equal length, one on the host and one on the device."""
+
+
+@runtime_checkable
+class Lane(Protocol):
+    """One queue of device work; work in a lane runs in the order in which it was issued."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Event(Protocol):
+    """A point recorded in a lane. Opaque: only its device can wait for it."""
+
+
+class HostMemory(Protocol):
+    """One host allocation, pinned in pieces, or plain memory on the simulated device. It lives until `release`."""
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        """The bytes as 1-D uint8 CPU tensors, one a registration: a copy must not cross from one piece into the next."""
+
+    @property
+    def pinned(self) -> bool: ...
+
+    def release(self) -> None:
+        """Unpin and return the pages to the system. No copy may be in flight; may block the host. Idempotent."""
+
+
+class Device(Protocol):
+    """What the engine asks of an accelerator."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the tensors of this device live as torch sees them ("cpu" on the simulated device)."""
+
+    @property
+    def compute(self) -> Lane:
+        """The lane that the calling thread computes on right now. Asked at use, never cached by a caller."""
+
+    @property
+    def d2h(self) -> Lane: ...
+
+    @property
+    def h2d(self) -> Lane: ...
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's bytes are in this device's memory (and not already on the host side)."""
+
+    # -- order ----------------------------------------------------------------------------------------------------
+    def record(self, lane: Lane, *, timed: bool = False) -> Event:
+        """Record a point in `lane`. timed: the event can be given to `elapsed_ms`. Never blocks the host."""
+
+    def wait(self, lane: Lane, event: Event, order: str) -> None:
+        """Work issued to `lane` from now on runs after `event`. Never blocks the host.
+
+        order: the title of the ordering note that this edge belongs to, such as "restore"; the simulated device names it in
+            errors, and the tests remove an edge by it.
+        """
+
+    def poll(self, event: Event) -> bool:
+        """Whether the event has passed. Never blocks the host."""
+
+    def synchronize(self, event: Event) -> None:
+        """Block the host until the event has passed."""
+
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        """Device time between two timed events that have passed, in milliseconds."""
+
+    # -- bytes ----------------------------------------------------------------------------------------------------
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A new 1-D uint8 tensor in device memory, allocated on the compute lane."""
+
+    def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
+        """Issue the copies to `lane`, in order, under one stream switch. The caller keeps both sides alive until an event
+        recorded after this call has passed. Blocks the host only if a host side is not pinned."""
+
+    def host_memory(self, nbytes: int, registration_bytes: int) -> HostMemory:
+        """Allocate `nbytes` of host memory, pinned in registrations of at most `registration_bytes` each.
+
+        Blocks the host for about nbytes / 17 GB/s (peers.md: huge pages touched by 8 threads, then registered), and every
+        kernel launch for the time of one registration. Raises HostBudgetError if the system refuses; nothing stays pinned then.
+        """
+
+    @property
+    def pins(self) -> bool:
+        """Whether `host_memory` really pins, and so costs time: true on CUDA, false on the simulated device."""
+
+    # -- declarations: what the simulated device checks; no-ops on CUDA ----------------------------------------------
+    def note_write(self, lane: Lane, tensor: torch.Tensor) -> None:
+        """`lane` has just written the tensor's bytes (a tensor that compute made and autograd now saves)."""
+
+    def note_read(self, lane: Lane, tensor: torch.Tensor) -> None:
+        """Work issued to `lane` from now on reads the tensor's bytes (unpack hands them to compute)."""
+
+    def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
+        """The engine lets go of the tensor: its bytes may be reused by work that is issued to `lane` from now on."""
+
+    # -- state ----------------------------------------------------------------------------------------------------
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's compute lane is being captured into a graph."""
+
+    def active_bytes(self) -> int:
+        """Bytes in live blocks of the device allocator now; what this engine lent out and knows of on the simulated device."""

@@ -1,0 +1,182 @@
+"""The CUDA device: streams as lanes, pinned memory that costs what it holds.
+
+One invariant: no call here but `synchronize`, `host_memory` and a copy from unpinned memory can block the host.
+
+Pinning: anonymous memory with huge pages, touched by several threads, then registered in pieces: 17.5 GB/s on an H200 host
+against 1.7 GB/s for `torch.empty(pin_memory=True)` (November 2026). A registration blocks every kernel launch while it runs,
+hence pieces of at most 64 MiB; and one copy must stay within one registration.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import torch
+
+from offload.device.base import CopyPair, Event, Lane
+from offload.errors import HostBudgetError
+
+__all__ = ["CudaDevice", "CudaLane"]
+
+_PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_TOUCH_THREADS = 8
+
+
+class CudaLane:
+    """A stream and its role."""
+
+    __slots__ = ("name", "stream")
+
+    def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
+        self.name = name
+        self.stream = stream
+
+    def __repr__(self) -> str:
+        return f"CudaLane({self.name}, stream {self.stream.cuda_stream:#x})"
+
+
+class _PinnedMemory:
+    """One mapping, registered with CUDA in pieces."""
+
+    def __init__(self, nbytes: int, registration_bytes: int) -> None:
+        try:
+            mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise HostBudgetError(f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes") from error
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        skip = -whole.data_ptr() % _HUGE_PAGE
+        mapping.madvise(mmap.MADV_HUGEPAGE, skip, nbytes)
+        aligned = whole[skip : skip + nbytes]
+        self._pieces = tuple(aligned[start : start + registration_bytes] for start in range(0, nbytes, registration_bytes))
+        self._registered: list[torch.Tensor] = []
+        with ThreadPoolExecutor(_TOUCH_THREADS) as threads:
+            list(threads.map(_touch, self._pieces))
+        runtime = torch.cuda.cudart()
+        for piece in self._pieces:
+            code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+            if code != 0:
+                held = sum(done.numel() for done in self._registered)
+                self.release()
+                raise HostBudgetError(
+                    f"cudaHostRegister refused {piece.numel():,} bytes after {held:,} of {nbytes:,} (error {code}); "
+                    "raise the locked-memory limit of the system or lower host_limit_bytes"
+                )
+            self._registered.append(piece)
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        return self._pieces
+
+    @property
+    def pinned(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        runtime = torch.cuda.cudart()
+        for piece in self._registered:
+            runtime.cudaHostUnregister(piece.data_ptr())
+        self._registered.clear()
+        self._pieces = ()  # the mapping is returned to the system with its last tensor
+
+
+def _touch(piece: torch.Tensor) -> None:
+    piece[::_PAGE].zero_()  # one write a page: the kernel clears the page itself
+
+
+class CudaDevice:
+    """One GPU. Lanes: the calling thread's current stream, and one stream for each direction of copies."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        chosen = device if device is not None else torch.device("cuda")
+        index = chosen.index if chosen.index is not None else torch.cuda.current_device()
+        self._device = torch.device("cuda", index)
+        self._d2h = CudaLane("d2h", torch.cuda.Stream(self._device))
+        self._h2d = CudaLane("h2d", torch.cuda.Stream(self._device))
+        self._compute_lanes: dict[int, CudaLane] = {}
+
+    @property
+    def name(self) -> str:
+        return str(self._device)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device
+
+    @property
+    def compute(self) -> CudaLane:
+        stream = torch.cuda.current_stream(self._device)
+        lane = self._compute_lanes.get(stream.cuda_stream)
+        if lane is None:
+            lane = self._compute_lanes[stream.cuda_stream] = CudaLane("compute", stream)
+        return lane
+
+    @property
+    def d2h(self) -> CudaLane:
+        return self._d2h
+
+    @property
+    def h2d(self) -> CudaLane:
+        return self._h2d
+
+    @property
+    def pins(self) -> bool:
+        return True
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device
+
+    # -- order ----------------------------------------------------------------------------------------------------
+    def record(self, lane: Lane, *, timed: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(cast(CudaLane, lane).stream)
+        return event
+
+    def wait(self, lane: Lane, event: Event, order: str) -> None:
+        cast(CudaLane, lane).stream.wait_event(cast(torch.cuda.Event, event))
+
+    def poll(self, event: Event) -> bool:
+        return bool(cast(torch.cuda.Event, event).query())
+
+    def synchronize(self, event: Event) -> None:
+        cast(torch.cuda.Event, event).synchronize()
+
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        return float(cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end)))
+
+    # -- bytes ----------------------------------------------------------------------------------------------------
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
+        # set_stream rather than the context manager: the context costs 8.9 microseconds, more than the copy it wraps (H200 host)
+        before = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(cast(CudaLane, lane).stream)
+        try:
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(before)
+
+    def host_memory(self, nbytes: int, registration_bytes: int) -> _PinnedMemory:
+        return _PinnedMemory(nbytes, registration_bytes)
+
+    # -- declarations: only the simulated device checks them ---------------------------------------------------------
+    def note_write(self, lane: Lane, tensor: torch.Tensor) -> None:
+        return
+
+    def note_read(self, lane: Lane, tensor: torch.Tensor) -> None:
+        return
+
+    def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
+        return
+
+    # -- state ----------------------------------------------------------------------------------------------------
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def active_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)

@@ -1,0 +1,170 @@
+"""OffloadEngine: builds device, arena, transfers and store, and owns the step's lifecycle.
+
+One invariant: it names none of the features that attach to it. A feature opens scopes on `hooks`, keeps chunks, and pumps `prefetch`;
+the engine ends the step for all of them.
+
+    engine = OffloadEngine(OffloadConfig(device_limit_bytes=4 << 30))          # cuda where there is a GPU, else the simulated device
+    engine.reserve_host(32 << 30)                                              # pin before step 1
+    ...                                                                        # a feature saves and reads through engine.hooks
+    stats = engine.end_step(chunks)
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+
+from offload.config import OffloadConfig
+from offload.device import Device, select_device
+from offload.memory.arena import HostArena
+from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
+from offload.saved.externals import ExternalKind, ExternalStorages
+from offload.saved.hooks import SavedTensorHooks
+from offload.saved.prefetch import Prefetcher
+from offload.saved.store import Handle, SavedChunk, TensorStore
+from offload.telemetry.records import StepStats
+from offload.transfer.door import Door, Limits
+from offload.transfer.engine import TransferEngine
+from offload.transfer.record import RecordState
+
+__all__ = ["OffloadEngine"]
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_IN_FLIGHT = 1 << 30  # bytes: 20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting
+
+
+class OffloadEngine:
+    """One per process and device.
+
+    config: checked limits. device: None takes CUDA where there is a GPU, else the simulated device. budget: host bytes that all ranks of
+        this host may pin together; None counts this process alone. door: asked before every transfer; None grants within the caps.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig | None = None,
+        *,
+        device: Device | str | None = None,
+        budget: HostBudget | None = None,
+        door: Door | None = None,
+    ) -> None:
+        self.config = config if config is not None else OffloadConfig()
+        self.device: Device = select_device(device) if device is None or isinstance(device, str) else device
+        self.lock = threading.RLock()
+        if budget is None:
+            limit = self.config.host_limit_bytes
+            budget = LocalHostBudget(limit if limit is not None else default_host_limit_bytes())
+        self.arena = HostArena(self.device, budget=budget)
+        self.limits = _limits(self.config)
+        self.transfers = TransferEngine(self.device, self.arena, self.limits, door=door, audit=self.config.audit)
+        self.externals = ExternalStorages()
+        self.store = TensorStore(self.device, self.transfers, self.externals, piece_bytes=self.config.piece_bytes)
+        self.prefetch = Prefetcher(self.transfers, piece_bytes=self.config.piece_bytes)
+        self._readers: list[Callable[[Handle], None]] = []
+        self.hooks = SavedTensorHooks(self.store, self.externals, self.lock, self.device, self._tell_readers)
+        self.step = 0
+        self.last_stats = StepStats(step=-1)
+        if self.config.host_reserve_bytes:
+            self.reserve_host(self.config.host_reserve_bytes)
+
+    # -- what features attach to --------------------------------------------------------------------------------------
+    def on_read(self, reader: Callable[[Handle], None]) -> None:
+        """Call `reader` after every read of a saved record, under the engine's lock."""
+        self._readers.append(reader)
+
+    def _tell_readers(self, handle: Handle) -> None:
+        for reader in self._readers:
+            reader(handle)
+
+    # -- set up -----------------------------------------------------------------------------------------------------
+    def reserve_host(self, nbytes: int) -> None:
+        """Pin until at least `nbytes` are held. Blocks the host for about nbytes / 17 GB/s. Raises HostBudgetError beyond the budget."""
+        self.arena.reserve(nbytes)
+
+    def register_parameters(self, module: torch.nn.Module) -> None:
+        """Parameters and buffers of `module`, their views and their autocast casts never leave."""
+        with self.lock:
+            self.externals.register_parameters(module.parameters())
+            for buffer in module.buffers():
+                self.externals.register(buffer, ExternalKind.OPTED_OUT)
+
+    def register_external(self, tensor: torch.Tensor) -> None:
+        """`tensor`'s storage is written from outside autograd (a receive buffer): saves of it never share one copy."""
+        with self.lock:
+            self.externals.register(tensor, ExternalKind.BUFFER)
+
+    def mark_not_offloadable(self, tensor: torch.Tensor) -> None:
+        """`tensor`'s storage stays on the device for good."""
+        with self.lock:
+            self.externals.register(tensor, ExternalKind.OPTED_OUT)
+
+    # -- lifecycle --------------------------------------------------------------------------------------------------
+    def end_step(self, chunks: Iterable[SavedChunk]) -> StepStats:
+        """End the step: drop leftover records, settle what is in flight, report. Blocks the host: never.
+
+        A leftover is a saved tensor whose backward has not run; it is dropped with one warning, and reading it later raises
+        StaleHandleError. So nothing of one step holds device or pinned bytes in the next.
+        """
+        with self.lock:
+            self.transfers.bury()
+            leftovers = leftover_bytes = 0
+            for chunk in chunks:
+                for record in chunk.living():
+                    if record.state is not RecordState.RELEASED:
+                        leftovers += 1
+                        leftover_bytes += record.nbytes
+                        self.transfers.release(record)
+            if leftovers:
+                logger.warning(
+                    "step %d ended with %s saved tensors (%s bytes) whose backward has not run; they are dropped, and reading one raises "
+                    "StaleHandleError. Run the backward first, or forward without gradients in evaluation",
+                    self.step,
+                    f"{leftovers:,}",
+                    f"{leftover_bytes:,}",
+                )
+            counts, stall_ms = self.transfers.end_step()
+            self.externals.forget_dead()
+            arena = self.arena.stats()
+            self.last_stats = StepStats(
+                step=self.step,
+                saved=counts.saved,
+                kept=counts.saved - counts.spilled,
+                spilled=counts.spilled,
+                restored=counts.restored,
+                spill_bytes=counts.spill_bytes,
+                restore_bytes=counts.restore_bytes,
+                stall_ms=stall_ms,
+                stall_count=counts.stall_count,
+                refused=counts.refused,
+                refused_bytes=counts.refused_bytes,
+                device_bytes_peak=counts.device_bytes_peak,
+                host_bytes_lent_peak=arena.lent_peak_bytes,
+                host_bytes_held=arena.held_bytes,
+            )
+            if counts.refused_bytes:
+                self.arena.reserve_later(arena.lent_peak_bytes + counts.refused_bytes)
+            self.arena.reset_peak()
+            self.step += 1
+            return self.last_stats
+
+    def close(self, chunks: Iterable[SavedChunk] = ()) -> None:
+        """End the step and return every pinned byte to the system. Blocks the host until the copies in flight have passed."""
+        with self.lock:
+            self.end_step(chunks)
+            self.device.synchronize(self.device.record(self.device.d2h))
+            self.device.synchronize(self.device.record(self.device.h2d))
+            self.arena.clear()
+
+
+def _limits(config: OffloadConfig) -> Limits:
+    limit = config.device_limit_bytes
+    spilling, restoring = config.max_spilling_bytes, config.max_restoring_bytes
+    if spilling is None and limit is None:
+        spilling = _DEFAULT_IN_FLIGHT
+    if restoring is None:
+        restoring = _DEFAULT_IN_FLIGHT if limit is None else limit // 4
+    return Limits(device_limit_bytes=limit, max_spilling_bytes=spilling, max_restoring_bytes=restoring)

@@ -1,0 +1,53 @@
+"""Every error that this project raises of its own accord.
+
+One invariant: a message names the thing, both numbers and the next step. `ValueError` is for what a user configured,
+an `OffloadError` for what a run met, `assert` for what a programmer broke.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DeviceLimitError",
+    "GroupOrderError",
+    "HazardError",
+    "HostBudgetError",
+    "OffloadError",
+    "PoolError",
+    "RecordStateError",
+    "StaleHandleError",
+]
+
+
+class OffloadError(RuntimeError):
+    """Base of everything that a run can meet."""
+
+
+class RecordStateError(OffloadError):
+    """A record was asked for a move that its state does not allow."""
+
+
+class StaleHandleError(OffloadError):
+    """A saved tensor was read after the step that it belongs to had ended."""
+
+
+class DeviceLimitError(OffloadError):
+    """Device bytes that a restore needs are not there; nothing has moved."""
+
+
+class HostBudgetError(OffloadError):
+    """Pinned bytes were asked for beyond the host budget; nothing has been pinned."""
+
+
+class PoolError(OffloadError, ValueError):
+    """A tensor was given to a pool that did not lend it, or was given back twice."""
+
+
+class GroupOrderError(OffloadError):
+    """A group was committed that was never started, or left open."""
+
+
+class HazardError(OffloadError):
+    """The simulated device saw two accesses of the same bytes that no event orders, or a deadlock.
+
+    Only the simulated device raises it: on a GPU the same program would read or write the wrong bytes.
+    """

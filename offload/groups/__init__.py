@@ -1,0 +1,1 @@
+"""Named groups of saved activations, chunk by chunk, under any pipeline schedule."""

@@ -1,0 +1,378 @@
+"""The handler of one chunk: which of its groups is open, which leave, and the way of their tensors out and back.
+
+One invariant: every tensor that autograd hands back finds its own record through its handle; a handler is never asked "which chunk is
+current" to read anything. Positions (`_index`, the recorded groups) serve the plan and the prefetch only.
+
+A handler is built once for each (virtual stage, microbatch) and used again in every step. `saved` is what it holds of this step.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from offload.device import Event, Lane
+from offload.errors import GroupOrderError
+from offload.groups.group import OffloadTensorGroup
+from offload.groups.ranges import transfer_range
+from offload.ids import ChunkId, GroupId
+from offload.memory.tensor_pool import GPUTensorPool
+from offload.saved.filters import Verdict, judge
+from offload.saved.store import Handle, Passed, SavedChunk, SavedGroup
+from offload.transfer.door import Priority
+from offload.transfer.record import Record, RecordState
+
+if TYPE_CHECKING:
+    from offload.engine import OffloadEngine
+    from offload.groups.manager import PipelineOffloadManager
+
+__all__ = ["ChunkOffloadHandler", "OffloadState", "TensorTag"]
+
+logger = logging.getLogger(__name__)
+
+
+class TensorTag(NamedTuple):
+    """A tensor pushed by hand: the index of its group in the chunk, and its position in that group."""
+
+    group_index: int
+    position: int
+
+
+class OffloadState(NamedTuple):
+    """A tensor copied to the host by hand with `offload`, and what `reload` needs."""
+
+    device: torch.device
+    cpu_tensor: torch.Tensor
+    use_cpu_pool: bool
+    stride: tuple[int, ...]
+    event: Event
+
+
+class ChunkOffloadHandler:
+    """Groups of one chunk.
+
+    min_offloaded_tensor_size: elements. cpu_tensor_pool: host buffers for `offload` and `reload` called by hand; the hooks' own path takes
+        blocks from the engine's arena. engine: whose lanes and store it uses; None builds an engine of its own.
+    """
+
+    def __init__(
+        self,
+        min_offloaded_tensor_size: int,
+        cpu_tensor_pool: GPUTensorPool | None = None,
+        d2h_stream: Lane | None = None,
+        h2d_stream: Lane | None = None,
+        *,
+        engine: OffloadEngine | None = None,
+        chunk_id: ChunkId = ChunkId(0, 0),
+        manager: PipelineOffloadManager | None = None,
+    ) -> None:
+        if engine is None:
+            from offload.engine import OffloadEngine
+
+            engine = OffloadEngine()
+        self.id = chunk_id
+        self.engine = engine
+        self.min_offloaded_tensor_size = min_offloaded_tensor_size
+        self.cpu_tensor_pool = cpu_tensor_pool if cpu_tensor_pool is not None else GPUTensorPool("cpu", pin_memory=True, arena=engine.arena)
+        self.d2h_stream: Lane = d2h_stream if d2h_stream is not None else engine.device.d2h
+        self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
+        self.do_offload = True
+        self.groups: list[OffloadTensorGroup] = []
+        self.stays: frozenset[int] = frozenset()
+        self.saved = SavedChunk(chunk_id)
+        self.begun = False
+        self._manager = manager
+        self._index = 0
+        self._open: list[OffloadTensorGroup] = []
+        self._muted: list[str] = []
+        self._tags: dict[TensorTag, Handle | Passed] = {}
+        self._reload_index = 0
+
+    # -- one step -------------------------------------------------------------------------------------------------
+    def reset(self) -> None:
+        """Forget this step's tensors; the recorded groups stay."""
+        self.saved = SavedChunk(self.id)
+        self.begun = False
+        self._index = 0
+        self._reload_index = 0
+        self._open.clear()
+        self._muted.clear()
+        self._tags.clear()
+
+    def end_recording(self) -> None:
+        """Groups that this step did not start are no longer part of the chunk."""
+        if self.begun:
+            del self.groups[self._index :]
+
+    # -- looking at the recorded groups -----------------------------------------------------------------------------
+    def find_group_with_name(self, name: str, start_index: int = 0) -> OffloadTensorGroup | None:
+        """The first recorded group of that name at or after `start_index`."""
+        return next((group for group in self.groups[start_index:] if group.name == name), None)
+
+    def find_next_group(self, name: str | None = None) -> OffloadTensorGroup | None:
+        """The next group to be started, of that name if one is given."""
+        if name is None:
+            return self.groups[self._index] if self._index < len(self.groups) else None
+        return self.find_group_with_name(name, self._index)
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether the chunk has no group, or none of that name."""
+        return not self.groups if name is None else self.find_group_with_name(name) is None
+
+    def finish_all_groups(self, name: str | None = None) -> bool:
+        """Whether every recorded group has been started, or none of that name remains. Needs a name while some remain."""
+        if self.groups and self._index >= len(self.groups):
+            return True
+        assert name is not None, f"{self.id}: {len(self.groups) - self._index} of {len(self.groups)} groups remain; say of which name"
+        return self.find_group_with_name(name, self._index) is None
+
+    def get_max_deduplicated_groups(self) -> int:
+        """Distinct group names."""
+        return len({group.name for group in self.groups})
+
+    # -- marks, forward -----------------------------------------------------------------------------------------------
+    def on_group_start_forward(self, name: str) -> OffloadTensorGroup:
+        """Open the next group. Its tensors may leave from now on; `on_group_commit_forward` closes it."""
+        with self.engine.lock:
+            index = self._index
+            if index < len(self.groups) and self.groups[index].name == name:
+                group = self.groups[index]
+            else:  # a new group, or another shape of step than the recorded one: record from here on
+                del self.groups[index:]
+                group = OffloadTensorGroup(name, device=self.engine.device)
+                self.groups.append(group)
+            self._index = index + 1
+            self.begun = True
+            group.stays = index in self.stays
+            group.committed = False
+            group.total_offload_bytes = group.total_tensor_count = 0
+            group.saved = SavedGroup(GroupId(self.id, index, name), leaves=self.do_offload and not group.stays)
+            self._open.append(group)
+            return group
+
+    def mute(self, name: str) -> None:
+        """A group that is started while nothing may be offloaded: its commit must find its start."""
+        self._muted.append(name)
+
+    def unmute(self, name: str) -> bool:
+        """Whether the innermost start of that name was muted; forget it then."""
+        if self._muted and self._muted[-1] == name:
+            self._muted.pop()
+            return True
+        return False
+
+    def innermost_open(self) -> OffloadTensorGroup | None:
+        return self._open[-1] if self._open else None
+
+    def close(self, name: str | None) -> OffloadTensorGroup:
+        """Take the innermost open group (of that name) out of the open ones. Raises GroupOrderError if there is none."""
+        for position in range(len(self._open) - 1, -1, -1):
+            if name is None or self._open[position].name == name:
+                group = self._open.pop(position)
+                group.committed = True
+                return group
+        raise self.not_started(name)
+
+    def is_open(self, name: str) -> bool:
+        return any(group.name == name for group in self._open)
+
+    def not_started(self, name: str | None) -> GroupOrderError:
+        names = ", ".join(group.name for group in self._open) or "none"
+        return GroupOrderError(
+            f"chunk {self.id}: commit of group {name!r}, which has not been started; open: {names}. "
+            f"Call group_start(tensor, {name!r}) before it, once for each commit"
+        )
+
+    def commit(self, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False) -> None:
+        """Close the innermost open group of that name; send it, or leave it to the manager's `flush_delayed_groups`."""
+        if self._manager is not None:
+            self._manager.commit(self, name, forced_released_tensors, delay_offload)
+        else:
+            self.on_group_commit_forward(forced_released_tensors, name=name)
+
+    def on_group_commit_forward(
+        self, forced_released_tensors: list[torch.Tensor] | None = None, *, name: str | None = None, group: OffloadTensorGroup | None = None
+    ) -> None:
+        """Close the innermost open group (of that name) and send what has not left yet. Blocks the host: never.
+
+        group: a group that `close` returned earlier, for a delayed commit.
+        """
+        with self.engine.lock:
+            group = self.close(name) if group is None else group
+            self._commit(group, forced_released_tensors or [])
+
+    def _commit(self, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
+        saved = group.saved
+        assert saved is not None
+        with transfer_range("spill", group.name):
+            self.engine.store.commit(saved)
+        group.total_offload_bytes = saved.nbytes
+        group.total_tensor_count = saved.slots
+        if forced:
+            self._release(group, saved, forced)
+
+    def _release(self, group: OffloadTensorGroup, saved: SavedGroup, forced: list[torch.Tensor]) -> None:
+        """Free the listed tensors' storage, for tensors that Python still holds; only what was copied in this group. Compute waits
+        for the copy, the host does not."""
+        copied: dict[int, list[Record]] = {}
+        for record in saved.living():
+            copied.setdefault(record.weak_storage.key, []).append(record)
+        for tensor in forced:
+            storage = tensor.untyped_storage()
+            records = copied.get(storage._cdata, [])
+            if not records or any(record.state is RecordState.RESIDENT for record in records):
+                logger.warning(
+                    "group %s: a tensor of shape %s (%s bytes) was to be released, but its storage was not copied to the host in this "
+                    "group; it stays. Save it inside the group, or take it off forced_released_tensors",
+                    saved.id,
+                    tuple(tensor.shape),
+                    f"{storage.nbytes():,}",
+                )
+                continue
+            for record in records:
+                if record.transfer is not None:
+                    self.engine.transfers.settle_spill(record.transfer)
+            storage.resize_(0)
+
+    # -- marks, backward ----------------------------------------------------------------------------------------------
+    def on_group_commit_backward(self, name: str) -> None:
+        """The backward reaches the end of a group: this chunk is the one being read. Readers wait for their own bytes."""
+        if self._manager is not None:
+            self._manager.reading(self)
+
+    def on_group_start_backward(self) -> None:
+        """The backward has passed a group: room for the next ones."""
+        if self._manager is not None:
+            with self.engine.lock:
+                self._manager.pump()
+
+    # -- by hand: tensors -------------------------------------------------------------------------------------------
+    def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
+        """False below the size limit, for parameters and their views, and for tensors marked not offloadable."""
+        verdict = judge(tensor, self.engine.device, self.engine.externals, self.min_offloaded_tensor_size)
+        return verdict is Verdict.ELIGIBLE
+
+    def tensor_push(self, tensor: torch.Tensor) -> TensorTag:
+        """Save `tensor` in the innermost open group; a fake or functional one is passed through. Returns its tag for `tensor_pop`."""
+        with self.engine.lock:
+            group = self.innermost_open()
+            if group is None or group.saved is None:
+                raise GroupOrderError(
+                    f"chunk {self.id}: tensor_push of shape {tuple(tensor.shape)}, but no group is open; call on_group_start_forward first"
+                )
+            position = sum(tag.group_index == group.saved.id.place for tag in self._tags)
+            tag = TensorTag(group.saved.id.place, position)
+            if self.do_offload and self.tensor_need_offloading_checker(tensor):
+                self._tags[tag] = self.engine.store.save(tensor, self.saved, group.saved)
+            else:
+                self._tags[tag] = Passed(tensor)
+            return tag
+
+    def tensor_pop(self, tag: TensorTag) -> torch.Tensor:
+        """The tensor of that tag, on the device; once. Raises KeyError for a tag that is unknown or popped already."""
+        with self.engine.lock:
+            if tag not in self._tags:
+                raise KeyError(f"{self.id} holds no tensor under tag {tuple(tag)}; it holds {len(self._tags)} others")
+            packed = self._tags.pop(tag)
+            return packed.read() if isinstance(packed, Passed) else self.engine.store.read(packed)
+
+    # -- by hand: groups --------------------------------------------------------------------------------------------
+    def should_bulk_offload(self) -> bool:
+        """Whether the group at hand leaves: not when the plan keeps it, nor while offloading is off."""
+        group = self.innermost_open()
+        return self.do_offload and group is not None and group.offload
+
+    def bulk_offload_group(self) -> None:
+        """Send every eligible tensor of the innermost open group; small ones stay."""
+        with self.engine.lock:
+            group = self.innermost_open()
+            if group is not None and group.saved is not None and self.should_bulk_offload():
+                with transfer_range("spill", group.name):
+                    self.engine.store.commit(group.saved)
+
+    def bulk_offload(self, forced_released_tensors: list[torch.Tensor] | None = None) -> None:
+        """Send the innermost open group and free the listed tensors' storage."""
+        with self.engine.lock:
+            group = self.innermost_open()
+            if group is not None and self.should_bulk_offload():
+                self._commit(group, forced_released_tensors or [])
+
+    def bulk_reload_group(self) -> bool:
+        """Fetch the group back that is read next: the last one not fetched yet. False if none is left."""
+        with self.engine.lock:
+            while self._reload_index < len(self.groups):
+                group = self.groups[len(self.groups) - 1 - self._reload_index]
+                self._reload_index += 1
+                if group.saved is None:
+                    continue
+                for transfer in group.saved.transfers:
+                    self.engine.transfers.settle_spill(transfer)
+                records = [record for record in group.saved.living() if record.state is RecordState.SPILLED]
+                if records:
+                    with transfer_range("restore", group.name):
+                        self.engine.transfers.restore(records, Priority.REQUIRED)
+                    return True
+            return False
+
+    def pre_reload_last_layer(self) -> None:
+        """Start fetching the chunk's last group, which its backward reads first."""
+        if self._reload_index == 0:
+            self.bulk_reload_group()
+
+    def bulk_reload(self) -> None:
+        """Fetch the next group back, or, where this chunk has none left, what the next chunk's backward reads first."""
+        if not self.bulk_reload_group() and self._manager is not None:
+            with self.engine.lock:
+                self._manager.pump()
+
+    # -- by hand: one tensor ----------------------------------------------------------------------------------------
+    def offload(self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True) -> OffloadState:
+        """Copy one tensor to the host on the d2h lane. Blocks the host only where the host side is not pinned.
+
+        The source must live until the copy is done; compute waits for it here, so that the caller need not know when. Raises
+        ValueError for a tensor of another device.
+        """
+        device = self.engine.device
+        if not device.owns(src_tensor):
+            raise ValueError(f"offload of a tensor on {src_tensor.device}, but this handler's device is {device.name}; move it there first")
+        with torch.no_grad():
+            flat = src_tensor.detach().contiguous().view(-1)
+        if use_cpu_pool:
+            host = self.cpu_tensor_pool.allocate(src_tensor.shape, src_tensor.dtype)
+        else:
+            host = torch.empty(src_tensor.shape, dtype=src_tensor.dtype, pin_memory=pin_memory and device.pins)
+        compute = device.compute
+        source = flat.view(torch.uint8)
+        device.wait(self.d2h_stream, device.record(compute), "spill")
+        device.note_write(compute, source)
+        device.copy(self.d2h_stream, [(host.view(-1).view(torch.uint8), source)])
+        event = device.record(self.d2h_stream)
+        device.wait(compute, event, "settle")
+        return OffloadState(src_tensor.device, host, use_cpu_pool, src_tensor.stride(), event)
+
+    def reload(self, state: OffloadState, non_blocking: bool | None = None) -> torch.Tensor:
+        """A new device tensor with the bytes and strides that `offload` saw; the host buffer goes back to the pool.
+
+        non_blocking: None means: iff the host side is pinned; False makes the host wait for the copy.
+        """
+        device = self.engine.device
+        host = state.cpu_tensor
+        home = device.empty(host.numel() * host.element_size())
+        compute = device.compute
+        device.wait(self.h2d_stream, device.record(compute), "allocate")
+        device.wait(self.h2d_stream, state.event, "restore")
+        device.copy(self.h2d_stream, [(home, host.view(-1).view(torch.uint8))])
+        event = device.record(self.h2d_stream)
+        device.wait(compute, event, "read")
+        device.note_read(compute, home)
+        if non_blocking is False:
+            device.synchronize(event)
+        if state.use_cpu_pool:
+            self.cpu_tensor_pool.free(host, after=event)
+        packed = home.view(host.dtype).view(host.shape)
+        if packed.stride() == state.stride:
+            return packed
+        with torch.no_grad():
+            return torch.empty_strided(host.shape, state.stride, dtype=host.dtype, device=home.device).copy_(packed)

@@ -1,0 +1,297 @@
+"""The functions that a model calls, short names and long ones; each is an identity where nothing is to be offloaded.
+
+    x = group_start(x, "core_attn")             # identity in the graph: opens a group
+    with offload_hooks(): y = attention(x)      # what autograd saves in here belongs to the group
+    y = group_commit(y, "core_attn")            # identity: the group's bytes start to leave
+
+This page is where the process-wide manager is asked for; nothing below it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from offload.config import OffloadConfig, check_fraction
+from offload.engine import OffloadEngine
+from offload.groups.autograd import (
+    FineGrainedOffloadingBackwardRecordFunction,
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
+    apply_mark,
+)
+from offload.groups.graphs import record_forward
+from offload.groups.manager import PipelineOffloadManager
+from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
+from offload.saved.hooks import InstalledScope
+from offload.telemetry.records import StepStats
+
+__all__ = [
+    "ActivationOffloadContext",
+    "FineGrainedActivationOffloadingInterface",
+    "backward_record",
+    "configure",
+    "disable_offload",
+    "enable_offload",
+    "flush_delayed_groups",
+    "forward_record",
+    "group_commit",
+    "group_start",
+    "init_chunk_handler",
+    "mark_not_offloadable",
+    "offload_hooks",
+    "reset",
+    "step_end",
+]
+
+T = TypeVar("T", torch.Tensor, tuple[Any, ...], list[Any])
+
+
+def configure(
+    config: OffloadConfig | None = None,
+    *,
+    device: str | None = None,
+    store: Any = None,
+    host_key: str | None = None,
+    print_summary: bool = True,
+    process_group: Any = None,
+) -> PipelineOffloadManager:
+    """Build the process-wide manager anew; the old one returns its pinned memory to the system first.
+
+    device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store: a torch.distributed Store:
+    the host limit is then one number for all ranks whose host_key (None: the host's name) is the same. print_summary: print the rank
+    table when warm-up ends; it gathers over process_group, so all its ranks must step.
+    Blocks the host while host_reserve_bytes are pinned. Raises ValueError for an unknown device, HostBudgetError beyond the limit.
+    """
+    config = config if config is not None else OffloadConfig()
+    budget: HostBudget | None = None
+    if store is not None:
+        limit = config.host_limit_bytes if config.host_limit_bytes is not None else default_host_limit_bytes()
+        budget = StoreHostBudget(store, host_key if host_key is not None else _host_name(), limit)
+    old, PipelineOffloadManager.OFFLOAD_MGR = PipelineOffloadManager.OFFLOAD_MGR, None
+    if old is not None:
+        old.close()
+    engine = OffloadEngine(config, device=device, budget=budget)
+    manager = PipelineOffloadManager(engine, print_summary=print_summary, process_group=process_group)
+    PipelineOffloadManager.OFFLOAD_MGR = manager
+    return manager
+
+
+def _host_name() -> str:
+    import socket
+
+    return socket.gethostname()
+
+
+def init_chunk_handler(
+    vp_size: int | None = None,
+    vp_stage: int | None = None,
+    min_offloaded_tensor_size: int = 1024 * 1024,
+    *,
+    pp_rank: int | None = None,
+    delta_offload_bytes_across_pp_ranks: int | None = None,
+    activation_offload_fraction: float | None = None,
+    max_inflight_offloads: int | None = None,
+) -> None:
+    """The forward of the next microbatch of virtual stage `vp_stage` begins. Call it at the start of every microbatch's forward.
+
+    min_offloaded_tensor_size: elements, not bytes. The keywords set the plan's fields (OffloadConfig has their meaning); one left out stays
+    as it is. Raises ValueError for a stage outside 0..vp_size-1, a negative size, a fraction outside 0..1.
+    """
+    manager = PipelineOffloadManager.get_instance()
+    changes: dict[str, Any] = {}
+    if activation_offload_fraction is not None:
+        check_fraction("activation_offload_fraction", activation_offload_fraction)
+        changes["fraction"] = activation_offload_fraction
+    for field, name, value in (
+        ("pp_rank", "pp_rank", pp_rank),
+        ("delta_bytes", "delta_offload_bytes_across_pp_ranks", delta_offload_bytes_across_pp_ranks),
+        ("max_inflight_offloads", "max_inflight_offloads", max_inflight_offloads),
+    ):
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} is {value!r}, must be a whole number, 0 or more")
+            changes[field] = value
+    manager.init_model_chunk_offload_handler(vp_size, vp_stage, min_offloaded_tensor_size)
+    if changes:
+        manager.settings = replace(manager.settings, **changes)
+
+
+def _existing() -> PipelineOffloadManager | None:
+    return PipelineOffloadManager.OFFLOAD_MGR
+
+
+def _check_mark(function: str, value: object, name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{function} with name {name!r}: a group's name must be a non-empty string such as 'core_attn'")
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{function}(..., {name!r}) got a {type(value).__name__}, must be a tensor that the layer works on")
+
+
+def group_start(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Open group `name` in the current chunk. Returns a tensor with the same bytes; `tensor` itself where nothing may be offloaded.
+
+    tensor: any shape and dtype; an input of the group's layers, so that the mark's backward runs after theirs. Blocks the host: never.
+    """
+    _check_mark("group_start", tensor, name)
+    manager = _existing()
+    if manager is None:
+        return tensor
+    handler = manager.active_handler()
+    if handler is None:
+        muted = manager.muted_handler()
+        if muted is not None:
+            muted.mute(name)
+        return tensor
+    return apply_mark(FineGrainedOffloadingGroupStartFunction, tensor, handler, name)
+
+
+def group_commit(
+    tensor: T, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False
+) -> T:
+    """Close the innermost open group called `name`: what it saved leaves, unless the plan keeps it.
+
+    tensor: an output of the group's layers, or a tuple or list whose first element is one; an empty one passes through.
+    forced_released_tensors: freed once they are copied, although Python still holds them; compute waits for the copy.
+    delay_offload: send at `flush_delayed_groups` instead of now.
+    Raises GroupOrderError if no such group is open. Blocks the host: never.
+    """
+    if isinstance(tensor, (tuple, list)):
+        if not tensor:
+            return tensor
+        items: list[Any] = [group_commit(tensor[0], name, forced_released_tensors, delay_offload), *tensor[1:]]
+        if isinstance(tensor, list):
+            return items
+        return type(tensor)(*items) if hasattr(tensor, "_fields") else tuple(items)
+    _check_mark("group_commit", tensor, name)
+    manager = _existing()
+    if manager is None:
+        return tensor
+    handler = manager.muted_handler()
+    if handler is None or handler.unmute(name):
+        return tensor
+    if not handler.is_open(name):
+        if manager.active_handler() is None:
+            return tensor  # started before the chunk was announced, or switched off in between
+        raise handler.not_started(name)
+    return apply_mark(FineGrainedOffloadingGroupCommitFunction, tensor, handler, name, forced_released_tensors, delay_offload)
+
+
+@contextmanager
+def offload_hooks() -> Iterator[None]:
+    """What autograd saves inside belongs to the innermost open group at entry."""
+    manager = _existing()
+    if manager is None:
+        yield
+        return
+    installed = manager.open_scope()
+    try:
+        yield
+    finally:
+        manager.close_scope(installed)
+
+
+def flush_delayed_groups() -> None:
+    """Send every delayed group, in the order of their commits."""
+    manager = _existing()
+    if manager is not None:
+        manager.flush_delayed_groups()
+
+
+def disable_offload() -> None:
+    """From now on nothing more leaves; what has left comes back as usual."""
+    PipelineOffloadManager.get_instance().disable_offload()
+
+
+def enable_offload() -> None:
+    """Undo `disable_offload`."""
+    PipelineOffloadManager.get_instance().enable_offload()
+
+
+def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
+    """`tensor` stays on the device for good; None is accepted."""
+    PipelineOffloadManager.get_instance().mark_not_offloadable(tensor)
+
+
+def forward_record(event: Any) -> None:
+    """Order the current stream after the spills so far and record `event` there."""
+    record_forward(event)
+
+
+def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
+    """An identity whose backward records `event` on the current stream, ordered after the restores so far."""
+    return apply_mark(FineGrainedOffloadingBackwardRecordFunction, tensor, event)
+
+
+def step_end() -> StepStats | None:
+    """End the step, once its gradients are final. Returns its figures; None where no manager has been built."""
+    manager = _existing()
+    return None if manager is None else manager.step_end()
+
+
+def reset() -> StepStats | None:
+    """The same as `step_end`, under the name that Megatron users know."""
+    return step_end()
+
+
+class FineGrainedActivationOffloadingInterface:
+    """`with Interface(offload, tensor, name) as tensor:` opens a group and installs the hooks, iff `offload`."""
+
+    def __init__(self, offload: bool, tensor: torch.Tensor, name: str) -> None:
+        _check_mark(type(self).__name__, tensor, name)
+        self.offload = offload
+        self.tensor = tensor
+        self.name = name
+        self._installed: InstalledScope | None = None
+
+    def __enter__(self) -> torch.Tensor:
+        if self.offload:
+            self.tensor = group_start(self.tensor, self.name)
+            manager = _existing()
+            self._installed = None if manager is None else manager.open_scope()
+        return self.tensor
+
+    def __exit__(self, *exception: object) -> None:
+        if self._installed is not None:
+            PipelineOffloadManager.get_instance().close_scope(self._installed)
+            self._installed = None
+
+    @staticmethod
+    def init_chunk_handler(
+        vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 1024 * 1024, **keywords: Any
+    ) -> None:
+        init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, **keywords)
+
+    @staticmethod
+    def get_context(flag: bool) -> AbstractContextManager[Any]:
+        """The manager's hooks, or a null context."""
+        return PipelineOffloadManager.get_instance() if flag else nullcontext()
+
+    @staticmethod
+    def group_commit(
+        tensor: T, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False
+    ) -> T:
+        return group_commit(tensor, name, forced_released_tensors, delay_offload)
+
+    @staticmethod
+    def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
+        mark_not_offloadable(tensor)
+
+    @staticmethod
+    def forward_record(event: Any) -> None:
+        forward_record(event)
+
+    @staticmethod
+    def reset() -> None:
+        reset()
+
+    @staticmethod
+    def reset_instance() -> None:
+        PipelineOffloadManager.reset_instance()
+
+
+ActivationOffloadContext = FineGrainedActivationOffloadingInterface

@@ -1,0 +1,499 @@
+"""The manager: which chunk is current, what its coming reads are, and what stays after warm-up.
+
+One invariant: it decides and never moves bytes itself. Everything it believes about order is a hint: a chunk that it did not expect, a
+microbatch more, an evaluation in between or an exception change time, not results.
+
+A chunk becomes current in one of two ways: a pipeline stage announces it (`begin_chunk`, `end_forward`, `begin_backward`, `end_backward`),
+or `init_model_chunk_offload_handler` is called at the start of each forward, and the first mark or read of a backward tells the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from offload.config import check_min_elements
+from offload.device import Lane
+from offload.engine import OffloadEngine
+from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.group import OffloadTensorGroup
+from offload.groups.plan import PlanSettings, make_plan, summary_bytes
+from offload.groups.queue import VirtualPipelineQueue
+from offload.groups.scope import GroupScope
+from offload.ids import ChunkId
+from offload.memory.tensor_pool import GPUTensorPool
+from offload.policy.lookahead import ActionKey, Lookahead
+from offload.saved.hooks import InstalledScope
+from offload.saved.store import Handle, Passed, SavedChunk
+from offload.telemetry.records import StepStats
+from offload.telemetry.summary import print_offload_summary_table
+from offload.transfer.record import RecordState, Transfer
+
+__all__ = ["PipelineOffloadManager"]
+
+logger = logging.getLogger(__name__)
+
+_CHUNKS_AHEAD = 3  # chunks that a prefetch looks at: the one being read and what follows; more only cost host time
+
+
+class PipelineOffloadManager:
+    """Chunks, plan and prefetch over one engine. `get_instance()` holds the process-wide default; tests build their own.
+
+    engine: None builds one with the default config. process_group: whose ranks the summary is printed for.
+    """
+
+    OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
+
+    def __init__(self, engine: OffloadEngine | None = None, *, print_summary: bool = True, process_group: Any = None) -> None:
+        self.engine = engine if engine is not None else OffloadEngine()
+        self.engine.on_read(self._on_read)
+        self.do_offload = True
+        self.is_warmup = True
+        self.settings = PlanSettings.of(self.engine.config)
+        self.print_summary = print_summary
+        self.process_group = process_group
+        self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=self.engine.arena)
+        self._handlers: dict[ChunkId, ChunkOffloadHandler] = {}
+        self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
+        self._queue: VirtualPipelineQueue[ChunkOffloadHandler] = VirtualPipelineQueue()
+        self._lookahead = Lookahead()
+        self._forward: ChunkOffloadHandler | None = None
+        self._backward: ChunkOffloadHandler | None = None
+        self._kind = "B"
+        self._coming: list[SavedChunk] = []
+        self._announced = False
+        self._counts: dict[int, int] = defaultdict(int)
+        self._forward_order: list[ChunkOffloadHandler] = []
+        self._backward_order: list[ChunkOffloadHandler] = []
+        self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
+        self._walk = 0
+        self._delayed: list[Callable[[], None]] = []
+        self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
+        self._entered: list[InstalledScope | None] = []
+        self._reads = 0
+        self._input_half_reads: dict[int, bool] = {}
+        self._weight_log: list[tuple[int, int]] = []
+        self._weight_reads: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._signature: object = None
+        self._summary: dict[str, int] = {}
+        self._warned_no_group = False
+
+    # -- the process-wide instance ------------------------------------------------------------------------------------
+    @classmethod
+    def get_instance(cls) -> PipelineOffloadManager:
+        """The process-wide manager; built with the default config on first use."""
+        if cls.OFFLOAD_MGR is None:
+            cls.OFFLOAD_MGR = cls()
+        return cls.OFFLOAD_MGR
+
+    @classmethod
+    def reset_instance(cls, manager: PipelineOffloadManager | None = None) -> PipelineOffloadManager:
+        """Close the old instance, which returns its pinned memory to the system, and put a new one (or `manager`) in its place."""
+        old, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR, None
+        if old is not None and old is not manager:
+            old.close()
+        cls.OFFLOAD_MGR = manager if manager is not None else cls()
+        return cls.OFFLOAD_MGR
+
+    def close(self) -> None:
+        """Drop everything and unpin. Blocks the host until the copies in flight have passed. The manager must not be used after."""
+        self.engine.close([*self._retired, *(handler.saved for handler in self._handlers.values())])
+        self._handlers.clear()
+        self._retired.clear()
+
+    # -- properties ---------------------------------------------------------------------------------------------------
+    @property
+    def d2h_stream(self) -> Lane:
+        return self.engine.device.d2h
+
+    @property
+    def h2d_stream(self) -> Lane:
+        return self.engine.device.h2d
+
+    @property
+    def stats(self) -> StepStats:
+        """Of the last step that ended."""
+        return self.engine.last_stats
+
+    @property
+    def offload_summary_bytes(self) -> dict[str, int]:
+        """Bytes by group that leave in a chunk of the steady state, after warm-up; {} before."""
+        return dict(self._summary)
+
+    @property
+    def offload_summary_total_bytes(self) -> int:
+        return sum(self._summary.values())
+
+    # -- set up ---------------------------------------------------------------------------------------------------------
+    def reserve_host(self, nbytes: int) -> None:
+        """Pin before step 1. Blocks the host. Raises HostBudgetError beyond the budget."""
+        self.engine.reserve_host(nbytes)
+
+    def register_parameters(self, module: torch.nn.Module) -> None:
+        """Parameters of `module`, their views and casts never leave, recognised even behind `detach()`."""
+        self.engine.register_parameters(module)
+
+    def register_external(self, tensor: torch.Tensor) -> None:
+        """A receive buffer: saves of it never share one copy."""
+        self.engine.register_external(tensor)
+
+    def mark_not_offloadable(self, tensor: torch.Tensor | None) -> None:
+        """`tensor` stays on the device for good. None is accepted, for an optional bias."""
+        if tensor is not None:
+            self.engine.mark_not_offloadable(tensor)
+
+    def set_order(self, actions: Sequence[ActionKey] | None) -> None:
+        """This rank's step as ("F"|"B"|"I"|"W", virtual stage, microbatch); None goes back to what the last step was seen to do."""
+        self._lookahead.give(actions)
+
+    def disable_offload(self) -> None:
+        """From now on nothing more leaves; what has left comes back as usual."""
+        self._switch(False)
+
+    def enable_offload(self) -> None:
+        self._switch(True)
+
+    def _switch(self, on: bool) -> None:
+        self.do_offload = on
+        for handler in self._handlers.values():
+            handler.do_offload = on
+
+    # -- chunks, announced ------------------------------------------------------------------------------------------------
+    def begin_chunk(self, stage: int, microbatch: int) -> None:
+        """The forward of (virtual stage, microbatch) begins; its marks and hooks belong to this chunk from now on."""
+        if stage < 0 or microbatch < 0:
+            raise ValueError(f"chunk (stage {stage}, microbatch {microbatch}): both must be 0 or more")
+        with self.engine.lock:
+            self._announced = True
+            self._begin(ChunkId(stage, microbatch), self.settings.min_elements)
+
+    def end_forward(self, stage: int, microbatch: int) -> None:
+        """That forward is complete: its bytes may be fetched back from now on."""
+        with self.engine.lock:
+            handler = self._handlers.get(ChunkId(stage, microbatch))
+            if handler is not None:
+                handler.saved.complete()
+                if self._input_half_reads.get(stage) is False:
+                    handler.saved.expect(())  # its input half reads nothing: fetch for the weight half, when the input half is over
+                self._look_ahead()
+                self.pump()
+
+    def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        """A backward of that chunk begins. kind: "B" whole, "I" input half, "W" weight half."""
+        if kind not in ("B", "I", "W"):
+            raise ValueError(f"backward kind is {kind!r}, must be 'B' (whole), 'I' (input half) or 'W' (weight half)")
+        with self.engine.lock:
+            handler = self._handlers.get(ChunkId(stage, microbatch))
+            self._lookahead.advance((kind, stage, microbatch))
+            if handler is None or not handler.begun:
+                return
+            self._start_reading(handler, kind)
+            self.pump()
+
+    def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        """That backward is over. After an input half, what was fetched and is clean is dropped: the weight half reads less."""
+        with self.engine.lock:
+            handler = self._handlers.get(ChunkId(stage, microbatch))
+            if handler is None or not handler.begun:
+                return
+            if kind == "I":
+                self._input_half_reads[stage] = self._reads > 0
+                if self._reads > 0:
+                    for record in handler.saved.living():
+                        if record.state is RecordState.RESTORED:
+                            self.engine.transfers.drop(record)
+                    handler.saved.expect(self._weight_reads.get(stage, ()))
+                else:
+                    handler.saved.expect_reverse()
+            elif kind == "W" and self._weight_log:
+                self._weight_reads[stage] = tuple(self._weight_log)
+            self._backward = None
+            self._look_ahead()
+            self.pump()
+
+    # -- chunks, one call a forward -----------------------------------------------------------------------------------
+    def init_model_chunk_offload_handler(
+        self, vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 1024 * 1024
+    ) -> None:
+        """A forward of virtual stage `vp_stage` begins, of the next microbatch of that stage. Call at the start of every forward.
+
+        vp_size: virtual stages of this rank, None for 1. vp_stage: None for 0. min_offloaded_tensor_size: elements. Raises ValueError
+        for a stage outside 0..vp_size-1.
+        """
+        size = 1 if vp_size is None else vp_size
+        stage = 0 if vp_stage is None else vp_stage
+        if size < 1 or not 0 <= stage < size:
+            raise ValueError(f"vp_stage is {vp_stage!r} and vp_size {vp_size!r}; vp_stage must be in 0..vp_size-1, and vp_size 1 or more")
+        check_min_elements(min_offloaded_tensor_size)
+        with self.engine.lock:
+            if self._forward is not None:
+                self._forward.saved.complete()
+            self._queue.resize(size)
+            microbatch = self._counts[stage]
+            self._counts[stage] += 1
+            handler = self._begin(ChunkId(stage, microbatch), min_offloaded_tensor_size)
+            self._queue.stage(handler, stage)
+            self.pump()
+
+    def _begin(self, chunk_id: ChunkId, min_elements: int) -> ChunkOffloadHandler:
+        handler = self._handlers.get(chunk_id)
+        if handler is None:
+            handler = ChunkOffloadHandler(min_elements, self.cpu_tensor_pool, engine=self.engine, chunk_id=chunk_id, manager=self)
+            handler.do_offload = self.do_offload
+            self._handlers[chunk_id] = handler
+        elif handler.begun:  # the same forward again in one step: an exception was caught, or gradients are being verified
+            self._retired.append(handler.saved)
+            handler.reset()
+        handler.min_offloaded_tensor_size = min_elements
+        self._forward = handler
+        self._forward_order.append(handler)
+        self._lookahead.advance(("F", *chunk_id))
+        self._look_ahead()
+        return handler
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+    def reading(self, handler: ChunkOffloadHandler) -> None:
+        """A mark of `handler`'s backward runs."""
+        with self.engine.lock:
+            if handler is not self._backward and handler.begun:
+                if not self._announced:
+                    self._lookahead.advance(("B", *handler.id))
+                self._start_reading(handler, "B")
+            self.pump()
+
+    def _start_reading(self, handler: ChunkOffloadHandler, kind: str) -> None:
+        handler.saved.complete()
+        self._backward = handler
+        self._kind = kind
+        self._reads = 0
+        self._weight_log.clear()
+        if handler not in self._backward_order:
+            self._backward_order.append(handler)
+            self._queue.discard(handler)
+        self._look_ahead()
+
+    def _on_read(self, handle: Handle) -> None:
+        label = handle.record.label
+        handler = self._handlers.get(label.group.chunk)
+        if handler is None:
+            return
+        if handler is not self._backward:
+            self.reading(handler)
+        self._reads += 1
+        if self._kind == "W" and handle.record.block is not None:
+            self._weight_log.append((label.group.place, label.slot))
+        self.pump()
+
+    def _look_ahead(self) -> None:
+        """The chunks that backwards will read next, soonest first."""
+        coming: list[SavedChunk] = []
+        if self._backward is not None:
+            coming.append(self._backward.saved)
+        for _, stage, microbatch in self._lookahead.coming():
+            handler = self._handlers.get(ChunkId(stage, microbatch))
+            if handler is not None and handler.begun and handler.saved not in coming:
+                coming.append(handler.saved)
+                if len(coming) == _CHUNKS_AHEAD:
+                    break
+        if not coming:
+            following = self._queue.front()
+            if following is not None:
+                coming.append(following.saved)
+        self._coming = coming
+
+    def pump(self) -> None:
+        """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""
+        if self._coming:
+            self.engine.prefetch.pump(self._coming)
+
+    # -- marks --------------------------------------------------------------------------------------------------------
+    def active_handler(self) -> ChunkOffloadHandler | None:
+        """The chunk that a mark in a forward belongs to, if anything may leave now."""
+        if not self.do_offload or self._forward is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return None
+        return self._forward
+
+    def muted_handler(self) -> ChunkOffloadHandler | None:
+        """The chunk that a mark belongs to although nothing may leave: its starts and commits are still paired. None in a backward."""
+        return None if torch._C._current_graph_task_id() != -1 else self._forward
+
+    def commit(
+        self,
+        handler: ChunkOffloadHandler,
+        name: str,
+        forced_released_tensors: list[torch.Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> None:
+        """Close the innermost open group of that name; send it, or queue it for `flush_delayed_groups`."""
+        with self.engine.lock:
+            group = handler.close(name)
+            if delay_offload:
+                self._delayed.append(partial(self._send, handler, group, forced_released_tensors or []))
+            else:
+                self._send(handler, group, forced_released_tensors or [])
+
+    def _send(self, handler: ChunkOffloadHandler, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
+        handler.on_group_commit_forward(forced, group=group)
+        cap = self.settings.max_inflight_offloads
+        if cap is not None and group.saved is not None and group.saved.transfers:
+            pending = self._pending[group.name]
+            pending.append(group.saved.transfers)
+            while len(pending) > cap:
+                for transfer in pending.popleft():
+                    self.engine.transfers.settle_spill(transfer)
+        self.pump()
+
+    def push_offload_groups(
+        self, group_hook: Callable[[list[torch.Tensor]], None], forced_released_tensors: list[torch.Tensor] | None = None
+    ) -> None:
+        """Queue a delayed offload: `group_hook(forced_released_tensors)` runs at the flush."""
+        self._delayed.append(partial(group_hook, forced_released_tensors or []))
+
+    def flush_delayed_groups(self) -> None:
+        """Send every delayed group, in the order of their commits."""
+        with self.engine.lock:
+            delayed, self._delayed = self._delayed, []
+            for send in delayed:
+                send()
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+    def open_scope(self) -> InstalledScope | None:
+        """Install the hooks for the innermost open group of the current chunk; None if nothing may leave now."""
+        handler = self.active_handler()
+        if handler is None:
+            return None
+        group = handler.innermost_open()
+        if group is None:
+            if not self._warned_no_group:
+                self._warned_no_group = True
+                logger.warning(
+                    "offload_hooks() without an open group in chunk %s: nothing saved in it will leave; call group_start first",
+                    handler.id,
+                )
+            return None
+        return self.engine.hooks.push(GroupScope(self.engine, handler, group))
+
+    def close_scope(self, installed: InstalledScope | None) -> None:
+        if installed is not None:
+            self.engine.hooks.pop(installed)
+
+    def __enter__(self) -> PipelineOffloadManager:
+        """Install the hooks, if a chunk is current and offloading is on."""
+        self._entered.append(self.open_scope())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Remove exactly what `__enter__` installed, whatever was switched in between."""
+        self.close_scope(self._entered.pop())
+
+    def on_save_for_backward(self, tensor: torch.Tensor) -> Any:
+        """What autograd's graph keeps instead of `tensor`. Asserts that it is called inside the offload context."""
+        assert self.engine.hooks.innermost() is not None, "Must be inside offload context: use `with manager:` around the save"
+        return self.engine.hooks.pack(tensor)
+
+    def on_get_saved_tensor(self, saved_state: Handle | Passed) -> torch.Tensor:
+        """The tensor, fetched back from the host if it has left."""
+        return self.engine.hooks.unpack(saved_state)
+
+    # -- queue (S2's names) -----------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Move staged chunks to the backward queue, last stage first, once the first and the last stage have equally many."""
+        self._queue.flush()
+
+    def push(self, handler: ChunkOffloadHandler) -> None:
+        """Append to the backward queue."""
+        self._queue.chunks.append(handler)
+
+    def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
+        """Advance to the next queued chunk that has a group (of that name) and make it current."""
+        with self.engine.lock:
+            handler = self._queue.pop(name)
+            self._start_reading(handler, "B")
+            return handler
+
+    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """The same without consuming; None if there is none."""
+        return self._queue.front(name)
+
+    def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """The chunk of the next group: the current one in warm-up, then a walk over the recorded ones; None when they are exhausted."""
+        if not self.do_offload:
+            return None
+        if self.is_warmup:
+            return self._forward
+        while self._walk < len(self._cached_forward):
+            handler = self._cached_forward[self._walk]
+            if handler.is_empty_chunk(name) or handler.finish_all_groups(name):
+                self._walk += 1
+                continue
+            return handler
+        return None
+
+    def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
+        return self._forward
+
+    def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
+        return self._backward
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+    def step_end(self) -> StepStats:
+        """End the step, once its gradients are final: drop leftovers with one warning, settle, count, and plan after warm-up.
+
+        Blocks the host: never (the summary after warm-up gathers over the process group, once).
+        """
+        with self.engine.lock:
+            self._delayed.clear()
+            self._pending.clear()
+            handlers = [handler for handler in self._handlers.values() if handler.begun]
+            stats = self.engine.end_step([*self._retired, *(handler.saved for handler in handlers)])
+            for handler in handlers:
+                handler.end_recording()
+            planned = self._replan(handlers)
+            for handler in handlers:
+                handler.reset()
+            self._retired.clear()
+            self._queue.clear()
+            self._lookahead.end_step()
+            self._forward = self._backward = None
+            self._coming = []
+            self._counts.clear()
+            self._forward_order = []
+            self._backward_order = []
+            self._walk = 0
+        if planned and self.print_summary:
+            print_offload_summary_table(self._summary, process_group=self.process_group)
+        return stats
+
+    def reset(self) -> StepStats:
+        """A new iteration begins: the same as `step_end`."""
+        return self.step_end()
+
+    def _replan(self, handlers: list[ChunkOffloadHandler]) -> bool:
+        """Plan anew when the shape of the step has changed; a step without a backward (an evaluation) plans nothing.
+
+        Returns True when warm-up ends with it."""
+        if not self._backward_order or not self.do_offload:
+            return False
+        shapes = tuple((handler.id, tuple((group.name, group.total_offload_bytes) for group in handler.groups)) for handler in handlers)
+        signature = (self.settings, shapes)
+        if signature == self._signature:
+            return False
+        self._signature = signature
+        first = self.is_warmup
+        self.post_warmup_callback()
+        return first
+
+    def post_warmup_callback(self) -> None:
+        """End warm-up: choose what stays from what this step was seen to do."""
+        with self.engine.lock:
+            self._cached_forward = list(self._forward_order)
+            keeps = make_plan(self._backward_order, self._lookahead.seen, self.settings, self.engine.limits)
+            for handler in self._handlers.values():
+                handler.stays = frozenset(index for chunk, index in keeps if chunk == handler.id)
+            self._summary = summary_bytes(self._forward_order, self._backward_order, keeps)
+            self.is_warmup = False

@@ -1,0 +1,32 @@
+"""A hook scope whose tensors belong to one group, fixed when the scope was entered."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.engine import OffloadEngine
+from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.group import OffloadTensorGroup
+from offload.saved.store import Handle
+
+__all__ = ["GroupScope"]
+
+
+class GroupScope:
+    """Takes what autograd saves for `group`, until it is committed; after that a save is passed on to the scope outside."""
+
+    __slots__ = ("_engine", "_group", "_handler")
+
+    def __init__(self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup) -> None:
+        self._engine = engine
+        self._handler = handler
+        self._group = group
+
+    def min_elements(self) -> int:
+        return self._handler.min_offloaded_tensor_size
+
+    def take(self, tensor: torch.Tensor) -> Handle | None:
+        group = self._group
+        if group.committed or group.saved is None or not self._handler.do_offload:
+            return None
+        return self._engine.store.save(tensor, self._handler.saved, group.saved)

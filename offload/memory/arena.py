@@ -1,0 +1,349 @@
+"""The owner of all pinned host memory: lends blocks cut to the byte, and takes them back together with their last reader.
+
+torch's pinned allocator rounds every request up to a power of two and pins at a tenth of the speed, inside whichever hook asked.
+Here memory is pinned before step 1 (`reserve`) or beside the steps (growth.py), and a block that is not there yet is a None.
+One invariant: bytes are held only within the host budget and lent to one borrower at a time, who learns which events must pass
+before the bytes may be written.
+
+    piece    one registration of host memory, the longest thing that one copy may touch
+    extent   a byte range inside one piece
+    block    a list of extents on loan; a list, so that free bytes are never too scattered to be lent
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from offload.device.base import Device, Event
+from offload.errors import PoolError
+from offload.memory.budget import HostBudget
+from offload.memory.growth import PAGE_BYTES, Growth
+from offload.memory.ranges import FreeRanges, Mark, Range, join_marks, round_up
+
+__all__ = ["ArenaStats", "Block", "HostArena"]
+
+logger = logging.getLogger(__name__)
+
+ALIGN_BYTES = 512
+"""Where extents start, as torch's device allocator does."""
+
+POLLS_PER_CALL = 4
+"""Events asked about in each call, whatever the number pending: the host cost of a call stays flat."""
+
+POLLS_PER_LOAN = 8
+"""Events of one new block that are asked about; the rest go to the borrower unasked, for whom a wait costs no more than a poll."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Host bytes on loan, until `give_back`."""
+
+    nbytes: int
+    extents: tuple[torch.Tensor, ...]
+    """1-D uint8 views, each inside one registration; their lengths sum to `nbytes`."""
+    after: tuple[Event, ...]
+    """What the lane that writes next must wait for: the last users of these bytes."""
+    ranges: tuple[Range, ...] = field(repr=False)
+    """The arena's own bookkeeping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaStats:
+    """Counters at one moment. `asked`, `missing` and `missing_bytes` run since the arena was made; `lent_peak_bytes` since `reset_peak`."""
+
+    asked: int
+    missing: int
+    missing_bytes: int
+    lent: int
+    lent_bytes: int
+    lent_peak_bytes: int
+    free_bytes: int
+    free_ranges: int
+    held_bytes: int
+
+
+class HostArena:
+    """Lends host memory. Thread-safe; one lock, which finalisers never take.
+
+    budget: asked before every growth.
+    slab_bytes: what one call of `device.host_memory` pins at most, and so what growth pins before a taker sees any of it.
+    registration_bytes: one piece. 64 MiB: pinning a larger one stops every kernel launch for tens of ms (design.md, decision 4).
+    growth: who pins when bytes are missing. "background": a thread, and the taker gets None now; "inline": the taker, at once.
+        None: background where pinning costs time (`device.pins`).
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        budget: HostBudget,
+        slab_bytes: int = 1 << 30,
+        registration_bytes: int = 64 << 20,
+        growth: Literal["inline", "background"] | None = None,
+    ) -> None:
+        if registration_bytes <= 0 or registration_bytes % PAGE_BYTES:
+            raise ValueError(f"registration_bytes={registration_bytes:,} must be a positive multiple of {PAGE_BYTES:,}")
+        if slab_bytes < registration_bytes:
+            raise ValueError(f"slab_bytes={slab_bytes:,} is less than registration_bytes={registration_bytes:,}; raise it to at least that")
+        self.device = device
+        self.budget = budget
+        self._lock = threading.Condition(threading.Lock())
+        self._free = FreeRanges()
+        self._growth = Growth(
+            device,
+            budget,
+            self._free,
+            self._lock,
+            slab_bytes=slab_bytes,
+            registration_bytes=registration_bytes,
+            inline=not device.pins if growth is None else growth == "inline",
+        )
+        self._lent: dict[int, Block] = {}
+        self._returned: deque[tuple[Block, Event | None]] = deque()  # appended to by finalisers, without the lock
+        self._marks: dict[int, Mark] = {}  # by id of the event, which the mark keeps alive
+        self._unpassed: deque[Mark] = deque()
+        self._asked = self._missing = self._missing_bytes = 0
+        self._lent_bytes = self._lent_peak_bytes = 0
+        self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    # -- lending --------------------------------------------------------------------------------------------------
+    # [Order: reuse of a pinned block]
+    # hazard  WAR: `h2d` still reads a block for a restore while `d2h` writes the same bytes for the next spill.
+    # edge    give_back(block, after=read_event) keeps the event with the bytes while ranges split and join; take returns it in
+    #         Block.after, and the writer's lane waits for it. A block given back unwritten keeps the events that it came with.
+    # alive   the arena owns the bytes; `clear` synchronizes every kept event before it frees them.
+    # proof   tests/property/test_arena.py, and its strict-xfail twin without the edge.
+
+    def take(self, nbytes: int) -> Block | None:
+        """Lend exactly `nbytes`, or None: not pinned yet, or the budget is spent. A None is counted, and asks for growth.
+
+        Blocks the host: never with background growth, for the pinning with inline growth.
+        """
+        needed = round_up(_positive(nbytes), ALIGN_BYTES)
+        with self._lock:
+            self._asked += 1
+            self._settle()
+            while needed > self._free.total_bytes:
+                # deficits of several misses are not added up: the blocks that were missed may never be lent together
+                target_bytes = self._growth.held_bytes + needed - self._free.total_bytes
+                if not (self._growth.inline and self._growth.try_hold(target_bytes)):
+                    self._missing += 1
+                    self._missing_bytes += nbytes
+                    self._growth.hold_later(target_bytes)
+                    return None
+            return self._lend(nbytes, self._free.gather(needed))
+
+    def contiguous(self, nbytes: int) -> Block:
+        """Lend a block of one extent, for pools that make a tensor of it. More than a registration gets a registration of its own.
+
+        The block may be written at once, its `after` is empty. Blocks the host for the last users of its bytes, and for the pinning
+        if no free range is long enough. Raises HostBudgetError if it may not be pinned.
+        """
+        needed = round_up(_positive(nbytes), ALIGN_BYTES)
+        with self._lock:
+            self._asked += 1
+            self._settle()
+            while (free := self._free.best_fit(needed)) is None:
+                self._growth.hold_piece(needed)
+            part = self._free.cut(free, needed)
+        for mark in part.marks:  # without the lock: this may block
+            if (event := mark.event) is not None:
+                self.device.synchronize(event)
+        with self._lock:
+            for mark in part.marks:
+                self._poll(mark)
+            return self._lend(nbytes, [part])
+
+    def give_back(self, block: Block, after: Event | None) -> None:
+        """End the loan. after: the last use of the bytes that was issued; None if every use is known to have ended.
+
+        Raises PoolError if the block is not on loan from this arena. Blocks the host: never.
+        """
+        with self._lock:
+            self._settle()
+            self._accept(block, after)
+
+    def give_back_later(self, block: Block, after: Event | None) -> None:
+        """As `give_back`, for finalisers on any thread: takes no lock. The next call of the arena does the work, and raises the error."""
+        self._returned.append((block, after))
+
+    # -- growing --------------------------------------------------------------------------------------------------
+    def reserve(self, nbytes: int) -> None:
+        """Hold at least `nbytes`, lent or free. For before step 1: blocks the host for nbytes / 17 GB/s (peers.md).
+
+        Raises HostBudgetError if the budget or the system refuses.
+        """
+        with self._lock:
+            self._growth.allow_retry()
+            self._growth.hold(nbytes)
+
+    def reserve_later(self, nbytes: int) -> None:
+        """As `reserve`, but beside the steps and without an error: for what a step was seen to lack.
+
+        Blocks the host: never with background growth, for the pinning with inline growth.
+        """
+        with self._lock:
+            self._growth.allow_retry()
+            if self._growth.inline:
+                self._growth.try_hold(nbytes)
+            else:
+                self._growth.hold_later(nbytes)
+
+    @contextmanager
+    def growth_paused(self) -> Iterator[None]:
+        """Nothing is pinned inside: for graph capture. Blocks the host for the slab under way."""
+        with self._lock:
+            self._growth.pause()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._growth.resume()
+
+    def synchronize_growth(self) -> None:
+        """Block the host until the growth asked for so far is done or refused."""
+        with self._lock:
+            self._growth.synchronize()
+
+    # -- counters -------------------------------------------------------------------------------------------------
+    @property
+    def held_bytes(self) -> int:
+        return self._growth.held_bytes
+
+    def stats(self) -> ArenaStats:
+        with self._lock:
+            self._settle()
+            return ArenaStats(
+                asked=self._asked,
+                missing=self._missing,
+                missing_bytes=self._missing_bytes,
+                lent=len(self._lent),
+                lent_bytes=self._lent_bytes,
+                lent_peak_bytes=self._lent_peak_bytes,
+                free_bytes=self._free.total_bytes,
+                free_ranges=len(self._free),
+                held_bytes=self._growth.held_bytes,
+            )
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is lent now, once a step. A growth that was refused may be tried again from here on."""
+        with self._lock:
+            self._settle()
+            self._lent_peak_bytes = self._lent_bytes
+            self._growth.allow_retry()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+    def clear(self) -> None:
+        """Unpin and free everything, and give the budget back. The arena can grow again afterwards.
+
+        Blocks the host until growth has stopped and the last users of every free range have ended. Raises PoolError, and frees
+        nothing, while blocks are lent.
+        """
+        with self._lock:
+            self._growth.stop()
+            self._settle()
+            if self._lent:
+                raise PoolError(
+                    f"host arena has {len(self._lent)} blocks of {self._lent_bytes:,} bytes lent, of {self._growth.held_bytes:,} held; "
+                    f"give them back before clear"
+                )
+            for mark in self._unpassed:
+                if mark.event is not None:
+                    self.device.synchronize(mark.event)
+                    mark.event = None
+            self._unpassed.clear()
+            self._marks.clear()
+            self._growth.release()
+
+    def close(self) -> None:
+        """`clear` for the end of the process: never raises, and nothing grows afterwards. Memory still lent is left to the system."""
+        self._growth.close()
+        atexit.unregister(self._at_exit)
+        try:
+            self.clear()
+        except PoolError as error:
+            logger.info("closing: %s", error)
+        except Exception:
+            logger.warning("closing the host arena failed; the system frees its memory", exc_info=True)
+
+    def __del__(self) -> None:
+        # frees nothing: a finaliser takes no lock, and the budget has one
+        if hasattr(self, "_at_exit"):
+            atexit.unregister(self._at_exit)
+            if self.device.pins and self.held_bytes:
+                warnings.warn(f"host arena dropped with {self.held_bytes:,} bytes pinned; call clear first", ResourceWarning, stacklevel=2)
+
+    # -- inside, with the lock held -------------------------------------------------------------------------------
+    def _lend(self, nbytes: int, ranges: Sequence[Range]) -> Block:
+        extents, left = [], nbytes
+        for part in ranges:  # only the last is padded, by less than ALIGN_BYTES
+            length = min(part.nbytes, left)
+            extents.append(self._growth.pieces[part.piece].narrow(0, part.start, length))
+            left -= length
+        marks = join_marks(mark for part in ranges for mark in part.marks)
+        for mark in marks[:POLLS_PER_LOAN]:
+            self._poll(mark)
+        after = tuple(mark.event for mark in marks if mark.event is not None)
+        block = Block(nbytes, tuple(extents), after, tuple(ranges))
+        self._lent[id(block)] = block
+        self._lent_bytes += nbytes
+        self._lent_peak_bytes = max(self._lent_peak_bytes, self._lent_bytes)
+        return block
+
+    def _accept(self, block: Block, after: Event | None) -> None:
+        if self._lent.pop(id(block), None) is None:
+            raise PoolError(
+                f"a block of {block.nbytes:,} bytes in {len(block.extents)} extents is not on loan from this arena, which has "
+                f"{len(self._lent)} blocks of {self._lent_bytes:,} bytes lent; give each block back once, where it was taken"
+            )
+        self._lent_bytes -= block.nbytes
+        new = () if after is None else (self._mark(after),)
+        for part in block.ranges:
+            self._free.put(part.piece, part.start, part.end, join_marks((*part.marks, *new)))
+
+    def _mark(self, event: Event) -> Mark:
+        mark = self._marks.get(id(event))
+        if mark is None:
+            mark = self._marks[id(event)] = Mark(event)
+            self._unpassed.append(mark)
+        return mark
+
+    def _poll(self, mark: Mark) -> bool:
+        if mark.event is not None and self.device.poll(mark.event):
+            del self._marks[id(mark.event)]
+            mark.event = None
+        return mark.event is None
+
+    def _settle(self) -> None:
+        """Accept what finalisers returned, and ask about the few events that were asked about longest ago."""
+        while self._returned:
+            self._accept(*self._returned.popleft())
+        for _ in range(min(POLLS_PER_CALL, len(self._unpassed))):
+            mark = self._unpassed.popleft()
+            if not self._poll(mark):
+                self._unpassed.append(mark)
+
+
+def _close_if_alive(reference: weakref.ref[HostArena]) -> None:
+    arena = reference()
+    if arena is not None:
+        arena.close()
+
+
+def _positive(nbytes: int) -> int:
+    if nbytes <= 0:
+        raise ValueError(f"a block of {nbytes:,} bytes was asked for; tensors without bytes need none")
+    return nbytes

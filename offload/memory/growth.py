@@ -1,0 +1,237 @@
+"""How an arena comes to hold more: whole slabs, pinned without the lock, on this thread or on one in the background.
+
+Pinning takes a millisecond for each 17 MB and holds up kernel launches, so it happens before step 1, or beside the steps and
+never in a hook, and never while a graph is captured (a registration on any thread breaks the capture).
+One invariant: bytes are asked of the budget before they are pinned, and at most one thread pins at a time.
+
+Every method is called with the arena's lock held, and lets go of it while it asks the budget or pins.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from offload.device.base import Device, HostMemory
+from offload.errors import HostBudgetError, OffloadError
+from offload.memory.budget import HostBudget
+from offload.memory.ranges import FreeRanges, round_up
+
+__all__ = ["PAGE_BYTES", "Growth"]
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+"""The finest growth, used where rounding up to a whole registration would break the budget."""
+
+
+class Growth:
+    """Slabs held, and the pinning of more. `pieces` is indexed by `Range.piece`; new pieces go to `free`."""
+
+    def __init__(
+        self,
+        device: Device,
+        budget: HostBudget,
+        free: FreeRanges,
+        lock: threading.Condition,
+        *,
+        slab_bytes: int,
+        registration_bytes: int,
+        inline: bool,
+    ) -> None:
+        self.held_bytes = 0
+        self.pieces: list[torch.Tensor] = []
+        self.inline = inline
+        self._device = device
+        self._budget = budget
+        self._free = free
+        self._changed = lock
+        self._slab_bytes = slab_bytes - slab_bytes % registration_bytes
+        self._registration_bytes = registration_bytes
+        self._slabs: list[HostMemory] = []
+        self._target_bytes = 0
+        self._pinning = False
+        self._pauses = 0
+        self._stopping = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._refused: tuple[int, int] | None = None  # (bytes, limit) of the smallest growth refused
+        self._warned = False
+
+    # -- on the calling thread ------------------------------------------------------------------------------------
+    def hold(self, target_bytes: int) -> None:
+        """Pin until `target_bytes` are held. Blocks the host. Raises HostBudgetError, or OffloadError where nothing may be pinned now."""
+        while target_bytes > self.held_bytes:
+            self._check_allowed(target_bytes - self.held_bytes)
+            if self._pinning:
+                self._changed.wait()
+            else:
+                self._pin(target_bytes - self.held_bytes)
+
+    def hold_piece(self, nbytes: int) -> None:
+        """Pin one piece of at least `nbytes`, or wait for the thread that pins. Blocks the host. Raises as `hold`."""
+        self._check_allowed(nbytes)
+        if self._pinning:
+            self._changed.wait()  # it may pin what fits
+        else:
+            self._pin(nbytes, piece_bytes=max(self._registration_bytes, round_up(nbytes, PAGE_BYTES)))
+
+    def try_hold(self, target_bytes: int) -> bool:
+        """As `hold`, but a refusal is False, and a warning the first time."""
+        if not self._allowed():
+            return False
+        deficit = target_bytes - self.held_bytes
+        try:
+            self.hold(target_bytes)
+        except OffloadError as error:
+            self._refuse(deficit, error)
+        return target_bytes <= self.held_bytes
+
+    # -- in the background ----------------------------------------------------------------------------------------
+    def hold_later(self, target_bytes: int) -> None:
+        """Have the thread hold `target_bytes`. Blocks the host: never."""
+        deficit = target_bytes - self.held_bytes
+        if self.inline or deficit <= 0 or self._closed or self._stopping or self._device.is_capturing():
+            return
+        if self._refused is not None and deficit >= self._refused[0] and self._budget.limit_bytes == self._refused[1]:
+            return
+        self._target_bytes = max(self._target_bytes, target_bytes)
+        if self._thread is None and not self._pauses:
+            self._thread = threading.Thread(target=self._run, name="offload-host-growth", daemon=True)
+            self._thread.start()
+
+    def allow_retry(self) -> None:
+        """Forget what was refused: somebody asks anew, or a step has ended."""
+        self._refused = None
+
+    def pause(self) -> None:
+        """Pin nothing until `resume`. Blocks the host for the slab under way."""
+        self._pauses += 1
+        self._changed.wait_for(lambda: not self._pinning)
+
+    def resume(self) -> None:
+        self._pauses -= 1
+        self.hold_later(self._target_bytes)
+
+    def synchronize(self) -> None:
+        """Block the host until the growth asked for so far is done or refused."""
+        self._changed.wait_for(lambda: self._thread is None and not self._pinning)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+    def stop(self) -> None:
+        """Give up the growth asked for. Blocks the host for the slab under way."""
+        self._stopping = True
+        try:
+            self.synchronize()
+            self._target_bytes = 0
+        finally:
+            self._stopping = False
+
+    def close(self) -> None:
+        self._closed = True
+
+    def release(self) -> None:
+        """Free every slab. Nothing may use them any more."""
+        slabs, self._slabs = self._slabs, []
+        freed_bytes, self.held_bytes = self.held_bytes, 0
+        self.pieces.clear()
+        self._free.clear()
+        self._refused = None
+        for slab in slabs:
+            slab.release()
+        if freed_bytes:
+            self._budget.release(freed_bytes)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+    def _allowed(self) -> bool:
+        return not (self._closed or self._stopping or self._pauses or self._device.is_capturing())
+
+    def _check_allowed(self, nbytes: int) -> None:
+        if not self._allowed():
+            raise OffloadError(
+                f"host arena holds {self.held_bytes:,} bytes and cannot pin {nbytes:,} more while a graph is captured, growth is paused "
+                f"or the arena is closing; reserve them before"
+            )
+
+    def _run(self) -> None:
+        """The thread. It ends when the target is held: an idle arena has none, and can be dropped."""
+        with self._changed:
+            try:
+                while self._target_bytes > self.held_bytes and not (self._stopping or self._pauses):
+                    deficit = self._target_bytes - self.held_bytes
+                    if self._pinning:
+                        self._changed.wait()
+                        continue
+                    try:
+                        self._pin(deficit)
+                    except Exception as error:  # whatever the system said, training goes on without these bytes
+                        self._target_bytes = 0
+                        self._refuse(deficit, error)
+            finally:
+                self._thread = None
+                self._changed.notify_all()
+
+    def _refuse(self, nbytes: int, error: Exception) -> None:
+        """Remember a refusal: asking for as much again at every miss costs a round trip, or the touch of all pages, each time."""
+        if self._refused is None or nbytes < self._refused[0]:
+            self._refused = (nbytes, self._budget.limit_bytes)
+        if not self._warned:
+            self._warned = True
+            logger.warning("host memory cannot grow; what does not fit stays on the device and is counted: %s", error)
+
+    def _pin(self, nbytes: int, piece_bytes: int | None = None) -> None:
+        """Hold `nbytes` more. Holds less, without an error, if growth is stopped or paused meanwhile.
+
+        piece_bytes: in one piece of at most this size.
+        """
+        assert not self._pinning
+        registration_bytes = piece_bytes or self._registration_bytes
+        slab_bytes = piece_bytes or self._slab_bytes
+        self._pinning = True
+        try:
+            with self._unlocked():
+                unpinned = self._reserve_budget(nbytes, registration_bytes)
+                try:
+                    while unpinned and not (self._stopping or self._pauses):
+                        memory = self._device.host_memory(min(slab_bytes, unpinned), registration_bytes)
+                        with self._changed:
+                            unpinned -= self._adopt(memory)
+                finally:
+                    if unpinned:
+                        self._budget.release(unpinned)
+        finally:
+            self._pinning = False
+            self._changed.notify_all()
+
+    def _reserve_budget(self, nbytes: int, registration_bytes: int) -> int:
+        """The bytes granted: `nbytes` rounded up to whole registrations, or to pages where those do not fit."""
+        for unit in (registration_bytes, PAGE_BYTES):
+            rounded = round_up(nbytes, unit)
+            if self._budget.reserve(rounded):
+                return rounded
+        raise HostBudgetError(
+            f"host arena holds {self.held_bytes:,} bytes and needs {nbytes:,} more, but {self._budget.used_bytes:,} of the host's "
+            f"{self._budget.limit_bytes:,} bytes are in use; raise host_limit_bytes, or offload less"
+        )
+
+    def _adopt(self, memory: HostMemory) -> int:
+        self._slabs.append(memory)
+        nbytes = 0
+        for piece in memory.pieces:
+            self._free.put(len(self.pieces), 0, piece.numel())
+            self.pieces.append(piece)
+            nbytes += piece.numel()
+        self.held_bytes += nbytes
+        return nbytes
+
+    @contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()

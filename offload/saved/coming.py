@@ -1,0 +1,81 @@
+"""The records that a backward will read, in order, and how far ahead of its reader a fetch has looked.
+
+One invariant: `ahead_bytes` counts every record between the reader and the fetch that has not been read, wherever its bytes are. So a
+window over it bounds what is fetched early, and fetches nothing while what is read next is on the device anyway.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offload.transfer.record import Record, RecordState
+
+__all__ = ["ComingReads", "Look"]
+
+
+class Look(NamedTuple):
+    """What lies next: records to fetch, records to keep although they are on their way out, up to a position."""
+
+    fetch: list[Record]
+    keep: list[Record]
+    stop: int
+    nbytes: int
+
+
+class ComingReads:
+    """Positions `_reader <= _fetched <= len`: what is before the reader has been read, what is before `_fetched` has been looked at."""
+
+    __slots__ = ("_fetched", "_passes", "_reader", "_records", "_sizes", "ahead_bytes")
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = [weakref.ref(record) for record in records]
+        # a record that has been read to the end will be read in a new pass
+        self._passes = [record.pass_no if record.unread > 0 else record.pass_no + 1 for record in records]
+        self._sizes = [0] * len(records)  # bytes counted in `ahead_bytes`
+        self._reader = 0
+        self._fetched = 0
+        self.ahead_bytes = 0
+
+    def follow_reader(self) -> None:
+        """Move past what has been read, or will never be."""
+        while self._reader < self._fetched:
+            record = self._records[self._reader]()
+            if record is not None and record.state is not RecordState.RELEASED:
+                expected = self._passes[self._reader]
+                if record.pass_no < expected or (record.pass_no == expected and record.unread > 0):
+                    return
+            self.ahead_bytes -= self._sizes[self._reader]
+            self._reader += 1
+
+    def look(self, room: int, piece_bytes: int) -> Look:
+        """The next records within `room` bytes, until about a piece is to be fetched. Nothing is taken until `take`.
+
+        A record larger than the room is looked at all the same when nothing else is ahead of the reader.
+        """
+        fetch: list[Record] = []
+        keep: list[Record] = []
+        nbytes = fetch_bytes = 0
+        position = self._fetched
+        while position < len(self._records) and fetch_bytes < piece_bytes:
+            record = self._records[position]()
+            if record is not None:
+                if nbytes + record.nbytes > room and self.ahead_bytes + nbytes > 0:
+                    break
+                nbytes += record.nbytes
+                if record.state is RecordState.SPILLING:
+                    keep.append(record)
+                elif record.state is RecordState.SPILLED and record.weak_storage.get() is None:
+                    fetch.append(record)
+                    fetch_bytes += record.nbytes
+            position += 1
+        return Look(fetch, keep, position, nbytes)
+
+    def take(self, look: Look) -> None:
+        """What `look` showed has been dealt with."""
+        for position in range(self._fetched, look.stop):
+            record = self._records[position]()
+            self._sizes[position] = 0 if record is None else record.nbytes
+        self.ahead_bytes += sum(self._sizes[self._fetched : look.stop])
+        self._fetched = look.stop

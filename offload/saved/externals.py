@@ -1,0 +1,62 @@
+"""The one registry of storages that somebody else manages: parameters, receive buffers, tensors that the user opted out.
+
+One invariant: it holds every storage weakly, and while an entry lives the address in its key names no other storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+import torch
+
+from offload.transfer.layout import WeakStorage
+
+__all__ = ["ExternalKind", "ExternalStorages"]
+
+
+class ExternalKind(Enum):
+    PARAMETER = "parameter"  # never leaves, nor do its views and its autocast casts
+    OPTED_OUT = "opted out"  # never leaves: mark_not_offloadable
+    BUFFER = "buffer"  # may leave, but is written from outside autograd: its version says nothing, so no save shares another's copy
+
+
+class ExternalStorages:
+    """Storages by kind. A storage registered twice keeps the stricter kind (the first that is not BUFFER)."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[WeakStorage, ExternalKind]] = {}
+
+    def register(self, tensor: torch.Tensor, kind: ExternalKind) -> None:
+        for part in _plain_parts(tensor):
+            storage = part.untyped_storage()
+            known = self._entries.get(storage._cdata)
+            if known is None or known[1] is ExternalKind.BUFFER:
+                self._entries[storage._cdata] = (WeakStorage(storage), kind)
+
+    def register_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            self.register(parameter, ExternalKind.PARAMETER)
+
+    def kind_of(self, key: int) -> ExternalKind | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry[1]
+
+    def forget_dead(self) -> None:
+        """Drop entries whose storage is gone. Once a step: the dictionary stays as large as what lives."""
+        dead = [key for key, (weak, _) in self._entries.items() if weak.get() is None]
+        for key in dead:
+            del self._entries[key]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _plain_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The tensors with storages of their own behind a wrapper subclass (a DTensor's local shard), or the tensor itself."""
+    if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.Tensor:
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _plain_parts(getattr(tensor, name))
+    else:
+        yield tensor

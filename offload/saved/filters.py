@@ -1,0 +1,112 @@
+"""What may never leave the device, and why.
+
+One invariant: a tensor is offloaded only if its bytes are a value that this graph owns. Parameters, their views and their autocast
+casts are owned by the optimizer (FSDP2 frees and refills their storage under our feet); fake, functional and freed tensors have no
+bytes; another device's bytes are not ours.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from offload.device import Device
+from offload.saved.externals import ExternalKind, ExternalStorages
+
+__all__ = ["Verdict", "is_plain", "is_wrapper", "judge", "waited"]
+
+# views and casts between a parameter and what an op saves of it: weight.t() under autocast is T <- ToCopy <- AccumulateGrad
+_PASSING_NODES = frozenset(
+    {
+        "TBackward0",
+        "ToCopyBackward0",
+        "TransposeBackward0",
+        "ViewBackward0",
+        "UnsafeViewBackward0",
+        "ReshapeAliasBackward0",
+        "AliasBackward0",
+        "DetachBackward0",
+        "ExpandBackward0",
+        "PermuteBackward0",
+        "SliceBackward0",
+        "SplitBackward0",
+        "UnsqueezeBackward0",
+        "SqueezeBackward0",
+        "SelectBackward0",
+    }
+)
+_LONGEST_CHAIN = 6
+_ACCUMULATE = "AccumulateGrad"
+
+
+class Verdict(Enum):
+    """ELIGIBLE leaves if its group does; every other value says why a tensor stays where it is."""
+
+    ELIGIBLE = "eligible"
+    SMALL = "smaller than min_offloaded_tensor_size"
+    PARAMETER = "a parameter, or a view or a cast of one"
+    OPTED_OUT = "marked not offloadable"
+    ELSEWHERE = "on another device"
+    NO_BYTES = "its storage is freed, fake or functional"
+    LAYOUT = "not a strided tensor of plain bytes"
+    INFERENCE = "an inference tensor"
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """A torch.Tensor or Parameter with its bytes in its own storage, as nearly all are."""
+    return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """A wrapper subclass whose bytes are in inner tensors, such as DTensor or a float8 tensor."""
+    return hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, FakeTensor)
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of an asynchronous collective, waited for on the compute lane; any other tensor unchanged."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Recognised without the registry: the tensor, its view base, or the leaf at the end of a chain of views and casts."""
+    if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        return True
+    node = tensor.grad_fn
+    for _ in range(_LONGEST_CHAIN):
+        if node is None:
+            return False
+        name = type(node).__name__  # not node.name(): on a Function's node that is whatever its forward stored in ctx.name
+        if name == _ACCUMULATE:
+            return isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+        if name not in _PASSING_NODES:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def judge(tensor: torch.Tensor, device: Device, externals: ExternalStorages, min_elements: int) -> Verdict:
+    """Whether a plain tensor that autograd saves may leave. Looks only at metadata; never blocks the host."""
+    if is_parameter(tensor):
+        return Verdict.PARAMETER
+    if tensor.numel() < min_elements or tensor.numel() == 0:
+        return Verdict.SMALL
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return Verdict.LAYOUT
+    if isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor):
+        return Verdict.NO_BYTES
+    if tensor.is_inference():
+        return Verdict.INFERENCE
+    if not device.owns(tensor):
+        return Verdict.ELSEWHERE
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return Verdict.NO_BYTES
+    kind = externals.kind_of(storage._cdata)
+    if kind is ExternalKind.PARAMETER:
+        return Verdict.PARAMETER
+    if kind is ExternalKind.OPTED_OUT:
+        return Verdict.OPTED_OUT
+    return Verdict.ELIGIBLE

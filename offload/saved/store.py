@@ -1,0 +1,312 @@
+"""Saved tensors: one record a storage and version, a layout for each view, and the way back.
+
+One invariant: a read gives the bytes, sizes, strides and dtype that were saved, or an error; never other bytes.
+
+# Note: [What may share a copy]
+# A save joins a record only if the record's storage object is the same (not merely its address), a handle of the record lives, the
+# chunk is the same and the version has not moved. Storages written from outside autograd (receive buffers: their version stands still)
+# never join. So x saved for w1 and w3 is copied once, and a buffer received into twice is copied twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from offload.device import Device
+from offload.errors import StaleHandleError
+from offload.ids import ChunkId, GroupId, SlotId
+from offload.saved.coming import ComingReads
+from offload.saved.externals import ExternalKind, ExternalStorages
+from offload.transfer.door import Priority
+from offload.transfer.engine import TransferEngine
+from offload.transfer.layout import Span, ViewLayout, WeakStorage, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
+from offload.transfer.record import Record, RecordState, Transfer
+
+__all__ = ["Handle", "Passed", "SavedChunk", "SavedGroup", "TensorStore"]
+
+_GATHER_BELOW = 0.5  # a lone view that covers less than half of its span is packed first: fewer bytes cross the link (S2-103)
+
+
+class Handle:
+    """What autograd's graph keeps instead of a tensor: names a record, owns no storage."""
+
+    __slots__ = ("layout", "pass_no", "record")
+
+    def __init__(self, record: Record, layout: ViewLayout) -> None:
+        self.record = record
+        self.layout = layout
+        self.pass_no = record.pass_no - 1  # not read yet in the pass under way
+
+
+class Passed:
+    """A tensor that stays where it is, in the graph's own keeping, with the version that it had.
+
+    It holds a detached alias: the tensor itself, if it is the node's own output, would keep the node alive for ever.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.version = None if tensor.is_inference() else tensor._version
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+
+    def read(self) -> torch.Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise _modified(self.tensor.dtype, self.tensor.size(), self.tensor._version, self.version)
+        return self.tensor
+
+
+class SavedGroup:
+    """The saves of one group: records that wait for their piece to be full, and partial views that wait for the commit."""
+
+    __slots__ = ("deferred", "id", "leaves", "logical_bytes", "nbytes", "pending", "pending_bytes", "records", "slots", "transfers")
+
+    def __init__(self, group_id: GroupId, *, leaves: bool) -> None:
+        self.id = group_id
+        self.leaves = leaves
+        self.records: list[weakref.ref[Record]] = []
+        self.pending: list[weakref.ref[Record]] = []
+        self.deferred: list[weakref.ref[Record]] = []
+        self.pending_bytes = 0
+        self.nbytes = 0  # eligible bytes, one count a storage: what leaves if the group does
+        self.logical_bytes = 0  # the same, one count a saved tensor
+        self.slots = 0
+        self.transfers: list[Transfer] = []
+
+    def living(self) -> Iterator[Record]:
+        return _alive(self.records)
+
+
+class SavedChunk:
+    """The saves of one forward.
+
+    readable: its forward is complete, so fetching it back ahead of time makes sense. coming: what a backward will read, in order.
+    """
+
+    __slots__ = ("coming", "id", "readable", "records", "table", "touches")
+
+    def __init__(self, chunk_id: ChunkId) -> None:
+        self.id = chunk_id
+        self.records: list[weakref.ref[Record]] = []
+        self.table: dict[int, weakref.ref[Record]] = {}
+        self.touches = 0
+        self.readable = False
+        self.coming = ComingReads([])
+
+    def living(self) -> Iterator[Record]:
+        return _alive(self.records)
+
+    def complete(self) -> None:
+        """The forward is over: nothing joins any more, and the coming reads are the saves in reverse."""
+        if not self.readable:
+            self.readable = True
+            self.table.clear()
+            self.expect_reverse()
+
+    def expect_reverse(self) -> None:
+        """The coming reads are the saves in reverse of their latest touch: a whole backward, or an input half."""
+        self.coming = ComingReads(sorted(self.living(), key=lambda record: -record.touch))
+
+    def expect(self, reads: Sequence[tuple[int, int]]) -> None:
+        """The coming reads are these (group, slot) pairs, as an earlier microbatch was seen to read them; none for ()."""
+        by_place = {(record.label.group.place, record.label.slot): record for record in self.living()}
+        self.coming = ComingReads([by_place[place] for place in dict.fromkeys(reads) if place in by_place])
+
+
+class TensorStore:
+    """Saves and reads. Callers hold the engine's lock.
+
+    piece_bytes: a group's records leave as soon as this many wait.
+    """
+
+    def __init__(self, device: Device, transfers: TransferEngine, externals: ExternalStorages, *, piece_bytes: int) -> None:
+        self._device = device
+        self._transfers = transfers
+        self._externals = externals
+        self._piece_bytes = piece_bytes
+        self._blanks: dict[torch.dtype, torch.Tensor] = {}
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+    def save(self, tensor: torch.Tensor, chunk: SavedChunk, group: SavedGroup) -> Handle:
+        """Take a plain, eligible tensor into `group`. Its bytes may be on their way when this returns. Blocks the host: never."""
+        storage = tensor.untyped_storage()
+        storage_bytes = storage.nbytes()
+        span = span_of(tensor, storage_bytes)
+        version = tensor._version
+        external = self._externals.kind_of(storage._cdata) is ExternalKind.BUFFER
+        chunk.touches += 1
+        record = None if external else self._joinable(chunk, storage._cdata, span, version)
+        if record is None:
+            record = self._new_record(tensor, storage, span, version, chunk, group)
+            record.external = external
+            if span.nbytes == storage_bytes:
+                self._enqueue(record, group)
+            else:
+                group.deferred.append(weakref.ref(record))
+        layout = layout_of(tensor)
+        if record.handles == 0:
+            record.lone_layout = layout
+        handle = Handle(record, layout)
+        record.handles += 1
+        record.unread += 1
+        record.touch = chunk.touches
+        group.logical_bytes += tensor.numel() * tensor.element_size()
+        return handle
+
+    def _joinable(self, chunk: SavedChunk, key: int, span: Span, version: int) -> Record | None:
+        reference = chunk.table.get(key)
+        record = None if reference is None else reference()
+        if record is None or record.version != version or record.probe is None or record.probe._version != version:
+            return None
+        if not record.span.covers(span):
+            if record.state is not RecordState.RESIDENT or record.gathered is not None:
+                return None
+            before = record.nbytes
+            record.span = record.span.union(span)  # still here: the commit decides on the union of the saved ranges
+            self._transfers.resize(record, before)
+        return record
+
+    def _new_record(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, span: Span, version: int, chunk: SavedChunk, group: SavedGroup
+    ) -> Record:
+        record = Record(SlotId(group.id, group.slots), span, WeakStorage(storage), self._transfers.estate)
+        group.slots += 1
+        record.device_bytes = storage
+        record.version = version
+        record.probe = self._probe(tensor)
+        reference = weakref.ref(record)
+        group.records.append(reference)
+        chunk.records.append(reference)
+        chunk.table[storage._cdata] = reference
+        self._transfers.adopt(record)
+        return record
+
+    def _probe(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that holds no bytes and shares the version counter of `tensor`, its base and its views."""
+        blank = self._blanks.get(tensor.dtype)
+        if blank is None:
+            blank = self._blanks[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        probe = tensor.detach()
+        probe.data = blank
+        return probe
+
+    def _enqueue(self, record: Record, group: SavedGroup) -> None:
+        group.nbytes += record.nbytes
+        if not group.leaves:
+            return
+        group.pending.append(weakref.ref(record))
+        group.pending_bytes += record.nbytes
+        if group.pending_bytes >= self._piece_bytes and not self._device.is_capturing():
+            self._send(group)
+
+    def _send(self, group: SavedGroup) -> None:
+        pending = list(_alive(group.pending))
+        group.pending.clear()
+        group.pending_bytes = 0
+        transfer = self._transfers.spill(pending) if pending else None
+        if transfer is not None:
+            group.transfers.append(transfer)
+
+    def commit(self, group: SavedGroup) -> None:
+        """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
+        for record in _alive(group.deferred):
+            if group.leaves and record.state is RecordState.RESIDENT:
+                self._gather(record)
+            self._enqueue(record, group)
+        group.deferred.clear()
+        self._send(group)
+
+    def _gather(self, record: Record) -> None:
+        """Pack a lone sparse view, on the compute lane, so that only its elements cross the link."""
+        layout = record.lone_layout
+        if record.handles != 1 or layout is None or record.device_bytes is None or overlaps_itself(layout):
+            return
+        packed_bytes = layout.size.numel() * layout.dtype.itemsize
+        if packed_bytes >= _GATHER_BELOW * record.nbytes:
+            return
+        before = record.nbytes
+        with torch.no_grad():
+            packed = torch.empty(layout.size, dtype=layout.dtype, device=record.device_bytes.device)
+            packed.copy_(view_of(record.device_bytes, layout, 0))
+        record.gathered = layout
+        record.device_bytes = packed.untyped_storage()
+        record.weak_storage = WeakStorage(record.device_bytes)
+        record.span = Span(0, packed_bytes)
+        self._transfers.resize(record, before)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+    def read(self, handle: Handle) -> torch.Tensor:
+        """The saved tensor, on the device, safe to read on the calling thread's compute lane. Blocks the host: never.
+
+        Raises StaleHandleError after the step has ended, RuntimeError if the tensor was modified in place after it was saved.
+        """
+        record = handle.record
+        if record.state is RecordState.RELEASED:
+            raise StaleHandleError(
+                f"{record.label} ({record.nbytes:,} bytes) was saved in a step that has ended; run its backward before step_end() or "
+                "reset(), or save it outside the offload hooks"
+            )
+        assert record.probe is not None
+        if record.probe._version != record.version:
+            raise _modified(handle.layout.dtype, handle.layout.size, record.probe._version, record.version)
+        if handle.pass_no == record.pass_no:  # read before: a second pass over the graph begins for this record
+            record.pass_no += 1
+            record.unread = record.handles
+        handle.pass_no = record.pass_no
+        record.unread -= 1
+        storage = self._on_device(record)
+        if record.gathered is not None:
+            return _scattered(storage, record.gathered)
+        return view_of(storage, handle.layout, record.base)
+
+    def _on_device(self, record: Record) -> torch.UntypedStorage:
+        state = record.state
+        if state is RecordState.RESIDENT:
+            assert record.device_bytes is not None
+            return record.device_bytes
+        if state is RecordState.SPILLING or state is RecordState.SPILLED:
+            storage = self._revived(record)
+            if storage is not None:
+                return storage
+            if state is RecordState.SPILLING:
+                assert record.transfer is not None
+                self._transfers.settle_spill(record.transfer)
+            self._transfers.restore([record], Priority.REQUIRED)
+        storage = self._transfers.ready(record)
+        if record.unread == 0:
+            self._transfers.drop(record)
+        return storage
+
+    def _revived(self, record: Record) -> torch.UntypedStorage | None:
+        """The storage itself, where something still holds it: no copy. Not one that somebody outside autograd may have overwritten."""
+        if record.external and record.base == 0:
+            return None
+        storage = record.weak_storage.get()
+        if storage is None or storage.nbytes() < record.span.stop - record.base:
+            return None  # gone, or freed under its owner's hands (forced release)
+        return storage
+
+
+def _alive(references: list[weakref.ref[Record]]) -> Iterator[Record]:
+    for reference in references:
+        record = reference()
+        if record is not None:
+            yield record
+
+
+def _scattered(storage: torch.UntypedStorage, layout: ViewLayout) -> torch.Tensor:
+    """A packed view, spread again with the strides that it had."""
+    with torch.no_grad():
+        packed = view_of(storage, ViewLayout(layout.size, contiguous_stride(layout.size), 0, layout.dtype), 0)
+        spread = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=storage.device)
+        return spread.copy_(packed)
+
+
+def _modified(dtype: torch.dtype, size: torch.Size, found: int, expected: int) -> RuntimeError:
+    return RuntimeError(
+        f"a saved tensor needed for the gradient computation was modified by an inplace operation: {dtype} {list(size)} is at version "
+        f"{found}, expected version {expected}; clone it before the in-place change, or save it after"
+    )

@@ -1,0 +1,417 @@
+"""The only file that issues copies: groups of records out to the host in pieces, and back.
+
+One invariant: device bytes that a copy still touches are held by that copy's `Transfer`, and they return to the allocator only after
+a lane that could reuse them is ordered behind the copy. The host never blocks; where bytes must wait, the compute lane does.
+
+Three counts say where saved bytes are on the device: resident (kept), spilling (leaving; held by transfers in `_spilling`, oldest
+first) and restoring (fetched back and not yet read for the last time). Their sum stays under `device_limit_bytes` as long as
+something can be waited for: before bytes are added, the oldest spill is settled, which makes compute wait for it and drops its source.
+
+# [Order: spill]
+# hazard  RAW: `d2h` copies a tensor that `compute` is still writing.
+# edge    spill records an event on compute after the save; d2h waits for it before the copy.
+# alive   the Transfer holds the source storage until the spill is settled.
+# proof   tests/property/test_edges.py, edge "spill"
+#
+# [Order: reuse]
+# hazard  WAR: `h2d` still reads a host block for a restore while `d2h` writes it for the next spill.
+# edge    a block comes back to the arena with the event of its last copy; the next spill into its bytes makes d2h wait for it.
+# alive   the arena owns the pinned bytes; the record holds the block from its spill to its death.
+# proof   tests/property/test_edges.py, edge "reuse"
+#
+# [Order: settle]
+# hazard  allocator reuse: the source goes back to compute's allocator while `d2h` still reads it.
+# edge    settling makes the compute lane that owns the source wait for the spill's event before the last reference goes.
+# alive   the Transfer, until just after that wait.
+# proof   tests/property/test_edges.py, edge "settle"
+#
+# [Order: allocate]
+# hazard  allocator reuse: `h2d` writes a new buffer whose bytes earlier work on `compute` still uses.
+# edge    restore allocates on compute, records an event there, and h2d waits for it.
+# alive   the Transfer and the record hold the buffer.
+# proof   tests/property/test_edges.py, edge "allocate"
+#
+# [Order: restore]
+# hazard  RAW: `h2d` reads a host block that `d2h` has not finished writing.
+# edge    h2d waits for the record's own last event, whatever else has been waited for.
+# alive   the record holds the block.
+# proof   tests/property/test_edges.py, edge "restore"
+#
+# [Order: read]
+# hazard  RAW: `compute` reads a restored buffer before `h2d` has written it.
+# edge    the first read of a restore makes compute wait for its event.
+# alive   the record, until its last reader has it.
+# proof   tests/property/test_edges.py, edge "read"
+#
+# [Order: abandon]
+# hazard  allocator reuse: a restore that nobody will read is dropped while `h2d` still writes its buffer.
+# edge    the compute lane that owns the buffer waits for the restore's event before the last reference goes.
+# alive   the Transfer.
+# proof   tests/property/test_edges.py, edge "abandon"
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.device import CopyPair, Device, Event, Lane
+from offload.errors import OffloadError
+from offload.memory.arena import Block, HostArena
+from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
+from offload.transfer.layout import WeakStorage, bytes_of
+from offload.transfer.record import Record, RecordState, Remains, Transfer
+
+__all__ = ["TransferCounts", "TransferEngine"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """What one step moved. Bytes, unless the name says otherwise."""
+
+    saved: int = 0
+    spilled: int = 0
+    spill_bytes: int = 0
+    restored: int = 0
+    restore_bytes: int = 0
+    refused: int = 0
+    refused_bytes: int = 0
+    stall_count: int = 0
+    device_bytes_peak: int = 0
+
+
+class TransferEngine:
+    """Moves records. It never asks why; callers hold the engine's lock.
+
+    device: whose lanes the copies run on. arena: lends the host blocks. limits: caps in bytes, read at every call, so they may change
+    between steps. door: asked before every transfer.
+    """
+
+    def __init__(self, device: Device, arena: HostArena, limits: Limits, *, door: Door | None = None, audit: bool = False) -> None:
+        self.device = device
+        self.arena = arena
+        self.limits = limits
+        self.door: Door = door if door is not None else CapsDoor(limits)
+        self.audit = audit
+        self.estate: deque[Remains] = deque()  # appended to by finalisers of records, on any thread
+        self.counts = TransferCounts()
+        self.resident_bytes = 0
+        self.spilling_bytes = 0
+        self.restoring_bytes = 0
+        self._spilling: deque[Transfer] = deque()
+        self._restoring: deque[Transfer] = deque()
+        self._stalls: list[tuple[Event, Event]] = []
+        self._stalls_before: list[tuple[Event, Event]] = []
+
+    # -- counts ---------------------------------------------------------------------------------------------------
+    @property
+    def device_bytes(self) -> int:
+        """Saved bytes on the device in any state."""
+        return self.resident_bytes + self.spilling_bytes + self.restoring_bytes
+
+    def adopt(self, record: Record) -> None:
+        """Count a new RESIDENT record, after making room for it."""
+        self.bury()
+        self._make_room(record.nbytes)
+        self.counts.saved += 1
+        self.resident_bytes += record.nbytes
+        self._note_peak()
+
+    def resize(self, record: Record, nbytes_before: int) -> None:
+        """A RESIDENT record's span has grown since it was adopted."""
+        self.resident_bytes += record.nbytes - nbytes_before
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        held = self.device_bytes
+        if held > self.counts.device_bytes_peak:
+            self.counts.device_bytes_peak = held
+
+    def bury(self) -> None:
+        """Settle what dead records left behind: their share of the counts and their blocks."""
+        while self.estate:
+            state, nbytes, block, event, transfer = self.estate.popleft()
+            if state is RecordState.RESIDENT:
+                self.resident_bytes -= nbytes
+                if transfer is not None and not transfer.settled:  # it was reclaimed, and its spill still holds the bytes
+                    transfer.nbytes += nbytes
+                    self.spilling_bytes += nbytes
+            elif state in (RecordState.RESTORING, RecordState.RESTORED):
+                assert transfer is not None
+                self._settle_restore(transfer, "abandon")
+                self.restoring_bytes -= nbytes
+            if block is not None:
+                self.arena.give_back(block, event)
+
+    # -- out ------------------------------------------------------------------------------------------------------
+    def spill(self, records: Sequence[Record]) -> Transfer | None:
+        """Send the records' bytes to the host, as one piece under one event. Blocks the host: never.
+
+        records: RESIDENT ones leave; others are passed over. One that gets no host block, or that the door denies, stays RESIDENT and
+            is counted as refused.
+        Returns the transfer in flight, None if nothing left. Order: [Order: spill], [Order: reuse].
+        """
+        self.bury()
+        device, d2h = self.device, self.device.d2h
+        leaving: list[Record] = []
+        blocks: list[Block] = []
+        for record in records:
+            if record.state is not RecordState.RESIDENT:
+                continue
+            if isinstance(self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied):
+                block = None
+            else:
+                block = self.arena.take(record.nbytes)
+            if block is None:
+                self.counts.refused += 1
+                self.counts.refused_bytes += record.nbytes
+                continue
+            leaving.append(record)
+            blocks.append(block)
+        if not leaving:
+            return None
+        compute = device.compute
+        sources: list[torch.Tensor] = []
+        for record in leaving:
+            assert record.device_bytes is not None
+            source = bytes_of(record.device_bytes, record.span)
+            device.note_write(compute, source)
+            sources.append(source)
+        device.wait(d2h, device.record(compute), "spill")
+        pairs: list[CopyPair] = []
+        for last_use in {id(event): event for block in blocks for event in block.after}.values():
+            device.wait(d2h, last_use, "reuse")
+        for source, block in zip(sources, blocks, strict=True):
+            pairs.extend(_parts(block, source))
+        nbytes = sum(record.nbytes for record in leaving)
+        device.copy(d2h, pairs)
+        event = device.record(d2h)
+        transfer = Transfer([weakref.ref(record) for record in leaving], sources, compute, event, nbytes, str(leaving[0].label))
+        for record, block in zip(leaving, blocks, strict=True):
+            record.move_to(RecordState.SPILLING)
+            record.device_bytes = None
+            record.block, record.event, record.transfer = block, event, transfer
+            if self.audit:
+                device.synchronize(event)
+                record.checksum = _checksum(block)
+        self._spilling.append(transfer)
+        self.resident_bytes -= nbytes
+        self.spilling_bytes += nbytes
+        self.counts.spilled += len(leaving)
+        self.counts.spill_bytes += nbytes
+        self._make_room(0)
+        return transfer
+
+    def _make_room(self, nbytes: int, may_settle: Callable[[Transfer], bool] | None = None) -> bool:
+        """Settle the oldest spills until `nbytes` more fit under the caps. False if they do not fit even then.
+
+        may_settle: asked before each; a spill whose bytes are read sooner than the ones that want its room must not make way.
+        """
+        spill_cap, device_cap = self.limits.max_spilling_bytes, self.limits.device_limit_bytes
+        for oldest in [*self._spilling]:
+            over_cap = spill_cap is not None and self.spilling_bytes > spill_cap and self.spilling_bytes > oldest.nbytes
+            over_limit = device_cap is not None and self.device_bytes + nbytes > device_cap
+            if not (over_cap or over_limit):
+                return True
+            if oldest.nbytes == 0:  # reclaimed: settling it makes no room
+                continue
+            if may_settle is not None and not may_settle(oldest):
+                return not over_limit
+            self.settle_spill(oldest)
+        return device_cap is None or self.device_bytes + nbytes <= device_cap
+
+    def reclaim(self, record: Record) -> None:
+        """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill keeps its source to the end."""
+        storage = record.weak_storage.get()
+        transfer = record.transfer
+        if storage is None or transfer is None or record.external:
+            return
+        record.move_to(RecordState.RESIDENT)
+        record.device_bytes = storage
+        transfer.nbytes -= record.nbytes
+        self.spilling_bytes -= record.nbytes
+        self.resident_bytes += record.nbytes
+        if record.block is not None:
+            self.arena.give_back(record.block, record.event)
+            record.block = None
+
+    def settle_spill(self, transfer: Transfer) -> None:
+        """Make compute wait for this spill and let its source go. A settled transfer is passed over. Order: [Order: settle]."""
+        if transfer.settled:
+            return
+        self._await(transfer.lane, transfer.event, "settle")
+        transfer.settled = True
+        self._spilling.remove(transfer)  # nearly always the first
+        self.spilling_bytes -= transfer.nbytes
+        for reference, source in zip(transfer.records, transfer.keepalive, strict=True):
+            record = reference()
+            if record is None or record.state is not RecordState.RESIDENT:
+                self.device.note_free(transfer.lane, source)
+            if record is not None and record.state is RecordState.SPILLING:
+                record.move_to(RecordState.SPILLED)
+        transfer.keepalive.clear()
+
+    # -- back -----------------------------------------------------------------------------------------------------
+    def restore(
+        self, records: Sequence[Record], priority: Priority, may_settle: Callable[[Transfer], bool] | None = None
+    ) -> Transfer | None:
+        """Fetch SPILLED records back as one piece under one event. Blocks the host: never.
+
+        Each gets a new storage of span.nbytes, allocated on compute. Readers go through `ready`.
+        Returns None, with nothing moved, if the door or the device limit denies a speculative restore; a required one goes ahead.
+        Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in compute's own pool, so that
+        reserved stays near active (hard-parts.md 4.2).
+        """
+        self.bury()
+        nbytes = sum(record.nbytes for record in records)
+        required = priority >= Priority.REQUIRED
+        granted = not isinstance(self.door.admit(nbytes, Direction.H2D, records[0].label, priority), Denied)
+        if not (granted or required):
+            return None
+        if not self._make_room(nbytes, may_settle) and not required:
+            return None
+        device, h2d = self.device, self.device.h2d
+        compute = device.compute
+        homes = [device.empty(record.nbytes) for record in records]
+        device.wait(h2d, device.record(compute), "allocate")
+        pairs: list[CopyPair] = []
+        waited: set[int] = set()
+        for record, home in zip(records, homes, strict=True):
+            assert record.block is not None
+            assert record.event is not None
+            if id(record.event) not in waited:
+                waited.add(id(record.event))
+                device.wait(h2d, record.event, "restore")
+            if self.audit and record.checksum != _checksum(record.block):
+                raise OffloadError(
+                    f"{record.label}: the {record.nbytes:,} bytes in host memory are not the ones that were written there "
+                    f"(checksum {_checksum(record.block):#x}, was {record.checksum:#x}); something else wrote to the block"
+                )
+            pairs.extend((part, extent) for extent, part in _parts(record.block, home))
+        device.copy(h2d, pairs)
+        event = device.record(h2d)
+        transfer = Transfer([weakref.ref(record) for record in records], homes, compute, event, nbytes, str(records[0].label))
+        for record, home in zip(records, homes, strict=True):
+            record.move_to(RecordState.RESTORING)
+            record.device_bytes = home.untyped_storage()
+            record.weak_storage = WeakStorage(record.device_bytes)
+            record.base = record.span.start
+            record.event, record.transfer = event, transfer
+        self._restoring.append(transfer)
+        self.restoring_bytes += nbytes
+        self.counts.restored += len(records)
+        self.counts.restore_bytes += nbytes
+        self._note_peak()
+        return transfer
+
+    def ready(self, record: Record) -> torch.UntypedStorage:
+        """The restored storage of a RESTORING or RESTORED record, safe to read on the calling thread's compute lane.
+
+        Order: [Order: read]. A reader on another compute lane than the one that allocated the buffer gets a copy of its own there,
+        so that the buffer never has to be protected from two lanes.
+        """
+        transfer = record.transfer
+        assert transfer is not None
+        self._settle_restore(transfer, "read")
+        assert record.device_bytes is not None
+        lane = self.device.compute
+        if lane is transfer.lane:
+            return record.device_bytes
+        self.device.wait(lane, self.device.record(transfer.lane), "read")
+        own = self.device.empty(record.nbytes)
+        own.copy_(bytes_of(record.device_bytes, type(record.span)(0, record.nbytes)))
+        self.device.wait(transfer.lane, self.device.record(lane), "settle")
+        return own.untyped_storage()
+
+    def _settle_restore(self, transfer: Transfer, order: str) -> None:
+        if transfer.settled:
+            return
+        self._await(transfer.lane, transfer.event, order)
+        transfer.settled = True
+        self._restoring.remove(transfer)  # readers come in about the order of issue: near the front
+        for home in transfer.keepalive:
+            self.device.note_read(transfer.lane, home)
+        transfer.keepalive.clear()
+        for record in _living(transfer):
+            if record.state is RecordState.RESTORING:
+                record.move_to(RecordState.RESTORED)
+
+    def drop(self, record: Record) -> None:
+        """Let a RESTORED record's device bytes go; its host copy is clean, so this is free. The caller may still hold the storage."""
+        record.move_to(RecordState.SPILLED)
+        record.device_bytes = None
+        self.restoring_bytes -= record.nbytes
+
+    # -- lanes ----------------------------------------------------------------------------------------------------
+    def _await(self, lane: Lane, event: Event, order: str) -> None:
+        """Order `lane` after `event`; where it had not passed yet, time the wait."""
+        device = self.device
+        if device.is_capturing():
+            device.wait(lane, event, order)
+            return
+        if device.poll(event):
+            return
+        before = device.record(lane, timed=True)
+        device.wait(lane, event, order)
+        self._stalls.append((before, device.record(lane, timed=True)))
+        self.counts.stall_count += 1
+
+    # -- step -----------------------------------------------------------------------------------------------------
+    def release(self, record: Record) -> None:
+        """End a record's life whatever its state: a later read finds it RELEASED. Its block and counts are settled now."""
+        remains: Remains = (record.state, record.nbytes, record.block, record.event, record.transfer)
+        record.move_to(RecordState.RELEASED)
+        record.device_bytes = record.block = record.probe = None
+        self.estate.append(remains)
+        self.bury()
+
+    def end_step(self) -> tuple[TransferCounts, float]:
+        """Settle everything in flight and start new counts. Returns the step's counts and the stall of the step BEFORE it, in ms:
+        a stall is read one step late, so that reading it never blocks the host."""
+        self.bury()
+        while self._spilling:
+            self.settle_spill(self._spilling[0])
+        while self._restoring:
+            self._settle_restore(self._restoring[0], "abandon")
+        stall_ms = self._read_stalls(self._stalls_before)
+        self._stalls_before, self._stalls = self._stalls, []
+        counts, self.counts = self.counts, TransferCounts(device_bytes_peak=self.device_bytes)
+        return counts, stall_ms
+
+    def _read_stalls(self, stalls: list[tuple[Event, Event]]) -> float:
+        return sum(self.device.elapsed_ms(start, end) for start, end in stalls if self.device.poll(end))
+
+    def in_flight(self) -> tuple[int, int]:
+        """Transfers not yet settled: (spills, restores)."""
+        return len(self._spilling), len(self._restoring)
+
+
+def _parts(block: Block, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(extent of the block, the part of the device bytes that belongs there): a copy stays within one registration."""
+    start = 0
+    for extent in block.extents:
+        stop = start + extent.numel()
+        yield extent, tensor[start:stop]
+        start = stop
+
+
+def _living(transfer: Transfer) -> Iterator[Record]:
+    for reference in transfer.records:
+        record = reference()
+        if record is not None:
+            yield record
+
+
+def _checksum(block: Block) -> int:
+    value = 0
+    for extent in block.extents:
+        value = zlib.crc32(extent.numpy().data, value)
+    return value

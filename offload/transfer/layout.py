@@ -1,0 +1,111 @@
+"""Where the bytes of a tensor lie in its storage, and how to build the same view over other bytes.
+
+One invariant: a view that is rebuilt here has the size, the strides and the dtype of the one that autograd saved; other strides
+would choose other kernels and change bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Span", "ViewLayout", "WeakStorage", "bytes_of", "contiguous_stride", "layout_of", "overlaps_itself", "span_of", "view_of"]
+
+ALIGNMENT = 16
+"""Bytes; the largest item size of a torch dtype. Spans start on it, so that any view over a copied span stays aligned."""
+
+
+class Span(NamedTuple):
+    """A byte range of a storage."""
+
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def union(self, other: Span) -> Span:
+        return Span(min(self.start, other.start), max(self.stop, other.stop))
+
+    def covers(self, other: Span) -> bool:
+        return self.start <= other.start and other.stop <= self.stop
+
+
+class ViewLayout(NamedTuple):
+    """How one tensor looks at its storage. offset: elements of dtype from the start of the storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class WeakStorage:
+    """A weak reference to a storage. While it lives, the address of the StorageImpl names no other storage."""
+
+    __slots__ = ("_pointer", "key")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.key = int(storage._cdata)
+        self._pointer = storage._weak_ref()
+
+    def get(self) -> torch.UntypedStorage | None:
+        """The storage, if something still holds it."""
+        return torch.UntypedStorage._new_with_weak_ptr(self._pointer)
+
+    def __del__(self) -> None:
+        # bound as a default: module globals may be gone when the interpreter exits
+        _free_weak_ref(self._pointer)  # type: ignore[no-untyped-call]
+
+
+_free_weak_ref = torch.UntypedStorage._free_weak_ref
+
+
+def layout_of(tensor: torch.Tensor) -> ViewLayout:
+    return ViewLayout(tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
+    """The bytes from a tensor's first element to its last, widened to `ALIGNMENT` within its storage."""
+    itemsize = tensor.element_size()
+    start = int(tensor.storage_offset()) * itemsize
+    if tensor.is_contiguous():
+        stop = start + tensor.numel() * itemsize
+    else:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        stop = start + (last + 1) * itemsize
+    return Span(start - start % ALIGNMENT, min(storage_bytes, stop + -stop % ALIGNMENT))
+
+
+def bytes_of(storage: torch.UntypedStorage, span: Span) -> torch.Tensor:
+    """The span as a 1-D uint8 tensor that shares and holds the storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, span.start, (span.nbytes,), (1,))
+
+
+def contiguous_stride(size: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of that size."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def overlaps_itself(layout: ViewLayout) -> bool:
+    """Whether two of its elements may be the same bytes (an expanded tensor): such a view cannot be written element by element."""
+    reach = 0
+    for stride, size in sorted(zip(layout.stride, layout.size, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def view_of(storage: torch.UntypedStorage, layout: ViewLayout, start: int) -> torch.Tensor:
+    """The view that `layout` describes, over a storage whose first byte is byte `start` of the original one."""
+    offset = layout.offset - start // layout.dtype.itemsize
+    return torch.empty(0, dtype=layout.dtype, device=storage.device).set_(storage, offset, layout.size, layout.stride)

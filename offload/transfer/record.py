@@ -1,0 +1,150 @@
+"""One saved storage and where its bytes are.
+
+One invariant: `move_to` is the only writer of a record's state, and it allows what `LEGAL_MOVES` lists.
+
+    RESIDENT --spill--> SPILLING --retire--> SPILLED --restore--> RESTORING --wait--> RESTORED
+       ^                                        ^                                        |
+       +-- (no block, no room: it stays)        +------- drop: the host copy is clean ---+
+    every state may end in RELEASED: the graph was freed, or the step ended.
+
+Who holds what: a handle in autograd's graph holds its record strongly; everything else holds records weakly. The record holds the
+device bytes only while RESIDENT, RESTORING or RESTORED. Bytes that leave are held by the transfer that moves them. When the last
+handle dies the record dies with it, on whichever thread that happens: its finaliser takes no lock, it only appends to a deque.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.errors import RecordStateError
+from offload.ids import SlotId
+from offload.transfer.layout import Span, ViewLayout, WeakStorage
+
+if TYPE_CHECKING:
+    from offload.device import Event, Lane
+    from offload.memory.arena import Block
+
+__all__ = ["LEGAL_MOVES", "Record", "RecordState", "Transfer"]
+
+
+class RecordState(Enum):
+    RESIDENT = auto()  # on the device, in the storage that autograd saved
+    SPILLING = auto()  # D2H issued; its transfer keeps the device storage alive
+    SPILLED = auto()  # the host block holds the only copy that is ours
+    RESTORING = auto()  # H2D issued; readers must wait for its event
+    RESTORED = auto()  # on the device again, in a new storage, and the compute lane is ordered after the copy
+    RELEASED = auto()  # no more readers: the graph is gone or the step has ended
+
+
+_S = RecordState
+LEGAL_MOVES: dict[RecordState, frozenset[RecordState]] = {
+    _S.RESIDENT: frozenset({_S.SPILLING, _S.RELEASED}),
+    _S.SPILLING: frozenset({_S.SPILLED, _S.RESIDENT, _S.RELEASED}),
+    _S.SPILLED: frozenset({_S.RESTORING, _S.RELEASED}),
+    _S.RESTORING: frozenset({_S.RESTORED, _S.RELEASED}),
+    _S.RESTORED: frozenset({_S.SPILLED, _S.RELEASED}),
+    _S.RELEASED: frozenset(),
+}
+
+
+class Transfer:
+    """A piece in flight: its bytes stay alive until the event has passed, or until a lane that reuses them is ordered after it.
+
+    keepalive: device tensors, sources of a spill or destinations of a restore. lane: the compute lane whose allocator owns them.
+    """
+
+    __slots__ = ("event", "keepalive", "lane", "name", "nbytes", "records", "settled")
+
+    def __init__(
+        self, records: list[weakref.ref[Record]], keepalive: list[torch.Tensor], lane: Lane, event: Event, nbytes: int, name: str
+    ) -> None:
+        self.records = records
+        self.keepalive = keepalive
+        self.lane = lane
+        self.event = event
+        self.nbytes = nbytes
+        self.name = name
+        self.settled = False  # passed, or `lane` waits for it
+
+
+Remains = tuple[RecordState, int, "Block | None", "Event | None", "Transfer | None"]
+"""What a dead record leaves to its engine: state, bytes, block, last event on the block, transfer."""
+
+
+class Record:
+    """One storage, at one version, saved by one chunk.
+
+    span: the bytes of the storage that move. handles: how many times autograd saved it; unread: how many of them have not been
+    read in the pass under way. touch: the order of its latest save, so of its first read in a backward.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "base",
+        "block",
+        "checksum",
+        "device_bytes",
+        "estate",
+        "event",
+        "external",
+        "gathered",
+        "handles",
+        "label",
+        "lone_layout",
+        "pass_no",
+        "probe",
+        "span",
+        "state",
+        "touch",
+        "transfer",
+        "unread",
+        "version",
+        "weak_storage",
+    )
+
+    def __init__(self, label: SlotId, span: Span, weak_storage: WeakStorage, estate: deque[Remains]) -> None:
+        self.label = label
+        self.span = span
+        self.weak_storage = weak_storage  # of the storage that autograd saved, later of the restored one
+        self.base = 0  # first byte of the saved storage that `weak_storage` has: 0, after a restore span.start
+        self.estate = estate
+        self.state = RecordState.RESIDENT
+        self.device_bytes: torch.UntypedStorage | None = None
+        self.block: Block | None = None
+        self.event: Event | None = None  # last use of the block: its spill, then each restore
+        self.transfer: Transfer | None = None  # the one under way, or the last
+        self.lone_layout: ViewLayout | None = None  # of the first save; the only one while handles == 1
+        self.gathered: ViewLayout | None = None  # the block holds this sparse view, packed
+        self.probe: torch.Tensor | None = None
+        self.version = 0
+        self.external = False
+        self.handles = 0
+        self.unread = 0
+        self.pass_no = 0
+        self.touch = 0
+        self.checksum: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.span.nbytes
+
+    def move_to(self, state: RecordState) -> None:
+        legal = LEGAL_MOVES[self.state]
+        if state not in legal:
+            names = ", ".join(sorted(move.name for move in legal)) or "none"
+            raise RecordStateError(
+                f"{self.label} ({self.nbytes:,} bytes) cannot move {self.state.name} -> {state.name}; legal from here: {names}"
+            )
+        self.state = state
+
+    def __del__(self) -> None:
+        if self.state is not RecordState.RELEASED:
+            self.estate.append((self.state, self.nbytes, self.block, self.event, self.transfer))
+
+    def __repr__(self) -> str:
+        return f"Record({self.label}, {self.nbytes:,} bytes, {self.state.name})"

@@ -1,0 +1,222 @@
+"""One row from start to end in this process: build the stack, run the steps, check the gradients, return plain numbers.
+
+The parent starts a fresh process for each row, because the caching allocator, the pinned pool and the libraries' handles of one row would
+change the next. One invariant: whatever happens, `run` returns a dictionary with a status and, unless it is "ok", the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import gradients, lanes, links, ours, peers, rows
+from bench.measure import Clock, clear_gradients, run_step, summarise, timed_step
+from bench.rows import NotInstalledError, Row, RowContext, RowOptions, SkippedError
+from bench.workload import Inputs, Stack, probe_saved_bytes, tiny, workload
+
+__all__ = ["DEFAULT_ROWS", "LIMITED_ROWS", "ROWS", "RowRequest", "hardware", "run"]
+
+ROWS: Mapping[str, Callable[[RowContext], Row]] = {
+    "nothing": rows.Nothing,
+    "checkpoint": rows.CheckpointRow,
+    "selective": rows.SelectiveCheckpoint,
+    "save_on_cpu": rows.SaveOnCpu,
+    "ours_attention": ours.ours_attention,
+    "ours_all": ours.Ours,
+    "ours_inputs": ours.OursBlockInputs,
+    "trl": peers.TrlRow,
+    "trl_inputs": peers.TrlCheckpointRow,
+    "megatron_attention": peers.megatron_attention,
+    "megatron_all": peers.MegatronRow,
+}
+DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
+    "W1": ("nothing", "checkpoint", "selective", "save_on_cpu", "ours_attention", "ours_all", "trl", "megatron_attention", "megatron_all"),
+    "W2": ("nothing", "checkpoint", "selective", "ours_attention", "ours_all", "megatron_attention", "megatron_all"),
+    "W3": ("nothing", "checkpoint", "ours_inputs", "trl_inputs"),
+}
+LIMITED_ROWS = ("ours_all",)
+"""Rows that run once for each device limit."""
+_SLOW_ROWS = ("save_on_cpu",)
+"""Rows whose step takes several times the baseline: five samples tell enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequest:
+    """What the parent asks of one process."""
+
+    row: str
+    workload: str
+    options: RowOptions
+    tiny: bool = False
+    layers: int | None = None
+    sequence: int | None = None
+    samples: int | None = None
+    warmup: int | None = None
+    gradients: bool = True
+    reference: str | None = None
+    """File of the baseline's gradient prints: written by the row "nothing", read by the others."""
+    trace: str | None = None
+    profile: bool = False
+    label: str = ""
+    """The row's name in the table, with its limit."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RowRequest:
+        fields = json.loads(text)
+        fields["options"] = RowOptions(**fields["options"])
+        return cls(**fields)
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cuda = torch.cuda.is_available()
+    found = {
+        "cuda": cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "default",
+    }
+    if cuda:
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "gpu_bytes": torch.cuda.get_device_properties(0).total_memory,
+            "runtime": torch.version.cuda,
+        }
+    return found
+
+
+def run(request: RowRequest) -> dict[str, Any]:
+    """The row's figures; "links" measures the link's rates instead."""
+    began = time.perf_counter()
+    result: dict[str, Any] = {"row": request.row, "workload": request.workload, "options": asdict(request.options)}
+    try:
+        result |= _links(request) if request.row == "links" else _measure(request)
+        result["status"] = "ok"
+    except NotInstalledError as error:
+        result |= {"status": "not installed", "reason": str(error)}
+    except SkippedError as error:
+        result |= {"status": "skipped", "reason": str(error)}
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        result |= {"status": "failed", "reason": f"{type(error).__name__}: {first_line}", "traceback": traceback.format_exc()}
+    result["process_s"] = time.perf_counter() - began
+    return result
+
+
+def _links(request: RowRequest) -> dict[str, Any]:
+    found: dict[str, Any] = {"hardware": hardware()}
+    if request.tiny:
+        return found | {"links": asdict(links.SIMULATED)}
+    if not found["hardware"]["cuda"]:
+        raise SkippedError("no CUDA device here")
+    return found | {"links": asdict(links.measure_links())}
+
+
+def _measure(request: RowRequest) -> dict[str, Any]:
+    if not request.tiny and not torch.cuda.is_available():
+        raise SkippedError("no CUDA device here")
+    make = tiny if request.tiny else workload
+    work = make(request.workload, layers=request.layers, sequence=request.sequence)
+    device = torch.device("cpu" if request.tiny else "cuda")
+    dtype = torch.float32 if request.tiny else torch.bfloat16
+    gc.collect()
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", gradients.CUBLAS_WORKSPACE)
+        torch.cuda.empty_cache()
+    stack, inputs = Stack(work.shape, device, dtype), Inputs(work.shape, device, dtype)
+    clear_gradients(stack, inputs, work.keep_gradients)
+    clock = Clock(device)
+    layer_bytes = probe_saved_bytes(stack, inputs.of(0), request.options.min_elements or 1 << 20)
+    clock.drain()
+    context = RowContext(
+        workload=work,
+        stack=stack,
+        inputs=inputs,
+        device=device,
+        options=request.options,
+        layer_bytes=layer_bytes,
+        resident_bytes=int(torch.cuda.memory_stats()["active_bytes.all.current"]) if clock.cuda else 0,
+    )
+    if clock.cuda:
+        torch.cuda.empty_cache()  # the probe's blocks: the first step finds the allocator as a fresh process would
+    with rows.opened(ROWS[request.row](context)) as row:
+        result = _steps(request, row, clock)
+    result |= {
+        "layer_bytes": {name: asdict(group) for name, group in layer_bytes.items()},
+        "resident_bytes": context.resident_bytes,
+        "reserve_ms": row.reserve_ms,
+        "saved_limit_bytes": getattr(row, "limit_bytes", None),
+        "moves_all_groups": row.moves_all_groups,
+        "notes": row.notes,
+        "shape": asdict(work.shape),
+        "actions": [list(action) for action in work.actions],
+    }
+    return result
+
+
+def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
+    work = row.context.workload
+    samples = request.samples or (min(5, work.samples) if request.row in _SLOW_ROWS else work.samples)
+    warmup = request.warmup if request.warmup is not None else work.warmup
+    first = timed_step(row, clock)
+    for _ in range(warmup):
+        timed_step(row, clock)
+    result = summarise(first, [timed_step(row, clock) for _ in range(samples)])
+    result["pinned"] = result["pinned_held"]
+    if request.trace is not None or request.profile:
+        result["lanes"] = _profiled(request, row, clock)
+    if request.gradients and request.reference is not None:
+        result["gradients"] = _gradients(request, row, clock, Path(request.reference))
+    return result
+
+
+def _gradients(request: RowRequest, row: Row, clock: Clock, reference: Path) -> dict[str, Any]:
+    prints = gradients.gradient_prints(row, clock)
+    if request.row == "nothing":
+        gradients.save(reference, prints)
+        if len(row.context.workload.actions) > 2:
+            return {"verdict": "reference"}
+        again = gradients.compare(prints, gradients.gradient_prints(row, clock))
+        return again | {"verdict": "reference" if again["verdict"] == "bitwise" else f"not repeatable: {again['verdict']}"}
+    if not reference.exists():
+        return {"verdict": "no reference"}
+    return gradients.compare(gradients.load(reference), prints)
+
+
+def _profiled(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
+    """One more step under torch's profiler. It costs host time, so its step is not among the timed ones."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CUDA] if clock.cuda else []
+    if request.trace is not None or not clock.cuda:
+        activities.append(ProfilerActivity.CPU)
+    context = row.context
+    clear_gradients(context.stack, context.inputs, context.workload.keep_gradients)
+    clock.drain()
+    path = Path(request.trace) if request.trace is not None else Path(f"{request.reference or 'bench'}.{request.row}.trace.json")
+    with profile(activities=activities) as profiler:
+        run_step(row, context.workload.actions, clock)
+        clock.drain()
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    if request.trace is None:
+        path.unlink()
+    step = lanes.summarise_events(events)
+    engine, text = row.stats(), lanes.render(step, request.label or request.row)
+    if "stall_ms" in engine and step.lanes:
+        text.append(f"  the engine counted {engine['stall_ms']:.1f} ms of stall; compute was idle {step.lanes[0].idle_ms:.1f} ms")
+    return {"text": text, "step": asdict(step), "engine": engine}

@@ -1,0 +1,74 @@
+"""The rates of the host link, measured in the run whose rows are judged by them.
+
+Pinned copies on two side streams: each direction alone, then both at once. One invariant: the rate is bytes over device time by
+events, after a warm-up copy of each buffer, and both directions start behind one event when they run together.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["SIMULATED", "LinkRates", "measure_links"]
+
+_BYTES = 256 << 20
+_COPIES = 12
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """Bytes per second."""
+
+    d2h: float
+    h2d: float
+    duplex_d2h: float
+    duplex_h2d: float
+    measured: bool = True
+
+    @property
+    def duplex(self) -> float:
+        """Both directions together."""
+        return self.duplex_d2h + self.duplex_h2d
+
+
+SIMULATED = LinkRates(d2h=55e9, h2d=55e9, duplex_d2h=50e9, duplex_h2d=50e9, measured=False)
+"""Stand-ins for a machine without a GPU: they prove the arithmetic and are no measurement."""
+
+
+def measure_links(nbytes: int = _BYTES, copies: int = _COPIES, repeats: int = _REPEATS) -> LinkRates:
+    """Block for about two seconds and return the medians."""
+    host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device="cuda") for _ in range(2)]
+    lanes = [torch.cuda.Stream(), torch.cuda.Stream()]
+    pairs = ((host[0], device[0]), (device[1], host[1]))  # (destination, source) of D2H and of H2D
+
+    def rates(directions: tuple[int, ...], count: int) -> list[float]:
+        torch.cuda.synchronize()
+        go = torch.cuda.Event(enable_timing=True)
+        go.record()
+        ends = [torch.cuda.Event(enable_timing=True) for _ in directions]
+        for direction in directions:
+            lanes[direction].wait_event(go)
+        for _ in range(count):  # in turn, so that neither direction is issued long before the other
+            for direction in directions:
+                destination, source = pairs[direction]
+                with torch.cuda.stream(lanes[direction]):
+                    destination.copy_(source, non_blocking=True)
+        for direction, end in zip(directions, ends, strict=True):
+            end.record(lanes[direction])
+        torch.cuda.synchronize()
+        return [count * nbytes / (go.elapsed_time(end) * 1e-3) for end in ends]
+
+    rates((0, 1), 1)
+    d2h = statistics.median(rates((0,), copies)[0] for _ in range(repeats))
+    h2d = statistics.median(rates((1,), copies)[0] for _ in range(repeats))
+    both = [rates((0, 1), copies) for _ in range(repeats)]
+    return LinkRates(
+        d2h=d2h,
+        h2d=h2d,
+        duplex_d2h=statistics.median(pair[0] for pair in both),
+        duplex_h2d=statistics.median(pair[1] for pair in both),
+    )

@@ -1,0 +1,170 @@
+"""Run one row's steps and write down what each cost: device time, host time, memory three ways, and what the engine says.
+
+Times are of the compute lane, by events, so that a step ends when its last kernel does; the wall clock is kept beside it. Memory
+is `active_bytes.all.peak` and reserved, because `max_memory_allocated` leaves out blocks that `record_stream` still holds.
+One invariant: nothing synchronises inside a step; peaks are reset and the device drained between steps only.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from bench.rows import Row
+from bench.workload import Inputs, Stack, Workload
+from offload.policy.actions import Action
+
+__all__ = ["Clock", "StepCost", "clear_gradients", "median", "run_step", "summarise", "timed_step"]
+
+
+class Clock:
+    """Points in device time: CUDA events, or the host's clock where compute is eager."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    @property
+    def cuda(self) -> bool:
+        return self._cuda
+
+    def mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, start: Any, end: Any) -> float:
+        """Both points must have passed: `drain` first."""
+        return float(start.elapsed_time(end)) if self._cuda else (end - start) * 1e3
+
+    def drain(self) -> None:
+        """Block until the device has nothing left to do."""
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def reset_peaks(self) -> None:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            if hasattr(torch.cuda, "reset_peak_host_memory_stats"):
+                torch.cuda.reset_peak_host_memory_stats()
+
+    def memory(self) -> dict[str, int]:
+        if not self._cuda:
+            return {"active_peak": 0, "reserved_peak": 0, "allocated_peak": 0, "alloc_retries": 0}
+        stats = torch.cuda.memory_stats()
+        return {
+            "active_peak": int(stats["active_bytes.all.peak"]),
+            "reserved_peak": int(torch.cuda.max_memory_reserved()),
+            "allocated_peak": int(torch.cuda.max_memory_allocated()),
+            "alloc_retries": int(stats["num_alloc_retries"]),
+        }
+
+
+@dataclass(slots=True)
+class StepCost:
+    """One step. Milliseconds and bytes."""
+
+    step_ms: float
+    wall_ms: float
+    host_ms: float
+    """The Python calls alone. On a step of more than about a thousand kernels the launch queue fills, and this follows the step."""
+    forward_ms: list[float]
+    backward_ms: list[float]
+    memory: dict[str, int]
+    pinned_held: int
+    pinned_lent_peak: int
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+def clear_gradients(stack: Stack, inputs: Inputs, keep: bool) -> None:
+    """Zero the gradients where they stay allocated (and allocate them the first time), else free them."""
+    for tensor in (*stack.parameters(), inputs.source):
+        if not keep:
+            tensor.grad = None
+        elif tensor.grad is None:
+            tensor.grad = torch.zeros_like(tensor)
+        else:
+            tensor.grad.zero_()
+
+
+def run_step(row: Row, actions: Sequence[Action], clock: Clock) -> list[tuple[str, Any, Any]]:
+    """Issue one step; nothing here waits. Returns (kind, start, end) of each action."""
+    inputs = row.context.inputs
+    outputs: dict[int, torch.Tensor] = {}
+    marks: list[tuple[str, Any, Any]] = []
+    row.begin_step()
+    for kind, _, microbatch in actions:
+        start = clock.mark()
+        if kind == "F":
+            outputs[microbatch] = row.forward(microbatch, inputs.of(microbatch))
+        else:
+            row.backward(microbatch, outputs.pop(microbatch), inputs.output_grad)
+        marks.append((kind, start, clock.mark()))
+    row.end_step()
+    return marks
+
+
+def timed_step(row: Row, clock: Clock) -> StepCost:
+    """One step from a drained device to a drained device."""
+    work: Workload = row.context.workload
+    clear_gradients(row.context.stack, row.context.inputs, work.keep_gradients)
+    clock.drain()
+    clock.reset_peaks()
+    began = time.perf_counter()
+    start = clock.mark()
+    marks = run_step(row, work.actions, clock)
+    end = clock.mark()
+    issued = time.perf_counter()
+    clock.drain()
+    finished = time.perf_counter()
+    pinned = row.pinned()
+    return StepCost(
+        step_ms=clock.ms(start, end),
+        wall_ms=(finished - began) * 1e3,
+        host_ms=(issued - began) * 1e3,
+        forward_ms=[clock.ms(first, last) for kind, first, last in marks if kind == "F"],
+        backward_ms=[clock.ms(first, last) for kind, first, last in marks if kind != "F"],
+        memory=clock.memory(),
+        pinned_held=pinned.held,
+        pinned_lent_peak=pinned.lent_peak,
+        engine=row.stats(),
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values)) if values else 0.0
+
+
+def summarise(first: StepCost, samples: Sequence[StepCost]) -> dict[str, Any]:
+    """Medians of the timed steps, the largest of their peaks, and every sample."""
+    steps = [sample.step_ms for sample in samples]
+    engine = {
+        name: median([float(sample.engine[name]) for sample in samples])
+        for name in (samples[-1].engine if samples else {})
+        if isinstance(samples[-1].engine[name], (int, float))
+    }
+    return {
+        "step_ms": median(steps),
+        "step_ms_min": min(steps),
+        "step_ms_max": max(steps),
+        "wall_ms": median([sample.wall_ms for sample in samples]),
+        "host_ms": median([sample.host_ms for sample in samples]),
+        "forward_ms": median([ms for sample in samples for ms in sample.forward_ms]),
+        "backward_ms": median([ms for sample in samples for ms in sample.backward_ms]),
+        "first_step_ms": first.wall_ms,
+        "active_bytes": max(sample.memory["active_peak"] for sample in samples),
+        "reserved_bytes": max(sample.memory["reserved_peak"] for sample in samples),
+        "first_active_bytes": first.memory["active_peak"],
+        "first_reserved_bytes": first.memory["reserved_peak"],
+        "pinned_held": max(sample.pinned_held for sample in samples),
+        "pinned_lent_peak": max(sample.pinned_lent_peak for sample in samples),
+        "engine": engine,
+        "first": asdict(first),
+        "samples": [asdict(sample) for sample in samples],
+    }

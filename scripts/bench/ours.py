@@ -1,0 +1,180 @@
+"""The rows of this project: which groups leave, what the engine is told, and what it is given before step 1.
+
+The block's marks call the public functions; each forward, backward and step is announced as a pipeline stage would announce it.
+One invariant: what the command line leaves open is not passed on, so that the engine's own defaults are what is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from bench.rows import GB, Pinned, Row, RowContext, RowOptions, SkippedError, checkpointed, stack_call
+from bench.workload import ATTENTION_GROUPS, BLOCK_INPUT, GROUPS, Marks, live_peak_chunks
+
+__all__ = ["STAT_FIELDS", "Ours", "OursBlockInputs", "host_reserve_bytes", "ours_attention", "saved_limit_bytes"]
+
+STAT_FIELDS = (
+    "step",
+    "saved",
+    "kept",
+    "spilled",
+    "restored",
+    "spill_bytes",
+    "restore_bytes",
+    "stall_ms",
+    "stall_count",
+    "refused",
+    "refused_bytes",
+    "device_bytes_peak",
+    "host_bytes_lent_peak",
+    "host_bytes_held",
+)
+
+
+def saved_limit_bytes(options: RowOptions, resident_bytes: int) -> int | None:
+    """The limit that the engine is given: what a total limit leaves for saved tensors."""
+    if options.total_limit_bytes is None:
+        return options.saved_limit_bytes
+    left = options.total_limit_bytes - resident_bytes - options.working_set_bytes
+    if left <= 0:
+        raise SkippedError(
+            f"a total of {options.total_limit_bytes / GB:.1f} GB leaves nothing for saved tensors: {resident_bytes / GB:.1f} GB are "
+            f"resident and {options.working_set_bytes / GB:.1f} GB are set aside for the working set; raise --device-limit-gb"
+        )
+    return left
+
+
+def host_reserve_bytes(live_peak_bytes: int, limit_bytes: int | None) -> int:
+    """Pinned bytes to reserve before step 1: what cannot stay on the device when most is live, and a margin for pieces in flight."""
+    if limit_bytes is None:
+        return live_peak_bytes
+    return min(live_peak_bytes, max(0, live_peak_bytes - limit_bytes) + min(limit_bytes // 4, 1 << 30))
+
+
+class _OurMarks:
+    """This project's three functions, as the block calls them."""
+
+    def __init__(self) -> None:
+        import offload
+
+        self._start, self._commit, self._hooks = offload.group_start, offload.group_commit, offload.offload_hooks
+
+    def start(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return self._start(tensor, name)
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        return self._hooks()
+
+    def commit(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return self._commit(tensor, name)
+
+
+class Ours(Row):
+    """This project's groups: the marked parts of each block leave through the engine."""
+
+    def __init__(self, context: RowContext, groups: tuple[str, ...] = GROUPS) -> None:
+        super().__init__(context)
+        self.moves_all_groups = groups == GROUPS
+        self.groups = groups
+        self.limit_bytes = saved_limit_bytes(context.options, context.resident_bytes)
+        self.marks: Marks = _OurMarks()
+        self.manager = self._configure()
+        self._mark_stack()
+
+    def _mark_stack(self) -> None:
+        self.context.stack.mark(self.marks, self.groups)
+
+    def _movable_layer_bytes(self) -> int:
+        return sum(self.context.layer_bytes[name].movable_bytes for name in self.groups)
+
+    def _configure(self) -> Any:
+        import offload
+
+        options, work = self.context.options, self.context.workload
+        live = self._movable_layer_bytes() * work.shape.layers * live_peak_chunks(work.actions)
+        reserve = options.host_reserve_bytes if options.host_reserve_bytes is not None else host_reserve_bytes(live, self.limit_bytes)
+        self._skip_if_pinned_exceeds(reserve, "what the limit does not leave on the device")
+        given: dict[str, Any] = {
+            "device_limit_bytes": self.limit_bytes,
+            "max_spilling_bytes": options.max_spilling_bytes,
+            "max_restoring_bytes": options.max_restoring_bytes,
+            "piece_bytes": options.piece_bytes,
+            "min_offloaded_tensor_size": options.min_elements,
+            "host_limit_bytes": options.host_limit_bytes,
+            "host_reserve_bytes": reserve,
+        }
+        config = offload.OffloadConfig(**{name: value for name, value in given.items() if value is not None})
+        began = time.perf_counter()
+        manager = offload.configure(config, device="cuda" if self.context.device.type == "cuda" else "sim", print_summary=False)
+        self.reserve_ms = (time.perf_counter() - began) * 1e3
+        manager.register_parameters(self.context.stack)
+        self.notes = {"config": asdict(config), "live_movable_bytes": live, "groups": list(self.groups)}
+        return manager
+
+    def begin_step(self) -> None:
+        self.manager.set_order(self.context.workload.actions)
+
+    def forward(self, microbatch: int, x: torch.Tensor) -> torch.Tensor:
+        self.manager.begin_chunk(0, microbatch)
+        y = self._stack_forward(x)
+        self.manager.end_forward(0, microbatch)
+        return y
+
+    def _stack_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.context.stack(x)
+
+    def backward(self, microbatch: int, y: torch.Tensor, grad: torch.Tensor) -> None:
+        self.manager.begin_backward(0, microbatch, "B")
+        y.backward(grad)
+        self.manager.end_backward(0, microbatch, "B")
+
+    def end_step(self) -> None:
+        self.manager.step_end()
+
+    def pinned(self) -> Pinned:
+        stats = self.stats()
+        return Pinned(int(stats.get("host_bytes_held", 0)), int(stats.get("host_bytes_lent_peak", 0)))
+
+    def stats(self) -> dict[str, Any]:
+        stats = self.manager.stats
+        found = {name: getattr(stats, name) for name in STAT_FIELDS if hasattr(stats, name)}
+        found["table_bytes"] = int(getattr(self.manager, "offload_summary_total_bytes", 0))
+        return found
+
+    def close(self) -> None:
+        import offload
+
+        self.context.stack.mark(None, ())
+        offload.PipelineOffloadManager.reset_instance()
+
+
+def ours_attention(context: RowContext) -> Row:
+    return Ours(context, ATTENTION_GROUPS)
+
+
+class OursBlockInputs(Ours):
+    """Each block checkpointed, and each block's input in a group of its own."""
+
+    def __init__(self, context: RowContext) -> None:
+        super().__init__(context, (BLOCK_INPUT,))
+
+    def _mark_stack(self) -> None:
+        self.context.stack.mark(None, ())
+
+    def _movable_layer_bytes(self) -> int:
+        source = self.context.inputs.source
+        return source.numel() * source.element_size()
+
+    def _stack_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return stack_call(self.context.stack, x, self._block)
+
+    def _block(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.marks.start(x, BLOCK_INPUT)
+        with self.marks.hooks():
+            y = checkpointed(block, x)
+        return self.marks.commit(y, BLOCK_INPUT)

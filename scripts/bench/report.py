@@ -1,0 +1,187 @@
+"""The table, its notes, and the bounds that a row is judged by.
+
+One invariant: a bound is computed from the rates and the baseline of the same run; without them the column is empty. GB is 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offload.policy.actions import Action, Rates, Work
+from offload.policy.bound import least_step, single_pass_limit_s
+
+__all__ = ["HEADER", "add_bound", "facts_lines", "header_line", "layer_saved_bytes", "notes_lines", "row_line", "work_list"]
+
+GB = 1e9
+_COLUMNS = (
+    ("row", 20),
+    ("step ms", 8),
+    ("x none", 6),
+    ("first ms", 8),
+    ("active", 6),
+    ("reserv", 6),
+    ("r/a", 5),
+    ("pinned", 6),
+    ("h/lent", 6),
+    ("host ms", 7),
+    ("moved", 6),
+    ("stall", 6),
+    ("bound", 7),
+    ("x bnd", 6),
+    ("gradients", 12),
+)
+HEADER = "active, reserved, pinned, moved in GB of 1e9; h/lent: pinned held over most lent; x none, x bnd: step over baseline, over bound"
+
+
+def header_line() -> str:
+    return " ".join(f"{name:<{width}}" if at == 0 else f"{name:>{width}}" for at, (name, width) in enumerate(_COLUMNS))
+
+
+def layer_saved_bytes(result: Mapping[str, Any]) -> int:
+    """Distinct bytes that one layer saves."""
+    return sum(int(group["nbytes"]) for group in result.get("layer_bytes", {}).values())
+
+
+def work_list(baseline: Mapping[str, Any], chunk_bytes: int) -> list[Work]:
+    """The step as the bound takes it: the baseline's compute and the bytes of a whole chunk."""
+    seconds = {"F": baseline["forward_ms"] * 1e-3, "B": baseline["backward_ms"] * 1e-3}
+    return [Work(Action(kind, stage, microbatch), seconds[kind], chunk_bytes) for kind, stage, microbatch in baseline["actions"]]
+
+
+def add_bound(result: dict[str, Any], baseline: Mapping[str, Any] | None, link: Mapping[str, Any] | None, *, slices: int = 4) -> None:
+    """Put `bound_ms` and what it was computed from into a row's result, where it has a bound."""
+    if baseline is None or link is None or result.get("status") != "ok":
+        return
+    result["over_baseline"] = result["step_ms"] / baseline["step_ms"]
+    chunk_bytes = layer_saved_bytes(baseline) * baseline["shape"]["layers"]
+    if len(baseline["actions"]) == 2:
+        if result["row"].endswith("_inputs"):
+            return  # it recomputes: what it has to be compared with is checkpointing, see notes_lines
+        moved = result["engine"].get("spill_bytes") or (chunk_bytes if result["moves_all_groups"] else 0)
+        if not moved:
+            return
+        bound_s = single_pass_limit_s(baseline["forward_ms"] * 1e-3, baseline["backward_ms"] * 1e-3, moved, link["d2h"], link["h2d"])
+        result["bound_of"] = f"moving {moved / GB:.2f} GB in one pass"
+    else:
+        rates = Rates(d2h_bytes_per_s=link["d2h"], h2d_bytes_per_s=link["h2d"], duplex_bytes_per_s=link["duplex_d2h"] + link["duplex_h2d"])
+        cap = result.get("saved_limit_bytes")
+        if cap is None or not result["moves_all_groups"]:
+            return
+        work = work_list(baseline, chunk_bytes)
+        bound = least_step(work, rates, int(cap), slices=slices)
+        bound_s = bound.step_s
+        result["bound_of"] = f"saved bytes capped at {cap / GB:.2f} GB; fewest bytes moved {bound.moved_bytes / GB:.1f} GB"
+        result["bound_moved_bytes"] = bound.moved_bytes
+    result["bound_ms"] = bound_s * 1e3
+    result["over_bound"] = result["step_ms"] / result["bound_ms"]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def row_line(result: Mapping[str, Any]) -> str:
+    """One row of the table, or its name and the reason why there is none."""
+    label = str(result.get("label", result["row"]))
+    if result["status"] != "ok":
+        reason = str(result.get("reason", ""))
+        status = "" if reason.startswith(result["status"]) else f"{result['status']}: "
+        return f"{label:<{_COLUMNS[0][1]}} {status}{reason}"[:200]
+    active, reserved, held, lent = (result[name] / GB for name in ("active_bytes", "reserved_bytes", "pinned_held", "pinned_lent_peak"))
+    engine = result["engine"]
+    cells = [
+        label,
+        _number(result["step_ms"], 1),
+        _number(result.get("over_baseline"), 3),
+        _number(result["first_step_ms"], 0),
+        _number(active, 2),
+        _number(reserved, 2),
+        _number(reserved / active if active else None, 3),
+        _number(held, 2),
+        _number(held / lent if lent else None, 3),
+        _number(result["host_ms"], 0),
+        _number(engine["spill_bytes"] / GB if "spill_bytes" in engine else None, 2),
+        _number(engine.get("stall_ms"), 0),
+        _number(result.get("bound_ms"), 0),
+        _number(result.get("over_bound"), 3),
+        str(result.get("gradients", {}).get("verdict", "-")),
+    ]
+    return " ".join(
+        f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}" for at, (cell, (_, width)) in enumerate(zip(cells, _COLUMNS, strict=True))
+    )
+
+
+def facts_lines(baseline: Mapping[str, Any], working_set_bytes: int) -> list[str]:
+    """What the baseline says of the workload: times, bytes a layer, and what a total limit is made of."""
+    shape = baseline["shape"]
+    chunk = layer_saved_bytes(baseline) * shape["layers"]
+    live = _live_peak(baseline["actions"])
+    other = baseline["active_bytes"] - baseline["resident_bytes"] - live * chunk
+    groups = " ".join(f"{name} {group['nbytes'] / 1e6:.0f}" for name, group in baseline["layer_bytes"].items())
+    lines = [
+        f"{baseline['workload']}: {shape['layers']} layers, sequence {shape['sequence']}; forward {baseline['forward_ms']:.1f} ms, "
+        f"backward {baseline['backward_ms']:.1f} ms; a forward saves {chunk / GB:.3f} GB, at most {live} live",
+        f"  a layer saves {layer_saved_bytes(baseline) / 1e6:.1f} MB: {groups}",
+    ]
+    if baseline["active_bytes"]:
+        lines.append(
+            f"  active peak {baseline['active_bytes'] / GB:.2f} GB = resident {baseline['resident_bytes'] / GB:.2f} (weights, gradients "
+            f"that stay, inputs) + saved {live * chunk / GB:.2f} + working set {other / GB:.2f} (a total limit sets "
+            f"{working_set_bytes / GB:.2f} aside for it)"
+        )
+    return lines
+
+
+def notes_lines(result: Mapping[str, Any], baseline: Mapping[str, Any] | None, checkpoint: Mapping[str, Any] | None = None) -> list[str]:
+    """What does not fit the table: the limit in its two forms, the reservation, what left and what could not, the host's time.
+
+    checkpoint: the row that recomputes and moves nothing, for the rows that recompute and move the blocks' inputs.
+    """
+    if result["status"] != "ok":
+        return []
+    engine, label = result["engine"], result.get("label", result["row"])
+    parts = []
+    if checkpoint is not None and result["row"].endswith("_inputs"):
+        fell = (checkpoint["active_bytes"] - result["active_bytes"]) / GB
+        parts.append(f"{result['step_ms'] / checkpoint['step_ms']:.4f} of checkpoint's step, active {fell:.2f} GB below it")
+    if result.get("stderr") and result["row"].startswith("ours"):
+        parts.append(f"it said: {result['stderr'].strip().splitlines()[-1][:200]}")
+    if not engine:
+        return [f"  {label}: " + "; ".join(parts)] if parts else []
+    total, saved = result["options"].get("total_limit_bytes"), result.get("saved_limit_bytes")
+    if total is not None and saved is not None:
+        over = (result["active_bytes"] - total) / GB
+        parts.append(
+            f"total limit {total / GB:.1f} = saved {saved / GB:.2f} + resident {result['resident_bytes'] / GB:.2f} + working set "
+            f"{result['options']['working_set_bytes'] / GB:.2f} GB; active {'over by' if over > 0 else 'under by'} {abs(over):.2f}"
+        )
+    elif saved is not None:
+        parts.append(f"saved limit {saved / GB:.2f} GB")
+    reserved = result["notes"].get("config", {}).get("host_reserve_bytes", 0)
+    parts.append(f"reserved {reserved / GB:.2f} GB pinned in {result['reserve_ms']:.0f} ms before step 1")
+    parts.append(
+        f"tensors saved {engine.get('saved', 0):.0f} kept {engine.get('kept', 0):.0f} left {engine.get('spilled', 0):.0f} refused "
+        f"{engine.get('refused', 0):.0f} ({engine.get('refused_bytes', 0) / GB:.2f} GB); saved on device at most "
+        f"{engine.get('device_bytes_peak', 0) / GB:.2f} GB; stalls {engine.get('stall_count', 0):.0f}"
+    )
+    if baseline is not None and engine.get("saved"):
+        fell = (baseline["active_bytes"] - result["active_bytes"]) / GB
+        parts.append(
+            f"host {1e3 * (result['host_ms'] - baseline['host_ms']) / engine['saved']:+.1f} us a saved tensor over the baseline; table "
+            f"{engine.get('table_bytes', 0) / GB:.2f} GB, active fell {fell:.2f} GB"
+        )
+    parts.append(
+        f"step {result['step_ms_min']:.1f}..{result['step_ms_max']:.1f}; first step's active {result['first_active_bytes'] / GB:.2f} GB"
+    )
+    if "bound_of" in result:
+        parts.append(f"bound: {result['bound_of']}")
+    return [f"  {label}: " + "; ".join(parts)]
+
+
+def _live_peak(actions: Sequence[Sequence[Any]]) -> int:
+    live = peak = 0
+    for kind, *_ in actions:
+        live += 1 if kind == "F" else -1
+        peak = max(peak, live)
+    return peak

@@ -1,0 +1,63 @@
+# The environment that quickstart.sh and test.sh share; sourced, never run.
+#
+# prepare_python sets $python to an interpreter that can run everything in this repository, and leaves an environment that is already right as it is.
+# Read from the caller's environment:
+#   OFFLOAD_PYTHON  an interpreter that has torch: used as it is; no environment is made, nothing is installed
+#   PYTHON          the interpreter to make .venv with, instead of the first one here that works
+#
+# Expects `cd` to the repository root and `set -euo pipefail`.
+
+say() { printf '%s\n' "$*" >&2; }
+
+# An executable of the right name may still not run (a version manager's placeholder) or may lack venv: only running it tells.
+works() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        works "$PYTHON" && { printf '%s' "$PYTHON"; return; }
+        say "PYTHON=$PYTHON is not a Python >= 3.11 with venv and ensurepip; name another one"
+        return 1
+    fi
+    for candidate in python3 python3.12 python3.11 python3.13; do
+        works "$candidate" && { printf '%s' "$candidate"; return; }
+    done
+    say "none of python3, python3.12, python3.11, python3.13 is a Python >= 3.11 with venv and ensurepip;" \
+        "install one (Debian and Ubuntu: python3-venv) or set PYTHON=/path/to/python"
+    return 1
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+
+prepare_python() {
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+    if [ -n "${OFFLOAD_PYTHON:-}" ]; then
+        python="$OFFLOAD_PYTHON"
+        "$python" -c 'import torch' || { say "OFFLOAD_PYTHON=$python cannot import torch; unset it to have an environment made in .venv"; return 1; }
+        return
+    fi
+
+    local base kind=cpu other=gpu pin=(-c scripts/constraints-cpu.txt) stamp
+    if has_gpu; then kind=gpu other=cpu pin=(); fi
+    python="$PWD/.venv/bin/python"
+    # The other kind's torch satisfies the same requirement, so pip would leave it in place.
+    if ! works "$python" || compgen -G ".venv/installed-$other-*" >/dev/null; then
+        base=$(find_python)
+        say "making .venv with $("$base" --version) ($base)"
+        "$base" -m venv --clear .venv
+    fi
+    stamp=".venv/installed-$kind-$(cat setup.py scripts/constraints-cpu.txt scripts/env.sh | "$python" -c \
+        'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])')"
+    if [ -e "$stamp" ]; then return; fi
+
+    say "installing into .venv ($kind); the first time takes a few minutes"
+    local pip=("$python" -m pip --disable-pip-version-check install --quiet)
+    if [ "$kind" = cpu ]; then
+        # First and alone: on Linux the default build of torch brings gigabytes of CUDA libraries, the build called +cpu does not. Where pip's
+        # indexes have no such build the pinned version is taken as it is; PIP_EXTRA_INDEX_URL may name an index that has one.
+        "${pip[@]}" "torch==$(sed -n 's/^torch==//p' scripts/constraints-cpu.txt)+cpu" 2>/dev/null || "${pip[@]}" "${pin[@]}" torch
+    fi
+    "${pip[@]}" ${pin[@]+"${pin[@]}"} -e '.[test,bench]'
+    rm -f .venv/installed-*
+    touch "$stamp"
+}

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Lint, types and tests, in an environment that it makes itself. Arguments go to pytest: scripts/test.sh -m slow, scripts/test.sh -k groups.
+# One invariant: the exit status is 0 only if all three passed; the last line of a good run is pytest's summary.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/env.sh
+prepare_python
+
+failed=()
+check() { # name, module, arguments of the module
+    local name=$1 module=$2
+    shift 2
+    if [ -n "${OFFLOAD_PYTHON:-}" ] && ! "$python" -c "import $module" 2>/dev/null; then
+        say "$name: skipped, $OFFLOAD_PYTHON has no $module"
+        return
+    fi
+    say "$name: $module $*"
+    "$python" -m "$module" "$@" || failed+=("$name")
+}
+
+check lint ruff check .
+check types mypy
+workers=()
+if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n auto); fi
+# One thread a worker: the workers already fill the cores.
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check tests pytest ${workers[@]+"${workers[@]}"} "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+    say "failed: ${failed[*]}"
+    exit 1
+fi

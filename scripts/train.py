@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""The main job: a pipeline-parallel GPT learns real text while its saved activations travel to host memory and back.
+
+    torchrun --nproc-per-node 2 scripts/train.py --preset tiny --steps 20
+    torchrun --nproc-per-node 2 scripts/train.py --schedule zbv --verify
+    torchrun --nproc-per-node 2 scripts/train.py --compare --telemetry steps.jsonl
+    python scripts/train.py --offload-modules core_attn,attn_proj
+
+Without torchrun it is one process with one stage. On a machine without a GPU the copies are simulated, the results are not. One
+invariant: it ends by itself, with exit code 0 when all steps were made, and with one line that says why not otherwise (2 what was asked
+for, 1 what happened, 130 Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+_SCRIPTS = Path(__file__).resolve().parent
+for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
+    if _folder not in sys.path:
+        sys.path.insert(0, _folder)
+
+import torch  # noqa: E402
+
+from offload import print_offload_summary_table  # noqa: E402
+from parallel.launch import Rank, Ranks, choose_device, launched, ranks_from_environment, run_rank  # noqa: E402
+from training.job import Job  # noqa: E402
+from training.options import Options, read_options  # noqa: E402
+from training.report import Arm, Reporter, comparison, summary  # noqa: E402
+from training.text import read_text  # noqa: E402
+
+
+def main(arguments: list[str], ranks: Ranks) -> int:
+    """Check everything that can be checked, start the rank, train."""
+    options = read_options(arguments, ranks)
+    device = choose_device(options.device, ranks)
+    text = read_text(options.data, tokens=options.model.sequence)
+    if options.verify:
+        _make_deterministic()
+    with launched(ranks, device, timeout=options.timeout) as rank:
+        train(Job(options, rank, text), options, rank)
+    return 0
+
+
+def train(job: Job, options: Options, rank: Rank) -> None:
+    """All arms of the run, and on rank 0 what there is to say about them."""
+    reporter = Reporter(options) if rank.ranks.rank == 0 else None
+    off, on = Arm("offload off"), Arm("offload on" if options.offloads else "training")
+    try:
+        if options.compare:
+            job.manager.disable_offload()
+            run_arm(off, job, options, rank, reporter)
+            job.manager.enable_offload()
+            job.start_again()
+        run_arm(on, job, options, rank, reporter)
+        stayed = job.gathered(job.saved_bytes_if_all_stayed()) if options.compare else []
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(f"after {len(on.steps)} of {options.steps} steps") from interrupt
+    finally:
+        if reporter is not None:
+            reporter.end()
+    if reporter is not None:
+        print(summary(options, on, job.text.source))
+        if options.compare:
+            print(comparison(off, on, stayed))
+
+
+def run_arm(arm: Arm, job: Job, options: Options, rank: Rank, reporter: Reporter | None) -> None:
+    """The steps of one arm."""
+    if reporter is not None:
+        reporter.begin(arm)
+    for step in range(options.steps):
+        figures = job.gathered(job.train(step))
+        if reporter is not None:
+            reporter.step(arm, figures)
+        if step == 0 and options.offloads and arm.name == "offload on":
+            if reporter is not None:
+                reporter.clear_for_table()
+            print_offload_summary_table(job.manager.offload_summary_bytes, process_group=rank.group)
+        if options.eval_every and (step + 1) % options.eval_every == 0:
+            losses = job.gathered(job.evaluate())
+            if reporter is not None:
+                reporter.evaluation(arm, step, losses)
+    if reporter is not None:
+        reporter.end()
+
+
+def _make_deterministic() -> None:
+    """The same bits twice, also on a GPU: needed before any CUDA context exists."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+if __name__ == "__main__":
+    _ranks = ranks_from_environment()
+    run_rank(functools.partial(main, sys.argv[1:], _ranks), _ranks)

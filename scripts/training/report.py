@@ -1,0 +1,223 @@
+"""What is said about a run: the bar while it goes, a line of JSON a step, a comparison, and a summary a person can read.
+
+One invariant: it is told figures and prints them; it neither measures nor talks to other ranks. Only rank 0 has one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from io import TextIOWrapper
+from typing import Any
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+from training.job import RankFigures
+from training.options import Options
+
+__all__ = ["Arm", "Reporter", "comparison", "summary"]
+
+MB = 1 << 20
+
+
+@dataclass(slots=True)
+class Arm:
+    """The steps of one run, with offload or without; every rank's figures of each."""
+
+    name: str
+    steps: list[list[RankFigures]] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+
+    def loss(self, step: int) -> float:
+        """The loss of a step, from whichever rank has it."""
+        return known([figures.loss for figures in self.steps[step]])
+
+    def seconds(self, step: int) -> float:
+        """A step takes as long as its slowest rank."""
+        return max(figures.seconds for figures in self.steps[step])
+
+    @property
+    def typical_seconds(self) -> float:
+        """The median, without the first step, which also builds things."""
+        return statistics.median(self.seconds(step) for step in range(min(1, len(self.steps) - 1), len(self.steps)))
+
+    def most(self, rank: int, name: str) -> int:
+        """The largest of one of the engine's figures over the steps."""
+        return max(step[rank].engine[name] for step in self.steps)
+
+
+def known(losses: Sequence[float]) -> float:
+    """The loss among those of all ranks, most of which have none."""
+    return next((loss for loss in losses if not math.isnan(loss)), math.nan)
+
+
+class Reporter:
+    """The bar and the file, for one arm after another."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._file: TextIOWrapper | None = open(options.telemetry, "w") if options.telemetry else None  # noqa: SIM115 - open for the whole run
+        self._bar: tqdm[Any] | None = None
+
+    def begin(self, arm: Arm) -> None:
+        """A bar for the steps of this arm."""
+        self._bar = tqdm(total=self.options.steps, desc=arm.name, unit="step", dynamic_ncols=True)
+
+    def step(self, arm: Arm, figures: list[RankFigures]) -> None:
+        """One step is over on all ranks."""
+        arm.steps.append(figures)
+        index = len(arm.steps) - 1
+        self._write(arm.name, index, figures)
+        if self._bar is not None:
+            self._bar.set_postfix_str(_postfix(arm, index, self.options.tokens), refresh=False)
+            self._bar.update()
+
+    def evaluation(self, arm: Arm, step: int, losses: Sequence[float]) -> None:
+        """The loss on held-out text, after this step."""
+        arm.evaluations.append((step, known(losses)))
+        self.say(f"step {step + 1}: loss {known(losses):.4f} on held-out text")
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        tqdm.write(text)
+
+    def end(self) -> None:
+        """The arm is over, or the run was cut off."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def clear_for_table(self) -> None:
+        """Take the bar away for what another function prints; the next step brings it back."""
+        if self._bar is not None:
+            self._bar.clear()
+
+    def _write(self, arm: str, step: int, figures: list[RankFigures]) -> None:
+        if self._file is None:
+            return
+        line = {
+            "step": step,
+            "arm": arm,
+            "loss": known([rank.loss for rank in figures]),
+            "seconds": max(rank.seconds for rank in figures),
+            "tokens": self.options.tokens,
+            "ranks": [{name: value for name, value in asdict(rank).items() if name != "loss"} for rank in figures],
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def _postfix(arm: Arm, step: int, tokens: int) -> str:
+    figures = arm.steps[step]
+    active = [rank.active_bytes for rank in figures if rank.active_bytes is not None]
+    peak = f"peak {_mb(max(active))}" if active else f"saved {_mb(max(rank.engine['device_bytes_peak'] for rank in figures))}"
+    offloaded = sum(rank.engine["spill_bytes"] for rank in figures)
+    stall = max(rank.engine["stall_ms"] for rank in figures)
+    return (
+        f"loss {arm.loss(step):.3f}, {tokens / arm.seconds(step):,.0f} tokens/s, {peak}, offloaded {_mb(offloaded)}, stall {stall:.1f} ms"
+    )
+
+
+def summary(options: Options, arm: Arm, source: str) -> str:
+    """The run in a few lines."""
+    last = arm.steps[-1]
+    ranks = range(len(last))
+    stages = len(last) * options.virtual_stages
+    lines = [
+        f"{len(arm.steps)} steps of {options.tokens:,} tokens on {len(last)} rank{'s' * (len(last) > 1)}: {options.schedule.name}, "
+        f"{stages} stage{'s' * (stages > 1)}, {options.microbatches} microbatches of {options.batch}; {source}",
+        f"loss       {arm.loss(0):.3f} at first, {arm.loss(len(arm.steps) - 1):.3f} at last"
+        + "".join(f"; held out {loss:.3f} after {step + 1}" for step, loss in arm.evaluations[-1:]),
+        f"speed      {arm.typical_seconds * 1e3:,.0f} ms a step, {options.tokens / arm.typical_seconds:,.0f} tokens/s",
+    ]
+    if options.verify:
+        lines.append(f"verified   every gradient of all {len(arm.steps)} steps is bit for bit what it is without offload")
+    lines += _offloaded(options, arm, ranks)
+    return "\n".join(lines)
+
+
+def _offloaded(options: Options, arm: Arm, ranks: Sequence[int]) -> list[str]:
+    if not options.offloads:
+        return ["offloaded  nothing, as --offload-modules none asks"]
+    last = [figures.engine for figures in arm.steps[-1]]
+    if not any(engine["spill_bytes"] for engine in last):
+        why = "no saved tensor has that many elements" if not any(engine["saved"] for engine in last) else "all of them stayed"
+        return [
+            f"offloaded  nothing: {why} (--min-offloaded-tensor-size {options.min_elements:,}, --offload-fraction {options.fraction:g})"
+        ]
+    each = ", ".join(f"rank {rank} {_mb(last[rank]['spill_bytes'])}" for rank in ranks)
+    left, came_back = (sum(engine[name] for engine in last) for name in ("spill_bytes", "restore_bytes"))
+    slowest = max(last, key=lambda engine: float(engine["stall_ms"]))
+    simulated = ", on a simulated link" if arm.steps[-1][0].active_bytes is None else ""
+    lines = [
+        f"offloaded  {_mb(left)} a step ({each}), {_mb(came_back)} fetched back",
+        f"stall      {slowest['stall_ms']:.1f} ms in {slowest['stall_count']} waits of the slowest rank{simulated}",
+        f"device     at most {_mb(max(arm.most(rank, 'device_bytes_peak') for rank in ranks))} of saved activations at once"
+        + "".join(f"; {_mb(active)} active, {_mb(reserved)} reserved" for active, reserved in [_device_peaks(arm)] if active is not None),
+        f"host       {_mb(sum(engine['host_bytes_held'] for engine in last))} held, of which at most "
+        f"{_mb(sum(arm.most(rank, 'host_bytes_lent_peak') for rank in ranks))} were lent",
+    ]
+    refused = sum(engine["refused_bytes"] for engine in last)
+    if refused:
+        lines.append(f"stayed     {_mb(refused)} of the last step should have left and found no room on the host")
+    return lines
+
+
+def comparison(off: Arm, on: Arm, saved_if_all_stayed: Sequence[int]) -> str:
+    """Time and the three memory figures, side by side, a row for each rank and arm.
+
+    saved_if_all_stayed: by rank; what the engine counts when nothing leaves, since it counts nothing while it is off.
+    """
+    rows: list[list[str]] = []
+    for rank in range(len(on.steps[-1])):
+        for arm in (off, on):
+            last = arm.steps[-1][rank]
+            step = statistics.median(figures[rank].seconds for figures in arm.steps[min(1, len(arm.steps) - 1) :])
+            saved = saved_if_all_stayed[rank] if arm is off else arm.most(rank, "device_bytes_peak")
+            rows.append(
+                [
+                    f"rank {rank}",
+                    arm.name,
+                    f"{step * 1e3:,.1f}",
+                    _mb_or_dash(last.active_bytes),
+                    _mb_or_dash(last.reserved_bytes),
+                    f"{last.engine['host_bytes_held'] / MB:,.1f}",
+                    f"{saved / MB:,.1f}",
+                ]
+            )
+    table = tabulate(
+        rows,
+        headers=["", "", "step ms", "active MB", "reserved MB", "pinned MB", "saved MB"],
+        colalign=("left", "left", *["right"] * 5),
+        disable_numparse=True,
+    )
+    differing = [step for step in range(len(on.steps)) if on.loss(step) != off.loss(step)]
+    losses = (
+        f"the losses differ from step {differing[0] + 1} on"
+        if differing
+        else f"the losses of all {len(on.steps)} steps are equal, bit for bit"
+    )
+    notes = [f"A step takes {on.typical_seconds / off.typical_seconds:.2f} times as long with offload; {losses}."]
+    notes.append('"saved" is the engine\'s own count of saved activations on the device at once; without offload, of the same ones.')
+    if on.steps[-1][0].active_bytes is None:
+        notes.append("Active and reserved are a GPU allocator's figures, which a CPU does not have; its host memory is not pinned either.")
+    return "\n".join([table, *notes])
+
+
+def _device_peaks(arm: Arm) -> tuple[int | None, int | None]:
+    last = arm.steps[-1]
+    if last[0].active_bytes is None or last[0].reserved_bytes is None:
+        return None, None
+    return max(rank.active_bytes or 0 for rank in last), max(rank.reserved_bytes or 0 for rank in last)
+
+
+def _mb(nbytes: int | None) -> str:
+    return f"{(nbytes or 0) / MB:,.1f} MB"
+
+
+def _mb_or_dash(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / MB:,.1f}"

@@ -1,0 +1,80 @@
+"""The text that is learned, as tokens: bytes, with an end between files.
+
+One invariant: a batch is a function of the seed and the step alone, so every rank draws the same one and no text is sent between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel.transformer import END_OF_TEXT
+
+__all__ = ["Text", "read_text"]
+
+_MOST_BYTES = 4 << 20  # enough that a short run sees nothing twice
+_HELD_OUT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens to learn from and tokens to be tested on."""
+
+    learned: Tensor
+    """int16, one dimension."""
+    held_out: Tensor
+    source: str
+    fingerprint: str
+    """Differs if two ranks read different text."""
+
+    def batch(self, sequences: int, tokens: int, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 [sequences, tokens] each, drawn anew for each step."""
+        return _windows(self.learned, sequences, tokens, seed=(seed << 32) + step)
+
+    def held_out_batch(self, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """The same inputs and targets every time."""
+        return _windows(self.held_out, sequences, tokens, seed=1)
+
+
+def read_text(files: Iterable[Path], *, tokens: int) -> Text:
+    """Read the given files, or Python's own standard library; at most 4 MiB of it.
+
+    tokens: the length of a sequence, of which both parts must hold more than one.
+    """
+    chosen = list(files)
+    source = f"{len(chosen)} files" if chosen else "Python's standard library"
+    parts: list[np.ndarray] = []
+    nbytes = 0
+    for path in chosen or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        content = np.frombuffer(path.read_bytes()[: _MOST_BYTES - nbytes], dtype=np.uint8)
+        parts += [content.astype(np.int16), np.array([END_OF_TEXT], dtype=np.int16)]
+        nbytes += content.size
+        if nbytes >= _MOST_BYTES:
+            break
+    joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.int16)
+    held_out = max(tokens + 2, int(joined.size * _HELD_OUT))
+    if joined.size - held_out < tokens + 2:
+        raise ValueError(
+            f"{source} hold {nbytes:,} bytes, too few for sequences of {tokens:,} tokens; give more text, or a smaller --sequence"
+        )
+    everything = torch.from_numpy(joined)
+    return Text(
+        everything[:-held_out],
+        everything[-held_out:],
+        f"{source}, {nbytes / 1e6:.1f} MB",
+        hashlib.sha256(joined.tobytes()).hexdigest()[:16],
+    )
+
+
+def _windows(text: Tensor, sequences: int, tokens: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, text.numel() - tokens, (sequences,), generator=generator)
+    windows = torch.stack([text[start : start + tokens + 1] for start in starts.tolist()]).to(torch.int64)
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -1,0 +1,44 @@
+"""Rules that hold for every test: which machine a test needs, and that the requirement it claims to prove exists."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from scripts.requirements_table import TABLE, read_rows
+
+KNOWN_NUMBERS = frozenset(read_rows())
+
+with contextlib.suppress(ImportError):  # a GPU machine may have pytest and no hypothesis; the property tests skip themselves there
+    from hypothesis import settings
+
+    # A shared or loaded machine is slow, not wrong: no example has a time limit.
+    settings.register_profile("pipeline-offload", deadline=None, print_blob=True)
+    settings.load_profile("pipeline-offload")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for mark in metafunc.definition.iter_markers("req"):
+        for number in mark.args or ("no number",):
+            if number not in KNOWN_NUMBERS:
+                test = metafunc.definition.nodeid
+                raise pytest.Collector.CollectError(f"{test}: {TABLE.name} has no row for req({number!r}); correct the mark or add the row")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is applied, so that gpus(n) is left out wherever gpu is
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpus") is not None:
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    needed = max([int(item.get_closest_marker("gpu") is not None), *(int(mark.args[0]) for mark in item.iter_markers("gpus"))])
+    if needed == 0:
+        return
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if present < needed:
+        devices = "device" if needed == 1 else "devices"
+        pytest.skip(f"needs {needed} CUDA {devices}, this machine has {present}; run scripts/test.sh -m gpu where they are")

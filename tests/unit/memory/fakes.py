@@ -1,0 +1,114 @@
+"""A device for tests of host memory: events pass when the test says so, and pinning waits at a gate that the test opens.
+
+It implements only what memory/ asks of a device; nothing here is timed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from offload.device.base import Device
+from offload.errors import HostBudgetError
+
+PATIENCE_S = 30.0
+"""Only a broken test waits this long."""
+
+
+PAGE_BYTES = 4096
+
+
+class FakeEvent:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.passed = False
+
+    def __repr__(self) -> str:
+        return f"FakeEvent({self.name}, passed={self.passed})"
+
+
+class FakeHostMemory:
+    def __init__(self, device: FakeDevice, nbytes: int, registration_bytes: int) -> None:
+        self.device = device
+        pages = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8)
+        slab = pages.narrow(0, -pages.data_ptr() % PAGE_BYTES, nbytes)  # real host memory is whole pages too
+        self.pieces = tuple(slab.split(registration_bytes))
+        self.nbytes = nbytes
+        self.pinned = device.pins
+        self.released = False
+
+    def release(self) -> None:
+        if not self.released:
+            self.released = True
+            self.device.host_bytes -= self.nbytes
+
+
+class FakeDevice:
+    """pins: as on CUDA, so that growth goes to the background by default."""
+
+    name = "fake"
+
+    def __init__(self, *, pins: bool = False) -> None:
+        self.pins = pins
+        self.capturing = False
+        self.refuses = False
+        self.host_bytes = 0
+        self.memories: list[FakeHostMemory] = []
+        self.polls = 0
+        self.synchronized: list[FakeEvent] = []
+        self.pinning_threads: list[str] = []
+        self.ungated = 0  # calls of host_memory that need not wait
+        self.gate = threading.Event()
+        self.gate.set()
+        self.at_gate = threading.Semaphore(0)
+
+    @property
+    def protocol(self) -> Device:
+        return cast(Device, self)
+
+    def host_memory(self, nbytes: int, registration_bytes: int) -> FakeHostMemory:
+        self.pinning_threads.append(threading.current_thread().name)
+        self.at_gate.release()
+        assert len(self.memories) < self.ungated or self.gate.wait(PATIENCE_S), "the test never opened the gate"
+        if self.refuses:
+            raise HostBudgetError(f"the system refused {nbytes:,} bytes")
+        memory = FakeHostMemory(self, nbytes, registration_bytes)
+        self.memories.append(memory)
+        self.host_bytes += nbytes
+        return memory
+
+    def wait_at_gate(self) -> None:
+        """Until one more call of host_memory has begun."""
+        assert self.at_gate.acquire(timeout=PATIENCE_S), "nothing was pinned"
+
+    def poll(self, event: Any) -> bool:
+        self.polls += 1
+        return bool(event.passed)
+
+    def synchronize(self, event: Any) -> None:
+        self.synchronized.append(event)
+        event.passed = True
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    @contextmanager
+    def closed_gate(self) -> Iterator[None]:
+        """Nothing gets pinned inside; the gate opens at the end, whatever happens."""
+        self.gate.clear()
+        try:
+            yield
+        finally:
+            self.gate.set()

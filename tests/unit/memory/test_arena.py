@@ -1,0 +1,511 @@
+"""The host arena: what it lends, when it grows, what it counts, and who must wait before writing."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offload.errors import HostBudgetError, OffloadError, PoolError
+from offload.memory.arena import POLLS_PER_CALL, POLLS_PER_LOAN, Block, HostArena
+from offload.memory.budget import LocalHostBudget, StoreHostBudget
+from tests.unit.memory.fakes import FakeDevice, FakeEvent
+
+KIB = 1024
+PIECE = 64 * KIB
+
+
+def arena_on(device: FakeDevice, limit_bytes: int = 100 * PIECE, **arguments: Any) -> HostArena:
+    settings = {"budget": LocalHostBudget(limit_bytes), "slab_bytes": 4 * PIECE, "registration_bytes": PIECE, **arguments}
+    return HostArena(device.protocol, **settings)
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return FakeDevice()
+
+
+@pytest.fixture
+def arena(device: FakeDevice) -> HostArena:
+    return arena_on(device)
+
+
+def taken(arena: HostArena, nbytes: int) -> Block:
+    block = arena.take(nbytes)
+    assert block is not None
+    return block
+
+
+# -- lending ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("nbytes", [1, 511, 512, 513, PIECE, PIECE + 1, 5 * PIECE + 17])
+def test_a_block_has_exactly_the_bytes_asked_for(device: FakeDevice, arena: HostArena, nbytes: int) -> None:
+    block = taken(arena, nbytes)
+    assert block.nbytes == nbytes
+    assert sum(extent.numel() for extent in block.extents) == nbytes
+    for extent in block.extents:
+        assert extent.dtype == torch.uint8
+        assert extent.dim() == 1
+        assert extent.data_ptr() % 512 == 0
+        first, last = extent.data_ptr(), extent.data_ptr() + extent.numel()
+        pieces = [(piece.data_ptr(), piece.data_ptr() + piece.numel()) for memory in device.memories for piece in memory.pieces]
+        assert any(start <= first < last <= end for start, end in pieces), "an extent crosses two registrations"
+    assert arena.stats().lent_bytes == nbytes
+
+
+def test_scattered_free_bytes_are_lent_as_several_extents(device: FakeDevice) -> None:
+    arena = arena_on(device, limit_bytes=4 * PIECE)
+    blocks = [taken(arena, PIECE // 2) for _ in range(8)]
+    for block in blocks[::2]:  # every other half piece: no two free ranges touch
+        arena.give_back(block, None)
+    gathered = taken(arena, 2 * PIECE)
+    assert [extent.numel() for extent in gathered.extents] == [PIECE // 2] * 4
+    assert arena.stats().missing == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_a_block_without_bytes_is_a_mistake(arena: HostArena, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="without bytes"):
+        arena.take(nbytes)
+
+
+def test_giving_back_twice_is_an_error(arena: HostArena) -> None:
+    block = taken(arena, 100)
+    arena.give_back(block, None)
+    with pytest.raises(PoolError, match="not on loan"):
+        arena.give_back(block, None)
+    assert arena.stats().lent_bytes == 0
+
+
+def test_a_block_of_another_arena_is_an_error(device: FakeDevice, arena: HostArena) -> None:
+    block = taken(arena_on(device), 100)
+    with pytest.raises(PoolError, match="not on loan"):
+        arena.give_back(block, None)
+
+
+def test_finalisers_give_back_without_the_lock_and_the_next_call_accepts(arena: HostArena) -> None:
+    block = taken(arena, 100)
+    with arena._lock:  # a finaliser may run on the thread that holds it
+        arena.give_back_later(block, None)
+    assert arena.stats().lent == 0
+
+
+def test_a_finaliser_that_gives_back_twice_is_named_by_the_next_call(arena: HostArena) -> None:
+    block = taken(arena, 100)
+    arena.give_back_later(block, None)
+    arena.give_back_later(block, None)
+    with pytest.raises(PoolError, match="not on loan"):
+        arena.stats()
+    assert arena.stats().lent == 0
+
+
+# -- order --------------------------------------------------------------------------------------------------------
+@pytest.mark.req("S2-22")
+def test_next_writer_learns_the_last_reader(device: FakeDevice) -> None:
+    arena = arena_on(device, limit_bytes=PIECE)
+    event = FakeEvent("restore")
+    arena.give_back(taken(arena, PIECE), event)
+    block = taken(arena, PIECE)
+    assert block.after == (event,)
+    arena.give_back(block, None)
+    event.passed = True
+    assert taken(arena, PIECE).after == ()
+
+
+def test_a_block_given_back_unwritten_keeps_its_last_reader(device: FakeDevice) -> None:
+    arena = arena_on(device, limit_bytes=PIECE)
+    event = FakeEvent("restore")
+    arena.give_back(taken(arena, PIECE), event)
+    arena.give_back(taken(arena, PIECE), None)  # this borrower never waited for the event
+    assert taken(arena, PIECE).after == (event,)
+
+
+def test_a_block_across_freed_blocks_waits_for_the_readers_of_all(device: FakeDevice) -> None:
+    arena = arena_on(device, limit_bytes=PIECE)
+    events = [FakeEvent(str(index)) for index in range(4)]
+    for block, event in zip([taken(arena, PIECE // 4) for _ in events], events, strict=True):
+        arena.give_back(block, event)
+    events[1].passed = True
+    assert set(taken(arena, PIECE).after) == {events[0], events[2], events[3]}
+
+
+def test_one_event_of_many_blocks_is_waited_for_once(device: FakeDevice) -> None:
+    arena = arena_on(device, limit_bytes=PIECE)
+    event = FakeEvent("one transfer")
+    for block in [taken(arena, PIECE // 4) for _ in range(4)]:
+        arena.give_back(block, event)
+    assert taken(arena, PIECE).after == (event,)
+
+
+def test_a_range_that_nobody_reads_is_lent_before_one_that_somebody_does(device: FakeDevice) -> None:
+    arena = arena_on(device, limit_bytes=2 * PIECE)
+    read, unread = taken(arena, PIECE), taken(arena, PIECE)
+    arena.give_back(read, FakeEvent("restore"))
+    arena.give_back(unread, None)
+    assert taken(arena, PIECE).after == ()
+
+
+def test_the_number_of_events_asked_about_does_not_grow_with_the_number_pending(device: FakeDevice) -> None:
+    arena = arena_on(device, limit_bytes=100 * PIECE)
+    blocks = [taken(arena, 1 * KIB) for _ in range(1000)]
+    most = 0
+    for operation in [
+        *(lambda block=block: arena.give_back(block, FakeEvent()) for block in blocks),
+        *([lambda: arena.take(90 * KIB)] * 8),
+    ]:
+        before = device.polls
+        operation()
+        most = max(most, device.polls - before)
+    assert most <= POLLS_PER_CALL + POLLS_PER_LOAN
+
+
+# -- growth -------------------------------------------------------------------------------------------------------
+def test_growth_is_inline_where_pinning_costs_nothing(device: FakeDevice, arena: HostArena) -> None:
+    taken(arena, 10)
+    assert device.pinning_threads == [threading.current_thread().name]
+    assert arena.held_bytes == device.host_bytes == PIECE
+
+
+def test_growth_is_the_deficit_in_whole_registrations(arena: HostArena) -> None:
+    taken(arena, 3 * PIECE)
+    assert arena.held_bytes == 3 * PIECE
+    taken(arena, PIECE + 1)
+    assert arena.held_bytes == 5 * PIECE
+    taken(arena, 2 * PIECE)  # the rest of the last piece serves it
+    assert arena.held_bytes == 7 * PIECE
+
+
+def test_a_tight_budget_is_used_to_the_page(device: FakeDevice) -> None:
+    limit_bytes = PIECE + 8 * KIB
+    arena = arena_on(device, limit_bytes=limit_bytes)
+    assert taken(arena, limit_bytes).nbytes == arena.held_bytes == limit_bytes
+
+
+def test_a_block_beyond_the_budget_is_missing_and_counted(device: FakeDevice, caplog: pytest.LogCaptureFixture) -> None:
+    arena = arena_on(device, limit_bytes=2 * PIECE)
+    block = taken(arena, PIECE)
+    with caplog.at_level(logging.WARNING):
+        assert arena.take(PIECE + 1) is None
+        assert arena.take(PIECE + 2) is None
+    assert len(caplog.records) == 1, "said once"
+    stats = arena.stats()
+    assert (stats.asked, stats.missing, stats.missing_bytes) == (3, 2, 2 * PIECE + 3)
+    assert stats.held_bytes == PIECE, "a refused growth holds nothing"
+    arena.give_back(block, None)
+    assert arena.take(2 * PIECE) is not None
+
+
+@pytest.mark.req("S2-57")
+def test_a_block_not_pinned_yet_is_missing_and_there_later() -> None:
+    device = FakeDevice(pins=True)
+    arena = arena_on(device)
+    with device.closed_gate():
+        assert arena.take(3 * PIECE) is None  # returns although nothing can be pinned
+        device.wait_at_gate()
+        assert arena.take(3 * PIECE) is None
+    arena.synchronize_growth()
+    assert device.pinning_threads == ["offload-host-growth"]
+    assert arena.held_bytes == 3 * PIECE, "two misses are not two deficits"
+    assert taken(arena, 3 * PIECE).nbytes == 3 * PIECE
+    assert arena.stats().missing == 2
+
+
+def test_bytes_are_lent_while_more_are_being_pinned() -> None:
+    device = FakeDevice(pins=True)
+    arena = arena_on(device)
+    arena.reserve(PIECE)
+    device.wait_at_gate()
+    with device.closed_gate():
+        assert arena.take(2 * PIECE) is None
+        device.wait_at_gate()
+        arena.give_back(taken(arena, PIECE), None)
+
+
+def test_a_slab_is_lent_before_the_next_is_pinned() -> None:
+    device = FakeDevice(pins=True)
+    arena = arena_on(device, slab_bytes=PIECE)
+    device.ungated = 1
+    with device.closed_gate():
+        arena.reserve_later(2 * PIECE)
+        device.wait_at_gate()
+        device.wait_at_gate()
+        assert taken(arena, PIECE).nbytes == arena.held_bytes == PIECE
+    arena.synchronize_growth()
+    assert arena.held_bytes == 2 * PIECE
+
+
+def test_the_background_thread_ends_when_the_target_is_held() -> None:
+    device = FakeDevice(pins=True)
+    arena = arena_on(device)
+    arena.take(PIECE)
+    arena.synchronize_growth()
+    assert arena._growth._thread is None
+
+
+def test_a_refused_growth_is_not_asked_for_at_every_miss() -> None:
+    class CountingBudget(LocalHostBudget):
+        asked = 0
+
+        def reserve(self, nbytes: int) -> bool:
+            self.asked += 1
+            return super().reserve(nbytes)
+
+    budget = CountingBudget(PIECE)
+    arena = arena_on(FakeDevice(pins=True), budget=budget)
+
+    def miss(nbytes: int) -> int:
+        before = budget.asked
+        assert arena.take(nbytes) is None
+        arena.synchronize_growth()
+        return budget.asked - before
+
+    assert miss(2 * PIECE) > 0
+    assert miss(2 * PIECE) == miss(3 * PIECE) == 0
+    arena.reset_peak()
+    assert miss(2 * PIECE) > 0, "a new step may ask again"
+    budget.limit_bytes = 2 * PIECE
+    assert miss(2 * PIECE) > 0, "a new limit may be asked"
+    assert arena.take(2 * PIECE) is not None
+
+
+def test_what_the_system_refuses_leaves_the_budget_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice(pins=True)
+    device.refuses = True
+    arena = arena_on(device)
+    with caplog.at_level(logging.WARNING):
+        assert arena.take(PIECE) is None
+        arena.synchronize_growth()
+    assert "the system refused 65,536 bytes" in caplog.text
+    assert arena.budget.used_bytes == arena.held_bytes == 0
+    with pytest.raises(HostBudgetError, match="the system refused"):
+        arena.reserve(PIECE)
+    device.refuses = False
+    arena.reserve(PIECE)
+    assert arena.budget.used_bytes == arena.held_bytes == PIECE
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_reserve_pins_before_the_first_take(pins: bool) -> None:
+    device = FakeDevice(pins=pins)
+    arena = arena_on(device)
+    arena.reserve(10 * PIECE)
+    assert [memory.nbytes for memory in device.memories] == [4 * PIECE, 4 * PIECE, 2 * PIECE]
+    arena.reserve(9 * PIECE)
+    taken(arena, 10 * PIECE)
+    assert arena.held_bytes == 10 * PIECE
+    assert arena.stats().missing == 0
+
+
+def test_reserve_beyond_the_budget_names_both_numbers_and_pins_nothing(device: FakeDevice) -> None:
+    arena = arena_on(device, limit_bytes=2 * PIECE)
+    with pytest.raises(HostBudgetError, match=r"needs 196,608 more.* 131,072 bytes are in use; raise host_limit_bytes"):
+        arena.reserve(3 * PIECE)
+    assert device.host_bytes == arena.budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_nothing_is_pinned_while_a_graph_is_captured(pins: bool) -> None:
+    device = FakeDevice(pins=pins)
+    arena = arena_on(device)
+    arena.reserve(PIECE)
+    with device.capture():
+        block = taken(arena, PIECE)
+        assert arena.take(1) is None
+        with pytest.raises(OffloadError, match="captured"):
+            arena.reserve(2 * PIECE)
+        with pytest.raises(OffloadError, match="captured"):
+            arena.contiguous(1)
+    arena.synchronize_growth()
+    assert device.host_bytes == PIECE
+    arena.give_back(block, None)
+
+
+def test_background_growth_pauses_for_a_capture_and_resumes() -> None:
+    device = FakeDevice(pins=True)
+    arena = arena_on(device, slab_bytes=PIECE)
+    with arena.growth_paused():
+        assert arena.take(2 * PIECE) is None
+        arena.synchronize_growth()
+        assert device.host_bytes == 0
+    arena.synchronize_growth()
+    assert device.host_bytes == 2 * PIECE
+
+
+def test_a_pause_waits_for_the_slab_under_way() -> None:
+    device = FakeDevice(pins=True)
+    arena = arena_on(device, slab_bytes=PIECE)
+    with device.closed_gate():
+        arena.reserve_later(3 * PIECE)
+        device.wait_at_gate()
+        opener = threading.Thread(target=lambda: (wait_until_paused(arena), device.gate.set()))
+        opener.start()
+        with arena.growth_paused():
+            assert device.host_bytes == PIECE
+            assert arena.budget.used_bytes == PIECE, "what is not pinned is not counted"
+        opener.join()
+    arena.synchronize_growth()
+    assert device.host_bytes == 3 * PIECE
+
+
+def wait_until_paused(arena: HostArena) -> None:
+    while not arena._growth._pauses:
+        time.sleep(0)
+
+
+def test_two_arenas_share_a_hosts_budget() -> None:
+    store = dist.HashStore()
+    first, second = (arena_on(FakeDevice(), budget=StoreHostBudget(store, "host", 4 * PIECE)) for _ in range(2))
+    first.reserve(3 * PIECE)
+    assert second.take(2 * PIECE) is None
+    assert second.take(PIECE) is not None
+    first.clear()
+    assert second.take(3 * PIECE) is not None
+
+
+# -- one extent ---------------------------------------------------------------------------------------------------
+def test_a_contiguous_block_lies_in_one_piece_even_beyond_a_registration(arena: HostArena) -> None:
+    (extent,) = arena.contiguous(3 * PIECE + 5).extents
+    assert extent.numel() == 3 * PIECE + 5
+    (small,) = arena.contiguous(100).extents
+    assert small.numel() == 100
+
+
+def test_a_contiguous_block_is_pinned_by_the_caller_and_errors_when_it_may_not_be() -> None:
+    device = FakeDevice(pins=True)
+    arena = arena_on(device, limit_bytes=PIECE)
+    arena.contiguous(PIECE)
+    assert device.pinning_threads == [threading.current_thread().name]
+    with pytest.raises(HostBudgetError, match="raise host_limit_bytes"):
+        arena.contiguous(1)
+
+
+def test_a_contiguous_block_may_be_written_at_once(device: FakeDevice) -> None:
+    arena = arena_on(device, limit_bytes=PIECE)
+    event = FakeEvent("restore")
+    arena.give_back(taken(arena, PIECE), event)
+    assert arena.contiguous(PIECE).after == ()
+    assert device.synchronized == [event]
+
+
+# -- counters and the end -----------------------------------------------------------------------------------------
+def test_the_peak_is_of_bytes_lent_and_starts_anew(arena: HostArena) -> None:
+    block = taken(arena, 3 * PIECE)
+    taken(arena, 100)
+    arena.give_back(block, None)
+    assert arena.stats().lent_peak_bytes == 3 * PIECE + 100
+    arena.reset_peak()
+    assert arena.stats().lent_peak_bytes == arena.stats().lent_bytes == 100
+
+
+def test_held_bytes_stay_within_a_twentieth_of_the_most_lent(arena: HostArena) -> None:
+    # sizes of a varying sequence length: the peer's pool, keyed by shape, grows with each new one
+    most = 0
+    for step in range(8):
+        blocks = [taken(arena, 3 * PIECE + step * 7919 + index * 523) for index in range(12)]
+        most = max(most, arena.stats().lent_bytes)
+        for block in blocks:
+            arena.give_back(block, None)
+    assert arena.held_bytes <= 1.05 * most
+
+
+def test_clear_frees_everything_and_gives_the_budget_back(device: FakeDevice, arena: HostArena) -> None:
+    event = FakeEvent("restore")
+    arena.give_back(taken(arena, 5 * PIECE), event)
+    arena.clear()
+    assert device.synchronized == [event], "no copy may be in flight when the pages go"
+    assert all(memory.released for memory in device.memories)
+    assert device.host_bytes == arena.held_bytes == arena.budget.used_bytes == arena.stats().free_bytes == 0
+    assert taken(arena, PIECE).after == ()
+
+
+def test_clear_names_what_is_still_lent_and_frees_nothing(device: FakeDevice, arena: HostArena) -> None:
+    block = taken(arena, 1000)
+    with pytest.raises(PoolError, match="1 blocks of 1,000 bytes lent"):
+        arena.clear()
+    assert arena.held_bytes == PIECE
+    assert not device.memories[0].released
+    arena.give_back(block, None)
+    arena.clear()
+
+
+def test_clear_stops_the_growth_that_is_under_way() -> None:
+    device = FakeDevice(pins=True)
+    arena = arena_on(device, slab_bytes=PIECE)
+    with device.closed_gate():
+        arena.reserve_later(50 * PIECE)
+        device.wait_at_gate()
+        clearing = threading.Thread(target=arena.clear)
+        clearing.start()
+        while not arena._growth._stopping:
+            time.sleep(0)
+    clearing.join()
+    assert len(device.memories) == 1
+    assert device.host_bytes == arena.budget.used_bytes == arena.held_bytes == 0
+
+
+def test_close_never_raises_and_nothing_grows_afterwards(device: FakeDevice, arena: HostArena, caplog: pytest.LogCaptureFixture) -> None:
+    block = taken(arena, 1000)
+    with caplog.at_level(logging.INFO):
+        arena.close()
+    assert "1 blocks of 1,000 bytes lent" in caplog.text
+    arena.give_back(block, None)
+    arena.close()
+    assert device.host_bytes == 0
+    assert arena.take(1) is None
+
+
+def test_an_arena_dropped_while_it_holds_pinned_memory_says_so() -> None:
+    arena: HostArena | None = arena_on(FakeDevice(pins=True))
+    assert arena is not None
+    arena.reserve(PIECE)
+    with pytest.warns(ResourceWarning, match="65,536 bytes pinned"):
+        arena = None  # its last reference
+
+
+def test_a_process_that_forgets_to_close_ends_quietly() -> None:
+    program = (
+        "from tests.unit.memory.test_arena import *\n"
+        "from offload.memory import CPUSpillBackend, TensorPool\n"
+        "arena = arena_on(FakeDevice(pins=True)); arena.reserve(PIECE); arena.reserve_later(9 * PIECE)\n"
+        "pool = TensorPool(arena=arena); tensor = pool.allocate((4,)); pool.free(tensor); del tensor\n"
+        "backend = CPUSpillBackend((1,), 1); buffer = backend.allocate(10)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"registration_bytes": 1000}, "multiple of 4,096"), ({"slab_bytes": PIECE - 1}, "less than registration_bytes")],
+)
+def test_sizes_that_cannot_work_are_refused(device: FakeDevice, arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        arena_on(device, **arguments)
+
+
+def test_threads_share_an_arena_without_sharing_bytes(arena: HostArena) -> None:
+    failures: list[str] = []
+
+    def work(value: int) -> None:
+        for round_number in range(30):
+            block = arena.take(PIECE // 3 + 97 * value)
+            assert block is not None
+            for extent in block.extents:
+                extent.fill_(value)
+            if any(not bool((extent == value).all()) for extent in block.extents):
+                failures.append(f"thread {value} round {round_number}")
+            (arena.give_back_later if round_number % 2 else arena.give_back)(block, None)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert arena.stats().lent == 0

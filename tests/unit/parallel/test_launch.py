@@ -1,0 +1,177 @@
+"""How a rank ends: exit codes and last words, each in a process of its own, since `run_rank` never returns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.launch import Ranks, choose_device, ranks_from_environment
+
+ROOT = Path(__file__).resolve().parents[3]
+ALONE = Ranks(0, 1, 0, 1)
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def start(body: str, **environment: str) -> subprocess.Popen[str]:
+    """Run `body` as the main function of a rank."""
+    program = textwrap.dedent("""
+        import sys, time, threading
+        from datetime import timedelta
+        import torch
+        import torch.distributed as dist
+        from parallel import launch
+        launch._GRACE = 0.5
+        ranks = launch.ranks_from_environment()
+        def main():
+        {body}
+        launch.run_rank(main, ranks)
+    """).format(body=textwrap.indent(textwrap.dedent(body).strip(), "    "))
+    clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**clean, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 30) -> tuple[int, str]:
+    """Exit code and standard error; a process that does not end fails the test."""
+    try:
+        _, errors = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+def wait_for(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == word
+
+
+def test_rank_alone_gets_a_process_group_a_mesh_and_a_store_and_ends_well() -> None:
+    body = """
+        with launch.launched(ranks, torch.device("cpu")) as rank:
+            assert dist.get_world_size(rank.group) == 1
+            assert rank.mesh.mesh_dim_names == ("pp",)
+            assert rank.store.add("pinned", 3) == 3
+        assert not dist.is_initialized()
+        return 0
+    """
+    assert ended(start(body)) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        ("ValueError('no layer has the mark x')", 2, "no layer has the mark x"),
+        ("FileNotFoundError('there is no such file')", 2, "there is no such file"),
+        ("RuntimeError('lost\\n  its way')", 1, "RuntimeError: lost its way"),
+        ("KeyboardInterrupt('after 3 of 20 steps')", 130, "interrupted after 3 of 20 steps"),
+    ],
+)
+def test_failure_is_one_line_and_an_exit_code(raised: str, code: int, said: str) -> None:
+    returned, errors = ended(start(f"raise {raised}"))
+    assert (returned, errors.strip()) == (code, said)
+
+
+def test_first_cause_is_told_instead_of_the_message_wrapped_around_it() -> None:
+    body = """
+        try:
+            raise KeyError("wq")
+        except KeyError as error:
+            raise RuntimeError("a table over several lines") from error
+    """
+    assert ended(start(body)) == (1, "\nKeyError: 'wq'\n")
+
+
+def test_interrupt_ends_a_rank_that_waits_for_a_message() -> None:
+    body = """
+        store = dist.HashStore()
+        print("waiting", flush=True)
+        store.wait(["what never comes"], timedelta(seconds=60))
+    """
+    process = start(body)
+    wait_for(process, "waiting")
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    code, errors = ended(process)
+    assert (code, errors.strip()) == (130, "interrupted while waiting for another rank")
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
+def test_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    rank = """
+        with launch.launched(ranks, torch.device("cpu")):
+            print("up", flush=True)
+            time.sleep(60)
+        return 0
+    """
+    launcher = textwrap.dedent(f"""
+        import subprocess, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import test_launch
+        child = test_launch.start({rank!r}, **{environment!r})
+        test_launch.wait_for(child, "up")
+        print(child.pid, flush=True)
+        child.wait()
+    """)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen([sys.executable, "-c", launcher], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    for _ in range(100):
+        if not running(child):
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the rank went on without its launcher")
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_environment_of_torchrun_is_read_and_half_of_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_from_environment() == ALONE
+    assert not ALONE.under_torchrun
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ValueError, match="start with torchrun, or unset RANK"):
+        ranks_from_environment()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks_from_environment() == Ranks(3, 4, 1, 2)
+
+
+def test_device_is_a_gpu_for_each_local_rank_or_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", Ranks(5, 8, 1, 2)) == torch.device("cuda", 1)
+    assert choose_device("cpu", Ranks(5, 8, 1, 2)) == torch.device("cpu")
+    with pytest.raises(ValueError, match="4 ranks on this host want a GPU each, and torch sees 2; start 2 ranks or take --device cpu"):
+        choose_device("auto", Ranks(0, 4, 0, 4))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert choose_device("auto", ALONE) == torch.device("cpu")
+    with pytest.raises(ValueError, match="torch sees 0; take --device cpu"):
+        choose_device("cuda", ALONE)
+    with pytest.raises(ValueError, match="no device is called 'tpu'"):
+        choose_device("tpu", ALONE)

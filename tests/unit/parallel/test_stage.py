@@ -1,0 +1,194 @@
+"""The stage, on one rank: what it announces, what it keeps, what evaluation leaves alone, and what it refuses.
+
+Two neighbouring stages on one rank hand tensors over directly; messages between ranks are in tests/integration/test_schedules.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from parallel.schedules import SCHEDULES, build_schedule
+from parallel.stage import OffloadPipelineStage
+
+WIDTH, MICROBATCHES = 4, 4
+
+
+class Listener:
+    """An announcer that writes down, and knows what is running."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.running: list[tuple[str, int, int]] = []
+
+    def begin_chunk(self, stage: int, microbatch: int) -> None:
+        self.begin_backward(stage, microbatch, "F")
+
+    def end_forward(self, stage: int, microbatch: int) -> None:
+        self.end_backward(stage, microbatch, "F")
+
+    def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        self.said.append(f"{stage}{kind}{microbatch}")
+        self.running.append((kind, stage, microbatch))
+
+    def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        self.running.remove((kind, stage, microbatch))
+
+    def register_external(self, tensor: Tensor) -> None:
+        self.said.append(f"external {tuple(tensor.shape)}")
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def example(*, requires_grad: bool = True) -> Tensor:
+    return torch.empty(1, WIDTH, device="meta", requires_grad=requires_grad)
+
+
+def stage_of(module: nn.Module, index: int, count: int, listener: Listener | None) -> OffloadPipelineStage:
+    inputs = example(requires_grad=index > 0)
+    return OffloadPipelineStage(module, index, count, torch.device("cpu"), input_args=inputs, output_args=example(), announcer=listener)
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def pipeline(name: str, listener: Listener | None) -> tuple[Any, list[OffloadPipelineStage]]:
+    torch.manual_seed(0)
+    count = SCHEDULES[name].default_virtual_stages
+    stages = [stage_of(layer(), index, count, listener) for index in range(count)]
+    schedule = build_schedule(SCHEDULES[name], stages, microbatches=MICROBATCHES, loss_fn=lambda output, target: (output - target).square().sum())
+    return schedule, stages
+
+
+def run(schedule: Any, *, evaluate: bool = False) -> list[Tensor]:
+    losses: list[Tensor] = []
+    step = schedule.eval if evaluate else schedule.step
+    step(torch.ones(MICROBATCHES, WIDTH), target=torch.zeros(MICROBATCHES, WIDTH), losses=losses, return_outputs=False)
+    return losses
+
+
+def test_chunks_and_their_backwards_are_announced_and_ended() -> None:
+    listener = Listener()
+    schedule, _ = pipeline("gpipe", listener)
+    run(schedule)
+    assert listener.said == ["0F0", "0F1", "0F2", "0F3", "0B0", "0B1", "0B2", "0B3"]
+    assert listener.running == []
+
+
+def test_split_backward_is_announced_as_its_two_halves() -> None:
+    listener = Listener()
+    schedule, _ = pipeline("zbv", listener)
+    run(schedule)
+    for kind in "FIW":
+        assert sorted(said for said in listener.said if said[1] == kind) == [f"{stage}{kind}{mb}" for stage in (0, 1) for mb in range(4)]
+    assert not any("B" in said for said in listener.said)
+
+
+def test_input_half_of_the_first_stage_reads_nothing_and_its_weight_half_everything() -> None:
+    listener = Listener()
+    schedule, _ = pipeline("zbv", listener)
+    reads: dict[tuple[str, int], int] = {}
+
+    def unpack(tensor: Tensor) -> Tensor:
+        kind, stage, _ = listener.running[-1]
+        reads[kind, stage] = reads.get((kind, stage), 0) + 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        run(schedule)
+    assert ("I", 0) not in reads
+    assert reads["W", 0] > 0
+    assert reads["I", 1] > 0
+    assert reads["W", 1] > 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_exception_in_a_chunk_comes_through_and_its_announcement_is_ended(where: str) -> None:
+    listener = Listener()
+    schedule, stages = pipeline("gpipe", listener)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("broken layer")
+
+    if where == "forward":
+        stages[0].submod.register_forward_pre_hook(fail)
+    else:
+        stages[0].submod.register_full_backward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match=rf"(?i)failed to run.* {where}") as raised:
+        run(schedule)
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert listener.running == []
+    assert listener.said[-1] == ("0F0" if where == "forward" else "0B0")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_evaluation_announces_nothing_keeps_no_graph_and_leaves_gradients_alone(name: str) -> None:
+    listener = Listener()
+    schedule, stages = pipeline(name, listener)
+    losses = run(schedule)
+    before = [parameter.grad.clone() for stage in stages for parameter in stage.submod.parameters() if parameter.grad is not None]
+    listener.said.clear()
+    evaluated = run(schedule, evaluate=True)
+    after = [parameter.grad for stage in stages for parameter in stage.submod.parameters()]
+    assert listener.said == []
+    assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+    assert [loss.item() for loss in evaluated] == [loss.item() for loss in losses]
+    assert not any(output.requires_grad for stage in stages for outputs, _ in stage.fwd_cache.values() for output in outputs)
+    run(schedule)
+    assert len(listener.said) >= 2 * MICROBATCHES
+
+
+@pytest.mark.parametrize("name", ["interleaved1f1b", "zbv"])
+def test_input_of_a_stage_is_gone_when_its_backward_is_over(name: str) -> None:
+    schedule, stages = pipeline(name, None)
+    inputs: list[weakref.ref[Tensor]] = []
+    stages[1].submod.register_forward_pre_hook(lambda _module, args: inputs.append(weakref.ref(args[0])))
+    run(schedule)
+    assert len(inputs) == MICROBATCHES
+    assert not any(ref() is not None for ref in inputs)
+
+
+def test_loss_lets_go_of_its_graph_after_the_backward() -> None:
+    schedule, _ = pipeline("gpipe", None)
+    assert all(loss.grad_fn is None for loss in run(schedule))
+
+
+def test_leftovers_of_a_step_that_raised_are_dropped_by_the_next() -> None:
+    schedule, stages = pipeline("zbv", None)
+    handle = stages[1].submod.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises((RuntimeError, ZeroDivisionError)):  # wrapped or not, by torch's version
+        run(schedule)
+    handle.remove()
+    stages[0].clear_runtime_states()
+    stages[1].clear_runtime_states()
+    for stage in stages:
+        assert not any((stage.fwd_cache, stage.bwd_cache, stage.backward_state, stage.dw_runner))
+        assert all(info.buffer.is_meta for infos in stage.args_recv_info.values() for info in infos if getattr(info, "buffer", None) is not None)
+
+
+def test_shapes_that_promise_no_gradient_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"stage 1 of 2: input_args\[0\] of shape \(1, 4\) does not require grad"):
+        OffloadPipelineStage(layer(), 1, 2, torch.device("cpu"), input_args=example(requires_grad=False), output_args=example())
+    with pytest.raises(ValueError, match=r"stage 0 of 2: output_args\[0\]"):
+        OffloadPipelineStage(layer(), 0, 2, torch.device("cpu"), input_args=example(), output_args=example(requires_grad=False))
+
+
+@pytest.mark.skipif(not hasattr(PipelineStage, "_warmup_forward_vote"), reason="before torch 2.13 each stage decides for itself")
+def test_hidden_forward_for_another_stage_without_shapes_is_refused() -> None:
+    stages = [stage_of(layer(), 0, 2, None), PipelineStage(layer(), 1, 2, torch.device("cpu"))]
+    schedule = build_schedule(SCHEDULES["interleaved1f1b"], stages, microbatches=MICROBATCHES, loss_fn=lambda output, _: output.sum())
+    with pytest.raises(ValueError, match="would run a hidden forward"):
+        run(schedule)

@@ -1,0 +1,116 @@
+"""The words of a plan: printed forms, the 1F1B order, the order of reads, and orders that no chunk can have."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.policy import Action, GroupSize, Rates, Work, one_f_one_b, parse_action, reads_of, work_of
+from offload.policy.actions import lives_of
+
+
+def order(text: str) -> list[Action]:
+    return [parse_action(word) for word in text.split()]
+
+
+def test_an_action_prints_stage_kind_microbatch_and_parses_back() -> None:
+    assert str(Action("F", 3, 1)) == "3F1"
+    for action in (Action("F", 12, 7), Action("B", 0, 0), Action("I", 1, 20), Action("W", 2, 3)):
+        assert parse_action(str(action)) == action
+
+
+@pytest.mark.parametrize("text", ["F1", "3X1", "3F", "-1F0", "3 F 1", ""])
+def test_text_that_is_no_action_is_named_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not an action.*3F1"):
+        parse_action(text)
+
+
+def test_the_first_of_four_ranks_runs_three_forwards_then_alternates() -> None:
+    expected = "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7"
+    assert " ".join(map(str, one_f_one_b(0, 4, 8))) == expected
+
+
+def test_the_last_rank_alternates_from_the_start() -> None:
+    assert " ".join(map(str, one_f_one_b(3, 4, 3))) == "3F0 3B0 3F1 3B1 3F2 3B2"
+
+
+def test_fewer_microbatches_than_stages_run_all_forwards_first() -> None:
+    assert " ".join(map(str, one_f_one_b(0, 8, 2))) == "0F0 0F1 0B0 0B1"
+
+
+def test_a_rank_outside_the_pipeline_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"rank 4 is not one of 4 stages; give a rank in 0\.\.3"):
+        one_f_one_b(4, 4, 8)
+
+
+def test_a_backward_reads_from_the_last_group_to_the_first() -> None:
+    sizes = {(0, 0): [GroupSize("attn", 1), GroupSize("mlp", 2)]}
+    assert [(read.group.position, read.last) for read in reads_of(order("0F0 0B0"), sizes)] == [(1, True), (0, True)]
+
+
+def test_the_weight_half_reads_again_in_forward_order_and_only_its_reads_are_the_last() -> None:
+    sizes = {(1, 0): [GroupSize("attn", 1), GroupSize("mlp", 2)]}
+    reads = reads_of(order("1F0 1I0 1W0"), sizes)
+    assert [(read.action_index, read.group.position, read.last) for read in reads] == [
+        (1, 1, False),
+        (1, 0, False),
+        (2, 0, True),
+        (2, 1, True),
+    ]
+
+
+def test_a_weight_half_without_an_input_half_is_the_whole_reverse_read() -> None:
+    sizes = {(0, 0): [GroupSize("attn", 1), GroupSize("mlp", 2)]}
+    assert [(read.group.position, read.last) for read in reads_of(order("0F0 0W0"), sizes)] == [(1, True), (0, True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0B0", "action 0, 0B0, reads a chunk before its forward"),
+        ("0F0 0F0 0B0", "action 1, 0F0, runs a forward that action 0 has run"),
+        ("0F0 0B0 0B0", "action 2, 0B0, reads a chunk that was read before"),
+        ("0F0 0I0 0B0", "action 2, 0B0, reads a chunk that was read before"),
+        ("0F0 0I0 0I0 0W0", "action 2, 0I0, reads a chunk that was read before"),
+        ("0F0 0F1 0B1", r"1 of 2 forwards are never read \(0F0\)"),
+        ("0F0 0I0", r"1 of 1 forwards are never read \(0F0\)"),
+    ],
+)
+def test_an_order_that_no_chunk_can_have_names_the_action(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lives_of(order(text))
+
+
+def test_an_action_without_sizes_is_named() -> None:
+    with pytest.raises(ValueError, match=r"action 0, 0F0, has no group sizes; sizes has 0 chunks, add \(0, 0\)"):
+        reads_of(order("0F0 0B0"), {})
+
+
+def test_work_counts_a_split_backward_at_its_weight_half() -> None:
+    actions = order("0F0 0I0 0W0")
+    works = work_of(actions, {(0, 0): [GroupSize("a", 3), GroupSize("b", 4)]}, [1.0, 2.0, 3.0])
+    assert works == (Work(actions[0], 1.0, 7), Work(actions[1], 2.0, 0), Work(actions[2], 3.0, 7))
+
+
+def test_work_needs_a_time_for_each_action() -> None:
+    with pytest.raises(ValueError, match="2 actions and 1 compute times"):
+        work_of(order("0F0 0B0"), {(0, 0): []}, [1.0])
+
+
+def test_directions_that_do_not_disturb_each_other_share_nothing() -> None:
+    rates = Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=7)
+    assert (rates.together_bytes_per_s, rates.shared) == (17, (10, 7))
+
+
+def test_a_slower_direction_leaves_its_share_to_the_other() -> None:
+    assert Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=10, duplex_bytes_per_s=12).shared == (6, 6)
+    assert Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=2, duplex_bytes_per_s=11).shared == (9, 2)
+    assert Rates(d2h_bytes_per_s=2, h2d_bytes_per_s=10, duplex_bytes_per_s=11).shared == (2, 9)
+
+
+def test_both_directions_together_are_no_slower_than_the_faster_alone() -> None:
+    assert Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=4, duplex_bytes_per_s=6).together_bytes_per_s == 10
+
+
+def test_a_rate_of_zero_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="h2d_bytes_per_s is 0, a rate must be above 0"):
+        Rates(d2h_bytes_per_s=1, h2d_bytes_per_s=0)

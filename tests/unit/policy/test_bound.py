@@ -1,0 +1,157 @@
+"""The bound reproduces the figures that were published for one H200, its closed form, and the laws of a lower bound."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import itertools
+from typing import Any
+
+import pytest
+
+pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.policy import Action, Bound, Rates, Work, least_step, one_f_one_b, single_pass_limit_s
+
+GB = 10**9
+H200 = Rates(d2h_bytes_per_s=55.2 * GB, h2d_bytes_per_s=55.1 * GB, duplex_bytes_per_s=101.5 * GB)
+W1_COMPUTE_S, W1_BYTES = 0.590, 33.0 * GB
+W2_STEP_S = 3.194
+"""The step of W2 with nothing offloaded."""
+WEIGHTS_AND_WORKING_SET = 9 * GB
+"""7 GB of weights and gradients, 2 GB of working set."""
+
+
+def stage_work(forward_bytes: int, step_compute_s: float) -> list[Work]:
+    """Rank 0 of 4, 8 microbatches; a forward is a third of the compute of forward and backward."""
+    return [Work(action, step_compute_s / 8 * (1 / 3 if action.kind == "F" else 2 / 3), forward_bytes) for action in one_f_one_b(0, 4, 8)]
+
+
+def test_one_pass_of_w1_cannot_take_less_than_its_copies() -> None:
+    limit_s = single_pass_limit_s(W1_COMPUTE_S / 3, W1_COMPUTE_S * 2 / 3, W1_BYTES, H200.d2h_bytes_per_s, H200.h2d_bytes_per_s)
+    assert limit_s == pytest.approx(1.20, abs=0.005)  # 33.0 / 55.2 + 33.0 / 55.1
+
+
+def test_one_pass_that_moves_nothing_takes_its_compute() -> None:
+    assert single_pass_limit_s(0.2, 0.39, 0, 55.2 * GB, 55.1 * GB) == pytest.approx(W1_COMPUTE_S)
+
+
+@pytest.mark.parametrize(("device_gb", "published_ratio"), [(50, 1.10), (40, 1.19), (32, 1.29), (22, 1.55)])
+@pytest.mark.parametrize("slices", [1, 4])
+def test_a_pipeline_stage_has_its_published_ratios(device_gb: int, published_ratio: float, slices: int) -> None:
+    bound = least_step(stage_work(22 * GB, W2_STEP_S), H200, device_gb * GB - WEIGHTS_AND_WORKING_SET, slices=slices)
+    assert bound.ratio == pytest.approx(published_ratio, abs=0.006)  # published with two decimals
+
+
+def test_a_stage_with_selective_checkpointing_has_its_published_ratio_to_the_step_with_nothing_offloaded() -> None:
+    bound = least_step(stage_work(round(14.1 * GB), 3.243), H200, 22 * GB - WEIGHTS_AND_WORKING_SET)
+    assert bound.step_s / W2_STEP_S == pytest.approx(1.10, abs=0.01)
+
+
+def test_the_cap_of_50_gb_costs_what_the_four_first_forwards_must_move_out() -> None:
+    bound = least_step(stage_work(22 * GB, W2_STEP_S), H200, 41 * GB)
+    first_forwards_s = sum(bound.action_s[:4])
+    assert first_forwards_s == pytest.approx((4 * 22 - 41) / 55.2, rel=1e-3)
+    assert bound.action_s[4:] == pytest.approx(
+        [W2_STEP_S / 8 * (1 / 3 if a.kind == "F" else 2 / 3) for a in one_f_one_b(0, 4, 8)[4:]], rel=1e-3
+    )
+
+
+def test_the_moved_bytes_are_the_fewest_of_a_best_step() -> None:
+    bound = least_step(stage_work(22 * GB, W2_STEP_S), H200, 41 * GB)
+    # F0..F3 are alive together at the end of 0F3, and 0F4..0F7 at the end of 0F7: at either point all but 41 GB have left, each byte once
+    assert bound.moved_bytes == pytest.approx(2 * (4 * 22 - 41) * GB, rel=1e-3)
+    room_for_all = least_step(stage_work(22 * GB, W2_STEP_S), H200, 88 * GB)
+    assert room_for_all.moved_bytes == 0
+    assert room_for_all.ratio == pytest.approx(1.0)
+
+
+@settings(max_examples=30)
+@given(
+    forward_s=st.floats(0.01, 2.0),
+    backward_s=st.floats(0.01, 2.0),
+    moved=st.integers(0, 1000),
+    cap=st.integers(0, 1000),
+    d2h=st.floats(50, 2000),
+    h2d=st.floats(50, 2000),
+)
+def test_one_pass_of_the_linear_program_is_the_closed_form(
+    forward_s: float, backward_s: float, moved: int, cap: int, d2h: float, h2d: float
+) -> None:
+    total = moved + cap
+    work = [Work(Action("F", 0, 0), forward_s, total), Work(Action("B", 0, 0), backward_s, total)]
+    bound = least_step(work, Rates(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d), cap, slices=3)
+    assert bound.step_s == pytest.approx(single_pass_limit_s(forward_s, backward_s, moved, d2h, h2d), rel=1e-5)
+    assert bound.moved_bytes == pytest.approx(moved, abs=1.0)
+
+
+@settings(max_examples=20)
+@given(caps=st.lists(st.integers(0, 60), min_size=2, max_size=4), sizes=st.lists(st.integers(0, 12), min_size=5, max_size=5))
+def test_a_larger_cap_never_costs_time(caps: list[int], sizes: list[int]) -> None:
+    work = [Work(action, 1.0, sizes[action.microbatch]) for action in one_f_one_b(0, 3, 5)]
+    rates = Rates(d2h_bytes_per_s=6, h2d_bytes_per_s=5, duplex_bytes_per_s=8)
+    steps_s = [least_step(work, rates, cap, slices=2).step_s for cap in sorted(caps)]
+    assert all(earlier >= later - 1e-6 for earlier, later in itertools.pairwise(steps_s))
+    assert steps_s[-1] >= 10.0 - 1e-6  # never under the compute
+
+
+def test_more_slices_come_nearer_from_below() -> None:
+    work = [Work(action, 1.0, 10) for action in one_f_one_b(0, 3, 4)]
+    rates = Rates(d2h_bytes_per_s=6, h2d_bytes_per_s=5, duplex_bytes_per_s=8)
+    steps_s = [least_step(work, rates, 7, slices=slices).step_s for slices in (1, 2, 4)]
+    assert steps_s[0] <= steps_s[1] + 1e-6 <= steps_s[2] + 2e-6
+
+
+def test_a_split_backward_keeps_its_bytes_until_the_weight_half() -> None:
+    split = [
+        Work(Action("F", 0, 0), 1.0, 10),
+        Work(Action("I", 0, 0), 1.0, 0),
+        Work(Action("F", 0, 1), 1.0, 10),
+        Work(Action("W", 0, 0), 1.0, 10),
+        Work(Action("B", 0, 1), 1.0, 10),
+    ]
+    rates = Rates(d2h_bytes_per_s=5, h2d_bytes_per_s=5)
+    assert least_step(split, rates, 20).moved_bytes == 0
+    assert least_step(split, rates, 10).moved_bytes == pytest.approx(10, abs=1)
+
+
+def test_a_step_without_bytes_is_its_compute() -> None:
+    bound = least_step([Work(Action("F", 0, 0), 1.0, 0), Work(Action("B", 0, 0), 2.0, 0)], H200, 0)
+    assert bound == Bound(step_s=3.0, compute_s=3.0, moved_bytes=0, action_s=(1.0, 2.0))
+    assert least_step([], H200, 0).ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        ([Work(Action("F", 0, 0), 1.0, 10), Work(Action("B", 0, 0), 1.0, 9)], "0B0 reads 9 bytes of the 10 that 0F0 made"),
+        ([Work(Action("F", 0, 0), -1.0, 10), Work(Action("B", 0, 0), 1.0, 10)], r"action 0, 0F0, has -1.0 s and 10 bytes"),
+        ([Work(Action("B", 0, 0), 1.0, 10)], "before its forward"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_by_action(work: list[Work], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        least_step(work, H200, 100)
+
+
+def test_a_cap_below_zero_says_that_the_weights_alone_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"cap_bytes is -1.*raise the device limit"):
+        least_step([], H200, -1)
+    with pytest.raises(ValueError, match="slices is 0"):
+        least_step([], H200, 1, slices=0)
+
+
+def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str, *rest: Any) -> Any:
+        if name.startswith("scipy"):
+            raise ImportError(name)
+        return builtins.__import__(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    work = [Work(Action("F", 0, 0), 1.0, 10), Work(Action("B", 0, 0), 1.0, 10)]
+    with pytest.raises(ImportError, match=r"pip install pipeline-offload\[bench\]"):
+        least_step(work, H200, 5)

@@ -1,0 +1,199 @@
+"""The simulated step, with times and bytes derived by hand, and its laws: never under the bound, never over the limit."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.policy import (
+    Action,
+    ChunkKey,
+    GroupKey,
+    GroupSize,
+    Keeps,
+    Rates,
+    Simulation,
+    kept_peak_bytes,
+    limit_keeps,
+    parse_action,
+    simulate,
+    work_of,
+)
+
+TEN = Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=10)
+THREE_GROUPS = {(0, 0): [GroupSize(name, 10) for name in "abc"]}
+
+
+def order(text: str) -> list[Action]:
+    return [parse_action(word) for word in text.split()]
+
+
+def one_pass(limit: int, window: int, kept: set[int] | None = None, text: str = "0F0 0B0") -> Simulation:
+    """One chunk of three groups of 10 bytes, a second of compute a group, a second a copy."""
+    actions = order(text)
+    return simulate(
+        actions,
+        THREE_GROUPS,
+        [3.0] * len(actions),
+        TEN,
+        limit_bytes=limit,
+        keeps=frozenset(GroupKey((0, 0), index) for index in kept or ()),
+        restoring_room_bytes=window,
+    )
+
+
+def test_a_step_that_keeps_everything_takes_its_compute() -> None:
+    result = one_pass(30, 30, {0, 1, 2})
+    assert (result.step_s, result.peak_bytes, result.moved_bytes, result.stall_s) == (6.0, 30, 0, 0.0)
+
+
+def test_a_group_still_on_its_way_out_is_read_where_it_is() -> None:
+    # all three leave, nothing needs their room: nothing comes back
+    result = one_pass(30, 0)
+    assert (result.step_s, result.moved_bytes, result.restored_bytes, result.peak_bytes) == (6.0, 30, 0, 30)
+
+
+def test_without_room_compute_waits_for_the_oldest_spill_and_without_window_for_each_restore() -> None:
+    # a 0-1, out 1-2; b waits for 2, 2-3, out 3-4; c waits for 4, 4-5, out 5-6. Backward: c is still here, 5-6; b waits 6-7 for its restore,
+    # 7-8; a waits 8-9, 9-10
+    result = one_pass(10, 0)
+    assert result.spill_stall_s == pytest.approx(2.0)
+    assert result.restore_stall_s == pytest.approx(2.0)
+    assert result.step_s == pytest.approx(10.0)
+    assert (result.peak_bytes, result.moved_bytes, result.restored_bytes) == (10, 30, 20)
+    assert [result.d2h_busy_s, result.h2d_busy_s] == pytest.approx([3.0, 2.0])
+
+
+def test_a_window_of_one_group_more_hides_the_restore() -> None:
+    # c stays. a out 1-2, b out 2-3; c takes a's room at 2 without a wait; c is read 3-4, b where it is 4-5, a comes back
+    on_demand = one_pass(20, 0, {2})
+    assert [on_demand.step_s, on_demand.restore_stall_s] == pytest.approx([7.0, 1.0])  # a: issued at 5, read at 6
+    ahead = one_pass(20, 20, {2})
+    assert [ahead.step_s, ahead.restore_stall_s] == pytest.approx([6.0, 0.0])  # a: issued at 4, when c's room is free
+
+
+def test_a_whole_window_on_the_device_fetches_nothing_early() -> None:
+    """The first chunk's kept end is the window. Counting restored bytes only, the engine fetched chunk 0 back while the forwards after it
+    still needed the room, and W2 at 50 GB cost 1.14 of the step without offload where it now costs 1.10."""
+    sizes = {(0, m): [GroupSize(name, 10) for name in "ab"] for m in range(2)}
+    actions = order("0F0 0F1 0B0 0B1")
+    kept = frozenset({GroupKey((0, 0), 1)})
+
+    def play(window: int) -> Simulation:
+        return simulate(actions, sizes, [2.0] * 4, TEN, limit_bytes=30, keeps=kept, restoring_room_bytes=window)
+
+    # F0 0-2 keeps b, a is out at 2. F1: its a 2-3, out 3-4; its b takes the third room 3-4
+    assert play(10).spill_stall_s == 0.0
+    # with a window of both groups a is needed at once: it stays, and F1's b waits for F1's a to be out
+    assert play(20).spill_stall_s == pytest.approx(1.0)
+
+
+def test_a_chunk_is_fetched_back_only_once_its_forward_is_complete() -> None:
+    # if c's backward were prefetched inside the forward, a (away since 2) would be copied back in vain
+    result = one_pass(20, 30)
+    assert result.restored_bytes == 10  # a, once
+
+
+def test_between_the_halves_of_a_split_backward_what_came_back_is_dropped_and_fetched_again() -> None:
+    sizes = {(0, 0): [GroupSize(name, 10) for name in "ab"]}
+    actions = order("0F0 0I0 0W0")
+    result = simulate(actions, sizes, [2.0] * 3, TEN, limit_bytes=10, keeps=frozenset(), restoring_room_bytes=0)
+    # F: a 0-1, b waits for 2, 2-3. I: b where it is 3-4, a waits for b out at 4 and its restore at 5, 5-6, dropped.
+    # W in forward order: a restored 6-7, 7-8, b restored 8-9, 9-10
+    assert result.step_s == pytest.approx(10.0)
+    assert (result.moved_bytes, result.restored_bytes, result.peak_bytes) == (20, 30, 10)
+    assert [result.spill_stall_s, result.restore_stall_s] == pytest.approx([1.0, 3.0])
+
+
+def test_a_group_larger_than_the_limit_shows_in_the_peak() -> None:
+    result = one_pass(5, 0)
+    assert result.peak_bytes == 10
+
+
+def test_compute_is_spread_over_groups_by_their_bytes() -> None:
+    sizes = {(0, 0): [GroupSize("big", 30), GroupSize("small", 10)], (0, 1): [GroupSize("next", 10)]}
+    result = simulate(order("0F0 0F1 0B1 0B0"), sizes, [4.0] * 4, TEN, limit_bytes=40, keeps=frozenset(), restoring_room_bytes=0)
+    # big is made in 3 of the 4 s and is out at 6; the next forward needs its room at 4. Made in half of them it would be out at 5
+    assert result.spill_stall_s == pytest.approx(2.0)
+
+
+def test_actions_without_bytes_take_their_time_and_no_lane() -> None:
+    sizes: dict[ChunkKey, list[GroupSize]] = {(0, 0): [GroupSize("none", 0), GroupSize("none", 0)], (0, 1): []}
+    result = simulate(order("0F0 0F1 0B1 0B0"), sizes, [4.0] * 4, TEN, limit_bytes=0, keeps=frozenset(), restoring_room_bytes=0)
+    assert [result.step_s, result.d2h_busy_s, result.h2d_busy_s] == pytest.approx([16.0, 0.0, 0.0])
+
+
+def test_times_and_actions_must_pair() -> None:
+    with pytest.raises(ValueError, match="1 actions and 0 compute times"):
+        simulate([Action("F", 0, 0)], {(0, 0): []}, [], TEN, limit_bytes=0, keeps=frozenset(), restoring_room_bytes=0)
+
+
+@st.composite
+def some_step(draw: st.DrawFn, kinds: str = "B") -> tuple[list[Action], dict[ChunkKey, list[GroupSize]], list[float], Rates]:
+    """Any order of forwards and backwards, last in first out or not, with chunks of any number of groups."""
+    nbytes = draw(st.lists(st.lists(st.integers(0, 20), max_size=4), min_size=1, max_size=4))
+    sizes = {(0, m): [GroupSize("g", n) for n in found] for m, found in enumerate(nbytes)}
+    waiting = [[Action("F", 0, m), Action("B", 0, m)] for m in range(len(nbytes))]
+    for m, todo in enumerate(waiting):
+        if draw(st.sampled_from(kinds)) == "W":
+            todo[1:] = [Action("I", 0, m), Action("W", 0, m)]
+    actions = []
+    while waiting:
+        todo = draw(st.sampled_from(waiting))
+        actions.append(todo.pop(0))
+        waiting = [left for left in waiting if left]
+    seconds = draw(st.lists(st.floats(0.0, 3.0), min_size=len(actions), max_size=len(actions)))
+    rate = st.floats(1.0, 40.0)
+    rates = Rates(d2h_bytes_per_s=draw(rate), h2d_bytes_per_s=draw(rate), duplex_bytes_per_s=draw(st.none() | rate))
+    return actions, sizes, seconds, rates
+
+
+Step = tuple[list[Action], dict[ChunkKey, list[GroupSize]], list[float], Rates]
+
+
+def some_keeps(draw: st.DataObject, sizes: dict[ChunkKey, list[GroupSize]]) -> Keeps:
+    groups = [GroupKey(chunk, index) for chunk, found in sizes.items() for index in range(len(found))]
+    return frozenset(draw.draw(st.sets(st.sampled_from(groups)))) if groups else frozenset()
+
+
+@settings(max_examples=80)
+@given(some_step("BW"), st.integers(0, 100), st.integers(0, 60), st.data())
+def test_no_simulated_step_is_under_the_bound(step: Step, limit: int, window: int, data: st.DataObject) -> None:
+    pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
+    from offload.policy import least_step
+
+    actions, sizes, seconds, rates = step
+    result = simulate(actions, sizes, seconds, rates, limit_bytes=limit, keeps=some_keeps(data, sizes), restoring_room_bytes=window)
+    bound = least_step(work_of(actions, sizes, seconds), rates, max(limit, result.peak_bytes), slices=2)
+    assert result.step_s >= bound.step_s * (1 - 1e-5) - 1e-6
+    assert result.step_s == pytest.approx(result.compute_s + result.stall_s)
+
+
+@settings(max_examples=100)
+@given(some_step(), st.integers(0, 40), st.integers(0, 60), st.data())
+def test_saved_bytes_stay_within_a_limit_that_holds_kept_groups_the_window_and_one_group(
+    step: Step, window: int, slack: int, data: st.DataObject
+) -> None:
+    actions, sizes, seconds, rates = step
+    keeps = some_keeps(data, sizes)
+    biggest = max((group.nbytes for groups in sizes.values() for group in groups), default=0)
+    limit = kept_peak_bytes(actions, sizes, keeps) + window + biggest + slack
+    result = simulate(actions, sizes, seconds, rates, limit_bytes=limit, keeps=keeps, restoring_room_bytes=window)
+    assert result.peak_bytes <= limit
+    assert result.restored_bytes <= result.moved_bytes  # nothing is fetched twice without a split backward
+
+
+@settings(max_examples=60)
+@given(some_step("BW"), st.integers(0, 150))
+def test_keeping_all_that_fits_moves_nothing_more_than_the_rest(step: Step, limit: int) -> None:
+    actions, sizes, seconds, rates = step
+    keeps = limit_keeps(actions, sizes, limit, 0, 0)
+    result = simulate(actions, sizes, seconds, rates, limit_bytes=limit, keeps=keeps, restoring_room_bytes=0)
+    leaving = sum(g.nbytes for c, groups in sizes.items() for i, g in enumerate(groups) if GroupKey(c, i) not in keeps)
+    assert result.moved_bytes == leaving
+    if leaving == 0:
+        assert result.step_s == pytest.approx(sum(seconds))

@@ -1,0 +1,125 @@
+"""The rank table: what it says, and that ranks which differ cannot hang one another (real gloo ranks)."""
+
+from __future__ import annotations
+
+import io
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from offload.telemetry.summary import format_offload_summary_table, print_offload_summary_table
+
+MB = 2**20
+LIMIT_S = 60
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows under the rule, split at runs of spaces; "Rank 0" is one cell."""
+    return [line.replace("Rank ", "Rank_").split() for line in table.splitlines()[3:]]
+
+
+@pytest.mark.req("S2-4")
+def test_table_has_a_row_a_rank_a_column_a_group_and_totals_both_ways() -> None:
+    table = format_offload_summary_table({0: {"core_attn": 3 * MB, "mlp_act": MB // 2}, 1: {"core_attn": MB, "mlp_act": MB // 4}})
+    assert table.splitlines()[0] == "Activation Offload Summary (MB)"
+    assert table.splitlines()[1].split() == ["core_attn", "mlp_act", "Total"]
+    assert cells(table) == [["Rank_0", "3.00", "0.50", "3.50"], ["Rank_1", "1.00", "0.25", "1.25"], ["Total", "4.00", "0.75", "4.75"]]
+
+
+@pytest.mark.req("S2-5")
+def test_columns_are_the_sorted_union_and_a_group_that_a_rank_lacks_is_zero() -> None:
+    table = format_offload_summary_table({1: {"attn_norm": MB}, 0: {"qkv_linear": 2 * MB}})
+    assert table.splitlines()[1].split() == ["attn_norm", "qkv_linear", "Total"]
+    assert cells(table)[:2] == [["Rank_0", "0.00", "2.00", "2.00"], ["Rank_1", "1.00", "0.00", "1.00"]]
+
+
+@pytest.mark.req("S2-4")
+def test_totals_sum_bytes_and_round_once() -> None:
+    nbytes = MB // 300  # 0.0033 MB: each cell rounds to 0.00, the sum of three does not
+    table = format_offload_summary_table({rank: {"mlp_act": nbytes} for rank in range(3)})
+    assert cells(table)[0][1:] == ["0.00", "0.00"]
+    assert cells(table)[-1][1:] == ["0.01", "0.01"]
+
+
+@pytest.mark.req("S2-4")
+def test_a_group_whose_name_reads_as_a_number_keeps_its_name() -> None:
+    assert format_offload_summary_table({0: {"1e3": MB}}).splitlines()[1].split() == ["1e3", "Total"]
+
+
+@pytest.mark.req("S2-6")
+def test_without_a_process_group_one_rank_is_shown() -> None:
+    out = io.StringIO()
+    print_offload_summary_table({"core_attn": 3 * MB}, file=out)
+    assert cells(out.getvalue()) == [["Rank_0", "3.00", "3.00"], ["Total", "3.00", "3.00"]]
+
+
+@pytest.mark.req("S2-3")
+def test_default_output_is_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    print_offload_summary_table({"core_attn": MB})
+    assert "Activation Offload Summary (MB)" in capsys.readouterr().out
+
+
+@pytest.mark.req("S2-6")
+def test_nothing_offloaded_prints_nothing() -> None:
+    out = io.StringIO()
+    print_offload_summary_table({}, file=out)
+    assert out.getvalue() == ""
+
+
+def test_negative_bytes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"group 'core_attn' reports -5 bytes offloaded, the least is 0"):
+        print_offload_summary_table({"core_attn": -5})
+
+
+def summarise_on_one_rank(rank: int, world_size: int, folder: str) -> None:
+    """Three tables in one job: ranks with unlike names, ranks with nothing, and the last rank alone. Each rank's output goes to files."""
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=LIMIT_S)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", **options)
+    last_rank_alone = dist.new_group([world_size - 1])
+    unlike: dict[str, int] = {"core_attn": 2 * MB, "mlp_act": MB} if rank == 0 else {"a_name_that_only_this_rank_has" * 20: MB}
+    for title, nbytes, group in [("unlike", unlike, None), ("nothing", {}, None), ("alone", {"moe_act": MB}, last_rank_alone)]:
+        out = io.StringIO()
+        print_offload_summary_table(nbytes, process_group=group, file=out)
+        Path(folder, f"{title}{rank}").write_text(out.getvalue())
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outputs_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each of two gloo ranks wrote, by title and rank: "unlike0", "unlike1", "nothing0", ..."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = mp.start_processes(summarise_on_one_rank, args=(2, str(folder)), nprocs=2, join=False, start_method="spawn")
+    try:
+        # True once all have ended well; a rank's exception is raised here; False if one is still running, that is, hangs.
+        assert ranks.join(timeout=LIMIT_S) or ranks.join(timeout=LIMIT_S), f"a rank still runs after {2 * LIMIT_S} s"
+    finally:
+        for process in ranks.processes:
+            process.kill()
+    return {path.name: path.read_text() for path in folder.iterdir() if path.name != "rendezvous"}
+
+
+@pytest.mark.req("S2-3", "S2-5", "S2-7")
+def test_ranks_with_different_groups_make_one_table_on_the_first_rank(outputs_of_two_ranks: dict[str, str]) -> None:
+    table = outputs_of_two_ranks["unlike0"]
+    assert table.splitlines()[1].split() == ["a_name_that_only_this_rank_has" * 20, "core_attn", "mlp_act", "Total"]
+    assert cells(table) == [
+        ["Rank_0", "0.00", "2.00", "1.00", "3.00"],
+        ["Rank_1", "1.00", "0.00", "0.00", "1.00"],
+        ["Total", "1.00", "2.00", "1.00", "4.00"],
+    ]
+    assert outputs_of_two_ranks["unlike1"] == ""
+
+
+@pytest.mark.req("S2-6")
+def test_ranks_that_offload_nothing_print_nothing(outputs_of_two_ranks: dict[str, str]) -> None:
+    assert outputs_of_two_ranks["nothing0"] == outputs_of_two_ranks["nothing1"] == ""
+
+
+@pytest.mark.req("S2-7")
+def test_a_process_group_of_its_own_makes_a_table_of_its_own(outputs_of_two_ranks: dict[str, str]) -> None:
+    assert outputs_of_two_ranks["alone0"] == ""  # not a member: returned at once
+    assert cells(outputs_of_two_ranks["alone1"]) == [["Rank_1", "1.00", "1.00"], ["Total", "1.00", "1.00"]]
