@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OffloadConfig", "check_fraction", "check_min_elements"]
+__all__ = ["OffloadConfig", "check_bytes", "check_fraction", "check_index", "check_min_elements"]
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -25,7 +25,14 @@ def check_min_elements(value: int) -> None:
         raise ValueError(f"min_offloaded_tensor_size is {value!r}, must be a whole number of elements, 0 or more (the default is {MIB:,})")
 
 
-def _check_bytes(name: str, value: int | None, *, optional: bool, least: int = 0) -> None:
+def check_index(name: str, value: object) -> None:
+    """ValueError unless `value` counts from 0: a rank, a virtual stage, a microbatch."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is {value!r}, must be a whole number, 0 or more")
+
+
+def check_bytes(name: str, value: object, *, optional: bool = False, least: int = 0) -> None:
+    """ValueError unless `value` is a number of bytes."""
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -60,8 +67,8 @@ class OffloadConfig:
     None: the room that the device limit leaves, or 1 GiB where there is no limit: 20 ms of a 55 GB/s link."""
 
     max_restoring_bytes: int | None = None
-    """Bytes fetched back ahead of their reader. 0: each tensor is fetched when it is read. None: a quarter of the device
-    limit, or 1 GiB where there is none."""
+    """Bytes of coming reads that are fetched back ahead of their reader. 0: each tensor is fetched when it is read. None: a quarter of
+    the device limit until the plan has measured what is best, or 1 GiB where there is no limit."""
 
     piece_bytes: int = 32 * MIB
     """Bytes. A group leaves in pieces of about this size, each under one event; 16 MiB already reach the link's rate."""
@@ -72,21 +79,23 @@ class OffloadConfig:
     host_reserve_bytes: int = 0
     """Bytes pinned at construction, so that the first step finds its blocks."""
 
+    trim_host: bool = True
+    """Give pinned memory back that a steady step does not use, once after the plan has settled. Blocks the host then, once."""
+
     audit: bool = False
     """Compare a checksum of every host copy before and after its life there. Blocks the host: for debugging."""
 
     def __post_init__(self) -> None:
         check_min_elements(self.min_offloaded_tensor_size)
         check_fraction("activation_offload_fraction", self.activation_offload_fraction)
-        _check_bytes("delta_offload_bytes_across_pp_ranks", self.delta_offload_bytes_across_pp_ranks, optional=False)
-        _check_bytes("device_limit_bytes", self.device_limit_bytes, optional=True)
-        _check_bytes("max_spilling_bytes", self.max_spilling_bytes, optional=True)
-        _check_bytes("max_restoring_bytes", self.max_restoring_bytes, optional=True)
-        _check_bytes("piece_bytes", self.piece_bytes, optional=False, least=1)
-        _check_bytes("host_limit_bytes", self.host_limit_bytes, optional=True)
-        _check_bytes("host_reserve_bytes", self.host_reserve_bytes, optional=False)
-        if isinstance(self.pp_rank, bool) or not isinstance(self.pp_rank, int) or self.pp_rank < 0:
-            raise ValueError(f"pp_rank is {self.pp_rank!r}, must be a pipeline rank, 0 or more")
+        check_bytes("delta_offload_bytes_across_pp_ranks", self.delta_offload_bytes_across_pp_ranks)
+        check_bytes("device_limit_bytes", self.device_limit_bytes, optional=True)
+        check_bytes("max_spilling_bytes", self.max_spilling_bytes, optional=True)
+        check_bytes("max_restoring_bytes", self.max_restoring_bytes, optional=True)
+        check_bytes("piece_bytes", self.piece_bytes, least=1)
+        check_bytes("host_limit_bytes", self.host_limit_bytes, optional=True)
+        check_bytes("host_reserve_bytes", self.host_reserve_bytes)
+        check_index("pp_rank", self.pp_rank)
         inflight = self.max_inflight_offloads
         if inflight is not None and (isinstance(inflight, bool) or not isinstance(inflight, int) or inflight < 0):
             raise ValueError(f"max_inflight_offloads is {inflight!r}, must be None (no cap) or a whole number of groups, 0 or more")

@@ -21,6 +21,7 @@ from offload.config import OffloadConfig
 from offload.device import Device, select_device
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
+from offload.policy.actions import Rates
 from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.hooks import SavedTensorHooks
 from offload.saved.prefetch import Prefetcher
@@ -28,9 +29,10 @@ from offload.saved.store import Handle, SavedChunk, TensorStore
 from offload.telemetry.records import StepStats
 from offload.transfer.door import Door, Limits
 from offload.transfer.engine import TransferEngine
+from offload.transfer.link import measure_rates
 from offload.transfer.record import RecordState
 
-__all__ = ["OffloadEngine"]
+__all__ = ["OffloadEngine", "checked_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class OffloadEngine:
         budget: HostBudget | None = None,
         door: Door | None = None,
     ) -> None:
-        self.config = config if config is not None else OffloadConfig()
+        self.config = checked_config(config)
         self.device: Device = select_device(device) if device is None or isinstance(device, str) else device
         self.lock = threading.RLock()
         if budget is None:
@@ -68,6 +70,7 @@ class OffloadEngine:
         self.hooks = SavedTensorHooks(self.store, self.externals, self.lock, self.device, self._tell_readers)
         self.step = 0
         self.last_stats = StepStats(step=-1)
+        self.rates: Rates | None = None  # of the link, once measured
         if self.config.host_reserve_bytes:
             self.reserve_host(self.config.host_reserve_bytes)
 
@@ -82,8 +85,13 @@ class OffloadEngine:
 
     # -- set up -----------------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int) -> None:
-        """Pin until at least `nbytes` are held. Blocks the host for about nbytes / 17 GB/s. Raises HostBudgetError beyond the budget."""
+        """Pin until at least `nbytes` are held, and measure the link once. Blocks the host for about nbytes / 17 GB/s, and 30 ms.
+
+        Raises HostBudgetError beyond the budget.
+        """
         self.arena.reserve(nbytes)
+        if self.rates is None and self.device.pins:
+            self.rates = measure_rates(self.device, self.arena)
 
     def register_parameters(self, module: torch.nn.Module) -> None:
         """Parameters and buffers of `module`, their views and their autocast casts never leave."""
@@ -146,7 +154,7 @@ class OffloadEngine:
                 host_bytes_held=arena.held_bytes,
             )
             if counts.refused_bytes:
-                self.arena.reserve_later(arena.lent_peak_bytes + counts.refused_bytes)
+                self.arena.reserve_later(counts.wanted_peak_bytes)
             self.arena.reset_peak()
             self.step += 1
             return self.last_stats
@@ -158,6 +166,15 @@ class OffloadEngine:
             self.device.synchronize(self.device.record(self.device.d2h))
             self.device.synchronize(self.device.record(self.device.h2d))
             self.arena.clear()
+
+
+def checked_config(config: object) -> OffloadConfig:
+    """The config itself, or the default one for None; ValueError for anything else."""
+    if config is None:
+        return OffloadConfig()
+    if not isinstance(config, OffloadConfig):
+        raise ValueError(f"config is a {type(config).__name__}, must be an OffloadConfig, or None for the default one")
+    return config
 
 
 def _limits(config: OffloadConfig) -> Limits:

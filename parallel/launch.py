@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -60,7 +61,7 @@ class Rank:
     mesh: DeviceMesh
     """One dimension, "pp"."""
     group: dist.ProcessGroup
-    store: dist.Store
+    store: Store
     """Shared by all ranks; the engine counts a host's pinned bytes in it."""
 
 
@@ -99,6 +100,8 @@ def launched(ranks: Ranks, device: torch.device, *, timeout: float = 300.0) -> I
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # torch says so once, when autograd's own thread meets the GPU first in a matrix product; it sets the context, and all is well.
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     limit = timedelta(seconds=timeout)
     if ranks.under_torchrun:
         dist.init_process_group(backend, timeout=limit)
@@ -108,7 +111,9 @@ def launched(ranks: Ranks, device: torch.device, *, timeout: float = 300.0) -> I
     yield Rank(ranks, device, mesh, mesh.get_group("pp"), _get_default_store())
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    dist.barrier()
+        dist.barrier(device_ids=[device.index])
+    else:
+        dist.barrier()
     dist.destroy_process_group()
 
 
@@ -118,23 +123,27 @@ def run_rank(main: Callable[[], int], ranks: Ranks) -> NoReturn:
     A failure leaves by `os._exit`: Python's own exit would join threads that wait for ranks that are gone. Set OFFLOAD_TRACEBACK=1 to see
     where it came from.
     """
-    _watch_interrupts(ranks)
+    leaving = threading.Event()
+    _watch_interrupts(ranks, leaving)
     try:
-        code = main()
+        try:
+            code = main()
+        except Exception as error:
+            code = _explained(error, ranks)  # may wait, and then hear that the other ranks were interrupted as this one is
+        leaving.set()
     except KeyboardInterrupt as interrupt:
+        leaving.set()
         if ranks.rank == 0:
             _say(f"interrupted {interrupt}".rstrip())
         code = INTERRUPTED
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        code = _explained(error, ranks)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _explained(error: BaseException, ranks: Ranks) -> int:
+def _explained(error: Exception, ranks: Ranks) -> int:
     """Print why; a rank that only noticed that another is gone lets that one speak first."""
     if os.environ.get("OFFLOAD_TRACEBACK"):
         traceback.print_exception(error)
@@ -163,25 +172,41 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _watch_interrupts(ranks: Ranks) -> None:
-    """Make Ctrl-C work while the main thread waits inside a message.
+def _watch_interrupts(ranks: Ranks, leaving: threading.Event) -> None:
+    """Make Ctrl-C work wherever the main thread is.
 
-    Python raises KeyboardInterrupt only between its own instructions, so a rank that waits in gloo or NCCL would not hear it. The signal
-    is also written to a socket; a thread reads it, gives the main thread a moment, and then ends the process.
+    Python raises KeyboardInterrupt only between its own instructions, so a rank that waits in gloo or NCCL would not hear it; and one
+    that is raised in a finaliser is lost. The signal is also written to a socket; a thread reads it, repeats it, and at last ends the
+    process.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread may ask for signals
+
+    def interrupt(_number: int, _frame: object) -> None:
+        if not leaving.is_set():
+            raise KeyboardInterrupt
+
+    def unraisable(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, KeyboardInterrupt):  # that one is raised again
+            sys.__unraisablehook__(lost)
+
+    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = unraisable
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    main_thread = threading.get_ident()
 
     def watch() -> None:
         with writer:  # kept open as long as it is listened to
             while number := reader.recv(1):
                 if number[0] == signal.SIGINT:
-                    time.sleep(_GRACE)
+                    for _ in range(3):
+                        time.sleep(_GRACE / 3)
+                        signal.pthread_kill(main_thread, signal.SIGINT)
                     if ranks.rank == 0:
-                        _say("interrupted while waiting for another rank")
+                        _say("interrupted while waiting")
                     os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, name="interrupt-watch", daemon=True).start()

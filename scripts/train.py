@@ -13,6 +13,7 @@ for, 1 what happened, 130 Ctrl-C).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -38,8 +39,8 @@ def main(arguments: list[str], ranks: Ranks) -> int:
     options = read_options(arguments, ranks)
     device = choose_device(options.device, ranks)
     text = read_text(options.data, tokens=options.model.sequence)
-    if options.verify:
-        _make_deterministic()
+    if options.verify and device.type == "cuda":
+        options = _deterministic(options)
     with launched(ranks, device, timeout=options.timeout) as rank:
         train(Job(options, rank, text), options, rank)
     return 0
@@ -55,6 +56,8 @@ def train(job: Job, options: Options, rank: Rank) -> None:
             run_arm(off, job, options, rank, reporter)
             job.manager.enable_offload()
             job.start_again()
+        if options.offloads:
+            job.reserve_host()
         run_arm(on, job, options, rank, reporter)
         stayed = job.gathered(job.saved_bytes_if_all_stayed()) if options.compare else []
     except KeyboardInterrupt as interrupt:
@@ -88,10 +91,11 @@ def run_arm(arm: Arm, job: Job, options: Options, rank: Rank, reporter: Reporter
         reporter.end()
 
 
-def _make_deterministic() -> None:
-    """The same bits twice, also on a GPU: needed before any CUDA context exists."""
+def _deterministic(options: Options) -> Options:
+    """The same bits twice on a GPU too, at the price of speed and of attention's memory; to be called before any CUDA context exists."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    return dataclasses.replace(options, model=options.model.with_(math_attention=True))
 
 
 if __name__ == "__main__":

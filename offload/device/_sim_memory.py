@@ -1,6 +1,6 @@
 """Host memory of the simulated device: plain memory in the shape of pinned memory.
 
-One invariant: each registration is a storage of its own, so no copy can cross from one into the next.
+One invariant: each registration is a storage of its own, so no copy can cross from one into the next, and each can go alone.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ class PlainMemory:
     def pinned(self) -> bool:
         return False
 
+    def release_piece(self, index: int) -> None:
+        piece = self._pieces[index]
+        if piece.numel():
+            self._release([piece])
+            self._pieces = (*self._pieces[:index], piece.new_empty(0), *self._pieces[index + 1 :])
+
     def release(self) -> None:
-        self._release(self._pieces)
+        self._release([piece for piece in self._pieces if piece.numel()])
         self._pieces = ()

@@ -35,17 +35,24 @@ class Event(Protocol):
 
 
 class HostMemory(Protocol):
-    """One host allocation, pinned in pieces, or plain memory on the simulated device. It lives until `release`."""
+    """One host allocation, pinned in pieces, or plain memory on the simulated device. It lives until its last piece is released."""
 
     @property
     def pieces(self) -> tuple[torch.Tensor, ...]:
-        """The bytes as 1-D uint8 CPU tensors, one a registration: a copy must not cross from one piece into the next."""
+        """The bytes as 1-D uint8 CPU tensors, one a registration: a copy must not cross from one piece into the next.
+
+        A piece that was released alone stays in its place as a tensor of no bytes: indices do not change."""
 
     @property
     def pinned(self) -> bool: ...
 
+    def release_piece(self, index: int) -> None:
+        """Unpin one piece and return its pages to the system; the others stay as they are. No copy of it may be in flight; may block
+        the host. Idempotent. Raises OffloadError if it cannot be unpinned, and keeps it then."""
+
     def release(self) -> None:
-        """Unpin and return the pages to the system. No copy may be in flight; may block the host. Idempotent."""
+        """Unpin and return what is left to the system, after which there are no pieces. No copy may be in flight; may block the
+        host. Idempotent."""
 
 
 class Device(Protocol):

@@ -10,6 +10,7 @@ hence pieces of at most 64 MiB; and one copy must stay within one registration.
 from __future__ import annotations
 
 import mmap
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -17,7 +18,7 @@ from typing import cast
 import torch
 
 from offload.device.base import CopyPair, Event, Lane
-from offload.errors import HostBudgetError
+from offload.errors import HostBudgetError, OffloadError
 
 __all__ = ["CudaDevice", "CudaLane"]
 
@@ -40,7 +41,10 @@ class CudaLane:
 
 
 class _PinnedMemory:
-    """One mapping, registered with CUDA in pieces."""
+    """One mapping, registered with CUDA in pieces.
+
+    registration_bytes: whole pages, so that no page belongs to two pieces.
+    """
 
     def __init__(self, nbytes: int, registration_bytes: int) -> None:
         try:
@@ -52,20 +56,23 @@ class _PinnedMemory:
         mapping.madvise(mmap.MADV_HUGEPAGE, skip, nbytes)
         aligned = whole[skip : skip + nbytes]
         self._pieces = tuple(aligned[start : start + registration_bytes] for start in range(0, nbytes, registration_bytes))
-        self._registered: list[torch.Tensor] = []
+        self._mapping: mmap.mmap | None = mapping
+        self._offset = skip
+        self._registration_bytes = registration_bytes
+        self._registered: set[int] = set()  # indices of pieces
         with ThreadPoolExecutor(_TOUCH_THREADS) as threads:
             list(threads.map(_touch, self._pieces))
         runtime = torch.cuda.cudart()
-        for piece in self._pieces:
+        for index, piece in enumerate(self._pieces):
             code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
             if code != 0:
-                held = sum(done.numel() for done in self._registered)
+                held = index * registration_bytes
                 self.release()
                 raise HostBudgetError(
                     f"cudaHostRegister refused {piece.numel():,} bytes after {held:,} of {nbytes:,} (error {code}); "
                     "raise the locked-memory limit of the system or lower host_limit_bytes"
                 )
-            self._registered.append(piece)
+            self._registered.add(index)
 
     @property
     def pieces(self) -> tuple[torch.Tensor, ...]:
@@ -75,12 +82,37 @@ class _PinnedMemory:
     def pinned(self) -> bool:
         return True
 
+    def release_piece(self, index: int) -> None:
+        piece = self._pieces[index]
+        if index not in self._registered or self._mapping is None:
+            return
+        code = int(torch.cuda.cudart().cudaHostUnregister(piece.data_ptr()))
+        if code != 0:
+            raise OffloadError(
+                f"cudaHostUnregister refused a piece of {piece.numel():,} bytes, one of {len(self._registered)} registered (error {code}); "
+                "it stays pinned: look for an earlier CUDA error"
+            )
+        self._registered.remove(index)
+        self._pieces = (*self._pieces[:index], torch.empty(0, dtype=torch.uint8), *self._pieces[index + 1 :])
+        try:  # the mapping stays for the other pieces, so these pages are given up by hand; unpinned first, or the driver would keep them
+            self._mapping.madvise(mmap.MADV_DONTNEED, self._offset + index * self._registration_bytes, piece.numel())
+        except OSError as error:  # a process that locks all its memory
+            warnings.warn(
+                f"the system keeps the pages of a piece of {piece.numel():,} bytes that was unpinned ({error}), until its whole slab of "
+                f"{len(self._pieces)} pieces goes; run without mlockall",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if not self._registered:
+            self._mapping = None
+
     def release(self) -> None:
         runtime = torch.cuda.cudart()
-        for piece in self._registered:
-            runtime.cudaHostUnregister(piece.data_ptr())
+        for index in self._registered:
+            runtime.cudaHostUnregister(self._pieces[index].data_ptr())
         self._registered.clear()
-        self._pieces = ()  # the mapping is returned to the system with its last tensor
+        self._pieces = ()
+        self._mapping = None  # returned to the system with its last tensor
 
 
 def _touch(piece: torch.Tensor) -> None:

@@ -9,14 +9,15 @@ A handler is built once for each (virtual stage, microbatch) and used again in e
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from offload.config import check_min_elements
 from offload.device import Event, Lane
-from offload.errors import GroupOrderError
+from offload.errors import GroupOrderError, StaleHandleError
 from offload.groups.group import OffloadTensorGroup
-from offload.groups.ranges import transfer_range
 from offload.ids import ChunkId, GroupId
 from offload.memory.tensor_pool import GPUTensorPool
 from offload.saved.filters import Verdict, judge
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class TensorTag(NamedTuple):
-    """A tensor pushed by hand: the index of its group in the chunk, and its position in that group."""
+    """A tensor pushed by hand: the index of its group in the chunk, and its position in that group. Never used twice."""
 
     group_index: int
     position: int
@@ -48,6 +49,7 @@ class OffloadState(NamedTuple):
     use_cpu_pool: bool
     stride: tuple[int, ...]
     event: Event
+    step: int
 
 
 class ChunkOffloadHandler:
@@ -72,10 +74,12 @@ class ChunkOffloadHandler:
             from offload.engine import OffloadEngine
 
             engine = OffloadEngine()
+        check_min_elements(min_offloaded_tensor_size)
         self.id = chunk_id
         self.engine = engine
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.cpu_tensor_pool = cpu_tensor_pool if cpu_tensor_pool is not None else GPUTensorPool("cpu", pin_memory=True, arena=engine.arena)
+        self.cpu_tensor_pool.ask(engine.device)
         self.d2h_stream: Lane = d2h_stream if d2h_stream is not None else engine.device.d2h
         self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
         self.do_offload = True
@@ -85,21 +89,23 @@ class ChunkOffloadHandler:
         self.begun = False
         self._manager = manager
         self._index = 0
-        self._open: list[OffloadTensorGroup] = []
-        self._muted: list[str] = []
+        self._started: list[tuple[str, OffloadTensorGroup | None]] = []  # not committed yet; None: started while nothing could leave
         self._tags: dict[TensorTag, Handle | Passed] = {}
+        self._pushed: Counter[int] = Counter()
         self._reload_index = 0
 
     # -- one step -------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Forget this step's tensors; the recorded groups stay."""
         self.saved = SavedChunk(self.id)
+        for group in self.groups:
+            group.saved = None
         self.begun = False
         self._index = 0
         self._reload_index = 0
-        self._open.clear()
-        self._muted.clear()
+        self._started.clear()
         self._tags.clear()
+        self._pushed.clear()
 
     def end_recording(self) -> None:
         """Groups that this step did not start are no longer part of the chunk."""
@@ -149,37 +155,41 @@ class ChunkOffloadHandler:
             group.committed = False
             group.total_offload_bytes = group.total_tensor_count = 0
             group.saved = SavedGroup(GroupId(self.id, index, name), leaves=self.do_offload and not group.stays)
-            self._open.append(group)
+            self._started.append((name, group))
             return group
 
     def mute(self, name: str) -> None:
         """A group that is started while nothing may be offloaded: its commit must find its start."""
-        self._muted.append(name)
+        self._started.append((name, None))
 
     def unmute(self, name: str) -> bool:
         """Whether the innermost start of that name was muted; forget it then."""
-        if self._muted and self._muted[-1] == name:
-            self._muted.pop()
-            return True
+        for position in range(len(self._started) - 1, -1, -1):
+            if self._started[position][0] == name:
+                if self._started[position][1] is None:
+                    del self._started[position]
+                    return True
+                return False
         return False
 
     def innermost_open(self) -> OffloadTensorGroup | None:
-        return self._open[-1] if self._open else None
+        return next((group for _, group in reversed(self._started) if group is not None), None)
 
     def close(self, name: str | None) -> OffloadTensorGroup:
         """Take the innermost open group (of that name) out of the open ones. Raises GroupOrderError if there is none."""
-        for position in range(len(self._open) - 1, -1, -1):
-            if name is None or self._open[position].name == name:
-                group = self._open.pop(position)
+        for position in range(len(self._started) - 1, -1, -1):
+            started, group = self._started[position]
+            if group is not None and name in (None, started):
+                del self._started[position]
                 group.committed = True
                 return group
         raise self.not_started(name)
 
     def is_open(self, name: str) -> bool:
-        return any(group.name == name for group in self._open)
+        return any(group is not None and group.name == name for _, group in self._started)
 
     def not_started(self, name: str | None) -> GroupOrderError:
-        names = ", ".join(group.name for group in self._open) or "none"
+        names = ", ".join(started for started, group in self._started if group is not None) or "none"
         return GroupOrderError(
             f"chunk {self.id}: commit of group {name!r}, which has not been started; open: {names}. "
             f"Call group_start(tensor, {name!r}) before it, once for each commit"
@@ -199,36 +209,43 @@ class ChunkOffloadHandler:
 
         group: a group that `close` returned earlier, for a delayed commit.
         """
+        forced = checked_tensors(forced_released_tensors)
         with self.engine.lock:
             group = self.close(name) if group is None else group
-            self._commit(group, forced_released_tensors or [])
+            self._commit(group, forced)
 
     def _commit(self, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
         saved = group.saved
-        assert saved is not None
-        with transfer_range("spill", group.name):
-            self.engine.store.commit(saved)
+        if saved is None:
+            return  # its forward was begun again in between, or its step has ended
+        self.engine.store.commit(saved)
         group.total_offload_bytes = saved.nbytes
         group.total_tensor_count = saved.slots
         if forced:
             self._release(group, saved, forced)
 
     def _release(self, group: OffloadTensorGroup, saved: SavedGroup, forced: list[torch.Tensor]) -> None:
-        """Free the listed tensors' storage, for tensors that Python still holds; only what was copied in this group. Compute waits
-        for the copy, the host does not."""
-        copied: dict[int, list[Record]] = {}
-        for record in saved.living():
-            copied.setdefault(record.weak_storage.key, []).append(record)
+        """Free the listed tensors' storage, for tensors that Python still holds; only what was copied whole in this group, and what no
+        save of any chunk still keeps there. Compute waits for the copies, the host does not."""
+        own = set(saved.living())
+        sharing: dict[int, list[Record]] = {}
+        for record in self.saved.living() if self._manager is None else self._manager.living_records():
+            sharing.setdefault(record.weak_storage.key, []).append(record)
         for tensor in forced:
             storage = tensor.untyped_storage()
-            records = copied.get(storage._cdata, [])
-            if not records or any(record.state is RecordState.RESIDENT for record in records):
+            if storage.nbytes() == 0:
+                continue  # a view of one that was released just now
+            records = sharing.get(storage._cdata, [])
+            copied = any(record in own and record.span.nbytes == storage.nbytes() for record in records)
+            if not copied or any(record.state is RecordState.RESIDENT for record in records):
+                why = "another save still keeps it on the device" if copied else "this group has not copied all of its storage to the host"
                 logger.warning(
-                    "group %s: a tensor of shape %s (%s bytes) was to be released, but its storage was not copied to the host in this "
-                    "group; it stays. Save it inside the group, or take it off forced_released_tensors",
+                    "group %s: a tensor of shape %s (%s bytes of storage) was to be released, but %s; it stays. Save all of it inside the "
+                    "group, or take it off forced_released_tensors",
                     saved.id,
                     tuple(tensor.shape),
                     f"{storage.nbytes():,}",
+                    why,
                 )
                 continue
             for record in records:
@@ -262,8 +279,9 @@ class ChunkOffloadHandler:
                 raise GroupOrderError(
                     f"chunk {self.id}: tensor_push of shape {tuple(tensor.shape)}, but no group is open; call on_group_start_forward first"
                 )
-            position = sum(tag.group_index == group.saved.id.place for tag in self._tags)
-            tag = TensorTag(group.saved.id.place, position)
+            place = group.saved.id.place
+            tag = TensorTag(place, self._pushed[place])
+            self._pushed[place] += 1
             if self.do_offload and self.tensor_need_offloading_checker(tensor):
                 self._tags[tag] = self.engine.store.save(tensor, self.saved, group.saved)
             else:
@@ -280,24 +298,30 @@ class ChunkOffloadHandler:
 
     # -- by hand: groups --------------------------------------------------------------------------------------------
     def should_bulk_offload(self) -> bool:
-        """Whether the group at hand leaves: not when the plan keeps it, nor while offloading is off."""
+        """Whether the group at hand leaves: not while offloading is off, nor when the plan keeps it, nor, after warm-up, the last of its
+        name in the chunk that is read next: it would have to come back at once."""
         group = self.innermost_open()
-        return self.do_offload and group is not None and group.offload
+        if group is None or not self.do_offload or not group.offload:
+            return False
+        manager = self._manager
+        if manager is None or manager.is_warmup or manager.front_backward_chunk(group.name) is not self:
+            return True
+        return self.find_next_group(group.name) is not None
 
     def bulk_offload_group(self) -> None:
         """Send every eligible tensor of the innermost open group; small ones stay."""
         with self.engine.lock:
             group = self.innermost_open()
             if group is not None and group.saved is not None and self.should_bulk_offload():
-                with transfer_range("spill", group.name):
-                    self.engine.store.commit(group.saved)
+                self.engine.store.commit(group.saved)
 
     def bulk_offload(self, forced_released_tensors: list[torch.Tensor] | None = None) -> None:
         """Send the innermost open group and free the listed tensors' storage."""
+        forced = checked_tensors(forced_released_tensors)
         with self.engine.lock:
             group = self.innermost_open()
             if group is not None and self.should_bulk_offload():
-                self._commit(group, forced_released_tensors or [])
+                self._commit(group, forced)
 
     def bulk_reload_group(self) -> bool:
         """Fetch the group back that is read next: the last one not fetched yet. False if none is left."""
@@ -311,8 +335,7 @@ class ChunkOffloadHandler:
                     self.engine.transfers.settle_spill(transfer)
                 records = [record for record in group.saved.living() if record.state is RecordState.SPILLED]
                 if records:
-                    with transfer_range("restore", group.name):
-                        self.engine.transfers.restore(records, Priority.REQUIRED)
+                    self.engine.transfers.restore(records, Priority.REQUIRED)
                     return True
             return False
 
@@ -335,6 +358,8 @@ class ChunkOffloadHandler:
         ValueError for a tensor of another device.
         """
         device = self.engine.device
+        if not isinstance(src_tensor, torch.Tensor):
+            raise ValueError(f"offload of a {type(src_tensor).__name__}, must be a tensor on {device.name}")
         if not device.owns(src_tensor):
             raise ValueError(f"offload of a tensor on {src_tensor.device}, but this handler's device is {device.name}; move it there first")
         with torch.no_grad():
@@ -345,12 +370,12 @@ class ChunkOffloadHandler:
             host = torch.empty(src_tensor.shape, dtype=src_tensor.dtype, pin_memory=pin_memory and device.pins)
         compute = device.compute
         source = flat.view(torch.uint8)
-        device.wait(self.d2h_stream, device.record(compute), "spill")
         device.note_write(compute, source)
+        device.wait(self.d2h_stream, device.record(compute), "spill")
         device.copy(self.d2h_stream, [(host.view(-1).view(torch.uint8), source)])
         event = device.record(self.d2h_stream)
         device.wait(compute, event, "settle")
-        return OffloadState(src_tensor.device, host, use_cpu_pool, src_tensor.stride(), event)
+        return OffloadState(src_tensor.device, host, use_cpu_pool, src_tensor.stride(), event, self.engine.step)
 
     def reload(self, state: OffloadState, non_blocking: bool | None = None) -> torch.Tensor:
         """A new device tensor with the bytes and strides that `offload` saw; the host buffer goes back to the pool.
@@ -359,6 +384,12 @@ class ChunkOffloadHandler:
         """
         device = self.engine.device
         host = state.cpu_tensor
+        managed = self._manager is not None and self.cpu_tensor_pool is self._manager.cpu_tensor_pool
+        if state.use_cpu_pool and managed and state.step != self.engine.step:  # step_end has taken the pool's buffers back
+            raise StaleHandleError(
+                f"{self.id}: a tensor of shape {tuple(host.shape)} was offloaded by hand in step {state.step}, and its host buffer went "
+                f"back to the pool before step {self.engine.step}; reload it in its own step, or offload it with use_cpu_pool=False"
+            )
         home = device.empty(host.numel() * host.element_size())
         compute = device.compute
         device.wait(self.h2d_stream, device.record(compute), "allocate")
@@ -371,8 +402,23 @@ class ChunkOffloadHandler:
             device.synchronize(event)
         if state.use_cpu_pool:
             self.cpu_tensor_pool.free(host, after=event)
-        packed = home.view(host.dtype).view(host.shape)
-        if packed.stride() == state.stride:
-            return packed
-        with torch.no_grad():
-            return torch.empty_strided(host.shape, state.stride, dtype=host.dtype, device=home.device).copy_(packed)
+        return _with_stride(home.view(host.dtype).view(host.shape), state.stride)
+
+
+def checked_tensors(tensors: object) -> list[torch.Tensor]:
+    """A list of tensors to release by force; None is an empty one."""
+    if tensors is None:
+        return []
+    if not isinstance(tensors, (list, tuple)) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        found = [type(item).__name__ for item in tensors] if isinstance(tensors, (list, tuple)) else type(tensors).__name__
+        raise ValueError(f"forced_released_tensors is {found}, must be a list of tensors, or None")
+    return list(tensors)
+
+
+def _with_stride(packed: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if packed.stride() == stride:
+        return packed
+    with torch.no_grad():
+        one = packed[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]  # an expanded dimension holds one element
+        spread = torch.empty_strided(one.shape, stride, dtype=packed.dtype, device=packed.device).copy_(one)
+        return spread.as_strided(packed.shape, stride)

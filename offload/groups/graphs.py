@@ -12,7 +12,7 @@ import torch
 
 from offload.groups.manager import PipelineOffloadManager
 
-__all__ = ["is_graph_capturing", "record_backward", "record_forward"]
+__all__ = ["check_event", "is_graph_capturing", "record_backward", "record_forward"]
 
 
 def is_graph_capturing() -> bool:
@@ -20,8 +20,15 @@ def is_graph_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def check_event(function: str, event: Any) -> None:
+    """ValueError unless `event` can be recorded."""
+    if not callable(getattr(event, "record", None)):
+        raise ValueError(f"{function} got a {type(event).__name__}, must be an event with record(), such as torch.cuda.Event()")
+
+
 def record_forward(event: Any) -> None:
     """Order the current stream after what has been sent to d2h, and record `event` there. Blocks the host: never."""
+    check_event("forward_record", event)
     engine = PipelineOffloadManager.get_instance().engine
     device = engine.device
     with engine.lock:

@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-from offload.config import OffloadConfig, check_fraction
-from offload.engine import OffloadEngine
+from offload.config import OffloadConfig, check_fraction, check_index
+from offload.device import select_device
+from offload.engine import OffloadEngine, checked_config
 from offload.groups.autograd import (
     FineGrainedOffloadingBackwardRecordFunction,
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
     apply_mark,
 )
-from offload.groups.graphs import record_forward
+from offload.groups.graphs import check_event, record_forward
 from offload.groups.manager import PipelineOffloadManager
 from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
 from offload.saved.hooks import InstalledScope
@@ -67,15 +68,16 @@ def configure(
     table when warm-up ends; it gathers over process_group, so all its ranks must step.
     Blocks the host while host_reserve_bytes are pinned. Raises ValueError for an unknown device, HostBudgetError beyond the limit.
     """
-    config = config if config is not None else OffloadConfig()
+    config = checked_config(config)
     budget: HostBudget | None = None
     if store is not None:
         limit = config.host_limit_bytes if config.host_limit_bytes is not None else default_host_limit_bytes()
         budget = StoreHostBudget(store, host_key if host_key is not None else _host_name(), limit)
+    chosen = select_device(device)
     old, PipelineOffloadManager.OFFLOAD_MGR = PipelineOffloadManager.OFFLOAD_MGR, None
     if old is not None:
         old.close()
-    engine = OffloadEngine(config, device=device, budget=budget)
+    engine = OffloadEngine(config, device=chosen, budget=budget)
     manager = PipelineOffloadManager(engine, print_summary=print_summary, process_group=process_group)
     PipelineOffloadManager.OFFLOAD_MGR = manager
     return manager
@@ -113,8 +115,7 @@ def init_chunk_handler(
         ("max_inflight_offloads", "max_inflight_offloads", max_inflight_offloads),
     ):
         if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} is {value!r}, must be a whole number, 0 or more")
+            check_index(name, value)
             changes[field] = value
     manager.init_model_chunk_offload_handler(vp_size, vp_stage, min_offloaded_tensor_size)
     if changes:
@@ -164,9 +165,8 @@ def group_commit(
         if not tensor:
             return tensor
         items: list[Any] = [group_commit(tensor[0], name, forced_released_tensors, delay_offload), *tensor[1:]]
-        if isinstance(tensor, list):
-            return items
-        return type(tensor)(*items) if hasattr(tensor, "_fields") else tuple(items)
+        kind: Any = type(tensor)
+        return cast(T, kind(*items) if hasattr(tensor, "_fields") else kind(items))  # torch.return_types take a sequence, as tuple does
     _check_mark("group_commit", tensor, name)
     manager = _existing()
     if manager is None:
@@ -224,6 +224,9 @@ def forward_record(event: Any) -> None:
 
 def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
     """An identity whose backward records `event` on the current stream, ordered after the restores so far."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"backward_record got a {type(tensor).__name__}, must be a tensor that the layer works on")
+    check_event("backward_record", event)
     return apply_mark(FineGrainedOffloadingBackwardRecordFunction, tensor, event)
 
 
@@ -246,19 +249,20 @@ class FineGrainedActivationOffloadingInterface:
         self.offload = offload
         self.tensor = tensor
         self.name = name
+        self._manager: PipelineOffloadManager | None = None
         self._installed: InstalledScope | None = None
 
     def __enter__(self) -> torch.Tensor:
         if self.offload:
             self.tensor = group_start(self.tensor, self.name)
-            manager = _existing()
-            self._installed = None if manager is None else manager.open_scope()
+            self._manager = _existing()
+            self._installed = None if self._manager is None else self._manager.open_scope()
         return self.tensor
 
     def __exit__(self, *exception: object) -> None:
-        if self._installed is not None:
-            PipelineOffloadManager.get_instance().close_scope(self._installed)
-            self._installed = None
+        if self._manager is not None:
+            self._manager.close_scope(self._installed)
+        self._manager = self._installed = None
 
     @staticmethod
     def init_chunk_handler(

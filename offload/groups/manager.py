@@ -11,28 +11,29 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from offload.config import check_min_elements
+from offload.config import check_bytes, check_index, check_min_elements
 from offload.device import Lane
 from offload.engine import OffloadEngine
-from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.chunk import ChunkOffloadHandler, checked_tensors
+from offload.groups.clock import StepClock
 from offload.groups.group import OffloadTensorGroup
-from offload.groups.plan import PlanSettings, make_plan, summary_bytes
+from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.groups.queue import VirtualPipelineQueue
 from offload.groups.scope import GroupScope
 from offload.ids import ChunkId
 from offload.memory.tensor_pool import GPUTensorPool
 from offload.policy.lookahead import ActionKey, Lookahead
-from offload.saved.hooks import InstalledScope
+from offload.saved.hooks import InstalledScope, inside_checkpoint
 from offload.saved.store import Handle, Passed, SavedChunk
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
-from offload.transfer.record import RecordState, Transfer
+from offload.transfer.record import Record, RecordState, Transfer
 
 __all__ = ["PipelineOffloadManager"]
 
@@ -50,11 +51,13 @@ class PipelineOffloadManager:
     OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
 
     def __init__(self, engine: OffloadEngine | None = None, *, print_summary: bool = True, process_group: Any = None) -> None:
+        if engine is not None and not isinstance(engine, OffloadEngine):
+            raise ValueError(f"engine is a {type(engine).__name__}, must be an OffloadEngine, or None for one with the default config")
         self.engine = engine if engine is not None else OffloadEngine()
         self.engine.on_read(self._on_read)
         self.do_offload = True
-        self.is_warmup = True
-        self.settings = PlanSettings.of(self.engine.config)
+        self._planner = StepPlanner(self.engine, PlanSettings.of(self.engine.config))
+        self._clock = StepClock(self.engine.device)
         self.print_summary = print_summary
         self.process_group = process_group
         self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=self.engine.arena)
@@ -79,9 +82,8 @@ class PipelineOffloadManager:
         self._input_half_reads: dict[int, bool] = {}
         self._weight_log: list[tuple[int, int]] = []
         self._weight_reads: dict[int, tuple[tuple[int, int], ...]] = {}
-        self._signature: object = None
-        self._summary: dict[str, int] = {}
         self._warned_no_group = False
+        self._warned_checkpoint = False
 
     # -- the process-wide instance ------------------------------------------------------------------------------------
     @classmethod
@@ -102,7 +104,11 @@ class PipelineOffloadManager:
 
     def close(self) -> None:
         """Drop everything and unpin. Blocks the host until the copies in flight have passed. The manager must not be used after."""
+        self._delayed.clear()
+        self.cpu_tensor_pool.clear()
         self.engine.close([*self._retired, *(handler.saved for handler in self._handlers.values())])
+        for handler in self._handlers.values():
+            handler.reset()
         self._handlers.clear()
         self._retired.clear()
 
@@ -116,6 +122,20 @@ class PipelineOffloadManager:
         return self.engine.device.h2d
 
     @property
+    def is_warmup(self) -> bool:
+        """Whether no step with a backward has ended yet."""
+        return self._planner.is_warmup
+
+    @property
+    def settings(self) -> PlanSettings:
+        """What the plan follows; a change takes effect when the step ends."""
+        return self._planner.settings
+
+    @settings.setter
+    def settings(self, settings: PlanSettings) -> None:
+        self._planner.settings = settings
+
+    @property
     def stats(self) -> StepStats:
         """Of the last step that ended."""
         return self.engine.last_stats
@@ -123,28 +143,35 @@ class PipelineOffloadManager:
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
         """Bytes by group that leave in a chunk of the steady state, after warm-up; {} before."""
-        return dict(self._summary)
+        return dict(self._planner.summary)
 
     @property
     def offload_summary_total_bytes(self) -> int:
-        return sum(self._summary.values())
+        return sum(self._planner.summary.values())
 
     # -- set up ---------------------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int) -> None:
         """Pin before step 1. Blocks the host. Raises HostBudgetError beyond the budget."""
+        check_bytes("reserve_host", nbytes)
         self.engine.reserve_host(nbytes)
 
     def register_parameters(self, module: torch.nn.Module) -> None:
         """Parameters of `module`, their views and casts never leave, recognised even behind `detach()`."""
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(
+                f"register_parameters got a {type(module).__name__}, must be a torch.nn.Module; mark_not_offloadable takes tensors"
+            )
         self.engine.register_parameters(module)
 
     def register_external(self, tensor: torch.Tensor) -> None:
         """A receive buffer: saves of it never share one copy."""
+        _check_tensor("register_external", tensor)
         self.engine.register_external(tensor)
 
     def mark_not_offloadable(self, tensor: torch.Tensor | None) -> None:
         """`tensor` stays on the device for good. None is accepted, for an optional bias."""
         if tensor is not None:
+            _check_tensor("mark_not_offloadable", tensor)
             self.engine.mark_not_offloadable(tensor)
 
     def set_order(self, actions: Sequence[ActionKey] | None) -> None:
@@ -166,16 +193,18 @@ class PipelineOffloadManager:
     # -- chunks, announced ------------------------------------------------------------------------------------------------
     def begin_chunk(self, stage: int, microbatch: int) -> None:
         """The forward of (virtual stage, microbatch) begins; its marks and hooks belong to this chunk from now on."""
-        if stage < 0 or microbatch < 0:
-            raise ValueError(f"chunk (stage {stage}, microbatch {microbatch}): both must be 0 or more")
+        check_index("stage", stage)
+        check_index("microbatch", microbatch)
         with self.engine.lock:
             self._announced = True
             self._begin(ChunkId(stage, microbatch), self.settings.min_elements)
+            self._clock.start(("F", stage, microbatch), self.engine.transfers.stalls)
 
     def end_forward(self, stage: int, microbatch: int) -> None:
         """That forward is complete: its bytes may be fetched back from now on."""
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
+            self._clock.stop(("F", stage, microbatch), self.engine.transfers.stalls)
             if handler is not None:
                 handler.saved.complete()
                 if self._input_half_reads.get(stage) is False:
@@ -187,9 +216,12 @@ class PipelineOffloadManager:
         """A backward of that chunk begins. kind: "B" whole, "I" input half, "W" weight half."""
         if kind not in ("B", "I", "W"):
             raise ValueError(f"backward kind is {kind!r}, must be 'B' (whole), 'I' (input half) or 'W' (weight half)")
+        check_index("stage", stage)
+        check_index("microbatch", microbatch)
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
             self._lookahead.advance((kind, stage, microbatch))
+            self._clock.start((kind, stage, microbatch), self.engine.transfers.stalls)
             if handler is None or not handler.begun:
                 return
             self._start_reading(handler, kind)
@@ -199,6 +231,7 @@ class PipelineOffloadManager:
         """That backward is over. After an input half, what was fetched and is clean is dropped: the weight half reads less."""
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
+            self._clock.stop((kind, stage, microbatch), self.engine.transfers.stalls)
             if handler is None or not handler.begun:
                 return
             if kind == "I":
@@ -227,7 +260,9 @@ class PipelineOffloadManager:
         """
         size = 1 if vp_size is None else vp_size
         stage = 0 if vp_stage is None else vp_stage
-        if size < 1 or not 0 <= stage < size:
+        check_index("vp_size", size)
+        check_index("vp_stage", stage)
+        if stage >= size:
             raise ValueError(f"vp_stage is {vp_stage!r} and vp_size {vp_size!r}; vp_stage must be in 0..vp_size-1, and vp_size 1 or more")
         check_min_elements(min_offloaded_tensor_size)
         with self.engine.lock:
@@ -274,7 +309,7 @@ class PipelineOffloadManager:
         self._weight_log.clear()
         if handler not in self._backward_order:
             self._backward_order.append(handler)
-            self._queue.discard(handler)
+        self._queue.discard(handler)
         self._look_ahead()
 
     def _on_read(self, handle: Handle) -> None:
@@ -306,6 +341,11 @@ class PipelineOffloadManager:
                 coming.append(following.saved)
         self._coming = coming
 
+    def living_records(self) -> Iterator[Record]:
+        """Every saved tensor of this step that a graph still holds."""
+        for chunk in [*self._retired, *(handler.saved for handler in self._handlers.values())]:
+            yield from chunk.living()
+
     def pump(self) -> None:
         """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""
         if self._coming:
@@ -330,12 +370,13 @@ class PipelineOffloadManager:
         delay_offload: bool = False,
     ) -> None:
         """Close the innermost open group of that name; send it, or queue it for `flush_delayed_groups`."""
+        forced = checked_tensors(forced_released_tensors)
         with self.engine.lock:
             group = handler.close(name)
             if delay_offload:
-                self._delayed.append(partial(self._send, handler, group, forced_released_tensors or []))
+                self._delayed.append(partial(self._send, handler, group, forced))
             else:
-                self._send(handler, group, forced_released_tensors or [])
+                self._send(handler, group, forced)
 
     def _send(self, handler: ChunkOffloadHandler, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
         handler.on_group_commit_forward(forced, group=group)
@@ -352,7 +393,9 @@ class PipelineOffloadManager:
         self, group_hook: Callable[[list[torch.Tensor]], None], forced_released_tensors: list[torch.Tensor] | None = None
     ) -> None:
         """Queue a delayed offload: `group_hook(forced_released_tensors)` runs at the flush."""
-        self._delayed.append(partial(group_hook, forced_released_tensors or []))
+        if not callable(group_hook):
+            raise ValueError(f"push_offload_groups got a {type(group_hook).__name__}, must be a function of the tensors to release")
+        self._delayed.append(partial(group_hook, checked_tensors(forced_released_tensors)))
 
     def flush_delayed_groups(self) -> None:
         """Send every delayed group, in the order of their commits."""
@@ -368,6 +411,16 @@ class PipelineOffloadManager:
         if handler is None:
             return None
         group = handler.innermost_open()
+        if group is not None and inside_checkpoint():
+            if not self._warned_checkpoint:
+                self._warned_checkpoint = True
+                logger.warning(
+                    "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it saves: nothing of it will leave; "
+                    "put the group around the checkpoint",
+                    group.name,
+                    handler.id,
+                )
+            return None
         if group is None:
             if not self._warned_no_group:
                 self._warned_no_group = True
@@ -406,8 +459,12 @@ class PipelineOffloadManager:
         self._queue.flush()
 
     def push(self, handler: ChunkOffloadHandler) -> None:
-        """Append to the backward queue."""
+        """Append to the backward queue, and in warm-up to the order of backwards that the plan is made from."""
+        if not isinstance(handler, ChunkOffloadHandler):
+            raise ValueError(f"push of a {type(handler).__name__}, must be a ChunkOffloadHandler such as cur_forward_chunk() returns")
         self._queue.chunks.append(handler)
+        if self.is_warmup and handler not in self._backward_order:
+            self._backward_order.append(handler)
 
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
         """Advance to the next queued chunk that has a group (of that name) and make it current."""
@@ -428,7 +485,7 @@ class PipelineOffloadManager:
             return self._forward
         while self._walk < len(self._cached_forward):
             handler = self._cached_forward[self._walk]
-            if handler.is_empty_chunk(name) or handler.finish_all_groups(name):
+            if handler.find_next_group(name) is None:
                 self._walk += 1
                 continue
             return handler
@@ -449,11 +506,15 @@ class PipelineOffloadManager:
         with self.engine.lock:
             self._delayed.clear()
             self._pending.clear()
+            self.cpu_tensor_pool.reset()
+            seconds = self._clock.end_step(self.engine.transfers.stalls)
             handlers = [handler for handler in self._handlers.values() if handler.begun]
             stats = self.engine.end_step([*self._retired, *(handler.saved for handler in handlers)])
             for handler in handlers:
                 handler.end_recording()
-            planned = self._replan(handlers)
+            planned = self.do_offload and self._planner.after_step(self._seen(seconds))
+            if planned:
+                self._cached_forward = list(self._forward_order)
             for handler in handlers:
                 handler.reset()
             self._retired.clear()
@@ -466,34 +527,36 @@ class PipelineOffloadManager:
             self._backward_order = []
             self._walk = 0
         if planned and self.print_summary:
-            print_offload_summary_table(self._summary, process_group=self.process_group)
+            print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
         return stats
 
     def reset(self) -> StepStats:
         """A new iteration begins: the same as `step_end`."""
         return self.step_end()
 
-    def _replan(self, handlers: list[ChunkOffloadHandler]) -> bool:
-        """Plan anew when the shape of the step has changed; a step without a backward (an evaluation) plans nothing.
-
-        Returns True when warm-up ends with it."""
-        if not self._backward_order or not self.do_offload:
-            return False
-        shapes = tuple((handler.id, tuple((group.name, group.total_offload_bytes) for group in handler.groups)) for handler in handlers)
-        signature = (self.settings, shapes)
-        if signature == self._signature:
-            return False
-        self._signature = signature
-        first = self.is_warmup
-        self.post_warmup_callback()
-        return first
-
     def post_warmup_callback(self) -> None:
-        """End warm-up: choose what stays from what this step was seen to do."""
+        """End warm-up: choose what stays from what this step was seen to do, and print the summary."""
         with self.engine.lock:
+            forwards, backwards = len(set(self._forward_order)), len(self._backward_order)
+            assert forwards == backwards, (
+                f"{forwards} forward chunks and {backwards} backward chunks are cached, must be as many; run the backward of every "
+                "forward first, or call step_end(), which plans from what it has seen"
+            )
             self._cached_forward = list(self._forward_order)
-            keeps = make_plan(self._backward_order, self._lookahead.seen, self.settings, self.engine.limits)
-            for handler in self._handlers.values():
-                handler.stays = frozenset(index for chunk, index in keeps if chunk == handler.id)
-            self._summary = summary_bytes(self._forward_order, self._backward_order, keeps)
-            self.is_warmup = False
+            self._planner.plan_now(self._seen(None))
+        if self.print_summary:
+            print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
+
+    def _seen(self, seconds: dict[ActionKey, float] | None) -> SeenStep:
+        return SeenStep(
+            chunks=[handler for handler in self._handlers.values() if handler.begun],
+            forward_order=self._forward_order,
+            backward_order=self._backward_order,
+            actions=self._lookahead.seen,
+            seconds=seconds,
+        )
+
+
+def _check_tensor(function: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{function} got a {type(tensor).__name__}, must be a tensor")

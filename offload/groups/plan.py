@@ -1,22 +1,29 @@
 """After warm-up: which groups stay, and what the summary says. Glue between the recorded chunks and the pure policies.
 
-One invariant: a plan only says what stays; a step that is unlike the planned one runs all the same.
+One invariant: a plan only says what stays and how far ahead to fetch; a step that is unlike the planned one runs all the same.
+
+Under a device limit there are two plans. The first, after the first step, knows sizes and order only and keeps an equal part of every
+chunk. The second, after the third step, also knows how long each action computes and what the link carries, and simulates the step.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from offload.config import OffloadConfig
+from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Kind
-from offload.policy.keeps import fraction_keeps, limit_keeps, margin_keeps
+from offload.policy.keeps import fraction_keeps, limit_keeps, margin_keeps, summary_bytes
 from offload.policy.lookahead import ActionKey
-from offload.transfer.door import Limits
+from offload.policy.plan import choose_keeps
 
-__all__ = ["PlanSettings", "make_plan", "summary_bytes"]
+__all__ = ["PlanSettings", "SeenStep", "StepPlanner"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +47,118 @@ class PlanSettings:
         )
 
 
-def make_plan(
-    backward_order: Sequence[ChunkOffloadHandler],
-    seen: Sequence[ActionKey],
-    settings: PlanSettings,
-    limits: Limits,
-) -> Keeps:
-    """What stays, by (chunk, group index).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenStep:
+    """What a step was seen to do.
 
-    Without a device limit: the margin, the last group of each name in the first chunk to run backward, whose reload could not be hidden.
-    With one: as much of every chunk's end as fits under it beside the rooms for what is leaving and coming back.
-    Then the fraction and the bytes a pipeline rank keeps.
+    chunks: all that were begun. forward_order, backward_order: in the order of their begin. actions: as they were announced.
+    seconds: compute by action of an earlier step of this kind, where it was timed.
     """
-    ordered: list[tuple[ChunkKey, list[GroupSize]]] = [(chunk.id, _sizes(chunk)) for chunk in backward_order]
-    if limits.device_limit_bytes is None:
-        held = margin_keeps(ordered)
-    else:
-        sizes: dict[ChunkKey, list[GroupSize]] = dict(ordered)
-        known = _once_each(seen, sizes)
+
+    chunks: Sequence[ChunkOffloadHandler]
+    forward_order: Sequence[ChunkOffloadHandler]
+    backward_order: Sequence[ChunkOffloadHandler]
+    actions: Sequence[ActionKey]
+    seconds: dict[ActionKey, float] | None
+
+    def sizes_in_backward_order(self) -> list[tuple[ChunkKey, list[GroupSize]]]:
+        return [(chunk.id, _sizes(chunk)) for chunk in self.backward_order]
+
+    def schedule(self) -> tuple[list[Action], dict[ChunkKey, list[GroupSize]]]:
+        """The actions of the chunks that were read, and their sizes."""
+        sizes = dict(self.sizes_in_backward_order())
+        known = _once_each(self.actions, sizes)
+        return known, {action.chunk: sizes[action.chunk] for action in known}
+
+
+class StepPlanner:
+    """Plans when the shape of a step is new, and once more when its times are known."""
+
+    def __init__(self, engine: OffloadEngine, settings: PlanSettings) -> None:
+        self.settings = settings
+        self.is_warmup = True
+        self.summary: dict[str, int] = {}
+        self._engine = engine
+        self._signature: object = None
+        self._timed = False
+        self._steady_steps = 0
+
+    def after_step(self, seen: SeenStep) -> bool:
+        """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward plans nothing."""
+        if not seen.backward_order:
+            return False
+        shapes = tuple((chunk.id, tuple((group.name, group.total_offload_bytes) for group in chunk.groups)) for chunk in seen.chunks)
+        signature = (self.settings, shapes, tuple(seen.schedule()[0]))  # another order has other chunks alive together
+        if signature != self._signature:
+            self._signature = signature
+            self._timed = False
+            self._steady_steps = 0
+            first, self.is_warmup = self.is_warmup, False
+            self._install(seen, self._untimed(seen))
+            return first
+        self._steady_steps += 1
+        if self._steady_steps >= 2 and not self._timed and self._timed_plan(seen):
+            self._timed = True
+            self._steady_steps = 2
+        elif self._steady_steps == (3 if self._timed else 4) and self._engine.config.trim_host:
+            arena = self._engine.arena  # pieces go whole: with one to spare, what a step needs stays and is not pinned again
+            arena.trim(self._engine.last_stats.host_bytes_lent_peak + arena.registration_bytes)
+        return False
+
+    def plan_now(self, seen: SeenStep) -> None:
+        """End warm-up with what this step was seen to do so far."""
+        self.is_warmup = False
+        self._install(seen, self._untimed(seen))
+
+    def _install(self, seen: SeenStep, held: Keeps) -> None:
+        settings = self.settings
+        keeps = fraction_keeps(
+            seen.sizes_in_backward_order(), settings.fraction, held=held, pp_rank=settings.pp_rank, delta_bytes=settings.delta_bytes
+        )
+        for chunk in seen.chunks:
+            chunk.stays = frozenset(key.position for key in keeps if key.chunk == chunk.id)
+        forward = [(chunk.id, _sizes(chunk)) for chunk in dict.fromkeys(seen.forward_order)]
+        self.summary = summary_bytes(forward, seen.backward_order[0].id, keeps) if seen.backward_order else {}
+
+    def _untimed(self, seen: SeenStep) -> Keeps:
+        """Without a device limit the margin: the last group of each name in the first chunk to run backward, whose fetch could not be
+        hidden. With one, as much of every chunk's end as fits beside the rooms for what is leaving and coming back."""
+        limits = self._engine.limits
+        if limits.device_limit_bytes is None:
+            return margin_keeps(seen.sizes_in_backward_order())
+        known, sizes = seen.schedule()
         spilling = limits.max_spilling_bytes if limits.max_spilling_bytes is not None else limits.device_limit_bytes // 4
-        read = {action.chunk: sizes[action.chunk] for action in known}
-        held = limit_keeps(known, read, limits.device_limit_bytes, spilling, limits.max_restoring_bytes)
-    return fraction_keeps(ordered, settings.fraction, held=held, pp_rank=settings.pp_rank, delta_bytes=settings.delta_bytes)
+        return limit_keeps(known, sizes, limits.device_limit_bytes, spilling, limits.max_restoring_bytes)
+
+    def _timed_plan(self, seen: SeenStep) -> bool:
+        """Simulate the step with its measured times and install the best plan; False where something is not known."""
+        limits, rates = self._engine.limits, self._engine.rates
+        if limits.device_limit_bytes is None or rates is None or seen.seconds is None:
+            return False
+        known, sizes = seen.schedule()
+        times = [seen.seconds.get((action.kind, action.stage, action.microbatch)) for action in known]
+        compute_s = [seconds for seconds in times if seconds is not None]
+        if len(compute_s) != len(known) or sum(compute_s) <= 0:
+            return False
+        plan = choose_keeps(known, sizes, compute_s, rates, limits.device_limit_bytes)
+        if not plan.fits:
+            logger.warning(
+                "no plan keeps saved tensors within device_limit_bytes %s: the best one peaks at %s; raise the limit",
+                f"{limits.device_limit_bytes:,}",
+                f"{plan.predicted_peak_bytes:,}",
+            )
+        if self._engine.config.max_restoring_bytes is None:
+            limits.max_restoring_bytes = plan.restoring_room_bytes
+        logger.info(
+            "plan: %d of %d groups stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
+            len(plan.keeps),
+            sum(len(groups) for groups in sizes.values()),
+            f"{plan.restoring_room_bytes:,}",
+            plan.predicted_step_s * 1000,
+            sum(compute_s) * 1000,
+        )
+        self._install(seen, plan.keeps)
+        return True
 
 
 def _once_each(seen: Sequence[ActionKey], sizes: Collection[ChunkKey]) -> list[Action]:
@@ -83,23 +180,6 @@ def _once_each(seen: Sequence[ActionKey], sizes: Collection[ChunkKey]) -> list[A
             places.append((forwards[chunk], Action("F", *chunk)))
             places.extend((kinds[kind], Action(cast(Kind, kind), *chunk)) for kind in wanted)
     return [action for _, action in sorted(places)]
-
-
-def summary_bytes(
-    forward_order: Sequence[ChunkOffloadHandler], backward_order: Sequence[ChunkOffloadHandler], keeps: Keeps
-) -> dict[str, int]:
-    """Bytes by group name that leave in the chunks up to and including the first that runs backward: those that are on the host together
-    when the steady state is reached (S2-41)."""
-    summary: dict[str, int] = {}
-    if not backward_order:
-        return summary
-    for chunk in dict.fromkeys(forward_order):
-        for index, group in enumerate(chunk.groups):
-            leaving = 0 if (chunk.id, index) in keeps else group.total_offload_bytes
-            summary[group.name] = summary.get(group.name, 0) + leaving
-        if chunk is backward_order[0]:
-            break
-    return summary
 
 
 def _sizes(chunk: ChunkOffloadHandler) -> list[GroupSize]:

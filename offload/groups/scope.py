@@ -15,18 +15,19 @@ __all__ = ["GroupScope"]
 class GroupScope:
     """Takes what autograd saves for `group`, until it is committed; after that a save is passed on to the scope outside."""
 
-    __slots__ = ("_engine", "_group", "_handler")
+    __slots__ = ("_engine", "_group", "_handler", "_saved")
 
     def __init__(self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup) -> None:
         self._engine = engine
         self._handler = handler
         self._group = group
+        self._saved = group.saved
 
     def min_elements(self) -> int:
         return self._handler.min_offloaded_tensor_size
 
     def take(self, tensor: torch.Tensor) -> Handle | None:
-        group = self._group
-        if group.committed or group.saved is None or not self._handler.do_offload:
-            return None
-        return self._engine.store.save(tensor, self._handler.saved, group.saved)
+        group, saved = self._group, self._saved
+        if group.committed or saved is None or group.saved is not saved or not self._handler.do_offload:
+            return None  # committed, or of a step that has ended inside the scope
+        return self._engine.store.save(tensor, self._handler.saved, saved)

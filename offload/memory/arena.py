@@ -30,7 +30,8 @@ from offload.device.base import Device, Event
 from offload.errors import PoolError
 from offload.memory.budget import HostBudget
 from offload.memory.growth import PAGE_BYTES, Growth
-from offload.memory.ranges import FreeRanges, Mark, Range, join_marks, round_up
+from offload.memory.marks import Marks, join_marks
+from offload.memory.ranges import FreeRanges, Range, round_up
 
 __all__ = ["ArenaStats", "Block", "HostArena"]
 
@@ -99,6 +100,7 @@ class HostArena:
             raise ValueError(f"slab_bytes={slab_bytes:,} is less than registration_bytes={registration_bytes:,}; raise it to at least that")
         self.device = device
         self.budget = budget
+        self.registration_bytes = registration_bytes
         self._lock = threading.Condition(threading.Lock())
         self._free = FreeRanges()
         self._growth = Growth(
@@ -112,8 +114,7 @@ class HostArena:
         )
         self._lent: dict[int, Block] = {}
         self._returned: deque[tuple[Block, Event | None]] = deque()  # appended to by finalisers, without the lock
-        self._marks: dict[int, Mark] = {}  # by id of the event, which the mark keeps alive
-        self._unpassed: deque[Mark] = deque()
+        self._marks = Marks(device)
         self._asked = self._missing = self._missing_bytes = 0
         self._lent_bytes = self._lent_peak_bytes = 0
         self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
@@ -124,7 +125,7 @@ class HostArena:
     # hazard  WAR: `h2d` still reads a block for a restore while `d2h` writes the same bytes for the next spill.
     # edge    give_back(block, after=read_event) keeps the event with the bytes while ranges split and join; take returns it in
     #         Block.after, and the writer's lane waits for it. A block given back unwritten keeps the events that it came with.
-    # alive   the arena owns the bytes; `clear` synchronizes every kept event before it frees them.
+    # alive   the arena owns the bytes; `clear` and `trim` synchronize the events kept with them before they free them.
     # proof   tests/property/test_arena.py, and its strict-xfail twin without the edge.
 
     def take(self, nbytes: int) -> Block | None:
@@ -164,7 +165,7 @@ class HostArena:
                 self.device.synchronize(event)
         with self._lock:
             for mark in part.marks:
-                self._poll(mark)
+                self._marks.poll(mark)
             return self._lend(nbytes, [part])
 
     def give_back(self, block: Block, after: Event | None) -> None:
@@ -218,10 +219,29 @@ class HostArena:
         with self._lock:
             self._growth.synchronize()
 
+    # -- shrinking ------------------------------------------------------------------------------------------------
+    def trim(self, target_bytes: int) -> int:
+        """Give memory back to the system, one whole free piece at a time, until at most `target_bytes` are held or no such piece is left.
+
+        Returns the bytes given back: less than one piece too many, as pieces go whole; nothing while a graph is captured or growth is
+        paused. Growth past `target_bytes` that is still under way is given up; what is missing later is pinned again as before.
+        For between steps, once it is known what a step needs. Blocks the host for the last users of the pieces it releases, for
+        their unpinning, and for the slab under way.
+        """
+        with self._lock:
+            self._growth.lower(target_bytes)
+            self._settle()
+            self._marks.poll_all()  # what has passed need not be waited for, and goes first
+            return self._growth.trim(target_bytes, self._marks)
+
     # -- counters -------------------------------------------------------------------------------------------------
     @property
     def held_bytes(self) -> int:
         return self._growth.held_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        return self._lent_bytes
 
     def stats(self) -> ArenaStats:
         with self._lock:
@@ -260,12 +280,7 @@ class HostArena:
                     f"host arena has {len(self._lent)} blocks of {self._lent_bytes:,} bytes lent, of {self._growth.held_bytes:,} held; "
                     f"give them back before clear"
                 )
-            for mark in self._unpassed:
-                if mark.event is not None:
-                    self.device.synchronize(mark.event)
-                    mark.event = None
-            self._unpassed.clear()
-            self._marks.clear()
+            self._marks.synchronize_all()
             self._growth.release()
 
     def close(self) -> None:
@@ -295,7 +310,7 @@ class HostArena:
             left -= length
         marks = join_marks(mark for part in ranges for mark in part.marks)
         for mark in marks[:POLLS_PER_LOAN]:
-            self._poll(mark)
+            self._marks.poll(mark)
         after = tuple(mark.event for mark in marks if mark.event is not None)
         block = Block(nbytes, tuple(extents), after, tuple(ranges))
         self._lent[id(block)] = block
@@ -310,31 +325,15 @@ class HostArena:
                 f"{len(self._lent)} blocks of {self._lent_bytes:,} bytes lent; give each block back once, where it was taken"
             )
         self._lent_bytes -= block.nbytes
-        new = () if after is None else (self._mark(after),)
+        new = () if after is None else (self._marks.of(after),)
         for part in block.ranges:
             self._free.put(part.piece, part.start, part.end, join_marks((*part.marks, *new)))
-
-    def _mark(self, event: Event) -> Mark:
-        mark = self._marks.get(id(event))
-        if mark is None:
-            mark = self._marks[id(event)] = Mark(event)
-            self._unpassed.append(mark)
-        return mark
-
-    def _poll(self, mark: Mark) -> bool:
-        if mark.event is not None and self.device.poll(mark.event):
-            del self._marks[id(mark.event)]
-            mark.event = None
-        return mark.event is None
 
     def _settle(self) -> None:
         """Accept what finalisers returned, and ask about the few events that were asked about longest ago."""
         while self._returned:
             self._accept(*self._returned.popleft())
-        for _ in range(min(POLLS_PER_CALL, len(self._unpassed))):
-            mark = self._unpassed.popleft()
-            if not self._poll(mark):
-                self._unpassed.append(mark)
+        self._marks.poll_some(POLLS_PER_CALL)
 
 
 def _close_if_alive(reference: weakref.ref[HostArena]) -> None:

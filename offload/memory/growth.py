@@ -1,8 +1,8 @@
-"""How an arena comes to hold more: whole slabs, pinned without the lock, on this thread or on one in the background.
+"""How an arena comes to hold more, whole slabs pinned without the lock on this thread or beside it, and less, piece by piece.
 
 Pinning takes a millisecond for each 17 MB and holds up kernel launches, so it happens before step 1, or beside the steps and
 never in a hook, and never while a graph is captured (a registration on any thread breaks the capture).
-One invariant: bytes are asked of the budget before they are pinned, and at most one thread pins at a time.
+One invariant: bytes are asked of the budget before they are pinned and given back after they are unpinned; one thread pins at a time.
 
 Every method is called with the arena's lock held, and lets go of it while it asks the budget or pins.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,8 @@ import torch
 from offload.device.base import Device, HostMemory
 from offload.errors import HostBudgetError, OffloadError
 from offload.memory.budget import HostBudget
-from offload.memory.ranges import FreeRanges, round_up
+from offload.memory.marks import Marks
+from offload.memory.ranges import FreeRanges, Range, round_up
 
 __all__ = ["PAGE_BYTES", "Growth"]
 
@@ -30,7 +32,10 @@ PAGE_BYTES = 4096
 
 
 class Growth:
-    """Slabs held, and the pinning of more. `pieces` is indexed by `Range.piece`; new pieces go to `free`."""
+    """Slabs held, and the pinning of more.
+
+    `pieces` is indexed by `Range.piece`; new pieces go to `free`. A piece that was released stays in it as a tensor of no bytes.
+    """
 
     def __init__(
         self,
@@ -52,7 +57,7 @@ class Growth:
         self._changed = lock
         self._slab_bytes = slab_bytes - slab_bytes % registration_bytes
         self._registration_bytes = registration_bytes
-        self._slabs: list[HostMemory] = []
+        self._places: dict[int, tuple[HostMemory, int]] = {}  # of each piece held: its slab, and its index there
         self._target_bytes = 0
         self._pinning = False
         self._pauses = 0
@@ -121,6 +126,46 @@ class Growth:
         """Block the host until the growth asked for so far is done or refused."""
         self._changed.wait_for(lambda: self._thread is None and not self._pinning)
 
+    # -- shrinking ------------------------------------------------------------------------------------------------
+    def lower(self, target_bytes: int) -> None:
+        """Want no more than `target_bytes`: growth past it is given up. Blocks the host for the slab under way."""
+        wanted_bytes = min(self._target_bytes, target_bytes)
+        self.stop()
+        self.hold_later(wanted_bytes)
+
+    def trim(self, target_bytes: int, marks: Marks) -> int:
+        """Release whole free pieces until `target_bytes` are held, if enough are free; the bytes released.
+
+        Blocks the host for their last users. Keeps the lock, so that nobody is lent what is being released.
+        """
+        if not self._allowed():
+            return 0  # a capture breaks at an unregistration as at a registration
+        freed_bytes = 0
+        try:
+            for free in self._whole_pieces():
+                if self.held_bytes <= target_bytes:
+                    break
+                marks.synchronize(free.marks)
+                slab, index = self._places[free.piece]
+                slab.release_piece(index)  # first: if it raises, the piece is still held and free
+                self._free.cut(free, free.nbytes)
+                del self._places[free.piece]
+                self.pieces[free.piece] = slab.pieces[index]
+                self.held_bytes -= free.nbytes
+                freed_bytes += free.nbytes
+        finally:
+            if freed_bytes:
+                self._refused = None  # the budget has room again
+                self._budget.release(freed_bytes)  # once: it may be a round trip
+        return freed_bytes
+
+    def _whole_pieces(self) -> list[Range]:
+        """Pieces of which nothing is lent: first those that nobody reads any more, and among them those of slabs that can go whole."""
+        whole = [free for free in self._free if free.nbytes == self.pieces[free.piece].numel()]
+        held = Counter(id(slab) for slab, _ in self._places.values())
+        held.subtract(id(self._places[free.piece][0]) for free in whole)
+        return sorted(whole, key=lambda free: (not free.idle, held[id(self._places[free.piece][0])] > 0, free.piece))
+
     # -- the end --------------------------------------------------------------------------------------------------
     def stop(self) -> None:
         """Give up the growth asked for. Blocks the host for the slab under way."""
@@ -136,12 +181,13 @@ class Growth:
 
     def release(self) -> None:
         """Free every slab. Nothing may use them any more."""
-        slabs, self._slabs = self._slabs, []
+        slabs = {id(slab): slab for slab, _ in self._places.values()}
         freed_bytes, self.held_bytes = self.held_bytes, 0
         self.pieces.clear()
+        self._places.clear()
         self._free.clear()
         self._refused = None
-        for slab in slabs:
+        for slab in slabs.values():
             slab.release()
         if freed_bytes:
             self._budget.release(freed_bytes)
@@ -219,9 +265,9 @@ class Growth:
         )
 
     def _adopt(self, memory: HostMemory) -> int:
-        self._slabs.append(memory)
         nbytes = 0
-        for piece in memory.pieces:
+        for index, piece in enumerate(memory.pieces):
+            self._places[len(self.pieces)] = memory, index
             self._free.put(len(self.pieces), 0, piece.numel())
             self.pieces.append(piece)
             nbytes += piece.numel()

@@ -9,25 +9,16 @@ Costs: finding a fit is a bisection over the distinct sizes, joining is two dict
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from offload.device.base import Event
+from offload.memory.marks import Mark, join_marks
 
-__all__ = ["FreeRanges", "Mark", "Range", "join_marks", "round_up"]
+__all__ = ["FreeRanges", "Range", "round_up"]
 
 EQUALS_LOOKED_AT = 4
 """Among ranges of one size, how many are looked at for one that nobody reads any more: longest free first, so the likeliest first."""
-
-
-class Mark:
-    """A shared note of one event; `event` is None from the moment it is known to have passed, for every range that has the mark."""
-
-    __slots__ = ("event",)
-
-    def __init__(self, event: Event) -> None:
-        self.event: Event | None = event
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +122,6 @@ class FreeRanges:
             del self._by_size[old.nbytes]
             del self._sizes[bisect_left(self._sizes, old.nbytes)]
         self.total_bytes -= old.nbytes
-
-
-def join_marks(marks: Iterable[Mark]) -> tuple[Mark, ...]:
-    """The marks whose event may still be ahead, each once, in the order given."""
-    return tuple(dict.fromkeys(mark for mark in marks if mark.event is not None))
 
 
 def round_up(nbytes: int, unit: int) -> int:

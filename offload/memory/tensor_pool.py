@@ -42,6 +42,9 @@ class FreeList(Generic[T]):
     def __len__(self) -> int:
         return len(self._ready) + len(self._pending)
 
+    def ask(self, device: Device) -> None:
+        self._device = device
+
     def check(self, after: Event | None) -> None:
         """Raise ValueError for an event that nobody here could ask about."""
         if after is not None and self._device is None:
@@ -121,6 +124,14 @@ class GPUTensorPool:
         self._lock = threading.Lock()
         self._pools: dict[PoolKey, _SubPool] = {}
         self._allocation_requests = self._free_requests = self._hits = self._misses = 0
+
+    def ask(self, device: Device) -> None:
+        """Ask `device` about the events that tensors are freed with, unless somebody is asked already."""
+        with self._lock:
+            if self._event_device is None:
+                self._event_device = device
+                for pool in self._pools.values():
+                    pool.free.ask(device)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Lend a tensor; its contents are whatever they are. Reuses a freed one (hit) or makes one (miss)."""

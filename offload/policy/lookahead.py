@@ -34,9 +34,10 @@ class Lookahead:
         Raises ValueError for an action whose kind is unknown or whose indices are negative.
         """
         if actions is not None:
+            if isinstance(actions, str) or not isinstance(actions, Sequence):
+                raise ValueError(f"the step's actions are {actions!r}, must be a list of (kind, stage, microbatch), or None if not known")
             for action in actions:
-                kind, stage, microbatch = action
-                if kind not in _KINDS or stage < 0 or microbatch < 0:
+                if not _is_action(action):
                     raise ValueError(f"action {action!r} is not (F, B, I or W; stage >= 0; microbatch >= 0)")
         self._given = None if actions is None else tuple(actions)
         self._position = 0
@@ -76,3 +77,9 @@ class Lookahead:
         self._log.clear()
         self._position = 0
         self._lost = False
+
+
+def _is_action(action: object) -> bool:
+    if not isinstance(action, tuple) or len(action) != 3 or action[0] not in _KINDS:
+        return False
+    return all(isinstance(index, int) and index >= 0 for index in action[1:])

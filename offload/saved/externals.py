@@ -57,6 +57,8 @@ def _plain_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.Tensor:
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from _plain_parts(getattr(tensor, name))
+            member = getattr(tensor, name)
+            if isinstance(member, torch.Tensor):  # a DTensor also names its mesh
+                yield from _plain_parts(member)
     else:
         yield tensor

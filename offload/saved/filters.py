@@ -52,6 +52,7 @@ class Verdict(Enum):
     ELSEWHERE = "on another device"
     NO_BYTES = "its storage is freed, fake or functional"
     LAYOUT = "not a strided tensor of plain bytes"
+    SUBCLASS = "of a tensor subclass that does not say what it is made of"
     INFERENCE = "an inference tensor"
 
 
@@ -93,10 +94,14 @@ def judge(tensor: torch.Tensor, device: Device, externals: ExternalStorages, min
         return Verdict.PARAMETER
     if tensor.numel() < min_elements or tensor.numel() == 0:
         return Verdict.SMALL
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return Verdict.LAYOUT
     if isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor):
         return Verdict.NO_BYTES
+    if not is_plain(tensor):
+        return Verdict.SUBCLASS
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return Verdict.LAYOUT
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return Verdict.LAYOUT
     if tensor.is_inference():
         return Verdict.INFERENCE
     if not device.owns(tensor):

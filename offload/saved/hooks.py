@@ -8,18 +8,19 @@ A pack inside a backward is a recomputation (a checkpoint around the hooks): wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 
 from offload.device import Device
 from offload.saved.externals import ExternalStorages
-from offload.saved.filters import Verdict, is_plain, is_wrapper, judge, waited
-from offload.saved.store import Handle, Passed, TensorStore
+from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper, judge, waited
+from offload.saved.store import Handle, Passed, TensorStore, modified
 
-__all__ = ["InstalledScope", "SavedTensorHooks", "Scope", "WrapperHandle"]
+__all__ = ["InstalledScope", "SavedTensorHooks", "Scope", "WrapperHandle", "inside_checkpoint"]
 
 
 class Scope(Protocol):
@@ -41,17 +42,40 @@ class InstalledScope:
         self.pair = pair
 
 
-class WrapperHandle:
-    """A wrapper subclass (DTensor, float8): how to put its inner tensors together again."""
+def inside_checkpoint() -> bool:
+    """Whether the innermost saved-tensor hooks are those of a non-reentrant checkpoint. Its recompute must save exactly what its forward
+    saved, tensor by tensor, so nobody may take one away from it in the forward."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and getattr(top[0], "__module__", None) == torch.utils.checkpoint.__name__
 
-    __slots__ = ("context", "inner", "kind", "size", "stride")
+
+class WrapperHandle:
+    """A wrapper subclass (DTensor, float8): how to put its inner tensors together again. Members that are no tensors stay as they are."""
+
+    __slots__ = ("context", "inner", "kind", "probe", "size", "stride", "version")
 
     def __init__(self, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> None:
         names, self.context = tensor.__tensor_flatten__()
         self.kind = type(tensor)
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.inner = {name: pack(getattr(tensor, name)) for name in names}
+        members = {name: getattr(tensor, name) for name in names}
+        self.inner = {name: pack(member) if isinstance(member, torch.Tensor) else member for name, member in members.items()}
+        self.probe = _wrapper_probe(tensor, [name for name, member in members.items() if isinstance(member, torch.Tensor)])
+        self.version = 0 if self.probe is None else self.probe._version
+
+
+def _wrapper_probe(tensor: torch.Tensor, names: Sequence[str]) -> torch.Tensor | None:
+    """A wrapper that holds no members and shares the version counter: an in-place change does not move the members' own counters."""
+    if tensor.is_inference():
+        return None
+    probe = tensor.detach()
+    try:
+        for name in names:
+            setattr(probe, name, None)
+    except AttributeError:  # they cannot be taken out, and it would hold the bytes
+        return None
+    return probe
 
 
 class SavedTensorHooks:
@@ -99,12 +123,16 @@ class SavedTensorHooks:
         if torch._C._current_graph_task_id() != -1:
             return Passed(tensor)
         tensor = waited(tensor)
-        if not is_plain(tensor) and is_wrapper(tensor) and not isinstance(tensor._base, torch.nn.Parameter):
-            if isinstance(tensor, torch.nn.Parameter):
+        if not is_plain(tensor) and is_wrapper(tensor):
+            if is_parameter(tensor):  # asked of the wrapper: its members know neither base nor grad_fn
                 return Passed(tensor)
-            return WrapperHandle(tensor, self.pack)
+            return WrapperHandle(tensor, self._pack_member if tensor.is_nested else self.pack)
         with self._lock:
             return self._pack_plain(tensor)
+
+    def _pack_member(self, tensor: torch.Tensor) -> Any:
+        """Of a jagged tensor: its offsets stay, because their object is what says that two ragged sizes are the same one."""
+        return self.pack(tensor) if tensor.is_floating_point() else Passed(tensor)
 
     def _pack_plain(self, tensor: torch.Tensor) -> Handle | Passed:
         scopes = self._scopes
@@ -125,7 +153,10 @@ class SavedTensorHooks:
                 return tensor
         if type(packed) is Passed:
             return packed.read()
-        assert type(packed) is WrapperHandle
-        inner = {name: self.unpack(part) for name, part in packed.inner.items()}
+        assert type(packed) is WrapperHandle, f"unpack of a {type(packed).__name__}; give it what pack returned"
+        kinds = (Handle, Passed, WrapperHandle)
+        if packed.probe is not None and packed.probe._version != packed.version:
+            raise modified(packed.probe.dtype, packed.size, packed.probe._version, packed.version)
+        inner = {name: self.unpack(part) if isinstance(part, kinds) else part for name, part in packed.inner.items()}
         rebuilt: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
         return rebuilt

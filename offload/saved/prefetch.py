@@ -31,13 +31,13 @@ class Prefetcher:
     def pump(self, chunks: Sequence[SavedChunk]) -> None:
         """Fetch what the coming reads want, as far as window and caps allow. Blocks the host: never.
 
-        chunks: in the order in which backwards will read them; the ones not readable yet are passed over.
+        chunks: in the order in which backwards will read them.
         """
         transfers = self._transfers
         room = transfers.limits.max_restoring_bytes
         for rank, chunk in enumerate(chunks):
             if not chunk.readable:
-                continue
+                return  # what is read after it is further away than a window
             coming = chunk.coming
             coming.follow_reader()
             room -= coming.ahead_bytes

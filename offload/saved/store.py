@@ -25,7 +25,7 @@ from offload.transfer.engine import TransferEngine
 from offload.transfer.layout import Span, ViewLayout, WeakStorage, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
 from offload.transfer.record import Record, RecordState, Transfer
 
-__all__ = ["Handle", "Passed", "SavedChunk", "SavedGroup", "TensorStore"]
+__all__ = ["Handle", "Passed", "SavedChunk", "SavedGroup", "TensorStore", "modified"]
 
 _GATHER_BELOW = 0.5  # a lone view that covers less than half of its span is packed first: fewer bytes cross the link (S2-103)
 
@@ -33,11 +33,12 @@ _GATHER_BELOW = 0.5  # a lone view that covers less than half of its span is pac
 class Handle:
     """What autograd's graph keeps instead of a tensor: names a record, owns no storage."""
 
-    __slots__ = ("layout", "pass_no", "record")
+    __slots__ = ("layout", "pass_no", "probe", "record")
 
-    def __init__(self, record: Record, layout: ViewLayout) -> None:
+    def __init__(self, record: Record, layout: ViewLayout, probe: torch.Tensor) -> None:
         self.record = record
         self.layout = layout
+        self.probe = probe  # of the tensor that was saved; the record's own where it was the first
         self.pass_no = record.pass_no - 1  # not read yet in the pass under way
 
 
@@ -55,7 +56,7 @@ class Passed:
 
     def read(self) -> torch.Tensor:
         if self.version is not None and self.tensor._version != self.version:
-            raise _modified(self.tensor.dtype, self.tensor.size(), self.tensor._version, self.version)
+            raise modified(self.tensor.dtype, self.tensor.size(), self.tensor._version, self.version)
         return self.tensor
 
 
@@ -142,14 +143,19 @@ class TensorStore:
         if record is None:
             record = self._new_record(tensor, storage, span, version, chunk, group)
             record.external = external
-            if span.nbytes == storage_bytes:
+            if span.nbytes == storage_bytes and not _sparse(tensor, span):
                 self._enqueue(record, group)
             else:
                 group.deferred.append(weakref.ref(record))
         layout = layout_of(tensor)
         if record.handles == 0:
-            record.lone_layout = layout
-        handle = Handle(record, layout)
+            record.lone_layout, probe = layout, record.probe
+        else:
+            probe = self._probe(tensor)  # `.data` shares the storage, but counts versions of its own
+            if record.lone_layout != layout:
+                record.lone_layout = None
+        assert probe is not None
+        handle = Handle(record, layout, probe)
         record.handles += 1
         record.unread += 1
         record.touch = chunk.touches
@@ -161,8 +167,10 @@ class TensorStore:
         record = None if reference is None else reference()
         if record is None or record.version != version or record.probe is None or record.probe._version != version:
             return None
+        if record.weak_storage.key != key:  # its bytes are a packed or a restored copy by now, and `key` may be a new storage's
+            return None
         if not record.span.covers(span):
-            if record.state is not RecordState.RESIDENT or record.gathered is not None:
+            if record.state is not RecordState.RESIDENT:
                 return None
             before = record.nbytes
             record.span = record.span.union(span)  # still here: the commit decides on the union of the saved ranges
@@ -206,9 +214,10 @@ class TensorStore:
         pending = list(_alive(group.pending))
         group.pending.clear()
         group.pending_bytes = 0
-        transfer = self._transfers.spill(pending) if pending else None
-        if transfer is not None:
-            group.transfers.append(transfer)
+        for lane in dict.fromkeys(record.lane for record in pending):  # nearly always one
+            transfer = self._transfers.spill([record for record in pending if record.lane is lane])
+            if transfer is not None:
+                group.transfers.append(transfer)
 
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
@@ -220,9 +229,11 @@ class TensorStore:
         self._send(group)
 
     def _gather(self, record: Record) -> None:
-        """Pack a lone sparse view, on the compute lane, so that only its elements cross the link."""
+        """Pack a sparse view, saved as nothing else, on the compute lane, so that only its elements cross the link."""
         layout = record.lone_layout
-        if record.handles != 1 or layout is None or record.device_bytes is None or overlaps_itself(layout):
+        if layout is None or record.device_bytes is None or overlaps_itself(layout):
+            return
+        if record.lane is not self._device.compute:  # nothing orders the current lane after the one that wrote it
             return
         packed_bytes = layout.size.numel() * layout.dtype.itemsize
         if packed_bytes >= _GATHER_BELOW * record.nbytes:
@@ -249,18 +260,19 @@ class TensorStore:
                 f"{record.label} ({record.nbytes:,} bytes) was saved in a step that has ended; run its backward before step_end() or "
                 "reset(), or save it outside the offload hooks"
             )
-        assert record.probe is not None
-        if record.probe._version != record.version:
-            raise _modified(handle.layout.dtype, handle.layout.size, record.probe._version, record.version)
+        if handle.probe._version != record.version:
+            raise modified(handle.layout.dtype, handle.layout.size, handle.probe._version, record.version)
         if handle.pass_no == record.pass_no:  # read before: a second pass over the graph begins for this record
             record.pass_no += 1
             record.unread = record.handles
         handle.pass_no = record.pass_no
         record.unread -= 1
         storage = self._on_device(record)
-        if record.gathered is not None:
-            return _scattered(storage, record.gathered)
-        return view_of(storage, handle.layout, record.base)
+        gathered = record.gathered
+        tensor = view_of(storage, handle.layout, record.base) if gathered is None else _scattered(storage, gathered)
+        shared = handle.probe.detach()
+        shared.data = tensor  # counts versions with what was saved: a backward that changes it in place is found out by the next read
+        return shared
 
     def _on_device(self, record: Record) -> torch.UntypedStorage:
         state = record.state
@@ -290,6 +302,10 @@ class TensorStore:
         return storage
 
 
+def _sparse(tensor: torch.Tensor, span: Span) -> bool:
+    return tensor.numel() * tensor.element_size() < _GATHER_BELOW * span.nbytes
+
+
 def _alive(references: list[weakref.ref[Record]]) -> Iterator[Record]:
     for reference in references:
         record = reference()
@@ -305,7 +321,8 @@ def _scattered(storage: torch.UntypedStorage, layout: ViewLayout) -> torch.Tenso
         return spread.copy_(packed)
 
 
-def _modified(dtype: torch.dtype, size: torch.Size, found: int, expected: int) -> RuntimeError:
+def modified(dtype: torch.dtype, size: torch.Size, found: int, expected: int) -> RuntimeError:
+    """The error that autograd itself would raise."""
     return RuntimeError(
         f"a saved tensor needed for the gradient computation was modified by an inplace operation: {dtype} {list(size)} is at version "
         f"{found}, expected version {expected}; clone it before the in-place change, or save it after"

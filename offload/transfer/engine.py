@@ -9,7 +9,7 @@ something can be waited for: before bytes are added, the oldest spill is settled
 
 # [Order: spill]
 # hazard  RAW: `d2h` copies a tensor that `compute` is still writing.
-# edge    spill records an event on compute after the save; d2h waits for it before the copy.
+# edge    spill records an event on the compute lane of the save, after it; d2h waits for it before the copy.
 # alive   the Transfer holds the source storage until the spill is settled.
 # proof   tests/property/test_edges.py, edge "spill"
 #
@@ -55,7 +55,7 @@ from __future__ import annotations
 import logging
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,6 +66,7 @@ from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
 from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
 from offload.transfer.layout import WeakStorage, bytes_of
+from offload.transfer.ranges import transfer_range
 from offload.transfer.record import Record, RecordState, Remains, Transfer
 
 __all__ = ["TransferCounts", "TransferEngine"]
@@ -84,6 +85,7 @@ class TransferCounts:
     restore_bytes: int = 0
     refused: int = 0
     refused_bytes: int = 0
+    wanted_peak_bytes: int = 0  # lent and refused together, at a refusal: what the host would have to hold
     stall_count: int = 0
     device_bytes_peak: int = 0
 
@@ -106,9 +108,11 @@ class TransferEngine:
         self.resident_bytes = 0
         self.spilling_bytes = 0
         self.restoring_bytes = 0
+        self._refused_bytes = 0  # of living records
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
-        self._stalls: list[tuple[Event, Event]] = []
+        self._sources: Counter[int] = Counter()  # spills in flight, by storage: two chunks may save one storage
+        self.stalls: list[tuple[Event, Event]] = []  # timed events around the waits of this step
         self._stalls_before: list[tuple[Event, Event]] = []
 
     # -- counts ---------------------------------------------------------------------------------------------------
@@ -121,6 +125,7 @@ class TransferEngine:
         """Count a new RESIDENT record, after making room for it."""
         self.bury()
         self._make_room(record.nbytes)
+        record.lane = self.device.compute
         self.counts.saved += 1
         self.resident_bytes += record.nbytes
         self._note_peak()
@@ -138,7 +143,9 @@ class TransferEngine:
     def bury(self) -> None:
         """Settle what dead records left behind: their share of the counts and their blocks."""
         while self.estate:
-            state, nbytes, block, event, transfer = self.estate.popleft()
+            state, nbytes, block, event, transfer, refused = self.estate.popleft()
+            if refused:
+                self._refused_bytes -= nbytes
             if state is RecordState.RESIDENT:
                 self.resident_bytes -= nbytes
                 if transfer is not None and not transfer.settled:  # it was reclaimed, and its spill still holds the bytes
@@ -155,8 +162,8 @@ class TransferEngine:
     def spill(self, records: Sequence[Record]) -> Transfer | None:
         """Send the records' bytes to the host, as one piece under one event. Blocks the host: never.
 
-        records: RESIDENT ones leave; others are passed over. One that gets no host block, or that the door denies, stays RESIDENT and
-            is counted as refused.
+        records: saved on one lane, which need not be the current one. RESIDENT ones leave; others are passed over. One that gets no host
+            block, or that the door denies, stays RESIDENT and is counted as refused.
         Returns the transfer in flight, None if nothing left. Order: [Order: spill], [Order: reuse].
         """
         self.bury()
@@ -166,24 +173,24 @@ class TransferEngine:
         for record in records:
             if record.state is not RecordState.RESIDENT:
                 continue
-            if isinstance(self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied):
-                block = None
-            else:
-                block = self.arena.take(record.nbytes)
+            denied = isinstance(self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied)
+            block = None if denied else self.arena.take(record.nbytes)
             if block is None:
-                self.counts.refused += 1
-                self.counts.refused_bytes += record.nbytes
+                self._refuse(record, for_want_of_memory=not denied)
                 continue
             leaving.append(record)
             blocks.append(block)
         if not leaving:
             return None
-        compute = device.compute
+        compute = leaving[0].lane or device.compute
         sources: list[torch.Tensor] = []
         for record in leaving:
             assert record.device_bytes is not None
             source = bytes_of(record.device_bytes, record.span)
-            device.note_write(compute, source)
+            key = record.device_bytes._cdata
+            if not self._sources[key]:  # else compute wrote it before the copy that still reads it
+                device.note_write(compute, source)
+            self._sources[key] += 1
             sources.append(source)
         device.wait(d2h, device.record(compute), "spill")
         pairs: list[CopyPair] = []
@@ -192,7 +199,8 @@ class TransferEngine:
         for source, block in zip(sources, blocks, strict=True):
             pairs.extend(_parts(block, source))
         nbytes = sum(record.nbytes for record in leaving)
-        device.copy(d2h, pairs)
+        with transfer_range("spill", leaving[0].label.group.name):
+            device.copy(d2h, pairs)
         event = device.record(d2h)
         transfer = Transfer([weakref.ref(record) for record in leaving], sources, compute, event, nbytes, str(leaving[0].label))
         for record, block in zip(leaving, blocks, strict=True):
@@ -209,6 +217,17 @@ class TransferEngine:
         self.counts.spill_bytes += nbytes
         self._make_room(0)
         return transfer
+
+    def _refuse(self, record: Record, *, for_want_of_memory: bool) -> None:
+        self.counts.refused += 1
+        self.counts.refused_bytes += record.nbytes
+        if not for_want_of_memory:
+            return
+        if not record.refused:
+            record.refused = True
+            self._refused_bytes += record.nbytes
+        wanted = self.arena.lent_bytes + self._refused_bytes
+        self.counts.wanted_peak_bytes = max(self.counts.wanted_peak_bytes, wanted)
 
     def _make_room(self, nbytes: int, may_settle: Callable[[Transfer], bool] | None = None) -> bool:
         """Settle the oldest spills until `nbytes` more fit under the caps. False if they do not fit even then.
@@ -253,8 +272,12 @@ class TransferEngine:
         self.spilling_bytes -= transfer.nbytes
         for reference, source in zip(transfer.records, transfer.keepalive, strict=True):
             record = reference()
-            if record is None or record.state is not RecordState.RESIDENT:
-                self.device.note_free(transfer.lane, source)
+            key = source.untyped_storage()._cdata
+            self._sources[key] -= 1
+            if not self._sources[key]:
+                del self._sources[key]
+                if record is None or record.state is not RecordState.RESIDENT:
+                    self.device.note_free(transfer.lane, source)
             if record is not None and record.state is RecordState.SPILLING:
                 record.move_to(RecordState.SPILLED)
         transfer.keepalive.clear()
@@ -296,7 +319,8 @@ class TransferEngine:
                     f"(checksum {_checksum(record.block):#x}, was {record.checksum:#x}); something else wrote to the block"
                 )
             pairs.extend((part, extent) for extent, part in _parts(record.block, home))
-        device.copy(h2d, pairs)
+        with transfer_range("restore", records[0].label.group.name):
+            device.copy(h2d, pairs)
         event = device.record(h2d)
         transfer = Transfer([weakref.ref(record) for record in records], homes, compute, event, nbytes, str(records[0].label))
         for record, home in zip(records, homes, strict=True):
@@ -337,8 +361,9 @@ class TransferEngine:
         self._await(transfer.lane, transfer.event, order)
         transfer.settled = True
         self._restoring.remove(transfer)  # readers come in about the order of issue: near the front
-        for home in transfer.keepalive:
-            self.device.note_read(transfer.lane, home)
+        if order == "read":  # what is abandoned only goes back to the allocator
+            for home in transfer.keepalive:
+                self.device.note_read(transfer.lane, home)
         transfer.keepalive.clear()
         for record in _living(transfer):
             if record.state is RecordState.RESTORING:
@@ -361,13 +386,13 @@ class TransferEngine:
             return
         before = device.record(lane, timed=True)
         device.wait(lane, event, order)
-        self._stalls.append((before, device.record(lane, timed=True)))
+        self.stalls.append((before, device.record(lane, timed=True)))
         self.counts.stall_count += 1
 
     # -- step -----------------------------------------------------------------------------------------------------
     def release(self, record: Record) -> None:
         """End a record's life whatever its state: a later read finds it RELEASED. Its block and counts are settled now."""
-        remains: Remains = (record.state, record.nbytes, record.block, record.event, record.transfer)
+        remains = record.remains()
         record.move_to(RecordState.RELEASED)
         record.device_bytes = record.block = record.probe = None
         self.estate.append(remains)
@@ -382,7 +407,7 @@ class TransferEngine:
         while self._restoring:
             self._settle_restore(self._restoring[0], "abandon")
         stall_ms = self._read_stalls(self._stalls_before)
-        self._stalls_before, self._stalls = self._stalls, []
+        self._stalls_before, self.stalls = self.stalls, []
         counts, self.counts = self.counts, TransferCounts(device_bytes_peak=self.device_bytes)
         return counts, stall_ms
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from offload.device import Event, Lane
     from offload.memory.arena import Block
 
-__all__ = ["LEGAL_MOVES", "Record", "RecordState", "Transfer"]
+__all__ = ["LEGAL_MOVES", "Record", "RecordState", "Remains", "Transfer"]
 
 
 class RecordState(Enum):
@@ -72,8 +72,15 @@ class Transfer:
         self.settled = False  # passed, or `lane` waits for it
 
 
-Remains = tuple[RecordState, int, "Block | None", "Event | None", "Transfer | None"]
-"""What a dead record leaves to its engine: state, bytes, block, last event on the block, transfer."""
+class Remains(NamedTuple):
+    """What a dead record leaves to its engine. event: the last use of the block."""
+
+    state: RecordState
+    nbytes: int
+    block: Block | None
+    event: Event | None
+    transfer: Transfer | None
+    refused: bool
 
 
 class Record:
@@ -95,9 +102,11 @@ class Record:
         "gathered",
         "handles",
         "label",
+        "lane",
         "lone_layout",
         "pass_no",
         "probe",
+        "refused",
         "span",
         "state",
         "touch",
@@ -115,10 +124,11 @@ class Record:
         self.estate = estate
         self.state = RecordState.RESIDENT
         self.device_bytes: torch.UntypedStorage | None = None
+        self.lane: Lane | None = None  # the compute lane that saved it, and so comes after its writer
         self.block: Block | None = None
         self.event: Event | None = None  # last use of the block: its spill, then each restore
         self.transfer: Transfer | None = None  # the one under way, or the last
-        self.lone_layout: ViewLayout | None = None  # of the first save; the only one while handles == 1
+        self.lone_layout: ViewLayout | None = None  # of every save so far, None once two differ
         self.gathered: ViewLayout | None = None  # the block holds this sparse view, packed
         self.probe: torch.Tensor | None = None
         self.version = 0
@@ -128,6 +138,7 @@ class Record:
         self.pass_no = 0
         self.touch = 0
         self.checksum: int | None = None
+        self.refused = False  # it should have left, and found no room on the host
 
     @property
     def nbytes(self) -> int:
@@ -142,9 +153,12 @@ class Record:
             )
         self.state = state
 
+    def remains(self) -> Remains:
+        return Remains(self.state, self.nbytes, self.block, self.event, self.transfer, self.refused)
+
     def __del__(self) -> None:
         if self.state is not RecordState.RELEASED:
-            self.estate.append((self.state, self.nbytes, self.block, self.event, self.transfer))
+            self.estate.append(self.remains())
 
     def __repr__(self) -> str:
         return f"Record({self.label}, {self.nbytes:,} bytes, {self.state.name})"

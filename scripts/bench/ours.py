@@ -49,11 +49,10 @@ def saved_limit_bytes(options: RowOptions, resident_bytes: int) -> int | None:
     return left
 
 
-def host_reserve_bytes(live_peak_bytes: int, limit_bytes: int | None) -> int:
-    """Pinned bytes to reserve before step 1: what cannot stay on the device when most is live, and a margin for pieces in flight."""
-    if limit_bytes is None:
-        return live_peak_bytes
-    return min(live_peak_bytes, max(0, live_peak_bytes - limit_bytes) + min(limit_bytes // 4, 1 << 30))
+def host_reserve_bytes(live_peak_bytes: int, host_limit_bytes: int) -> int:
+    """Pinned bytes to reserve before step 1: all that is live at once and may leave, because the first step sends everything. What the
+    plan keeps is given back once it has settled."""
+    return min(live_peak_bytes, host_limit_bytes)
 
 
 class _OurMarks:
@@ -97,8 +96,8 @@ class Ours(Row):
 
         options, work = self.context.options, self.context.workload
         live = self._movable_layer_bytes() * work.shape.layers * live_peak_chunks(work.actions)
-        reserve = options.host_reserve_bytes if options.host_reserve_bytes is not None else host_reserve_bytes(live, self.limit_bytes)
-        self._skip_if_pinned_exceeds(reserve, "what the limit does not leave on the device")
+        reserve = options.host_reserve_bytes if options.host_reserve_bytes is not None else host_reserve_bytes(live, options.host_limit_bytes)
+        self._skip_if_pinned_exceeds(reserve, "what is live at once")
         given: dict[str, Any] = {
             "device_limit_bytes": self.limit_bytes,
             "max_spilling_bytes": options.max_spilling_bytes,
@@ -107,6 +106,7 @@ class Ours(Row):
             "min_offloaded_tensor_size": options.min_elements,
             "host_limit_bytes": options.host_limit_bytes,
             "host_reserve_bytes": reserve,
+            "trim_host": False,
         }
         config = offload.OffloadConfig(**{name: value for name, value in given.items() if value is not None})
         began = time.perf_counter()

@@ -59,19 +59,23 @@ class Job:
             index: build_stage_module(options.model, index, self.num_stages, device=rank.device, dtype=options.dtype) for index in indices
         }
         limits = options.offload_config(rank=ranks.rank, simulated=rank.device.type == "cpu")
-        self.manager = configure(limits, device="sim" if rank.device.type == "cpu" else "cuda", store=rank.store, print_summary=False)
+        self.manager = configure(
+            limits, device="sim" if rank.device.type == "cpu" else str(rank.device), store=rank.store, print_summary=False
+        )
         for module in self.modules.values():
             self.manager.register_parameters(module)
         self.stages = [self._stage(index, module) for index, module in self.modules.items()]
         self.schedule = build_schedule(spec, self.stages, microbatches=options.microbatches, loss_fn=_loss)
-        actions = actions_of(self.schedule, ranks.rank)
-        self.manager.set_order(actions)
-        if options.offloads:
-            layers = max(len(module.blocks) for module in self.modules.values())
-            expected = int(peak_chunks(actions) * layers * options.saved_bytes_of_layer * options.fraction)
-            self.manager.reserve_host(min(expected, _most_reserved(rank)))
+        self.actions = actions_of(self.schedule, ranks.rank)
+        self.manager.set_order(self.actions)
         self.optimizer = self._new_optimizer()
         self._initial = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()] if options.compare else []
+
+    def reserve_host(self) -> None:
+        """Pin about what the steps will lend at once, so that the first of them finds its blocks."""
+        layers = max(len(module.blocks) for module in self.modules.values())
+        expected = int(peak_chunks(self.actions) * layers * self.options.saved_bytes_of_layer * self.options.fraction)
+        self.manager.reserve_host(min(expected, _most_reserved(self.rank)))
 
     def start_again(self) -> None:
         """Put parameters, optimizer and peaks back to where the run began, for the second arm of a comparison."""
@@ -92,6 +96,8 @@ class Job:
         loss = self._forward_backward(batch)
         if expected is not None:
             self._compare(step, expected, loss)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.lr * min(1.0, (step + 1) / self.options.warmup)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         active, reserved = self._device_memory()

@@ -32,15 +32,17 @@ class Recipe:
     """Sequences a microbatch."""
     microbatches: int
     lr: float
+    warmup: int
+    """Steps in which the learning rate rises to its value."""
     min_elements: int
     """Saved tensors with fewer elements stay on the device; small enough that the preset's own activations leave."""
 
 
 RECIPES = {
-    "tiny": Recipe(batch=4, microbatches=4, lr=3e-3, min_elements=4096),
-    "small": Recipe(batch=1, microbatches=8, lr=1e-3, min_elements=1 << 16),
-    "medium": Recipe(batch=1, microbatches=8, lr=3e-4, min_elements=1 << 20),
-    "large": Recipe(batch=1, microbatches=8, lr=1e-4, min_elements=1 << 20),
+    "tiny": Recipe(batch=4, microbatches=4, lr=3e-3, warmup=1, min_elements=4096),
+    "small": Recipe(batch=1, microbatches=8, lr=1e-3, warmup=10, min_elements=1 << 16),
+    "medium": Recipe(batch=1, microbatches=8, lr=3e-4, warmup=50, min_elements=1 << 20),
+    "large": Recipe(batch=1, microbatches=8, lr=1e-4, warmup=50, min_elements=1 << 20),
 }
 
 
@@ -56,6 +58,7 @@ class Options:
     batch: int
     steps: int
     lr: float
+    warmup: int
     dtype: torch.dtype
     device: str
     seed: int
@@ -130,6 +133,7 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         batch=_or(given.batch, recipe.batch),
         steps=given.steps,
         lr=_or(given.lr, recipe.lr),
+        warmup=recipe.warmup,
         dtype=DTYPES[given.dtype],
         device=given.device,
         seed=given.seed,
@@ -205,9 +209,7 @@ def _parser() -> argparse.ArgumentParser:
 def _model(given: argparse.Namespace) -> TransformerConfig:
     sizes = {name: getattr(given, name) for name in ("layers", "dim", "heads", "kv_heads", "ffn", "sequence")}
     changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    return PRESETS[given.preset].with_(
-        **changes, seed=given.seed, offload_modules=group_names(given.offload_modules), math_attention=given.verify
-    )
+    return PRESETS[given.preset].with_(**changes, seed=given.seed, offload_modules=group_names(given.offload_modules))
 
 
 def _enough(schedule: ScheduleSpec, usual: int, stages: int) -> int:

@@ -47,7 +47,7 @@ class Arm:
 
     def most(self, rank: int, name: str) -> int:
         """The largest of one of the engine's figures over the steps."""
-        return max(step[rank].engine[name] for step in self.steps)
+        return int(max(step[rank].engine[name] for step in self.steps))
 
 
 def known(losses: Sequence[float]) -> float:
@@ -201,9 +201,12 @@ def comparison(off: Arm, on: Arm, saved_if_all_stayed: Sequence[int]) -> str:
         if differing
         else f"the losses of all {len(on.steps)} steps are equal, bit for bit"
     )
+    on_cpu = on.steps[-1][0].active_bytes is None
+    if differing and not on_cpu:
+        losses += ", as attention's on a GPU do from run to run (--verify takes one that is the same every time)"
     notes = [f"A step takes {on.typical_seconds / off.typical_seconds:.2f} times as long with offload; {losses}."]
     notes.append('"saved" is the engine\'s own count of saved activations on the device at once; without offload, of the same ones.')
-    if on.steps[-1][0].active_bytes is None:
+    if on_cpu:
         notes.append("Active and reserved are a GPU allocator's figures, which a CPU does not have; its host memory is not pinned either.")
     return "\n".join([table, *notes])
 

@@ -49,7 +49,7 @@ def read_text(files: Iterable[Path], *, tokens: int) -> Text:
     tokens: the length of a sequence, of which both parts must hold more than one.
     """
     chosen = list(files)
-    source = f"{len(chosen)} files" if chosen else "Python's standard library"
+    source = f"{len(chosen)} file{'s' * (len(chosen) > 1)}" if chosen else "Python's standard library"
     parts: list[np.ndarray] = []
     nbytes = 0
     for path in chosen or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -57,20 +57,16 @@ def read_text(files: Iterable[Path], *, tokens: int) -> Text:
         parts += [content.astype(np.int16), np.array([END_OF_TEXT], dtype=np.int16)]
         nbytes += content.size
         if nbytes >= _MOST_BYTES:
+            source = f"the first {nbytes / 1e6:.1f} MB of {source}"
             break
+    else:
+        source = f"{source}, {nbytes / 1e6:.1f} MB"
     joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.int16)
     held_out = max(tokens + 2, int(joined.size * _HELD_OUT))
     if joined.size - held_out < tokens + 2:
-        raise ValueError(
-            f"{source} hold {nbytes:,} bytes, too few for sequences of {tokens:,} tokens; give more text, or a smaller --sequence"
-        )
+        raise ValueError(f"{nbytes:,} bytes of text are too few for sequences of {tokens:,} tokens; give more, or a smaller --sequence")
     everything = torch.from_numpy(joined)
-    return Text(
-        everything[:-held_out],
-        everything[-held_out:],
-        f"{source}, {nbytes / 1e6:.1f} MB",
-        hashlib.sha256(joined.tobytes()).hexdigest()[:16],
-    )
+    return Text(everything[:-held_out], everything[-held_out:], source, hashlib.sha256(joined.tobytes()).hexdigest()[:16])
 
 
 def _windows(text: Tensor, sequences: int, tokens: int, *, seed: int) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,9 @@ def build(name: str, rank: int, ranks: int, microbatches: int, model: Transforme
     spec = schedule_named(name)
     virtual = spec.default_virtual_stages
     # Small caps, so that the bytes really go: with larger ones a reader would find most of them still on their way out.
-    limits = OffloadConfig(min_offloaded_tensor_size=64, pp_rank=rank, host_reserve_bytes=32 << 20, max_spilling_bytes=8192)
+    limits = OffloadConfig(
+        min_offloaded_tensor_size=64, pp_rank=rank, host_reserve_bytes=32 << 20, piece_bytes=2048, max_spilling_bytes=8192
+    )
     manager = configure(limits, device="sim", print_summary=False)
     recorder = Recorder(manager)
     stages = []

@@ -29,6 +29,7 @@ CALLS = st.lists(
         st.tuples(st.sampled_from(["give_back", "give_back_later"]), st.integers(0, 1 << 16)),
         st.tuples(st.just("give_back_read"), st.integers(0, 1 << 16)),
         st.tuples(st.just("pass"), st.integers(0, 1 << 16)),
+        st.tuples(st.just("trim"), st.integers(0, LIMIT)),
     ),
     min_size=8,
     max_size=60,
@@ -70,6 +71,8 @@ class Shadow:
             assert len(block.extents) == 1
             assert block.after == ()
             self.borrow(block, number)
+        elif name == "trim":
+            self.trim(number)
         elif name == "pass":
             if self.events:
                 self.events.pop(number % len(self.events)).passed = True
@@ -96,22 +99,47 @@ class Shadow:
         assert not any(event.passed for event in cast(tuple[FakeEvent, ...], block.after)), "a wait for nothing"
         self.lent.append(block)
 
+    def trim(self, target_bytes: int) -> None:
+        in_use = set().union(*map(granules, self.lent))
+        before = {
+            piece.data_ptr(): range(piece.data_ptr() // GRANULE, (piece.data_ptr() + piece.numel()) // GRANULE)
+            for memory in self.device.memories
+            for piece in memory.pieces
+            if piece.numel()
+        }
+        known = len(self.device.released_alone)
+        held_bytes = self.arena.held_bytes
+        released_bytes = self.arena.trim(target_bytes)
+        released = self.device.released_alone[known:]
+        assert self.arena.held_bytes == held_bytes - released_bytes
+        assert released_bytes == sum(piece.numel() for piece in released)
+        for piece in released:
+            went = before.pop(piece.data_ptr())
+            assert in_use.isdisjoint(went), "a piece that is partly lent went"
+            assert all(event.passed for granule in went for event in self.readers.pop(granule, ())), "a piece went while it is read"
+        if released:
+            assert self.arena.held_bytes + released[-1].numel() > target_bytes, "more went than was asked for"
+        if self.arena.held_bytes > target_bytes:
+            assert not any(in_use.isdisjoint(left) for left in before.values()), "a whole free piece was kept"
+
     def check(self) -> None:
         stats = self.arena.stats()
         assert stats.lent == len(self.lent)
         assert stats.lent_bytes == sum(block.nbytes for block in self.lent) <= stats.lent_peak_bytes
         padding = sum(-block.nbytes % GRANULE for block in self.lent)
         assert stats.free_bytes + stats.lent_bytes + padding == stats.held_bytes
-        assert stats.held_bytes == self.arena.budget.used_bytes == self.device.host_bytes <= LIMIT
+        assert stats.lent_bytes <= stats.held_bytes == self.arena.budget.used_bytes == self.device.host_bytes <= LIMIT
 
     def finish(self) -> None:
         while self.lent:
             self.call("give_back", 0)
         stats = self.arena.stats()
         assert stats.free_bytes == stats.held_bytes
-        assert stats.free_ranges == sum(len(memory.pieces) for memory in self.device.memories), "every piece is whole again"
+        pieces = [piece for memory in self.device.memories for piece in memory.pieces if piece.numel()]
+        assert stats.free_ranges == len(pieces), "every piece is whole again"
         self.arena.clear()
         assert self.device.host_bytes == self.arena.budget.used_bytes == 0
+        assert all(memory.released for memory in self.device.memories)
 
 
 @settings(deadline=None, max_examples=300)

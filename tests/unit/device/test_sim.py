@@ -90,6 +90,36 @@ def test_host_memory_may_not_be_released_while_a_copy_is_in_flight_nor_used_afte
         device.copy(device.d2h, [(block, source)])
 
 
+def test_a_piece_of_host_memory_goes_alone_and_only_after_its_last_copy() -> None:
+    device = SimDevice()
+    memory, source = device.host_memory(3 * BLOCK, BLOCK), new()
+    first, block, last = memory.pieces
+    event = spill(device, block, source)
+    with pytest.raises(HazardError, match=r"the host releases them.*freed before the copy ran.*of d2h"):
+        memory.release_piece(1)
+    assert memory.pieces == (first, block, last)
+    device.synchronize(event)
+    memory.release_piece(1)
+    memory.release_piece(1)
+    assert [piece.numel() for piece in memory.pieces] == [BLOCK, 0, BLOCK], "the others keep their index"
+    assert memory.pieces[0] is first
+    assert memory.pieces[2] is last
+    with pytest.raises(HazardError, match="host memory that was released"):
+        device.copy(device.d2h, [(block, source)])
+    device.synchronize(spill(device, last, source))
+    memory.release()
+    assert memory.pieces == ()
+
+
+def test_a_piece_that_was_released_alone_gives_its_storage_up() -> None:
+    memory = SimDevice().host_memory(2 * BLOCK, BLOCK)
+    storages = [piece.untyped_storage()._weak_ref() for piece in memory.pieces]
+    memory.release_piece(0)
+    assert [torch.UntypedStorage._expired(weak) for weak in storages] == [True, False]
+    for weak in storages:
+        torch.UntypedStorage._free_weak_ref(weak)
+
+
 # -- lifetimes ------------------------------------------------------------------------------------------------------
 def test_a_queued_copy_keeps_neither_side_alive() -> None:
     device = SimDevice(check=False)

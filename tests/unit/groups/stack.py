@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
+from offload import (
+    OffloadConfig,
+    OffloadEngine,
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    offload_hooks,
+    step_end,
+)
 from offload.device.sim import ExecutorName, SimDevice
 
 WIDTH, ROWS = 16, 12
@@ -122,7 +131,7 @@ class Driver:
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
+                    parameter -= 0.01 * parameter.grad
                     parameter.grad = None
         self._live.clear()
         self._steps += 1
@@ -148,7 +157,7 @@ class Driver:
         if manager is not None and self.announced:
             manager.begin_backward(stage, microbatch, "B")
         if stage == len(self.stages) - 1:
-            y.square().sum().backward()
+            y.square().mean().backward()
         else:
             y.backward(gradient)
         if manager is not None and self.announced:

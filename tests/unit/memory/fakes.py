@@ -1,4 +1,4 @@
-"""A device for tests of host memory: events pass when the test says so, and pinning waits at a gate that the test opens.
+"""A device for tests of host memory, and arenas on it: events pass when the test says so, pinning waits at a gate that the test opens.
 
 It implements only what memory/ asks of a device; nothing here is timed.
 """
@@ -13,13 +13,17 @@ from typing import Any, cast
 import torch
 
 from offload.device.base import Device
-from offload.errors import HostBudgetError
+from offload.errors import HostBudgetError, OffloadError
+from offload.memory.arena import Block, HostArena
+from offload.memory.budget import LocalHostBudget
 
 PATIENCE_S = 30.0
 """Only a broken test waits this long."""
 
 
 PAGE_BYTES = 4096
+KIB = 1024
+PIECE = 64 * KIB
 
 
 class FakeEvent:
@@ -41,10 +45,21 @@ class FakeHostMemory:
         self.pinned = device.pins
         self.released = False
 
+    def release_piece(self, index: int) -> None:
+        piece = self.pieces[index]
+        if not piece.numel():
+            return
+        if self.device.keeps:
+            raise OffloadError(f"a piece of {piece.numel():,} bytes stays pinned")
+        self.device.host_bytes -= piece.numel()
+        self.device.released_alone.append(piece)
+        self.pieces = (*self.pieces[:index], torch.empty(0, dtype=torch.uint8), *self.pieces[index + 1 :])
+        self.released = not any(left.numel() for left in self.pieces)
+
     def release(self) -> None:
-        if not self.released:
-            self.released = True
-            self.device.host_bytes -= self.nbytes
+        self.released = True
+        self.device.host_bytes -= sum(piece.numel() for piece in self.pieces)
+        self.pieces = ()
 
 
 class FakeDevice:
@@ -56,8 +71,10 @@ class FakeDevice:
         self.pins = pins
         self.capturing = False
         self.refuses = False
+        self.keeps = False  # unpins nothing
         self.host_bytes = 0
         self.memories: list[FakeHostMemory] = []
+        self.released_alone: list[torch.Tensor] = []  # pieces, in order; kept alive, so that no later piece has their addresses
         self.polls = 0
         self.synchronized: list[FakeEvent] = []
         self.pinning_threads: list[str] = []
@@ -112,3 +129,14 @@ class FakeDevice:
             yield
         finally:
             self.gate.set()
+
+
+def arena_on(device: FakeDevice, limit_bytes: int = 100 * PIECE, **arguments: Any) -> HostArena:
+    settings = {"budget": LocalHostBudget(limit_bytes), "slab_bytes": 4 * PIECE, "registration_bytes": PIECE, **arguments}
+    return HostArena(device.protocol, **settings)
+
+
+def taken(arena: HostArena, nbytes: int) -> Block:
+    block = arena.take(nbytes)
+    assert block is not None
+    return block

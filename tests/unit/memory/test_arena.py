@@ -7,24 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from offload.errors import HostBudgetError, OffloadError, PoolError
-from offload.memory.arena import POLLS_PER_CALL, POLLS_PER_LOAN, Block, HostArena
+from offload.memory.arena import POLLS_PER_CALL, POLLS_PER_LOAN, HostArena
 from offload.memory.budget import LocalHostBudget, StoreHostBudget
-from tests.unit.memory.fakes import FakeDevice, FakeEvent
-
-KIB = 1024
-PIECE = 64 * KIB
-
-
-def arena_on(device: FakeDevice, limit_bytes: int = 100 * PIECE, **arguments: Any) -> HostArena:
-    settings = {"budget": LocalHostBudget(limit_bytes), "slab_bytes": 4 * PIECE, "registration_bytes": PIECE, **arguments}
-    return HostArena(device.protocol, **settings)
+from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
 @pytest.fixture
@@ -35,12 +26,6 @@ def device() -> FakeDevice:
 @pytest.fixture
 def arena(device: FakeDevice) -> HostArena:
     return arena_on(device)
-
-
-def taken(arena: HostArena, nbytes: int) -> Block:
-    block = arena.take(nbytes)
-    assert block is not None
-    return block
 
 
 # -- lending ------------------------------------------------------------------------------------------------------

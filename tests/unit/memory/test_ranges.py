@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from offload.memory.ranges import FreeRanges, Mark, Range
+from offload.memory.marks import Mark
+from offload.memory.ranges import FreeRanges, Range
 
 
 def free_ranges(*ranges: tuple[int, int, int]) -> FreeRanges:

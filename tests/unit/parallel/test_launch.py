@@ -102,16 +102,45 @@ def test_interrupt_ends_a_rank_that_waits_for_a_message() -> None:
     """
     process = start(body)
     wait_for(process, "waiting")
+    time.sleep(1.0)  # it said so before it waits
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, errors = ended(process)
-    assert (code, errors.strip()) == (130, "interrupted while waiting for another rank")
+    assert (code, errors.strip()) == (130, "interrupted while waiting")
     assert time.monotonic() - began < 10
+
+
+def test_interrupt_that_a_finaliser_swallowed_is_repeated() -> None:
+    body = """
+        class Swallows:
+            def __del__(self):
+                print("finalising", flush=True)
+                time.sleep(0.4)
+        def work():
+            Swallows()
+            time.sleep(60)
+        try:
+            work()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("after its work") from None
+    """
+    process = start(body)
+    wait_for(process, "finalising")
+    process.send_signal(signal.SIGINT)
+    code, errors = ended(process)
+    assert (code, errors.strip()) == (130, "interrupted after its work")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 def test_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     rank = """
         with launch.launched(ranks, torch.device("cpu")):
             print("up", flush=True)

@@ -1,4 +1,7 @@
-"""What a rank is said to compute, and how many chunks that keeps alive. That it is what runs is shown by tests/integration/test_schedules.py."""
+"""What a rank is said to compute, and how many chunks that keeps alive.
+
+That it is what really runs is shown by tests/integration/test_schedules.py.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,9 @@ def pipeline(name: str, listener: Listener | None) -> tuple[Any, list[OffloadPip
     torch.manual_seed(0)
     count = SCHEDULES[name].default_virtual_stages
     stages = [stage_of(layer(), index, count, listener) for index in range(count)]
-    schedule = build_schedule(SCHEDULES[name], stages, microbatches=MICROBATCHES, loss_fn=lambda output, target: (output - target).square().sum())
+    schedule = build_schedule(
+        SCHEDULES[name], stages, microbatches=MICROBATCHES, loss_fn=lambda output, target: (output - target).square().sum()
+    )
     return schedule, stages
 
 
@@ -176,7 +178,9 @@ def test_leftovers_of_a_step_that_raised_are_dropped_by_the_next() -> None:
     stages[1].clear_runtime_states()
     for stage in stages:
         assert not any((stage.fwd_cache, stage.bwd_cache, stage.backward_state, stage.dw_runner))
-        assert all(info.buffer.is_meta for infos in stage.args_recv_info.values() for info in infos if getattr(info, "buffer", None) is not None)
+        assert all(
+            info.buffer.is_meta for infos in stage.args_recv_info.values() for info in infos if getattr(info, "buffer", None) is not None
+        )
 
 
 def test_shapes_that_promise_no_gradient_are_refused() -> None:

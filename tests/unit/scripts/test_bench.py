@@ -112,11 +112,9 @@ def test_total_limit_leaves_what_is_not_resident_and_not_working_set() -> None:
         ours.saved_limit_bytes(options, 48_000)
 
 
-def test_reserve_is_what_the_limit_does_not_hold() -> None:
-    assert ours.host_reserve_bytes(88_000, None) == 88_000
-    assert ours.host_reserve_bytes(88_000, 8_000) == 82_000
-    assert ours.host_reserve_bytes(5_000, 8_000) == 2_000
-    assert ours.host_reserve_bytes(1_000, 8_000) == 1_000
+def test_reserve_is_what_is_live_at_once_within_the_host_limit() -> None:
+    assert ours.host_reserve_bytes(88_000, 110_000) == 88_000
+    assert ours.host_reserve_bytes(88_000, 80_000) == 80_000
 
 
 def test_row_that_would_pin_more_than_the_host_limit_is_skipped_with_both_numbers() -> None:

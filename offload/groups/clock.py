@@ -1,0 +1,62 @@
+"""How long each action of a step computed: timed events at its ends, less the stalls in between.
+
+One invariant: nothing here blocks the host. A step's times are read when a later step ends, and only if all of its events have passed.
+"""
+
+from __future__ import annotations
+
+from offload.device import Device, Event
+from offload.policy.lookahead import ActionKey
+
+__all__ = ["StepClock"]
+
+Stalls = list[tuple[Event, Event]]
+
+
+class _Timed:
+    __slots__ = ("action", "end", "first_stall", "last_stall", "start")
+
+    def __init__(self, action: ActionKey, start: Event, first_stall: int) -> None:
+        self.action = action
+        self.start = start
+        self.end: Event | None = None
+        self.first_stall = first_stall
+        self.last_stall = first_stall
+
+
+class StepClock:
+    """Times the announced actions of a step. Actions do not nest."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._timed: list[_Timed] = []
+        self._before: tuple[list[_Timed], Stalls] = ([], [])
+
+    def start(self, action: ActionKey, stalls: Stalls) -> None:
+        self._timed.append(_Timed(action, self._device.record(self._device.compute, timed=True), len(stalls)))
+
+    def stop(self, action: ActionKey, stalls: Stalls) -> None:
+        if self._timed and self._timed[-1].action == action and self._timed[-1].end is None:
+            self._timed[-1].end = self._device.record(self._device.compute, timed=True)
+            self._timed[-1].last_stall = len(stalls)
+
+    def end_step(self, stalls: Stalls) -> dict[ActionKey, float] | None:
+        """Seconds of compute by action of the step BEFORE the one that ends; None if there was none or it is not over on the device.
+
+        stalls: (before, after) events around the waits of the step that ends, in order.
+        """
+        timed, old_stalls = self._before
+        self._before = (self._timed, stalls)
+        self._timed = []
+        device = self._device
+        ends = [entry.end for entry in timed if entry.end is not None]
+        if len(ends) != len(timed) or not ends:
+            return None
+        if not all(device.poll(event) for event in (*ends, *(after for _, after in old_stalls))):  # not in one lane, maybe
+            return None
+        seconds: dict[ActionKey, float] = {}
+        for entry in timed:
+            assert entry.end is not None
+            waited_ms = sum(device.elapsed_ms(*pair) for pair in old_stalls[entry.first_stall : entry.last_stall])
+            seconds[entry.action] = max(0.0, (device.elapsed_ms(entry.start, entry.end) - waited_ms) / 1000)
+        return seconds

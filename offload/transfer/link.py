@@ -1,0 +1,57 @@
+"""What the link between device and host carries, measured on the engine's own lanes and in its own memory."""
+
+from __future__ import annotations
+
+from offload.device import CopyPair, Device, Lane
+from offload.memory.arena import HostArena
+from offload.policy.actions import Rates
+
+__all__ = ["measure_rates"]
+
+_COPIES = 6  # after one to warm up; 64 MiB each: 7 ms a direction at 55 GB/s
+_COPY_BYTES = 64 << 20
+
+
+def measure_rates(device: Device, arena: HostArena) -> Rates | None:
+    """Bytes per second out, in, and both at once; None where the arena cannot lend two blocks of 64 MiB.
+
+    Blocks the host for about 30 ms: for before step 1. Nothing else may use the lanes meanwhile.
+    """
+    blocks = [arena.take(_COPY_BYTES), arena.take(_COPY_BYTES)]
+    out, back = blocks
+    try:
+        if out is None or back is None:
+            return None
+        source, home = device.empty(_COPY_BYTES), device.empty(_COPY_BYTES)
+        device.note_write(device.compute, source)
+        outward = list(zip(out.extents, source.split([part.numel() for part in out.extents]), strict=True))
+        inward = list(zip(home.split([part.numel() for part in back.extents]), back.extents, strict=True))
+        for lane in (device.d2h, device.h2d):
+            device.wait(lane, device.record(device.compute), "allocate")
+        d2h_s = _seconds(device, [(device.d2h, outward)])
+        h2d_s = _seconds(device, [(device.h2d, inward)])
+        both_s = _seconds(device, [(device.d2h, outward), (device.h2d, inward)])
+        moved = _COPIES * _COPY_BYTES
+        if min(d2h_s, h2d_s, both_s) <= 0:
+            return None
+        return Rates(d2h_bytes_per_s=moved / d2h_s, h2d_bytes_per_s=moved / h2d_s, duplex_bytes_per_s=2 * moved / both_s)
+    finally:
+        for block in blocks:
+            if block is not None:
+                arena.give_back(block, None)
+
+
+def _seconds(device: Device, work: list[tuple[Lane, list[CopyPair]]]) -> float:
+    """Device time of `_COPIES` rounds on each lane, side by side: the longest lane's."""
+    spans = []
+    for lane, pairs in work:
+        device.copy(lane, pairs)
+    starts = [device.record(lane, timed=True) for lane, _ in work]
+    for _ in range(_COPIES):
+        for lane, pairs in work:
+            device.copy(lane, pairs)
+    for (lane, _), start in zip(work, starts, strict=True):
+        end = device.record(lane, timed=True)
+        device.synchronize(end)
+        spans.append(device.elapsed_ms(start, end) / 1000)
+    return max(spans)

@@ -1,0 +1,316 @@
+"""The main job as a user starts it: it trains, it proves its gradients, it says why when it cannot go on, and it always ends.
+
+pytest tests/integration/test_train.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.launch import Ranks
+from parallel.transformer import GROUP_NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from training.options import read_options  # noqa: E402
+from training.text import read_text  # noqa: E402
+
+SMALL = ["--layers", "4", "--dim", "32", "--ffn", "64", "--sequence", "32", "--batch", "2", "--min-offloaded-tensor-size", "256"]
+TWO = Ranks(0, 2, 0, 2)
+ALONE = Ranks(0, 1, 0, 1)
+ON_LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+LONG = 120.0  # seconds; a loaded machine is slow, not wrong
+
+
+@contextmanager
+def started(arguments: list[str], *, ranks: int | None = None, mark: str | None = None) -> Iterator[subprocess.Popen[str]]:
+    """scripts/train.py, under torchrun or alone; whatever the test does, nothing of it stays behind.
+
+    mark: found in the environment of every process of this start.
+    """
+    mark = mark or uuid.uuid4().hex
+    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, str(ROOT / "scripts" / "train.py"), "--device", "cpu", *arguments],
+        env={**clean, "OMP_NUM_THREADS": "1", "TRAIN_TEST": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for pid in members(mark):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def ended(process: subprocess.Popen[str], seconds: float = LONG) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    output, errors = process.communicate(timeout=seconds)
+    return process.returncode, output, errors
+
+
+def run(arguments: list[str], *, ranks: int | None = None) -> tuple[int, str, str]:
+    with started(arguments, ranks=ranks) as process:
+        return ended(process)
+
+
+def members(mark: str) -> dict[int, dict[str, str]]:
+    """The environments of the living processes of one start, by process id. torchrun gives its ranks sessions of their own."""
+    alive = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+        if state != "Z" and environment.get("TRAIN_TEST") == mark:
+            alive[int(folder.name)] = environment
+    return alive
+
+
+def pid_of_rank(mark: str, rank: int) -> int:
+    return next(pid for pid, environment in members(mark).items() if environment.get("RANK") == str(rank))
+
+
+@pytest.fixture
+def mark() -> str:
+    return uuid.uuid4().hex
+
+
+def wait_for_steps(telemetry: Path, count: int) -> None:
+    end = time.monotonic() + LONG
+    while time.monotonic() < end:
+        if telemetry.exists() and telemetry.read_text().count("\n") >= count:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{count} steps were not made in {LONG} seconds")
+
+
+def lines_of(telemetry: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in telemetry.read_text().splitlines()]
+
+
+# ---- it trains ----
+
+
+def test_two_ranks_train_with_every_gradient_verified(tmp_path: Path) -> None:
+    telemetry = tmp_path / "steps.jsonl"
+    code, output, errors = run(["--steps", "3", "--verify", "--eval-every", "2", "--telemetry", str(telemetry), *SMALL], ranks=2)
+    assert code == 0, errors
+    assert "Activation Offload Summary (MB)" in output
+    assert "Rank 1" in output
+    assert "every gradient of all 3 steps is bit for bit what it is without offload" in output
+    assert "held out" in output
+    steps = lines_of(telemetry)
+    assert [step["step"] for step in steps] == [0, 1, 2]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    for step in steps:
+        assert len(step["ranks"]) == 2
+        for rank in step["ranks"]:
+            assert rank["engine"]["spill_bytes"] > 0
+            assert rank["engine"]["restore_bytes"] > 0
+
+
+def test_process_alone_compares_the_steps_with_and_without_offload(tmp_path: Path) -> None:
+    telemetry = tmp_path / "steps.jsonl"
+    code, output, errors = run(["--steps", "3", "--compare", "--telemetry", str(telemetry), *SMALL])
+    assert code == 0, errors
+    assert "the losses of all 3 steps are equal, bit for bit" in output
+    assert "a CPU does not have" in output
+    assert [step["arm"] for step in lines_of(telemetry)] == ["offload off"] * 3 + ["offload on"] * 3
+    saved_off, saved_on = (float(line.split()[-1]) for line in output.splitlines() if line.startswith("rank 0"))
+    assert 0 < saved_on <= saved_off
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleavedzerobubble"])
+def test_split_backward_trains_alone_with_every_gradient_verified(schedule: str) -> None:
+    code, output, errors = run(["--steps", "2", "--verify", "--schedule", schedule, *SMALL])
+    assert code == 0, errors
+    assert "bit for bit what it is without offload" in output
+
+
+def test_wrong_gradient_is_named_and_ends_the_job(tmp_path: Path) -> None:
+    """A sitecustomize in the rank's path makes one restored tensor wrong, as a broken engine would."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import sys, runpy, torch\n"
+        f"sys.argv = [{str(ROOT / 'scripts' / 'train.py')!r}, *sys.argv[1:]]\n"
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'scripts')!r}]\n"
+        "import training.job\n"
+        "honest = training.job.Job._forward_backward\n"
+        "def dishonest(self, batch):\n"
+        "    loss = honest(self, batch)\n"
+        "    if self.manager.do_offload:\n"
+        "        self._parameters()[3].grad[0, 0] += 1\n"
+        "    return loss\n"
+        "training.job.Job._forward_backward = dishonest\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    command = [sys.executable, str(broken), "--device", "cpu", "--steps", "2", "--verify", *SMALL]
+    finished = subprocess.run(
+        command, capture_output=True, text=True, timeout=LONG, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert finished.returncode == 1
+    said = "step 0: the gradient of stage 0's blocks.0.attn.wk.weight differs with offload in 1 of 512 elements"
+    assert said in finished.stderr
+
+
+# ---- it says why it cannot ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--offload-modules", "core_attn,attention"],
+            rf"no layer has the mark 'attention'; the marks are {GROUP_NAMES[0]}, .*{GROUP_NAMES[-1]}",
+        ),
+        (["--offload-modules", "attn_proj"], "choose core_attn too"),
+        (["--data", "no/such/file"], "--data no/such/file: there is no such file"),
+        (["--telemetry", "no/such/folder/steps.jsonl"], "there is no folder .*no/such/folder"),
+        (["--schedule", "1f1b", "--microbatches", "1"], "1f1b needs a microbatch for every stage: 1 for 2 stages"),
+        (["--schedule", "dualpipev", "--microbatches", "3"], "dualpipev needs a microbatch for every stage: 3 for 4 stages"),
+        (["--schedule", "interleaved1f1b", "--microbatches", "5"], "take --microbatches 4 or 6"),
+        (["--schedule", "zbv", "--virtual-stages", "3"], "zbv gives a rank two stages"),
+        (["--schedule", "chimera"], "no schedule is called 'chimera'; there are gpipe, "),
+        (["--schedule", "loopedbfs", "--virtual-stages", "3"], "4 layers cannot be cut into 6 stages"),
+        (["--heads", "3"], "dim 128 over 3 heads"),
+        (["--offload-fraction", "1.5"], "activation_offload_fraction is 1.5"),
+        (["--min-offloaded-tensor-size", "-1"], "min_offloaded_tensor_size is -1"),
+        (["--device-limit-mb", "0"], "--device-limit-mb is 0; it must be at least 1"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--steps", "many"], "invalid int value: 'many'"),
+        (["--verify", "--compare"], "run them one after the other"),
+        (["--compare", "--offload-modules", "none"], "--compare needs something that is offloaded"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(arguments: list[str], said: str) -> None:
+    with pytest.raises((ValueError, OSError), match=said):
+        read_options(arguments, TWO)
+
+
+def test_refusal_is_one_line_and_exit_code_2_on_two_ranks() -> None:
+    code, output, errors = run(["--offload-modules", "core_attn,attention"], ranks=2)
+    assert code != 0
+    assert output == ""
+    assert errors.count("no layer has the mark 'attention'; the marks are") == 1
+    assert "exitcode  : 2" in errors
+    assert "training/options.py" not in errors, "no traceback of ours"
+
+
+def test_text_too_short_for_a_sequence_is_refused(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("to be or not to be")
+    with pytest.raises(ValueError, match="18 bytes of text are too few for sequences of 32 tokens"):
+        read_text([short], tokens=32)
+
+
+def test_given_text_is_what_is_learned(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("a" * 300)
+    second.write_text("b" * 300)
+    text = read_text([first, second], tokens=16)
+    assert set(text.learned.tolist()) == {ord("a"), ord("b"), 256}
+    inputs, targets = text.batch(4, 16, seed=0, step=3)
+    assert inputs.shape == targets.shape == (4, 16)
+    assert inputs[:, 1:].equal(targets[:, :-1])
+    assert inputs.equal(text.batch(4, 16, seed=0, step=3)[0])
+    assert not inputs.equal(text.batch(4, 16, seed=0, step=4)[0]) or not targets.equal(text.batch(4, 16, seed=0, step=4)[1])
+
+
+def test_defaults_of_every_preset_and_schedule_can_be_run() -> None:
+    for preset in ("tiny", "small", "medium", "large"):
+        for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"):
+            for ranks in (ALONE, TWO):
+                options = read_options(["--preset", preset, "--schedule", schedule], ranks)
+                assert options.microbatches >= 4
+                assert options.offloads
+
+
+# ---- it always ends ----
+
+
+@ON_LINUX
+def test_rank_that_is_killed_ends_the_job_and_leaves_no_orphan(tmp_path: Path, mark: str) -> None:
+    telemetry = tmp_path / "steps.jsonl"
+    with started(["--steps", "100000", "--telemetry", str(telemetry), *SMALL], ranks=2, mark=mark) as process:
+        wait_for_steps(telemetry, 2)
+        os.kill(pid_of_rank(mark, 1), signal.SIGKILL)
+        code, _, _ = ended(process, 60)
+        assert code != 0
+        assert not members(mark)
+
+
+@ON_LINUX
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, mark: str) -> None:
+    telemetry = tmp_path / "steps.jsonl"
+    with started(["--steps", "100000", "--telemetry", str(telemetry), *SMALL], ranks=2, mark=mark) as process:
+        wait_for_steps(telemetry, 2)
+        assert len(members(mark)) == 3
+        process.kill()
+        process.wait()
+        for _ in range(100):
+            if not members(mark):
+                return
+            time.sleep(0.1)
+        pytest.fail("the ranks went on without torchrun")
+
+
+@ON_LINUX
+def test_interrupt_ends_the_job_and_leaves_no_orphan(tmp_path: Path, mark: str) -> None:
+    telemetry = tmp_path / "steps.jsonl"
+    with started(["--steps", "100000", "--telemetry", str(telemetry), *SMALL], ranks=2, mark=mark) as process:
+        wait_for_steps(telemetry, 2)
+        process.send_signal(signal.SIGINT)  # as Ctrl-C does: the ranks are in sessions of their own, torchrun tells them
+        code, _, errors = ended(process, 60)
+        assert code != 0
+        assert "\ninterrupted" in errors
+        assert not members(mark)
+
+
+def test_interrupt_of_a_process_alone_says_how_far_it_came(tmp_path: Path) -> None:
+    telemetry = tmp_path / "steps.jsonl"
+    with started(["--steps", "100000", "--telemetry", str(telemetry), *SMALL]) as process:
+        wait_for_steps(telemetry, 2)
+        process.send_signal(signal.SIGINT)
+        code, _, errors = ended(process, 60)
+        assert code == 130
+        assert "of 100000 steps" in errors
+        assert "Traceback" not in errors
+
+
+def test_rank_that_fails_says_why_and_ends_the_job(tmp_path: Path) -> None:
+    """Rank 1 reads other text than rank 0: found when they compare, after both are up."""
+    words = tmp_path / "words.txt"
+    words.write_text("some words " * 1000)
+    starter = tmp_path / "starter.py"
+    starter.write_text(
+        "import os, runpy, sys\n"
+        f"sys.argv = [{str(ROOT / 'scripts' / 'train.py')!r}, *sys.argv[1:]]\n"
+        f"if os.environ['RANK'] == '1':\n    sys.argv += ['--data', {str(words)!r}]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(starter), "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run([*launcher, *SMALL], capture_output=True, text=True, timeout=LONG, env=environment, check=False)
+    assert finished.returncode != 0
+    assert "ValueError: the ranks read different text" in finished.stderr

@@ -1,0 +1,148 @@
+"""Pinned host memory without a GPU: mapping, pieces and the return of their pages are the system's own; only registration is played.
+
+What needs a GPU is in tests/gpu/test_host_memory.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.device import cuda
+from offload.device.base import HostMemory
+from offload.device.cuda import _PinnedMemory
+from offload.errors import HostBudgetError, OffloadError
+
+MIB = 1 << 20
+PIECE = 8 * MIB
+
+
+class FakeRuntime:
+    """Of CUDA's runtime, the registration. It knows what is registered, and refuses what the driver would refuse."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.limit_bytes = 1 << 60
+        self.broken = False
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        if sum(self.registered.values()) + nbytes > self.limit_bytes:
+            return 2
+        assert address not in self.registered
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+        if self.broken:
+            return 700
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def sizes(memory: HostMemory) -> list[int]:
+    return [piece.numel() for piece in memory.pieces]
+
+
+def test_a_piece_goes_alone_and_the_others_keep_their_bytes_and_places(runtime: FakeRuntime) -> None:
+    memory: HostMemory = _PinnedMemory(4 * PIECE + 4096, PIECE)
+    pieces = memory.pieces
+    for number, piece in enumerate(pieces):
+        piece.fill_(number + 1)
+    memory.release_piece(1)
+    memory.release_piece(4)
+    assert sizes(memory) == [PIECE, 0, PIECE, PIECE, 0]
+    assert set(runtime.registered) == {pieces[index].data_ptr() for index in (0, 2, 3)}
+    # a private mapping reads zero where its pages were given up; that is how the test sees exactly which ones were
+    assert [int(piece.min()) for piece in pieces] == [int(piece.max()) for piece in pieces] == [1, 0, 3, 4, 0]
+    memory.release()
+    assert memory.pieces == ()
+    assert runtime.registered == {}
+
+
+def test_the_pages_of_a_released_piece_go_back_to_the_system(runtime: FakeRuntime) -> None:
+    memory = _PinnedMemory(8 * PIECE, PIECE)
+    before = resident_bytes()
+    for index in range(8):
+        memory.release_piece(index)
+    released = before - resident_bytes()
+    assert released > 4 * PIECE, "all of 8 pieces; half, because the kernel counts each processor's last pages late"
+
+
+def test_no_piece_is_unregistered_twice(runtime: FakeRuntime) -> None:
+    memory = _PinnedMemory(3 * PIECE, PIECE)
+    for index in (2, 0, 2):  # the runtime fails at an address that is not registered
+        memory.release_piece(index)
+    memory.release()
+    memory.release()
+    assert runtime.registered == {}
+
+
+@pytest.mark.parametrize("alone", [0, 1, 2])
+def test_the_mapping_goes_with_the_last_piece(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, alone: int) -> None:
+    class Mapping(mmap.mmap):
+        """mmap.mmap itself cannot be watched weakly."""
+
+    monkeypatch.setattr(cuda.mmap, "mmap", Mapping)
+    memory = _PinnedMemory(2 * PIECE, PIECE)
+    assert isinstance(memory._mapping, Mapping)
+    mapping = weakref.ref(memory._mapping)
+    for index in range(alone):
+        memory.release_piece(index)
+        gc.collect()
+        assert (mapping() is None) == (index == 1)
+    if alone < 2:
+        memory.release()
+    gc.collect()
+    assert mapping() is None
+
+
+def test_a_piece_that_cuda_does_not_unregister_stays(runtime: FakeRuntime) -> None:
+    memory = _PinnedMemory(2 * PIECE, PIECE)
+    memory.pieces[0].fill_(7)
+    runtime.broken = True
+    with pytest.raises(OffloadError, match=r"a piece of 8,388,608 bytes, one of 2 registered \(error 700\)"):
+        memory.release_piece(0)
+    assert sizes(memory) == [PIECE, PIECE]
+    assert bool((memory.pieces[0] == 7).all())
+    runtime.broken = False
+    memory.release_piece(0)
+    assert sizes(memory) == [0, PIECE]
+
+
+def test_pages_that_the_system_keeps_are_said(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Locked(mmap.mmap):
+        def madvise(self, option: int, *arguments: Any) -> None:
+            if option == mmap.MADV_DONTNEED:
+                raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(cuda.mmap, "mmap", Locked)
+    memory = _PinnedMemory(2 * PIECE, PIECE)
+    with pytest.warns(RuntimeWarning, match="keeps the pages of a piece of 8,388,608 bytes"):
+        memory.release_piece(0)
+    assert sizes(memory) == [0, PIECE], "unpinned all the same"
+    assert len(runtime.registered) == 1
+
+
+def test_what_was_registered_before_a_refusal_is_unregistered(runtime: FakeRuntime) -> None:
+    runtime.limit_bytes = 2 * PIECE
+    with pytest.raises(HostBudgetError, match=r"refused 8,388,608 bytes after 16,777,216 of 33,554,432 \(error 2\)"):
+        _PinnedMemory(4 * PIECE, PIECE)
+    assert runtime.registered == {}

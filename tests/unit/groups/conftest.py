@@ -1,0 +1,24 @@
+"""A manager over the simulated device for each test, and no process-wide one left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from offload import PipelineOffloadManager
+from tests.unit.groups.stack import build_manager, installed
+
+
+@pytest.fixture(autouse=True)
+def no_manager_left_behind() -> Iterator[None]:
+    with installed(None):
+        yield
+
+
+@pytest.fixture
+def manager() -> Iterator[PipelineOffloadManager]:
+    """The process-wide manager: late copies, every saved tensor may leave, nothing printed."""
+    with installed(build_manager()) as built:
+        assert built is not None
+        yield built

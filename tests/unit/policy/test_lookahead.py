@@ -1,0 +1,132 @@
+"""The cursor in the step's actions: what backwards are still to come, for any step, and never more than a hint."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from offload.policy.lookahead import ActionKey, Lookahead
+
+ONE_F_ONE_B: list[ActionKey] = [("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("F", 0, 2), ("B", 0, 1), ("B", 0, 2)]
+
+
+def run(lookahead: Lookahead, actions: list[ActionKey]) -> None:
+    for action in actions:
+        lookahead.advance(action)
+
+
+def coming(lookahead: Lookahead) -> str:
+    return " ".join(f"{stage}{kind}{microbatch}" for kind, stage, microbatch in lookahead.coming())
+
+
+def test_first_step_without_a_schedule_foretells_nothing() -> None:
+    lookahead = Lookahead()
+    run(lookahead, ONE_F_ONE_B)
+    assert coming(lookahead) == ""
+    assert lookahead.seen == tuple(ONE_F_ONE_B)
+
+
+def test_given_schedule_is_followed_from_its_first_action() -> None:
+    lookahead = Lookahead()
+    lookahead.give(ONE_F_ONE_B)
+    assert coming(lookahead) == "0B0 0B1 0B2"
+    run(lookahead, ONE_F_ONE_B[:3])
+    assert coming(lookahead) == "0B1 0B2"
+    run(lookahead, ONE_F_ONE_B[3:])
+    assert coming(lookahead) == ""
+    lookahead.end_step()
+    assert coming(lookahead) == "0B0 0B1 0B2"
+    assert lookahead.seen == ()
+
+
+def test_last_step_is_the_hint_where_no_schedule_was_given() -> None:
+    lookahead = Lookahead()
+    run(lookahead, ONE_F_ONE_B)
+    lookahead.end_step()
+    run(lookahead, ONE_F_ONE_B[:3])
+    assert coming(lookahead) == "0B1 0B2"
+
+
+def test_given_schedule_wins_over_the_last_step_until_it_is_taken_back() -> None:
+    lookahead = Lookahead()
+    run(lookahead, ONE_F_ONE_B)
+    lookahead.end_step()
+    lookahead.give([("F", 1, 0), ("B", 1, 0)])
+    assert coming(lookahead) == "1B0"
+    lookahead.give(None)
+    assert coming(lookahead) == "0B0 0B1 0B2"
+
+
+def test_evaluation_between_steps_does_not_become_the_hint() -> None:
+    lookahead = Lookahead()
+    run(lookahead, ONE_F_ONE_B)
+    lookahead.end_step()
+    run(lookahead, [("F", 0, 0), ("F", 0, 1)])
+    lookahead.end_step()
+    assert coming(lookahead) == "0B0 0B1 0B2"
+
+
+def test_step_that_leaves_the_list_gets_no_hint_until_it_is_back() -> None:
+    lookahead = Lookahead()
+    lookahead.give(ONE_F_ONE_B)
+    run(lookahead, ONE_F_ONE_B[:3])
+    lookahead.advance(("F", 0, 7))
+    assert coming(lookahead) == ""
+    lookahead.advance(("F", 0, 2))
+    assert coming(lookahead) == "0B1 0B2"
+
+
+def test_action_that_comes_early_skips_what_lies_before_it() -> None:
+    lookahead = Lookahead()
+    lookahead.give(ONE_F_ONE_B)
+    lookahead.advance(("F", 0, 2))
+    assert coming(lookahead) == "0B1 0B2"
+
+
+def test_same_action_twice_in_a_list_is_found_in_order() -> None:
+    lookahead = Lookahead()
+    lookahead.give([("F", 0, 0), ("B", 0, 0), ("F", 0, 0), ("B", 0, 0)])
+    run(lookahead, [("F", 0, 0), ("B", 0, 0), ("F", 0, 0)])
+    assert coming(lookahead) == "0B0"
+    lookahead.advance(("B", 0, 0))
+    assert coming(lookahead) == ""
+
+
+def test_halves_of_a_split_backward_are_both_foretold() -> None:
+    lookahead = Lookahead()
+    lookahead.give([("F", 0, 0), ("I", 0, 0), ("F", 0, 1), ("I", 0, 1), ("W", 0, 0), ("W", 0, 1)])
+    run(lookahead, [("F", 0, 0), ("I", 0, 0)])
+    assert coming(lookahead) == "0I1 0W0 0W1"
+
+
+def test_any_step_at_all_gives_a_hint_out_of_the_list_and_no_error() -> None:
+    dice = random.Random(0)
+    for _ in range(200):
+        lookahead = Lookahead()
+        listed = [(dice.choice("FBIW"), dice.randrange(2), dice.randrange(3)) for _ in range(dice.randrange(8))]
+        if dice.random() < 0.5:
+            lookahead.give(listed)
+        for _ in range(3):
+            for _ in range(dice.randrange(10)):
+                lookahead.advance((dice.choice("FBIW"), dice.randrange(3), dice.randrange(4)))
+                assert set(lookahead.coming()) <= {action for action in lookahead.actions if action[0] != "F"}
+            lookahead.end_step()
+
+
+@pytest.mark.parametrize(
+    "action", [("X", 0, 0), ("F", -1, 0), ("F", 0, -1), ("F", 0), ("F", 0, 0, 0), ("F", "0", 0), "F00", None, ("F", 0.5, 0), ["F", 0, 0]]
+)
+def test_what_is_not_an_action_is_refused_by_name_and_changes_nothing(action: object) -> None:
+    lookahead = Lookahead()
+    lookahead.give(ONE_F_ONE_B)
+    with pytest.raises(ValueError, match=r"is not \(F, B, I or W; stage >= 0; microbatch >= 0\)") as raised:
+        lookahead.give([("F", 0, 0), action])  # type: ignore[list-item]
+    assert repr(action) in str(raised.value)
+    assert lookahead.actions == tuple(ONE_F_ONE_B)
+
+
+@pytest.mark.parametrize("actions", ["F00", 5, {("F", 0, 0)}])
+def test_what_is_no_list_of_actions_is_refused(actions: object) -> None:
+    with pytest.raises(ValueError, match="must be a list of \\(kind, stage, microbatch\\), or None if not known"):
+        Lookahead().give(actions)  # type: ignore[arg-type]

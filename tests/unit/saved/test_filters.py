@@ -1,0 +1,281 @@
+"""What never leaves: parameters, their views and casts, opted-out storages, and tensors without bytes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from offload.device.sim import SimDevice
+from offload.saved.externals import ExternalKind, ExternalStorages
+from offload.saved.filters import Verdict, judge
+from offload.saved.store import Handle, Passed
+from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
+from tests.unit.saved.test_views import keep
+
+ELEMENTS = 256
+
+
+def verdict_of(tensor: Tensor, *, externals: ExternalStorages | None = None, min_elements: int = 0) -> Verdict:
+    return judge(tensor, SimDevice(), ExternalStorages() if externals is None else externals, min_elements)
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------------
+PARAMETER = nn.Parameter(torch.randn(16, 16))
+OF_A_PARAMETER: dict[str, Callable[[], Tensor]] = {
+    "itself": lambda: PARAMETER,
+    "transposed": lambda: PARAMETER.t(),
+    "sliced": lambda: PARAMETER[:4],
+    "viewed": lambda: PARAMETER.view(4, 64),
+    "expanded": lambda: PARAMETER[:1].expand(8, 16),
+    "cast": lambda: PARAMETER.to(torch.bfloat16),
+    "cast and transposed": lambda: PARAMETER.to(torch.bfloat16).t(),
+    "cast, viewed, transposed and cast": lambda: PARAMETER.to(torch.float16).view(16, 16).t().to(torch.float64),
+    "split": lambda: PARAMETER.to(torch.bfloat16).split(4)[1],
+    "frozen": lambda: nn.Parameter(torch.randn(4), requires_grad=False),
+    "frozen and transposed": lambda: nn.Parameter(torch.randn(4, 4), requires_grad=False).t(),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_PARAMETER)
+def test_a_parameter_is_recognised_through_views_and_casts_without_being_registered(name: str) -> None:
+    assert verdict_of(OF_A_PARAMETER[name]()) is Verdict.PARAMETER
+
+
+@pytest.mark.parametrize("make", [lambda: PARAMETER * 1, lambda: PARAMETER.exp(), lambda: (PARAMETER * 2).t(), lambda: PARAMETER.clone()])
+def test_what_is_computed_from_a_parameter_is_an_activation(make: Callable[[], Tensor]) -> None:
+    assert verdict_of(make()) is Verdict.ELIGIBLE
+
+
+def test_a_leaf_that_is_no_parameter_is_an_activation() -> None:
+    leaf = torch.randn(16, 16, requires_grad=True)
+    assert verdict_of(leaf) is Verdict.ELIGIBLE
+    assert verdict_of(leaf.to(torch.bfloat16).t()) is Verdict.ELIGIBLE
+
+
+def test_a_registered_parameter_is_recognised_behind_detach() -> None:
+    layer = nn.Linear(16, 16)
+    layer.register_buffer("table", torch.randn(16))
+    rig = Rig()
+    found: list[Tensor] = []
+    with rig.group():
+        keep([], layer.weight.detach())
+    assert rig.saved == 1
+    rig.engine.register_parameters(layer)
+    with rig.group():
+        y = keep(found, layer.weight.detach(), layer.weight.data, layer.weight.detach()[3:5].t(), layer.table)  # type: ignore[arg-type]
+    assert rig.saved == 1
+    y.backward()
+    assert found[0].data_ptr() == layer.weight.data_ptr()
+    rig.end()
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_weights_of_real_layers_never_leave(autocast: bool) -> None:
+    """`nn.Linear` saves weight.t(), and under autocast the transpose of a cast (hard-parts.md, failures of the closest peer, 7)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.RMSNorm(64), nn.Linear(64, 32))
+    x = torch.randn(4, 32)
+
+    def run(rig: Rig | None) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            if rig is None:
+                y = model(x)
+            else:
+                with rig.group():
+                    y = model(x)
+                rig.leave()
+        return list(torch.autograd.grad(y.float().sum(), list(model.parameters())))
+
+    rig = Rig()
+    assert_equal_bits(run(None), run(rig))
+    assert {size[0] for size in rig.sizes} == {4}  # rows of activations; a weight has 32 or 64
+    rig.end()
+
+
+def test_two_microbatches_under_autocast_do_not_send_the_cast_weight_twice_or_once() -> None:
+    layer = nn.Linear(64, 64)
+    rig = Rig()
+    outputs = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            rig.chunk()
+            with rig.group():
+                outputs.append(layer(torch.randn(4, 64)))
+    assert rig.spilled_bytes == 2 * 4 * 64 * 2  # the inputs, in bfloat16
+    outputs.clear()
+    rig.end()
+
+
+# -- opted out, small, elsewhere --------------------------------------------------------------------------------------------
+def test_an_opted_out_storage_stays_with_all_its_views() -> None:
+    rig = Rig()
+    table = torch.randn(ELEMENTS)
+    rig.engine.mark_not_offloadable(table)
+    with rig.group():
+        y = keep([], table, table[3:], table.view(torch.int32), torch.randn(8))
+    assert rig.saved == 1
+    y.backward()
+    rig.end()
+
+
+def test_the_size_limit_counts_elements_and_spares_the_tensor_that_has_exactly_as_many() -> None:
+    for dtype in (torch.int8, torch.float64):
+        rig = Rig()
+        with rig.group(min_elements=100):
+            y = keep([], torch.zeros(99, dtype=dtype), torch.zeros(100, dtype=dtype))
+        assert [record.nbytes for record in rig.records()] == [100 * dtype.itemsize]
+        del y
+        rig.end()
+
+
+def test_a_tensor_of_another_device_stays() -> None:
+    assert verdict_of(torch.empty(4, device="meta")) is Verdict.ELSEWHERE
+
+
+def test_the_engine_s_own_host_memory_is_not_of_the_device() -> None:
+    device = SimDevice()
+    (piece,) = device.host_memory(4096, 4096).pieces
+    assert judge(piece, device, ExternalStorages(), 0) is Verdict.ELSEWHERE
+
+
+# -- without bytes ------------------------------------------------------------------------------------------------------------
+def test_a_freed_storage_passes_through_and_may_be_refilled_before_it_is_read() -> None:
+    """FSDP2 frees an unsharded weight after the forward and refills it before the backward, under the same storage."""
+    rig = Rig()
+    value = torch.randn(ELEMENTS)
+    expected = value.clone()
+    value.untyped_storage().resize_(0)
+    found: list[Tensor] = []
+    with rig.group():
+        y = keep(found, value)
+    value.untyped_storage().resize_(ELEMENTS * 4)
+    value.data.copy_(expected)  # under a version of its own, as FSDP does
+    y.backward()
+    assert_equal_bits([expected], found)
+    assert rig.end().saved == 0
+
+
+def test_a_fake_tensor_passes_through() -> None:
+    rig = Rig()
+    found: list[Tensor] = []
+    with FakeTensorMode() as mode, rig.group():
+        fake = mode.from_tensor(torch.randn(ELEMENTS))
+        packed = rig.engine.hooks.pack(fake)
+    assert verdict_of(fake) is Verdict.NO_BYTES
+    assert type(packed) is Passed
+    assert rig.engine.hooks.unpack(packed) is fake
+    assert (rig.saved, found) == (0, [])
+
+
+def test_a_functional_tensor_passes_through() -> None:
+    rig = Rig()
+    functional = torch._to_functional_tensor(torch.randn(ELEMENTS))
+    with rig.group():
+        packed = rig.engine.hooks.pack(functional)
+    assert verdict_of(functional) is Verdict.NO_BYTES
+    assert rig.engine.hooks.unpack(packed) is functional
+    assert rig.saved == 0
+
+
+def test_an_inference_tensor_passes_through() -> None:
+    rig = Rig()
+    with torch.inference_mode():
+        value = torch.randn(ELEMENTS)
+    with rig.group():
+        packed = rig.engine.hooks.pack(value)
+    assert verdict_of(value) is Verdict.INFERENCE
+    assert rig.engine.hooks.unpack(packed) is value
+    assert rig.saved == 0
+
+
+NOT_PLAIN: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.eye(8).to_sparse(),
+    "compressed sparse": lambda: torch.eye(8).to_sparse_csr(),
+    "conjugate": lambda: torch.randn(8, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(8, dtype=torch.complex64).conj().imag,
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
+    "zero, without memory": lambda: torch._efficientzerotensor((8,)),  # its bytes are at address 0: reading them ended the process
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_a_tensor_whose_elements_are_not_its_bytes_passes_through(name: str) -> None:
+    rig = Rig()
+    value = NOT_PLAIN[name]()
+    assert verdict_of(value) is Verdict.LAYOUT
+    with rig.group():
+        packed = rig.engine.hooks.pack(value)
+    assert rig.engine.hooks.unpack(packed) is value
+    assert rig.saved == 0
+
+
+PROGRAMS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
+    "a conjugate": (lambda x: ((x * 2).conj() * x.exp()).sum().abs(), torch.complex64),
+    "a sparse product": (lambda x: torch.sparse.mm(torch.eye(16).to_sparse(), x.view(16, 16)).sin(), torch.float32),
+    "attention": (lambda x: F.scaled_dot_product_attention(*(x.view(1, 2, 16, 8) * 2,) * 3, is_causal=True), torch.float32),
+    "vmap": (lambda x: torch.vmap(lambda row: row.sin() * row.sum())(x.view(16, 16)), torch.float32),
+    "indexing": (lambda x: (x * 2)[torch.arange(0, 256, 3)].sin(), torch.float32),
+    "sorting": (lambda x: (x * 2).sort().values.cumsum(0), torch.float32),
+    "a norm": (lambda x: F.layer_norm(x.view(16, 16), [16]), torch.float32),
+    "dropout": (lambda x: F.dropout(x, 0.5), torch.float32),
+    "cross entropy": (lambda x: F.cross_entropy(x.view(16, 16), torch.arange(16)), torch.float32),
+    "convolution": (lambda x: F.conv1d(x.view(1, 16, 16), torch.ones(4, 16, 3)).relu(), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_of_what_saves_unusual_tensors_are_the_same(name: str) -> None:
+    program, dtype = PROGRAMS[name]
+    x = torch.randn(ELEMENTS, dtype=dtype, requires_grad=True)
+    rig = Rig()
+    torch.manual_seed(7)
+    expected = gradients(program, [x])
+    torch.manual_seed(7)
+    assert_equal_bits(expected, gradients(program, [x], rig))
+    assert rig.saved > 0
+    rig.end()
+
+
+# -- the registry -----------------------------------------------------------------------------------------------------------
+def test_the_stricter_kind_wins_in_either_order() -> None:
+    value = torch.randn(4)
+    key = value.untyped_storage()._cdata
+    for kinds in ((ExternalKind.BUFFER, ExternalKind.PARAMETER), (ExternalKind.PARAMETER, ExternalKind.BUFFER)):
+        registry = ExternalStorages()
+        for kind in kinds:
+            registry.register(value, kind)
+        assert registry.kind_of(key) is ExternalKind.PARAMETER
+        assert len(registry) == 1
+
+
+def test_a_registered_storage_is_not_kept_alive_and_is_forgotten() -> None:
+    registry = ExternalStorages()
+    value = torch.randn(4)
+    key = value.untyped_storage()._cdata
+    registry.register(value, ExternalKind.OPTED_OUT)
+    del value
+    assert registry.kind_of(key) is ExternalKind.OPTED_OUT  # the address is pinned as long as the entry lives
+    registry.forget_dead()
+    assert len(registry) == 0
+
+
+def test_a_step_s_end_forgets_receive_buffers_that_are_gone() -> None:
+    rig = Rig()
+    rig.engine.register_external(torch.randn(4))
+    rig.end()
+    assert len(rig.engine.externals) == 0
+
+
+def test_packing_in_no_scope_passes_everything_through() -> None:
+    rig = Rig()
+    assert type(rig.engine.hooks.pack(torch.randn(ELEMENTS))) is Passed
+    with rig.group():
+        assert type(rig.engine.hooks.pack(torch.randn(ELEMENTS))) is Handle

@@ -1,0 +1,238 @@
+"""Hooks switch autograd's own version check off, so the engine checks: what autograd would refuse is refused here, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.device.sim import ExecutorName
+from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
+from tests.unit.saved.test_views import keep
+
+ELEMENTS = 256
+VANILLA = "modified by an inplace operation"
+
+
+def spilled(rig: Rig) -> Any:
+    return rig.group()
+
+
+def kept(rig: Rig) -> Any:
+    return rig.group(leaves=False)
+
+
+def small(rig: Rig) -> Any:
+    return rig.group(min_elements=10_000)
+
+
+WAYS: dict[str, Callable[[Rig], Any]] = {"spilled": spilled, "kept": kept, "small": small}
+
+
+def leaf() -> Tensor:
+    return torch.randn(ELEMENTS, requires_grad=True)
+
+
+# -- refused ------------------------------------------------------------------------------------------------------------
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda y: y.add_(1),
+    "through a detached alias": lambda y: y.detach().zero_(),
+    "through a view": lambda y: y.detach()[3:5].zero_(),
+    "by an out argument": lambda y: torch.ones(ELEMENTS, out=y.detach()),
+    "by copy_": lambda y: y.detach().copy_(torch.zeros(ELEMENTS)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("gone", [False, True], ids=["in flight", "settled"])
+def test_a_change_after_the_save_is_found_out_as_autograd_would(way: str, change: str, gone: bool) -> None:
+    def program() -> Tensor:
+        y = leaf() * 2
+        z = y.sin()
+        CHANGES[change](y)
+        return z
+
+    with pytest.raises(RuntimeError, match=VANILLA):
+        program().sum().backward()
+    rig = Rig()
+    with WAYS[way](rig):
+        y = leaf() * 2
+        z = y.sin()
+    if gone:
+        rig.leave()
+    CHANGES[change](y)
+    with pytest.raises(RuntimeError, match=VANILLA):
+        z.sum().backward()
+    del z
+    rig.end()
+
+
+def test_the_error_names_the_tensor_both_versions_and_the_way_out() -> None:
+    rig = Rig()
+    with rig.group():
+        y = leaf() * 2
+        z = y.sin()
+    y.add_(1)
+    y.mul_(2)
+    with pytest.raises(RuntimeError) as caught:
+        z.sum().backward()
+    assert str(caught.value) == (
+        "a saved tensor needed for the gradient computation was modified by an inplace operation: torch.float32 [256] is at version 2, "
+        "expected version 0; clone it before the in-place change, or save it after"
+    )
+
+
+def test_a_changed_output_is_found_out() -> None:
+    rig = Rig()
+    with rig.group():
+        y = leaf().exp()  # saves its own output
+        z = y.add_(1)
+    with pytest.raises(RuntimeError, match=VANILLA):
+        z.sum().backward()
+    del y, z
+    rig.end()
+
+
+def test_a_changed_parameter_is_found_out() -> None:
+    layer = torch.nn.Linear(16, 16)
+    x = torch.randn(4, 16, requires_grad=True)
+    rig = Rig()
+    with rig.group():
+        y = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match=VANILLA):
+        y.sum().backward()
+
+
+def test_the_version_of_a_view_moves_with_its_base() -> None:
+    rig = Rig()
+    base = torch.randn(4, ELEMENTS)
+    with rig.group():
+        y = keep([], base[1])
+    base[2].zero_()  # autograd too goes by the storage's version, not by the range
+    with pytest.raises(RuntimeError, match=VANILLA):
+        y.backward()
+    del y
+    rig.end()
+
+
+def test_a_sparse_view_is_watched_through_its_packed_copy() -> None:
+    rig = Rig()
+    base = torch.randn(64, 64)
+    with rig.group():
+        y = keep([], base[:, ::4])
+    base.zero_()
+    with pytest.raises(RuntimeError, match=VANILLA):
+        y.backward()
+    del y
+    rig.end()
+
+
+def test_each_save_of_a_shared_storage_is_watched_by_its_own_version() -> None:
+    """`.data` shares the storage and counts versions of its own: a change of x went unnoticed where x.data had been saved first."""
+    rig = Rig()
+    x = torch.randn(ELEMENTS)
+    with rig.group():
+        y = keep([], x.data, x)
+    assert rig.saved == 1
+    x.add_(1)
+    with pytest.raises(RuntimeError, match=VANILLA):
+        y.backward()
+    del y
+    rig.end()
+
+
+# -- allowed ------------------------------------------------------------------------------------------------------------
+class Exponential(torch.autograd.Function):
+    """In place, and saves its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.exp_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        result: Tensor = gradient * y
+        return result
+
+
+def masked(x: Tensor) -> Tensor:
+    y = x * 2
+    y[:10] = 1.0
+    return y.sin()
+
+
+ALLOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "before the save": lambda x: (x * 2).add_(1).sin(),
+    "of what saves its own output": lambda x: (x * 2).sigmoid_().sin(),
+    "relu": lambda x: torch.relu_(x * 2) * 3,
+    "of what nothing saved": lambda x: (x + 1).mul_(2).sin(),
+    "through a view, before the save": masked,
+    "by a custom function": lambda x: Exponential.apply(x * 2).sin(),
+    "of a copy": lambda x: x.sin() + x.detach().clone().zero_(),
+}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_change_that_autograd_allows_is_allowed(name: str, executor: ExecutorName) -> None:
+    rig = Rig(executor, seed=3)
+    x = leaf()
+    assert_equal_bits(gradients(ALLOWED[name], [x]), gradients(ALLOWED[name], [x], rig))
+    rig.end()
+
+
+def test_a_save_before_a_change_may_stay_unread_beside_one_after_it() -> None:
+    x, other = leaf(), torch.randn(ELEMENTS)
+    rig = Rig()
+    with rig.group():
+        dead = x * other
+        other.add_(1)
+        y = x * other
+    expected = other.clone()
+    del other
+    rig.leave()
+    (found,) = torch.autograd.grad(y.sum(), [x])
+    assert_equal_bits([expected], [found])
+    del dead, y
+    rig.end()
+
+
+# -- by the backward itself -----------------------------------------------------------------------------------------------
+class Careless(torch.autograd.Function):
+    """Changes what it saved, in its backward, and reads it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        ctx.saved_tensors[0].mul_(2)
+        result: Tensor = gradient * ctx.saved_tensors[0]
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_saved_tensor_that_the_backward_changed_is_not_read_again(way: str) -> None:
+    """autograd raises at the second read. A restored buffer was revived with the changed bytes."""
+    with pytest.raises(RuntimeError, match=VANILLA):
+        Careless.apply(leaf() * 2).sum().backward()
+    rig = Rig()
+    with WAYS[way](rig):
+        y = Careless.apply(leaf() * 2)
+    rig.leave()
+    with pytest.raises(RuntimeError, match=VANILLA):
+        y.sum().backward()
+    del y
+    rig.end()

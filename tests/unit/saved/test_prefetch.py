@@ -1,0 +1,241 @@
+"""The coming reads and the window over them: what is fetched early, what is left where it is, and that a hint never changes a result."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.device.sim import ExecutorName
+from offload.saved.coming import ComingReads
+from offload.transfer.record import RecordState
+from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
+from tests.unit.saved.test_views import keep
+
+KIB = 1024
+ELEMENTS = KIB // 4
+SPILLED, RESTORING, RESIDENT = RecordState.SPILLED, RecordState.RESTORING, RecordState.RESIDENT
+
+
+def leaf() -> Tensor:
+    return torch.randn(ELEMENTS, requires_grad=True)
+
+
+def chain(x: Tensor, length: int) -> Tensor:
+    """Saves `length` tensors, none of which anything else holds."""
+    x = x * 2
+    for _ in range(length):
+        x = x.sin()
+    return x
+
+
+def saved(rig: Rig, length: int, *, gone: bool = True) -> Tensor:
+    """The end of a chain, a chunk of its own, whose forward is complete."""
+    chunk = rig.chunk()
+    with rig.group():
+        y = chain(leaf(), length)
+    if gone:
+        rig.leave()
+    chunk.complete()
+    return y
+
+
+def pump(rig: Rig) -> None:
+    rig.engine.prefetch.pump(rig.chunks)
+
+
+# -- order ------------------------------------------------------------------------------------------------------------------
+def test_reads_are_expected_in_the_reverse_order_of_the_last_saves() -> None:
+    rig = Rig(max_restoring_bytes=KIB)
+    first, second = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
+    with rig.group():
+        y = keep([], first, second, first)  # `first` is saved last, so it is read first
+    del first, second
+    rig.leave()
+    rig.chunks[0].complete()
+    pump(rig)
+    assert rig.states() == [RESTORING, SPILLED]
+    del y
+    rig.end()
+
+
+def test_a_weight_half_expects_the_reads_of_an_earlier_one() -> None:
+    rig = Rig(max_restoring_bytes=2 * KIB)
+    y = saved(rig, 4)
+    rig.chunks[0].expect([(0, 1), (0, 0), (0, 9), (0, 1), (0, 3)])  # one was never saved here, one comes twice
+    pump(rig)
+    assert rig.states() == [RESTORING, RESTORING, SPILLED, SPILLED]
+    del y
+    rig.end()
+
+
+def test_what_is_read_in_no_order_at_all_is_read_right() -> None:
+    for seed in range(20):
+        rig = Rig("random", seed=seed, max_restoring_bytes=2 * KIB)
+        values = [torch.randn(ELEMENTS) for _ in range(6)]
+        expected = [value.clone() for value in values]
+        with rig.group():
+            packed = [rig.engine.hooks.pack(value) for value in values]
+        values.clear()
+        rig.leave()
+        rig.chunks[0].complete()
+        rig.engine.on_read(lambda _, rig=rig: pump(rig))  # type: ignore[misc]
+        order = list(range(6)) * 2
+        random.Random(seed).shuffle(order)
+        for index in order:
+            assert_equal_bits([expected[index]], [rig.engine.hooks.unpack(packed[index])])
+        packed.clear()
+        rig.end()
+
+
+# -- the window -------------------------------------------------------------------------------------------------------------
+def test_the_window_moves_on_with_the_reader() -> None:
+    rig = Rig(max_restoring_bytes=2 * KIB)
+    y = saved(rig, 5)
+    seen: list[int] = []
+
+    def reader(_: Any) -> None:
+        pump(rig)
+        seen.append(rig.restored_bytes // KIB)
+
+    rig.engine.on_read(reader)
+    pump(rig)
+    assert rig.restored_bytes == 2 * KIB
+    y.sum().backward()
+    assert seen == [3, 4, 5, 5, 5]
+    del y
+    rig.end()
+
+
+def test_the_window_reaches_into_the_chunk_that_is_read_after_this_one() -> None:
+    rig = Rig(max_restoring_bytes=3 * KIB)
+    y, z = saved(rig, 2), saved(rig, 2)
+    pump(rig)
+    assert rig.states() == [RESTORING, RESTORING, SPILLED, RESTORING]
+    del y, z
+    rig.end()
+
+
+def test_a_chunk_that_is_still_in_its_forward_closes_the_window() -> None:
+    rig = Rig()
+    y = saved(rig, 1)
+    rig.chunk()
+    with rig.group():
+        z = chain(leaf(), 1)
+    third = saved(rig, 1)
+    pump(rig)
+    assert rig.states() == [RESTORING, SPILLED, SPILLED]
+    del y, z, third
+    rig.end()
+
+
+def test_what_never_left_takes_room_in_the_window_and_is_not_copied() -> None:
+    """Fetching what is read later while what is read next is on the device anyway would only fill the device."""
+    rig = Rig(max_restoring_bytes=2 * KIB)
+    rig.chunk()
+    with rig.group():
+        y = chain(leaf(), 2)
+    with rig.group(leaves=False):
+        z = y.cos().cos()
+    rig.leave()
+    del y
+    rig.chunks[0].complete()
+    pump(rig)
+    assert rig.restored_bytes == 0
+    rig.engine.on_read(lambda _: pump(rig))
+    z.sum().backward()
+    assert rig.restored_bytes == 2 * KIB
+    del z
+    rig.end()
+
+
+def test_what_is_on_its_way_out_and_read_next_is_kept_instead_of_fetched() -> None:
+    rig = Rig(max_restoring_bytes=2 * KIB)
+    y = saved(rig, 3, gone=False)
+    pump(rig)
+    assert rig.states() == [RecordState.SPILLING, RESIDENT, RESIDENT]
+    y.sum().backward()
+    assert rig.restored_bytes == 0
+    del y
+    rig.end()
+
+
+def test_a_living_receive_buffer_is_fetched_ahead_as_anything_else() -> None:
+    """Its own bytes may have been overwritten, so its reader needs the copy; left alone, each such read had to wait."""
+    rig = Rig()
+    buffer = torch.ones(ELEMENTS)
+    rig.engine.register_external(buffer)
+    with rig.group():
+        y = keep([], buffer)
+    rig.leave()
+    rig.chunks[0].complete()
+    pump(rig)
+    assert rig.states() == [RESTORING]
+    y.backward()
+    del y
+    assert rig.end().restored == 1
+
+
+def test_dead_and_ended_records_are_passed_over() -> None:
+    rig = Rig(max_restoring_bytes=KIB)
+    rig.chunk()
+    with rig.group():
+        y, z = chain(leaf(), 2), chain(leaf(), 1)
+    rig.leave()
+    rig.chunks[0].complete()
+    del z  # it would be read first
+    pump(rig)
+    assert rig.states() == [SPILLED, RESTORING]
+    chunks = list(rig.chunks)
+    rig.end()
+    rig.engine.prefetch.pump(chunks)
+    assert rig.restored_bytes == KIB
+    del y
+
+
+def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
+    rig = Rig(max_restoring_bytes=0)
+    with rig.group():
+        packed = [rig.engine.hooks.pack(torch.randn(ELEMENTS)) for _ in range(4)]
+    rig.leave()
+    coming = ComingReads(rig.records())
+    look = coming.look(3 * KIB, KIB)
+    assert [len(look.fetch), look.stop, look.nbytes] == [1, 1, KIB]
+    coming.take(look)
+    coming.take(coming.look(2 * KIB, 100 * KIB))
+    assert coming.ahead_bytes == 3 * KIB
+    assert coming.look(0, KIB).nbytes == 0
+    rig.engine.hooks.unpack(packed[0])
+    del packed[1:2]
+    coming.follow_reader()
+    assert coming.ahead_bytes == KIB
+    packed.clear()
+    rig.end()
+
+
+# -- results ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("kib", [0, 1, 3, 100])
+def test_a_prefetch_of_any_size_changes_no_bit(kib: int, executor: ExecutorName) -> None:
+    rig = Rig(executor, seed=8, max_restoring_bytes=kib * KIB, piece_bytes=2 * KIB)
+    rig.engine.on_read(lambda _: pump(rig))
+    inputs = [leaf() for _ in range(3)]
+    outputs = []
+    for x in inputs:
+        rig.chunk()
+        with rig.group():
+            outputs.append(chain(x, 4).sum())
+    rig.leave()
+    for chunk in rig.chunks:
+        chunk.complete()
+    pump(rig)
+    for x, output in zip(inputs, outputs, strict=True):
+        (expected,) = torch.autograd.grad(chain(x, 4).sum(), [x])
+        assert_equal_bits([expected], list(torch.autograd.grad(output, [x])))
+    del output
+    outputs.clear()
+    stats = rig.end()
+    assert (stats.saved, stats.spilled, stats.restored) == (12, 12, 12)

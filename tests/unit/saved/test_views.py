@@ -1,0 +1,248 @@
+"""Every kind of tensor that may leave comes back with the size, strides, dtype and bits that were saved; and what crosses the link.
+
+`Keep` saves any tensor, differentiable or not, and hands what it reads back to the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.device.sim import ExecutorName
+from offload.transfer.layout import WeakStorage
+from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, bits
+
+
+class Keep(torch.autograd.Function):
+    """Saves tensors beside `x`, and reads them in the backward into `found`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: list[Tensor], *values: Tensor) -> Tensor:
+        ctx.save_for_backward(*values)
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        values = ctx.saved_tensors
+        ctx.found.extend(values)
+        return gradient, None, *(None for _ in values)
+
+
+def keep(found: list[Tensor], *values: Tensor) -> Tensor:
+    result: Tensor = Keep.apply(torch.ones((), requires_grad=True), found, *values)
+    return result
+
+
+def round_trip(make: Callable[[], Tensor], rig: Rig) -> tuple[Tensor, Tensor]:
+    """What was saved and what was read; nothing else holds it in between."""
+    value = make()
+    saved = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype) if 0 not in value.stride() else None
+    expected = value.clone() if saved is None else saved.copy_(value)
+    found: list[Tensor] = []
+    with rig.group():
+        y = keep(found, value)
+    size, stride = value.size(), value.stride()
+    del value
+    rig.leave()
+    y.backward()
+    (read,) = found
+    assert (read.size(), read.stride()) == (size, stride)
+    return expected, read
+
+
+DTYPES = [
+    torch.bool,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+
+
+def filled(dtype: torch.dtype, *size: int) -> Tensor:
+    """Random bits of that dtype: NaN and infinities among them."""
+    count = torch.Size(size).numel() * dtype.itemsize
+    data = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
+    return data.view(dtype).view(size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
+    rig = Rig()
+    expected, found = round_trip(lambda: filled(dtype, 7, 9), rig)
+    assert found.dtype is dtype
+    assert torch.equal(bits(expected), bits(found))
+    assert rig.end().restored == 1
+
+
+SHAPES: dict[str, Callable[[], Tensor]] = {
+    "0-dim": lambda: torch.randn(()),
+    "one element": lambda: torch.randn(1),
+    "size one dimensions": lambda: torch.randn(1, 5, 1),
+    "odd bytes": lambda: torch.randint(0, 99, (13,), dtype=torch.int8),
+    "transposed": lambda: torch.randn(12, 20).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "permuted": lambda: torch.randn(3, 4, 5).permute(2, 0, 1),
+    "offset": lambda: torch.randn(40, 10)[7:20],
+    "offset by an odd number of elements": lambda: torch.randn(101)[3:50],
+    "columns": lambda: torch.randn(30, 40)[:, 3:33],
+    "few columns": lambda: torch.randn(30, 40)[:, 5:9],
+    "every fourth column": lambda: torch.randn(64, 64)[:, ::4],
+    "every other row and column, transposed": lambda: torch.randn(64, 64)[::2, 1::2].t(),
+    "expanded": lambda: torch.randn(20, 1).expand(20, 30),
+    "expanded scalar": lambda: torch.randn(()).expand(50, 2),
+    "expanded from the middle": lambda: torch.randn(100)[40:41].expand(30),
+    "windows": lambda: torch.randn(100).unfold(0, 10, 3),
+    "diagonal": lambda: torch.randn(50, 50).diagonal(),
+    "real part": lambda: torch.randn(30, dtype=torch.complex64).real,
+    "imaginary part": lambda: torch.randn(30, dtype=torch.complex64).imag,
+    "view of another dtype": lambda: torch.randn(30, 4).view(torch.int32),
+    "view of a narrower dtype": lambda: torch.randn(30, 4)[3:9].view(torch.int8),
+}
+
+
+@pytest.mark.req("S2-103")
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_layout_comes_back_with_its_strides(name: str, executor: ExecutorName) -> None:
+    rig = Rig(executor, seed=2)
+    expected, found = round_trip(SHAPES[name], rig)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+    stats = rig.end()
+    assert (stats.saved, stats.spilled, stats.restored) == (1, 1, 1)
+
+
+def test_an_empty_tensor_stays() -> None:
+    rig = Rig()
+    found: list[Tensor] = []
+    with rig.group():
+        y = keep(found, torch.empty(0, 5), torch.empty(3, 0, dtype=torch.int8)[:, :0])
+    y.backward()
+    assert [tuple(value.shape) for value in found] == [(0, 5), (3, 0)]
+    assert rig.end().saved == 0
+
+
+# -- what crosses the link ------------------------------------------------------------------------------------------------
+LINK: dict[str, tuple[Callable[[], Tensor], int]] = {
+    # [name] -> (view, bytes): of float32, spans on 16 bytes
+    "the whole of a matrix": (lambda: torch.randn(64, 64), 64 * 64 * 4),
+    "three rows of it": (lambda: torch.randn(64, 64)[10:13], 3 * 64 * 4),
+    "a column: gathered": (lambda: torch.randn(64, 64)[:, 5], 64 * 4),
+    "every fourth column, up to the storage's end: gathered": (lambda: torch.randn(64, 64)[:, ::4], 64 * 16 * 4),
+    "a quarter of the columns: gathered": (lambda: torch.randn(64, 64)[:, :16], 64 * 16 * 4),
+    "half of the columns: the flat span": (lambda: torch.randn(64, 64)[:, :32], (63 * 64 + 32) * 4),
+    "every other column: the flat storage": (lambda: torch.randn(64, 64)[:, ::2], 64 * 64 * 4),
+    "transposed: the flat storage": (lambda: torch.randn(64, 64).t(), 64 * 64 * 4),
+    "expanded: its few bytes": (lambda: torch.randn(64, 1).expand(64, 1000), 64 * 4),
+    "five elements: the sixteen-byte lines that they lie on": (lambda: torch.randn(64, 64)[3, 3:8], 32),
+}
+
+
+@pytest.mark.req("S2-103")
+@pytest.mark.parametrize("name", LINK)
+def test_a_view_leaves_flat_if_it_is_at_least_half_of_its_span_and_gathered_otherwise(name: str) -> None:
+    make, nbytes = LINK[name]
+    rig = Rig()
+    with rig.group():
+        y = keep([], make())
+    assert rig.spilled_bytes == nbytes
+    assert rig.engine.arena.stats().lent_bytes == nbytes
+    rig.leave()
+    y.backward()
+    assert rig.restored_bytes == nbytes
+    rig.end()
+
+
+@pytest.mark.req("S2-103")
+def test_a_sparse_view_that_is_saved_twice_is_gathered_once() -> None:
+    """`v * v` saves v twice; it was sent flat then, with four times its bytes."""
+    rig = Rig()
+    view = torch.randn(64, 64)[:, ::4]
+    expected = view.clone()
+    found: list[Tensor] = []
+    with rig.group():
+        y = keep(found, view, view)
+    assert rig.spilled_bytes == 64 * 16 * 4
+    del view
+    rig.leave()
+    y.backward()
+    assert all(torch.equal(one, expected) and one.stride() == (64, 4) for one in found)
+    assert (rig.saved, rig.restored_bytes) == (1, 64 * 16 * 4)
+    rig.end()
+
+
+@pytest.mark.req("S2-103")
+def test_two_different_sparse_views_of_one_storage_leave_as_their_union() -> None:
+    rig = Rig()
+    base = torch.randn(64, 64)
+    views = [base[:, 0:8], base[:, 16:24]]
+    expected = [view.clone() for view in views]
+    found: list[Tensor] = []
+    with rig.group():
+        y = keep(found, *views)
+    assert rig.spilled_bytes == (63 * 64 + 24) * 4
+    del base, views
+    rig.leave()
+    y.backward()
+    assert [torch.equal(one, other) for one, other in zip(expected, found, strict=True)] == [True, True]
+    assert rig.end().saved == 1
+
+
+def test_only_the_range_of_a_small_view_moves_and_its_huge_storage_is_freed() -> None:
+    rig = Rig()
+    huge = torch.randn(1 << 20)  # 4 MiB
+    storage = WeakStorage(huge.untyped_storage())
+    expected = huge[1000:1100].clone()
+    found: list[Tensor] = []
+    with rig.group():
+        y = keep(found, huge[1000:1100])
+    del huge
+    assert rig.spilled_bytes == 400
+    rig.leave()
+    assert storage.get() is None
+    y.backward()
+    assert_equal_bits([expected], found)
+    assert found[0].untyped_storage().nbytes() == 400
+    stats = rig.end()
+    assert (stats.device_bytes_peak, stats.restore_bytes) == (400, 400)
+
+
+def test_a_gathered_view_that_finds_no_block_stays_gathered() -> None:
+    rig = Rig(host_limit_bytes=0)
+    base = torch.randn(64, 64)
+    expected = base[:, ::4].clone()
+    found: list[Tensor] = []
+    with rig.group():
+        y = keep(found, base[:, ::4])
+    del base
+    assert rig.transfers.resident_bytes == 64 * 16 * 4
+    y.backward()
+    assert torch.equal(found[0], expected)
+    assert found[0].stride() == (64, 4)
+    stats = rig.end()
+    assert (stats.refused, stats.refused_bytes) == (1, 64 * 16 * 4)
+
+
+def test_a_partial_view_of_a_group_that_stays_is_neither_gathered_nor_copied() -> None:
+    rig = Rig()
+    base = torch.randn(64, 64)
+    found: list[Tensor] = []
+    with rig.group(leaves=False):
+        y = keep(found, base[:, ::4])
+    y.backward()
+    assert found[0].untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    assert rig.end().kept == 1

@@ -1,0 +1,315 @@
+"""Tensors that are made of others: DTensor, jagged tensors, a handwritten wrapper, and the result of a collective that still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.utils._pytree import tree_map
+
+from offload.saved.store import Passed
+from offload.transfer.layout import WeakStorage
+from tests.unit.saved.rig import Rig, assert_equal_bits
+from tests.unit.saved.test_views import keep
+
+ELEMENTS = 256
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def local(value: Tensor | None) -> Tensor:
+    assert isinstance(value, DTensor)
+    result: Tensor = value.to_local()
+    return result
+
+
+# -- DTensor --------------------------------------------------------------------------------------------------------------
+def test_the_local_shard_of_a_dtensor_leaves_and_comes_back(mesh: DeviceMesh) -> None:
+    """Its members are the shard and, in newer versions of torch, the mesh, which is no tensor."""
+
+    def program(x: DTensor) -> Tensor:
+        return ((x * 2).sin() @ (x * 3).t().exp()).pow(2).sum()
+
+    x = distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)]).requires_grad_()
+    (expected,) = torch.autograd.grad(program(x), [x])
+    rig = Rig()
+    with rig.group():
+        y = program(x)
+    rig.leave()
+    (found,) = torch.autograd.grad(y, [x])
+    assert_equal_bits([local(expected)], [local(found)])
+    del y
+    stats = rig.end()
+    assert stats.saved > 0
+    assert stats.spilled == stats.saved == stats.restored
+
+
+def test_a_dtensor_is_put_together_with_its_placements(mesh: DeviceMesh) -> None:
+    rig = Rig()
+    value = distribute_tensor(torch.randn(8, 16), mesh, [Shard(1)])
+    expected = local(value).clone()
+    with rig.group():
+        packed = rig.engine.hooks.pack(value)
+    del value
+    rig.leave()
+    found = rig.engine.hooks.unpack(packed)
+    assert isinstance(found, DTensor)
+    assert (found.placements, found.device_mesh) == ((Shard(1),), mesh)
+    assert_equal_bits([expected], [local(found)])
+    assert rig.restored_bytes == 8 * 16 * 4
+    del packed
+    rig.end()
+
+
+def test_a_saved_dtensor_holds_no_bytes_of_its_own(mesh: DeviceMesh) -> None:
+    rig = Rig()
+    value = distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)])
+    storage = WeakStorage(local(value).untyped_storage())
+    with rig.group():
+        packed = rig.engine.hooks.pack(value)
+    del value
+    rig.leave()
+    assert storage.get() is None
+    del packed
+    rig.end()
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["spilled", "kept"])
+def test_a_dtensor_that_is_changed_after_it_was_saved_is_found_out(mesh: DeviceMesh, leaves: bool) -> None:
+    """The change moves the version of the wrapper and not that of its shard."""
+    x = distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)]).requires_grad_()
+    rig = Rig()
+    with rig.group(leaves=leaves):
+        y = x * 2
+        z = y.sin()
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+    del z
+    rig.end()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_weights_of_a_distributed_layer_never_leave(mesh: DeviceMesh, autocast: bool) -> None:
+    layer = distribute_module(nn.Linear(16, 32), mesh)
+    x = distribute_tensor(torch.randn(4, 16), mesh, [Replicate()]).requires_grad_()
+    rig = Rig()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), rig.group():
+        y = layer(x)
+    assert {size[0] for size in rig.sizes} == {4}  # rows of the input
+    y.sum().backward()
+    del y
+    rig.end()
+
+
+def test_the_shard_of_a_registered_or_opted_out_dtensor_stays(mesh: DeviceMesh) -> None:
+    rig = Rig()
+    layer = distribute_module(nn.Linear(16, 16, bias=False), mesh)
+    rig.engine.register_parameters(layer)
+    table = distribute_tensor(torch.randn(16, 16), mesh, [Replicate()])
+    rig.engine.mark_not_offloadable(table)
+    with rig.group():
+        packed = [rig.engine.hooks.pack(value) for value in (layer.weight.detach(), table, table.t())]
+    assert rig.saved == 0
+    assert local(rig.engine.hooks.unpack(packed[1])).data_ptr() == local(table).data_ptr()
+
+
+def test_fully_sharded_layers_give_the_same_gradients_and_their_weights_stay(mesh: DeviceMesh) -> None:
+    """FSDP2 frees the unsharded weight after the forward and refills it before the backward, under the same storage."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)))
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(4, 16)
+
+    def gradients() -> list[Tensor]:
+        found = [local(parameter.grad).clone() for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    model(x).sum().backward()
+    expected = gradients()
+    rig = Rig()
+    with rig.group():
+        y = model(x).sum()
+    rig.leave()
+    y.backward()
+    assert_equal_bits(expected, gradients())
+    assert {size[0] for size in rig.sizes} == {4}
+    del y
+    rig.end()
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------------
+def test_the_result_of_a_running_collective_is_waited_for_before_it_leaves(mesh: DeviceMesh) -> None:
+    rig = Rig()
+    value = torch.randn(ELEMENTS)
+    x = torch.randn(ELEMENTS, requires_grad=True)
+    running = collectives.all_reduce(value, "sum", mesh.get_group())
+    assert isinstance(running, collectives.AsyncCollectiveTensor)
+    assert not running.completed
+    with rig.group():
+        y = x * running
+    del running
+    rig.leave()
+    y.sum().backward()
+    assert x.grad is not None
+    assert_equal_bits([value], [x.grad])
+    del y
+    stats = rig.end()
+    assert (stats.saved, stats.spilled, stats.restored) == (1, 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_gathered_tensor_may_be_saved_by_several_operations(mesh: DeviceMesh) -> None:
+    x = torch.randn(ELEMENTS, requires_grad=True)
+
+    def program() -> Tensor:
+        gathered = collectives.all_gather_tensor_autograd(x, 0, mesh.get_group())
+        return (gathered.sin() * gathered).sum()
+
+    (expected,) = torch.autograd.grad(program(), [x])
+    rig = Rig()
+    with rig.group():
+        y = program()
+    rig.leave()
+    (found,) = torch.autograd.grad(y, [x])
+    assert_equal_bits([expected], [found])
+    del y
+    rig.end()
+
+
+# -- handwritten wrappers -----------------------------------------------------------------------------------------------------
+class Scaled(Tensor):
+    """value * scale, kept as its two parts; as a float8 tensor is."""
+
+    data_part: Tensor
+    scale_part: Tensor
+
+    @staticmethod
+    def __new__(cls, data_part: Tensor, scale_part: Tensor) -> Scaled:
+        made: Scaled = Tensor._make_wrapper_subclass(cls, data_part.size(), dtype=torch.float32)  # type: ignore[attr-defined]
+        made.data_part, made.scale_part = data_part, scale_part
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["data_part", "scale_part"], "context"
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: str, size: Any, stride: Any) -> Scaled:
+        assert context == "context"
+        return Scaled(inner["data_part"], inner["scale_part"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return Scaled(args[0].data_part, args[0].scale_part)
+        plain = tree_map(lambda value: value.data_part.float() * value.scale_part if isinstance(value, Scaled) else value, args)
+        return function(*plain, **(kwargs or {}))
+
+
+class Opaque(Tensor):
+    """A wrapper that does not say what it is made of; its storage has a size and no bytes. Copying it ended the process."""
+
+    hidden: Tensor
+
+    @staticmethod
+    def __new__(cls, hidden: Tensor) -> Opaque:
+        made: Opaque = Tensor._make_wrapper_subclass(cls, hidden.size(), dtype=hidden.dtype)  # type: ignore[attr-defined]
+        made.hidden = hidden
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = tree_map(lambda value: value.hidden if isinstance(value, Opaque) else value, args)
+        result = function(*plain, **(kwargs or {}))
+        return Opaque(result) if function is torch.ops.aten.detach.default else result
+
+
+class Named(Tensor):
+    """A subclass that only adds a name to ordinary bytes."""
+
+
+def test_the_parts_of_a_wrapper_leave_each_on_its_own() -> None:
+    rig = Rig()
+    data, scale = torch.randint(-128, 127, (ELEMENTS,), dtype=torch.int8), torch.randn(1)
+    expected = data.float() * scale
+    x = torch.randn(ELEMENTS, requires_grad=True)
+    with rig.group(min_elements=2):
+        y = x * Scaled(data, scale)
+    assert (rig.saved, rig.spilled_bytes) == (1, ELEMENTS)  # the scale is small
+    del data
+    rig.leave()
+    y.sum().backward()
+    assert x.grad is not None
+    assert_equal_bits([expected], [x.grad])
+    assert rig.restored_bytes == ELEMENTS
+    del y
+    rig.end()
+
+
+def test_a_wrapper_in_a_wrapper_is_taken_apart_to_the_bottom() -> None:
+    rig = Rig()
+    inner = Scaled(torch.ones(ELEMENTS, dtype=torch.int8), torch.randn(1))
+    with rig.group():
+        packed = rig.engine.hooks.pack(Scaled(inner, torch.randn(1)))
+    assert rig.saved == 3
+    found = rig.engine.hooks.unpack(packed)
+    assert isinstance(found, Scaled)
+    assert isinstance(found.data_part, Scaled)
+    del packed, found
+    rig.end()
+
+
+def test_a_wrapper_that_does_not_say_what_it_is_made_of_passes_through() -> None:
+    rig = Rig()
+    x, value = torch.randn(ELEMENTS, requires_grad=True), torch.randn(ELEMENTS)
+    with rig.group():
+        y = x * Opaque(value)
+    assert rig.saved == 0
+    y.sum().backward()
+    assert x.grad is not None
+    assert_equal_bits([value], [x.grad])
+
+
+def test_a_subclass_of_ordinary_bytes_passes_through_and_keeps_its_type() -> None:
+    rig = Rig()
+    value = torch.randn(ELEMENTS).as_subclass(Named)
+    found: list[Tensor] = []
+    with rig.group():
+        assert type(rig.engine.hooks.pack(value)) is Passed
+        y = keep(found, value)
+    torch.autograd.backward([y.as_subclass(Tensor)])
+    assert type(found[0]) is Named
+    assert rig.end().saved == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_jagged_tensor_keeps_its_ragged_size() -> None:
+    """Two ragged sizes are equal if their offsets are one object, so the offsets stay; the values leave."""
+    parts = [torch.randn(3, 4), torch.randn(5, 4)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    (expected,) = torch.autograd.grad((x * x.sin()).values().sum(), [x])
+    rig = Rig()
+    with rig.group():
+        y = x * x.sin()
+    rig.leave()
+    (found,) = torch.autograd.grad(y.values().sum(), [x])
+    assert_equal_bits([expected.values()], [found.values()])
+    assert rig.restored_bytes == 8 * 4 * 4  # of the sine; x lives
+    del y
+    rig.end()

@@ -1,0 +1,105 @@
+"""Where a tensor's bytes lie in its storage, and views rebuilt over other bytes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.transfer.layout import ALIGNMENT, Span, WeakStorage, bytes_of, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
+
+BASE = torch.arange(64 * 64, dtype=torch.float32).view(64, 64)
+"""16,384 bytes; a row has 256."""
+
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, int]]] = {
+    "whole": (lambda base: base, (0, 16384)),
+    "rows": (lambda base: base[2:5], (512, 1280)),
+    "columns": (lambda base: base[:, :16], (0, 16192)),  # last element is 63 * 64 + 15: ends at byte 16,192, which is 16 * 1,012
+    "every other row": (lambda base: base[::2], (0, 16128)),
+    "every fourth column": (lambda base: base[:, ::4], (0, 16384)),  # ends at 16,372, widened to 16
+    "transposed": (lambda base: base.t(), (0, 16384)),
+    "one element": (lambda base: base[1, 1], (256, 272)),  # bytes 260..264, widened to 16 both ways
+    "expanded": (lambda base: base[0, :1].expand(1000), (0, 16)),
+    "diagonal": (lambda base: base.diagonal(), (0, 16384)),
+    "windows": (lambda base: base.view(-1).unfold(0, 8, 2), (0, 16384)),
+    "other dtype": (lambda base: base.view(torch.int16)[3], (768, 1024)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_span_reaches_from_the_first_element_to_the_last_on_sixteen_bytes(name: str) -> None:
+    make, expected = VIEWS[name]
+    assert span_of(make(BASE), BASE.untyped_storage().nbytes()) == Span(*expected)
+
+
+def test_a_span_ends_with_its_storage_where_that_is_not_a_multiple_of_sixteen() -> None:
+    base = torch.zeros(9, dtype=torch.float32)
+    assert span_of(base, 36) == Span(0, 36)
+    assert span_of(base[8:], 36) == Span(32, 36)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_over_a_copy_of_its_span_has_the_same_size_strides_and_elements(name: str) -> None:
+    view = VIEWS[name][0](BASE)
+    span = span_of(view, BASE.untyped_storage().nbytes())
+    copy = bytes_of(BASE.untyped_storage(), span).clone()
+    rebuilt = view_of(copy.untyped_storage(), layout_of(view), span.start)
+    assert (rebuilt.size(), rebuilt.stride(), rebuilt.dtype) == (view.size(), view.stride(), view.dtype)
+    assert torch.equal(rebuilt, view)
+
+
+def test_sixteen_bytes_hold_the_largest_element() -> None:
+    assert torch.complex128.itemsize == ALIGNMENT
+
+
+def test_the_union_of_spans_covers_both() -> None:
+    one, other = Span(16, 64), Span(128, 160)
+    union = one.union(other)
+    assert union == Span(16, 160)
+    assert union.nbytes == 144
+    assert union.covers(one)
+    assert union.covers(other)
+    assert not one.covers(union)
+
+
+@pytest.mark.parametrize(
+    ("make", "overlaps"),
+    [
+        (lambda: BASE, False),
+        (lambda: BASE.t(), False),
+        (lambda: BASE[:, ::4], False),
+        (lambda: BASE[::3, ::5].t(), False),
+        (lambda: BASE[:1].expand(8, 64), True),
+        (lambda: BASE[:1].expand(1, 64), False),
+        (lambda: BASE.view(-1).unfold(0, 8, 2), True),
+        (lambda: BASE.view(-1).unfold(0, 8, 8), False),
+        (lambda: BASE[0, 0], False),
+    ],
+)
+def test_a_view_overlaps_itself_where_two_elements_are_the_same_bytes(make: Callable[[], Tensor], overlaps: bool) -> None:
+    assert overlaps_itself(layout_of(make())) is overlaps
+
+
+def test_contiguous_strides_are_those_of_an_empty_tensor() -> None:
+    for size in ([], [5], [2, 3, 4], [1, 1], [3, 1, 2]):
+        assert contiguous_stride(torch.Size(size)) == torch.empty(size).stride()
+
+
+def test_a_weak_reference_to_a_storage_does_not_hold_it_and_keeps_its_key_from_being_used_again() -> None:
+    gc.disable()  # plain counting must do
+    try:
+        storage = torch.empty(1024, dtype=torch.uint8).untyped_storage()
+        weak = WeakStorage(storage)
+        assert weak.key == storage._cdata
+        found = weak.get()
+        assert found is not None
+        assert found.data_ptr() == storage.data_ptr()
+        del found, storage
+        assert weak.get() is None
+        others = [torch.empty(1024, dtype=torch.uint8).untyped_storage() for _ in range(100)]
+        assert weak.key not in {other._cdata for other in others}
+    finally:
+        gc.enable()

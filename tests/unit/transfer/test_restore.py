@@ -1,0 +1,315 @@
+"""The way back: buffers, who waits for them, dropping and fetching again, and what a restore that nobody reads leaves behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.device.sim import ExecutorName, SimDevice
+from offload.errors import OffloadError
+from offload.transfer.door import Priority
+from offload.transfer.record import RecordState
+from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
+
+KIB = 1024
+ELEMENTS = KIB // 4
+"""Of a float32 tensor of one KiB."""
+
+
+def chain(x: Tensor, length: int) -> Tensor:
+    """Saves `length` tensors of the size of x, none of which anything else holds."""
+    x = x * 2
+    for _ in range(length):
+        x = x.sin()
+    return x
+
+
+def leaf(kib: int = 1) -> Tensor:
+    return torch.randn(kib * ELEMENTS, requires_grad=True)
+
+
+def gone(length: int, rig: Rig) -> Tensor:
+    """The end of a chain whose saved tensors are on the host, its forward complete."""
+    with rig.group():
+        y = chain(leaf(), length)
+    rig.leave()
+    rig.chunks[-1].complete()
+    assert rig.states() == length * [RecordState.SPILLED]
+    return y
+
+
+# -- read when asked ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_each_tensor_comes_back_once_and_is_dropped_after_its_last_read(executor: ExecutorName) -> None:
+    rig = Rig(executor, max_restoring_bytes=0)
+    y = gone(3, rig)
+    y.sum().backward()
+    assert rig.reads == ["s0m0/group#0[2]", "s0m0/group#0[1]", "s0m0/group#0[0]"]
+    assert rig.restored_bytes == 3 * KIB
+    assert rig.transfers.restoring_bytes == 0
+    del y
+    stats = rig.end()
+    assert (stats.spilled, stats.restored) == (3, 3)
+    assert stats.spill_bytes == stats.restore_bytes == 3 * KIB
+    assert stats.device_bytes_peak == 3 * KIB
+
+
+def test_compute_waits_for_its_own_bytes_and_the_host_for_nothing() -> None:
+    rig = Rig(max_restoring_bytes=0)
+    y = gone(3, rig)
+    y.sum().backward()
+    assert rig.device.waits["read"] == 3
+    assert rig.device.waits["restore"] == 3
+    assert rig.device.blocked_s == 0
+
+
+def test_records_of_one_piece_are_fetched_under_one_event() -> None:
+    rig = Rig(piece_bytes=3 * KIB)
+    y = gone(3, rig)
+    rig.engine.prefetch.pump(rig.chunks)
+    assert rig.transfers.in_flight() == (0, 1)
+    assert (rig.device.waits["allocate"], rig.device.waits["restore"]) == (1, 1)  # one spill, so one event to wait for
+    assert rig.states() == 3 * [RecordState.RESTORING]
+    y.sum().backward()
+    assert rig.device.waits["read"] == 1
+    del y
+    rig.end()
+
+
+# -- fetched ahead ------------------------------------------------------------------------------------------------------
+def test_a_prefetch_fetches_what_is_read_next_within_its_cap() -> None:
+    rig = Rig(max_restoring_bytes=2 * KIB)
+    y = gone(5, rig)
+    rig.engine.prefetch.pump(rig.chunks)
+    assert rig.transfers.restoring_bytes == 2 * KIB
+    assert rig.states() == 3 * [RecordState.SPILLED] + 2 * [RecordState.RESTORING]
+    rig.engine.on_read(lambda _: rig.engine.prefetch.pump(rig.chunks))
+    y.sum().backward()
+    del y
+    stats = rig.end()
+    assert stats.restored == 5
+    assert stats.device_bytes_peak == 5 * KIB
+
+
+def test_nothing_is_fetched_before_its_forward_is_complete() -> None:
+    """A prefetch once brought back what had just left (hard-parts.md, lessons of the prototype, 1)."""
+    rig = Rig()
+    with rig.group():
+        y = chain(leaf(), 3)
+    rig.leave()
+    rig.engine.prefetch.pump(rig.chunks)
+    assert rig.restored_bytes == 0
+    rig.chunks[0].complete()
+    rig.engine.prefetch.pump(rig.chunks)
+    assert rig.restored_bytes == 3 * KIB
+    del y
+    rig.end()
+
+
+def test_a_tensor_larger_than_the_prefetch_cap_is_fetched_alone() -> None:
+    rig = Rig(max_restoring_bytes=KIB)
+    with rig.group():
+        y = chain(leaf(3), 2)
+    rig.leave()
+    rig.chunks[0].complete()
+    rig.engine.prefetch.pump(rig.chunks)
+    assert rig.transfers.restoring_bytes == 3 * KIB
+    rig.engine.prefetch.pump(rig.chunks)
+    assert rig.transfers.restoring_bytes == 3 * KIB
+    del y
+    rig.end()
+
+
+def test_a_prefetch_keeps_within_the_device_limit() -> None:
+    rig = Rig(device_limit_bytes=2 * KIB, max_restoring_bytes=100 * KIB)
+    y = gone(5, rig)
+    rig.engine.prefetch.pump(rig.chunks)
+    assert rig.transfers.device_bytes == 2 * KIB
+    rig.engine.on_read(lambda _: rig.engine.prefetch.pump(rig.chunks))
+    y.sum().backward()
+    del y
+    stats = rig.end()
+    assert stats.restored == 5
+    assert stats.device_bytes_peak == 2 * KIB
+
+
+def test_what_is_still_alive_is_not_fetched() -> None:
+    rig = Rig()
+    x = leaf()
+    with rig.group():
+        y = x.sin()
+    rig.leave()
+    rig.chunks[0].complete()
+    rig.engine.prefetch.pump(rig.chunks)
+    y.sum().backward()
+    assert rig.restored_bytes == 0
+    del y
+    stats = rig.end()
+    assert (stats.spilled, stats.restored) == (1, 0)
+
+
+# -- lives --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_graph_dropped_while_its_tensors_come_back_leaves_nothing(executor: ExecutorName) -> None:
+    rig = Rig(executor)
+    y = gone(3, rig)
+    rig.engine.prefetch.pump(rig.chunks)
+    assert rig.states() == 3 * [RecordState.RESTORING]
+    assert rig.transfers.restoring_bytes == 3 * KIB
+    del y
+    rig.transfers.bury()
+    rig.assert_empty()
+    if executor == "late":
+        assert rig.device.waits["abandon"] == 3
+    stats = rig.end()
+    assert (stats.spilled, stats.restored) == (3, 3)
+
+
+def test_part_of_a_restored_piece_may_die_unread() -> None:
+    rig = Rig(piece_bytes=4 * KIB)
+    with rig.group():
+        y, z = chain(leaf(), 2), chain(leaf(), 2)
+    rig.leave()
+    rig.chunks[0].complete()
+    rig.engine.prefetch.pump(rig.chunks)
+    assert rig.transfers.in_flight() == (0, 1)
+    del y
+    rig.transfers.bury()
+    assert rig.transfers.restoring_bytes == 2 * KIB
+    assert rig.states() == 2 * [RecordState.RESTORED]
+    z.sum().backward()
+    del z
+    rig.end()
+
+
+def test_blocks_given_back_by_a_finaliser_are_lent_again() -> None:
+    rig = Rig()
+    for _ in range(5):
+        rig.chunk()
+        y = gone(2, rig)
+        rig.engine.prefetch.pump([rig.chunks[-1]])
+        del y
+    assert rig.engine.arena.stats().lent_peak_bytes == 2 * KIB
+    rig.end()
+
+
+# -- dropping -----------------------------------------------------------------------------------------------------------
+def test_a_dropped_tensor_is_fetched_again_without_a_second_spill() -> None:
+    rig = Rig(max_restoring_bytes=0)
+    y = gone(3, rig)
+    y.sum().backward(retain_graph=True)
+    assert rig.states() == 3 * [RecordState.SPILLED]
+    y.sum().backward()
+    assert (rig.spilled_bytes, rig.restored_bytes) == (3 * KIB, 6 * KIB)
+    del y
+    stats = rig.end()
+    assert (stats.spilled, stats.restored) == (3, 6)
+
+
+def test_a_dropped_tensor_that_somebody_still_holds_is_not_fetched_again() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            (first,) = ctx.saved_tensors
+            (second,) = ctx.saved_tensors
+            assert first.data_ptr() == second.data_ptr()
+            return gradient * first * second
+
+    program = lambda x: Doubled.apply(x * 3)  # noqa: E731
+    x = leaf()
+    rig = Rig(max_restoring_bytes=0)
+    assert_equal_bits(gradients(program, [x]), gradients(program, [x], rig))
+    stats = rig.end()
+    assert (stats.spilled, stats.restored) == (1, 1)
+
+
+# -- lanes and threads --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_reader_on_another_compute_lane_gets_a_copy_of_its_own(executor: ExecutorName) -> None:
+    rig = Rig(executor)
+    x = leaf()
+    program = lambda x: chain(x, 3)  # noqa: E731
+    with rig.group():
+        y = chain(x, 3)
+    rig.leave()
+    rig.chunks[0].complete()
+    rig.engine.prefetch.pump(rig.chunks)  # allocates on the first lane
+    with rig.device.use_lane(rig.device.new_compute_lane("second")):
+        (found,) = torch.autograd.grad(y.sum(), [x])
+    assert_equal_bits(gradients(program, [x]), [found])
+    del y
+    rig.end()
+
+
+def test_a_reader_on_another_thread_reads_the_same_bits() -> None:
+    rig = Rig("random", seed=5)
+    x = leaf()
+    program = lambda x: chain(x, 3)  # noqa: E731
+    with rig.group():
+        y = chain(x, 3)
+    rig.leave()
+    found: list[Tensor] = []
+
+    def read(y: Tensor) -> None:
+        found.extend(torch.autograd.grad(y.sum(), [x]))
+
+    reader = threading.Thread(target=read, args=(y,))
+    reader.start()
+    reader.join()
+    assert_equal_bits(gradients(program, [x]), found)
+    del y
+    rig.end()
+
+
+# -- audit --------------------------------------------------------------------------------------------------------------
+def test_an_audit_passes_what_nobody_touched() -> None:
+    rig = Rig(audit=True, max_restoring_bytes=0)
+    y = gone(2, rig)
+    y.sum().backward()
+    del y
+    assert rig.end().restored == 2
+
+
+def test_an_audit_finds_a_host_copy_that_was_written_to() -> None:
+    rig = Rig(audit=True, max_restoring_bytes=0)
+    y = gone(2, rig)
+    block = rig.records()[0].block
+    assert block is not None
+    block.extents[0][7] ^= 1  # one bit of 8,192
+    with pytest.raises(OffloadError, match=r"s0m0/group#0\[0\]: the 1,024 bytes in host memory are not the ones that were written there"):
+        y.sum().backward()
+    del y
+    rig.end()
+
+
+def test_without_an_audit_nothing_is_checked() -> None:
+    rig = Rig(max_restoring_bytes=0)
+    y = gone(1, rig)
+    rig.device.synchronize(rig.device.record(rig.device.d2h))
+    (record,) = rig.records()
+    assert record.block is not None
+    assert record.checksum is None
+    record.block.extents[0].zero_()
+    y.sum().backward()
+    del y
+    rig.end()
+
+
+def test_a_restore_may_be_asked_for_by_hand() -> None:
+    rig = Rig()
+    y = gone(2, rig)
+    transfer = rig.transfers.restore(rig.records(), Priority.BACKGROUND)
+    assert transfer is not None
+    assert transfer.nbytes == 2 * KIB
+    assert isinstance(rig.device, SimDevice)
+    y.sum().backward()
+    del y
+    assert rig.end().restored == 2
