@@ -51,11 +51,12 @@ class _PinnedMemory:
             mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise HostBudgetError(f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes") from error
-        whole = torch.frombuffer(mapping, dtype=torch.uint8)
-        skip = -whole.data_ptr() % _HUGE_PAGE
+        skip = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
         mapping.madvise(mmap.MADV_HUGEPAGE, skip, nbytes)
-        aligned = whole[skip : skip + nbytes]
-        self._pieces = tuple(aligned[start : start + registration_bytes] for start in range(0, nbytes, registration_bytes))
+        self._pieces = tuple(  # a storage each: torch looks where the storage starts to see whether a tensor is pinned
+            torch.frombuffer(mapping, dtype=torch.uint8, offset=skip + start, count=min(registration_bytes, nbytes - start))
+            for start in range(0, nbytes, registration_bytes)
+        )
         self._mapping: mmap.mmap | None = mapping
         self._offset = skip
         self._registration_bytes = registration_bytes

@@ -27,7 +27,7 @@ from offload.transfer.record import Record, RecordState
 
 if TYPE_CHECKING:
     from offload.engine import OffloadEngine
-    from offload.groups.manager import PipelineOffloadManager
+    from offload.groups.tracker import ChunkTracker
 
 __all__ = ["ChunkOffloadHandler", "OffloadState", "TensorTag"]
 
@@ -68,7 +68,7 @@ class ChunkOffloadHandler:
         *,
         engine: OffloadEngine | None = None,
         chunk_id: ChunkId = ChunkId(0, 0),
-        manager: PipelineOffloadManager | None = None,
+        manager: ChunkTracker | None = None,
     ) -> None:
         if engine is None:
             from offload.engine import OffloadEngine

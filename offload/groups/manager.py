@@ -1,48 +1,38 @@
-"""The manager: which chunk is current, what its coming reads are, and what stays after warm-up.
+"""The manager: what a user of groups talks to. Marks and hooks, the process-wide instance, the plan, the end of a step.
 
-One invariant: it decides and never moves bytes itself. Everything it believes about order is a hint: a chunk that it did not expect, a
-microbatch more, an evaluation in between or an exception change time, not results.
-
-A chunk becomes current in one of two ways: a pipeline stage announces it (`begin_chunk`, `end_forward`, `begin_backward`, `end_backward`),
-or `init_model_chunk_offload_handler` is called at the start of each forward, and the first mark or read of a backward tells the rest.
+One invariant: it decides and never moves bytes itself. Which chunk is current and what is read next is tracker.py's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from offload.config import check_bytes, check_index, check_min_elements
+from offload.config import check_bytes
 from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler, checked_tensors
-from offload.groups.clock import StepClock
 from offload.groups.group import OffloadTensorGroup
-from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
-from offload.groups.queue import VirtualPipelineQueue
+from offload.groups.plan import PlanSettings, StepPlanner
 from offload.groups.scope import GroupScope
-from offload.ids import ChunkId
-from offload.memory.tensor_pool import GPUTensorPool
-from offload.policy.lookahead import ActionKey, Lookahead
+from offload.groups.tracker import ChunkTracker
 from offload.saved.hooks import InstalledScope, inside_checkpoint
-from offload.saved.store import Handle, Passed, SavedChunk
+from offload.saved.store import Handle, Passed
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
-from offload.transfer.record import Record, RecordState, Transfer
+from offload.transfer.record import Transfer
 
 __all__ = ["PipelineOffloadManager"]
 
 logger = logging.getLogger(__name__)
 
-_CHUNKS_AHEAD = 3  # chunks that a prefetch looks at: the one being read and what follows; more only cost host time
 
-
-class PipelineOffloadManager:
+class PipelineOffloadManager(ChunkTracker):
     """Chunks, plan and prefetch over one engine. `get_instance()` holds the process-wide default; tests build their own.
 
     engine: None builds one with the default config. process_group: whose ranks the summary is printed for.
@@ -53,35 +43,15 @@ class PipelineOffloadManager:
     def __init__(self, engine: OffloadEngine | None = None, *, print_summary: bool = True, process_group: Any = None) -> None:
         if engine is not None and not isinstance(engine, OffloadEngine):
             raise ValueError(f"engine is a {type(engine).__name__}, must be an OffloadEngine, or None for one with the default config")
-        self.engine = engine if engine is not None else OffloadEngine()
-        self.engine.on_read(self._on_read)
-        self.do_offload = True
+        super().__init__(engine if engine is not None else OffloadEngine())
         self._planner = StepPlanner(self.engine, PlanSettings.of(self.engine.config))
-        self._clock = StepClock(self.engine.device)
         self.print_summary = print_summary
         self.process_group = process_group
-        self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=self.engine.arena)
-        self._handlers: dict[ChunkId, ChunkOffloadHandler] = {}
-        self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
-        self._queue: VirtualPipelineQueue[ChunkOffloadHandler] = VirtualPipelineQueue()
-        self._lookahead = Lookahead()
-        self._forward: ChunkOffloadHandler | None = None
-        self._backward: ChunkOffloadHandler | None = None
-        self._kind = "B"
-        self._coming: list[SavedChunk] = []
-        self._announced = False
-        self._counts: dict[int, int] = defaultdict(int)
-        self._forward_order: list[ChunkOffloadHandler] = []
-        self._backward_order: list[ChunkOffloadHandler] = []
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
         self._delayed: list[Callable[[], None]] = []
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._entered: list[InstalledScope | None] = []
-        self._reads = 0
-        self._input_half_reads: dict[int, bool] = {}
-        self._weight_log: list[tuple[int, int]] = []
-        self._weight_reads: dict[int, tuple[tuple[int, int], ...]] = {}
         self._warned_no_group = False
         self._warned_checkpoint = False
 
@@ -174,182 +144,12 @@ class PipelineOffloadManager:
             _check_tensor("mark_not_offloadable", tensor)
             self.engine.mark_not_offloadable(tensor)
 
-    def set_order(self, actions: Sequence[ActionKey] | None) -> None:
-        """This rank's step as ("F"|"B"|"I"|"W", virtual stage, microbatch); None goes back to what the last step was seen to do."""
-        self._lookahead.give(actions)
-
     def disable_offload(self) -> None:
         """From now on nothing more leaves; what has left comes back as usual."""
         self._switch(False)
 
     def enable_offload(self) -> None:
         self._switch(True)
-
-    def _switch(self, on: bool) -> None:
-        self.do_offload = on
-        for handler in self._handlers.values():
-            handler.do_offload = on
-
-    # -- chunks, announced ------------------------------------------------------------------------------------------------
-    def begin_chunk(self, stage: int, microbatch: int) -> None:
-        """The forward of (virtual stage, microbatch) begins; its marks and hooks belong to this chunk from now on."""
-        check_index("stage", stage)
-        check_index("microbatch", microbatch)
-        with self.engine.lock:
-            self._announced = True
-            self._begin(ChunkId(stage, microbatch), self.settings.min_elements)
-            self._clock.start(("F", stage, microbatch), self.engine.transfers.stalls)
-
-    def end_forward(self, stage: int, microbatch: int) -> None:
-        """That forward is complete: its bytes may be fetched back from now on."""
-        with self.engine.lock:
-            handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._clock.stop(("F", stage, microbatch), self.engine.transfers.stalls)
-            if handler is not None:
-                handler.saved.complete()
-                if self._input_half_reads.get(stage) is False:
-                    handler.saved.expect(())  # its input half reads nothing: fetch for the weight half, when the input half is over
-                self._look_ahead()
-                self.pump()
-
-    def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
-        """A backward of that chunk begins. kind: "B" whole, "I" input half, "W" weight half."""
-        if kind not in ("B", "I", "W"):
-            raise ValueError(f"backward kind is {kind!r}, must be 'B' (whole), 'I' (input half) or 'W' (weight half)")
-        check_index("stage", stage)
-        check_index("microbatch", microbatch)
-        with self.engine.lock:
-            handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._lookahead.advance((kind, stage, microbatch))
-            self._clock.start((kind, stage, microbatch), self.engine.transfers.stalls)
-            if handler is None or not handler.begun:
-                return
-            self._start_reading(handler, kind)
-            self.pump()
-
-    def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
-        """That backward is over. After an input half, what was fetched and is clean is dropped: the weight half reads less."""
-        with self.engine.lock:
-            handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._clock.stop((kind, stage, microbatch), self.engine.transfers.stalls)
-            if handler is None or not handler.begun:
-                return
-            if kind == "I":
-                self._input_half_reads[stage] = self._reads > 0
-                if self._reads > 0:
-                    for record in handler.saved.living():
-                        if record.state is RecordState.RESTORED:
-                            self.engine.transfers.drop(record)
-                    handler.saved.expect(self._weight_reads.get(stage, ()))
-                else:
-                    handler.saved.expect_reverse()
-            elif kind == "W" and self._weight_log:
-                self._weight_reads[stage] = tuple(self._weight_log)
-            self._backward = None
-            self._look_ahead()
-            self.pump()
-
-    # -- chunks, one call a forward -----------------------------------------------------------------------------------
-    def init_model_chunk_offload_handler(
-        self, vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 1024 * 1024
-    ) -> None:
-        """A forward of virtual stage `vp_stage` begins, of the next microbatch of that stage. Call at the start of every forward.
-
-        vp_size: virtual stages of this rank, None for 1. vp_stage: None for 0. min_offloaded_tensor_size: elements. Raises ValueError
-        for a stage outside 0..vp_size-1.
-        """
-        size = 1 if vp_size is None else vp_size
-        stage = 0 if vp_stage is None else vp_stage
-        check_index("vp_size", size)
-        check_index("vp_stage", stage)
-        if stage >= size:
-            raise ValueError(f"vp_stage is {vp_stage!r} and vp_size {vp_size!r}; vp_stage must be in 0..vp_size-1, and vp_size 1 or more")
-        check_min_elements(min_offloaded_tensor_size)
-        with self.engine.lock:
-            if self._forward is not None:
-                self._forward.saved.complete()
-            self._queue.resize(size)
-            microbatch = self._counts[stage]
-            self._counts[stage] += 1
-            handler = self._begin(ChunkId(stage, microbatch), min_offloaded_tensor_size)
-            self._queue.stage(handler, stage)
-            self.pump()
-
-    def _begin(self, chunk_id: ChunkId, min_elements: int) -> ChunkOffloadHandler:
-        handler = self._handlers.get(chunk_id)
-        if handler is None:
-            handler = ChunkOffloadHandler(min_elements, self.cpu_tensor_pool, engine=self.engine, chunk_id=chunk_id, manager=self)
-            handler.do_offload = self.do_offload
-            self._handlers[chunk_id] = handler
-        elif handler.begun:  # the same forward again in one step: an exception was caught, or gradients are being verified
-            self._retired.append(handler.saved)
-            handler.reset()
-        handler.min_offloaded_tensor_size = min_elements
-        self._forward = handler
-        self._forward_order.append(handler)
-        self._lookahead.advance(("F", *chunk_id))
-        self._look_ahead()
-        return handler
-
-    # -- reading ----------------------------------------------------------------------------------------------------
-    def reading(self, handler: ChunkOffloadHandler) -> None:
-        """A mark of `handler`'s backward runs."""
-        with self.engine.lock:
-            if handler is not self._backward and handler.begun:
-                if not self._announced:
-                    self._lookahead.advance(("B", *handler.id))
-                self._start_reading(handler, "B")
-            self.pump()
-
-    def _start_reading(self, handler: ChunkOffloadHandler, kind: str) -> None:
-        handler.saved.complete()
-        self._backward = handler
-        self._kind = kind
-        self._reads = 0
-        self._weight_log.clear()
-        if handler not in self._backward_order:
-            self._backward_order.append(handler)
-        self._queue.discard(handler)
-        self._look_ahead()
-
-    def _on_read(self, handle: Handle) -> None:
-        label = handle.record.label
-        handler = self._handlers.get(label.group.chunk)
-        if handler is None:
-            return
-        if handler is not self._backward:
-            self.reading(handler)
-        self._reads += 1
-        if self._kind == "W" and handle.record.block is not None:
-            self._weight_log.append((label.group.place, label.slot))
-        self.pump()
-
-    def _look_ahead(self) -> None:
-        """The chunks that backwards will read next, soonest first."""
-        coming: list[SavedChunk] = []
-        if self._backward is not None:
-            coming.append(self._backward.saved)
-        for _, stage, microbatch in self._lookahead.coming():
-            handler = self._handlers.get(ChunkId(stage, microbatch))
-            if handler is not None and handler.begun and handler.saved not in coming:
-                coming.append(handler.saved)
-                if len(coming) == _CHUNKS_AHEAD:
-                    break
-        if not coming:
-            following = self._queue.front()
-            if following is not None:
-                coming.append(following.saved)
-        self._coming = coming
-
-    def living_records(self) -> Iterator[Record]:
-        """Every saved tensor of this step that a graph still holds."""
-        for chunk in [*self._retired, *(handler.saved for handler in self._handlers.values())]:
-            yield from chunk.living()
-
-    def pump(self) -> None:
-        """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""
-        if self._coming:
-            self.engine.prefetch.pump(self._coming)
 
     # -- marks --------------------------------------------------------------------------------------------------------
     def active_handler(self) -> ChunkOffloadHandler | None:
@@ -473,10 +273,6 @@ class PipelineOffloadManager:
             self._start_reading(handler, "B")
             return handler
 
-    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """The same without consuming; None if there is none."""
-        return self._queue.front(name)
-
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """The chunk of the next group: the current one in warm-up, then a walk over the recorded ones; None when they are exhausted."""
         if not self.do_offload:
@@ -515,16 +311,7 @@ class PipelineOffloadManager:
             planned = self.do_offload and self._planner.after_step(self._seen(seconds))
             if planned:
                 self._cached_forward = list(self._forward_order)
-            for handler in handlers:
-                handler.reset()
-            self._retired.clear()
-            self._queue.clear()
-            self._lookahead.end_step()
-            self._forward = self._backward = None
-            self._coming = []
-            self._counts.clear()
-            self._forward_order = []
-            self._backward_order = []
+            self._forget_step()
             self._walk = 0
         if planned and self.print_summary:
             print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
@@ -546,15 +333,6 @@ class PipelineOffloadManager:
             self._planner.plan_now(self._seen(None))
         if self.print_summary:
             print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
-
-    def _seen(self, seconds: dict[ActionKey, float] | None) -> SeenStep:
-        return SeenStep(
-            chunks=[handler for handler in self._handlers.values() if handler.begun],
-            forward_order=self._forward_order,
-            backward_order=self._backward_order,
-            actions=self._lookahead.seen,
-            seconds=seconds,
-        )
 
 
 def _check_tensor(function: str, tensor: object) -> None:

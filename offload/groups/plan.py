@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 class PlanSettings:
     """What `init_chunk_handler` may change between steps; the fields are OffloadConfig's."""
 
-    min_elements: int
     fraction: float
     delta_bytes: int
     pp_rank: int
@@ -39,7 +38,6 @@ class PlanSettings:
     @classmethod
     def of(cls, config: OffloadConfig) -> PlanSettings:
         return cls(
-            min_elements=config.min_offloaded_tensor_size,
             fraction=config.activation_offload_fraction,
             delta_bytes=config.delta_offload_bytes_across_pp_ranks,
             pp_rank=config.pp_rank,

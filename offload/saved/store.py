@@ -120,7 +120,7 @@ class SavedChunk:
 class TensorStore:
     """Saves and reads. Callers hold the engine's lock.
 
-    piece_bytes: a group's records leave as soon as this many wait.
+    piece_bytes: a group's records leave as soon as this many wait, or the device limit is passed.
     """
 
     def __init__(self, device: Device, transfers: TransferEngine, externals: ExternalStorages, *, piece_bytes: int) -> None:
@@ -207,7 +207,8 @@ class TensorStore:
             return
         group.pending.append(weakref.ref(record))
         group.pending_bytes += record.nbytes
-        if group.pending_bytes >= self._piece_bytes and not self._device.is_capturing():
+        full = group.pending_bytes >= self._piece_bytes or self._transfers.over_limit
+        if full and not self._device.is_capturing():
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:

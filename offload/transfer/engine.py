@@ -111,6 +111,7 @@ class TransferEngine:
         self._refused_bytes = 0  # of living records
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
+        self._ahead: deque[weakref.ref[Record]] = deque()  # fetched, in that order; the dead ones at its start are let go in passing
         self._sources: Counter[int] = Counter()  # spills in flight, by storage: two chunks may save one storage
         self.stalls: list[tuple[Event, Event]] = []  # timed events around the waits of this step
         self._stalls_before: list[tuple[Event, Event]] = []
@@ -120,6 +121,12 @@ class TransferEngine:
     def device_bytes(self) -> int:
         """Saved bytes on the device in any state."""
         return self.resident_bytes + self.spilling_bytes + self.restoring_bytes
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether saved bytes are above the device limit: only what is sent now can bring them below it."""
+        limit = self.limits.device_limit_bytes
+        return limit is not None and self.device_bytes > limit
 
     def adopt(self, record: Record) -> None:
         """Count a new RESIDENT record, after making room for it."""
@@ -131,8 +138,11 @@ class TransferEngine:
         self._note_peak()
 
     def resize(self, record: Record, nbytes_before: int) -> None:
-        """A RESIDENT record's span has grown since it was adopted."""
-        self.resident_bytes += record.nbytes - nbytes_before
+        """A RESIDENT record's span has changed since it was adopted; room is made for what it grew."""
+        grown = record.nbytes - nbytes_before
+        if grown > 0:
+            self._make_room(grown)
+        self.resident_bytes += grown
         self._note_peak()
 
     def _note_peak(self) -> None:
@@ -245,7 +255,20 @@ class TransferEngine:
             if may_settle is not None and not may_settle(oldest):
                 return not over_limit
             self.settle_spill(oldest)
-        return device_cap is None or self.device_bytes + nbytes <= device_cap
+        if device_cap is None or self.device_bytes + nbytes <= device_cap:
+            return True
+        return may_settle is None and self._drop_furthest(self.device_bytes + nbytes - device_cap)
+
+    def _drop_furthest(self, nbytes: int) -> bool:
+        """Drop at least `nbytes` of what was fetched ahead, the latest fetched first: it is read last. False if there is not as much."""
+        while nbytes > 0 and self._ahead:
+            record = self._ahead.pop()()
+            if record is None or record.transfer is None or record.state not in (RecordState.RESTORING, RecordState.RESTORED):
+                continue
+            self._settle_restore(record.transfer, "abandon")
+            self.drop(record)
+            nbytes -= record.nbytes
+        return nbytes <= 0
 
     def reclaim(self, record: Record) -> None:
         """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill keeps its source to the end."""
@@ -330,6 +353,9 @@ class TransferEngine:
             record.base = record.span.start
             record.event, record.transfer = event, transfer
         self._restoring.append(transfer)
+        self._ahead.extend(transfer.records)
+        while self._ahead and self._ahead[0]() is None:
+            self._ahead.popleft()
         self.restoring_bytes += nbytes
         self.counts.restored += len(records)
         self.counts.restore_bytes += nbytes
@@ -406,6 +432,7 @@ class TransferEngine:
             self.settle_spill(self._spilling[0])
         while self._restoring:
             self._settle_restore(self._restoring[0], "abandon")
+        self._ahead.clear()
         stall_ms = self._read_stalls(self._stalls_before)
         self._stalls_before, self.stalls = self.stalls, []
         counts, self.counts = self.counts, TransferCounts(device_bytes_peak=self.device_bytes)

@@ -96,7 +96,9 @@ class Ours(Row):
 
         options, work = self.context.options, self.context.workload
         live = self._movable_layer_bytes() * work.shape.layers * live_peak_chunks(work.actions)
-        reserve = options.host_reserve_bytes if options.host_reserve_bytes is not None else host_reserve_bytes(live, options.host_limit_bytes)
+        reserve = options.host_reserve_bytes
+        if reserve is None:
+            reserve = host_reserve_bytes(live, options.host_limit_bytes)
         self._skip_if_pinned_exceeds(reserve, "what is live at once")
         given: dict[str, Any] = {
             "device_limit_bytes": self.limit_bytes,
@@ -106,7 +108,6 @@ class Ours(Row):
             "min_offloaded_tensor_size": options.min_elements,
             "host_limit_bytes": options.host_limit_bytes,
             "host_reserve_bytes": reserve,
-            "trim_host": False,
         }
         config = offload.OffloadConfig(**{name: value for name, value in given.items() if value is not None})
         began = time.perf_counter()

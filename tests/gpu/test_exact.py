@@ -21,11 +21,11 @@ from tests.gpu.workbench import NAMES, Program, Result, assert_same_bits, build_
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CAPS: dict[str, dict[str, Any]] = {
+CAPS: dict[str, dict[str, Any]] = {  # the four microbatches together save 18 MiB in half precision and 24 MiB in float32
     "defaults": {},
     "one at a time": {"max_spilling_bytes": 1, "max_restoring_bytes": 0},
     "tiny": {"max_spilling_bytes": 256 << 10, "max_restoring_bytes": 256 << 10, "piece_bytes": 64 << 10},
-    "device limit": {"device_limit_bytes": 4 << 20},
+    "device limit": {"device_limit_bytes": 3 << 20},
     "wait at each commit": {"max_inflight_offloads": 0},
 }
 ORDERS = {"1F1B": one_f_one_b(4, 2), "all forwards first": one_f_one_b(3, 3), "one at a time": one_f_one_b(3, 0)}
@@ -57,8 +57,11 @@ def test_gradients_with_offload_have_the_bits_of_those_without(dtype: torch.dtyp
     with_offload = program.run(build_manager(**CAPS[caps]), announced=announced)
     assert_same_bits(without_offload(program).gradients, with_offload.gradients)
     assert with_offload.stats[0].spilled > 2 * len(NAMES), "nearly nothing left the device: the test proves nothing"
-    assert with_offload.restored > 0
     assert with_offload.refused == 0
+    if caps != "defaults":  # their windows are larger than all that is saved: what has left is still on the device when it is read
+        assert with_offload.restored > len(NAMES)
+    if caps == "device limit":
+        assert max(stats.device_bytes_peak for stats in with_offload.stats) <= 3 << 20
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "init_chunk_handler"])
@@ -82,7 +85,7 @@ def test_each_group_alone_has_the_bits_of_no_offload(name: str) -> None:
 def test_steps_in_which_host_memory_is_still_missing_have_the_same_bits() -> None:
     """Nothing is pinned before step 1: tensors stay until the growth in the background has caught up."""
     program = Program(steps=6)
-    with_offload = program.run(build_manager(reserve_bytes=0))
+    with_offload = program.run(build_manager(reserve_bytes=0, **CAPS["tiny"]))
     assert_same_bits(without_offload(program).gradients, with_offload.gradients)
     assert with_offload.stats[0].refused > 0
 

@@ -31,7 +31,7 @@ def _cycles_per_ms() -> float:
     torch.cuda._sleep(_CALIBRATION_CYCLES)
     end.record()
     end.synchronize()
-    return _CALIBRATION_CYCLES / start.elapsed_time(end)
+    return _CALIBRATION_CYCLES / float(start.elapsed_time(end))
 
 
 def cycles_of(ms: float) -> int:

@@ -101,8 +101,8 @@ class Result:
 class Program:
     """A few training steps of a small transformer: the middle stage of three, so that hidden states go in and out.
 
-    names: the marks of its layers. forward: how the model is called. streams: forwards and backwards of the microbatches are issued to so
-    many streams in turn; 0 means the default one. pause: called before each forward and backward, as work that keeps compute behind the host.
+    names: the marks of its layers. forward: how the model is called. streams: the microbatches take turns on so many streams; 0 means the
+    default one. pause: called before each forward and backward, as work that keeps compute behind the host.
     """
 
     dtype: torch.dtype = torch.float32
@@ -183,7 +183,7 @@ def _gradient(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _update(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter -= 0.001 * _gradient(parameter)
+        parameter.sub_(_gradient(parameter), alpha=0.001)
         parameter.grad = None
 
 

@@ -85,6 +85,20 @@ class ReadTwice(torch.autograd.Function):
         return grads[0] * y, grads[0] * x, *(torch.zeros_like(other) for other in others)
 
 
+class Tick(torch.autograd.Function):
+    """An identity whose backward takes virtual time."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, device: SimDevice, seconds: float) -> Tensor:
+        ctx.device, ctx.seconds = device, seconds
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.device.compute_for(ctx.seconds)
+        return grads[0], None, None
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
@@ -177,10 +191,13 @@ class Plain:
     def begin_backward(self, stage: int, microbatch: int, kind: str) -> None: ...
     def end_backward(self, stage: int, microbatch: int, kind: str) -> None: ...
     def received(self, tensor: Tensor) -> None: ...
-    def computed(self) -> None: ...
+    def foretell(self, actions: tuple[ActionKey, ...] | None) -> None: ...
     def say(self, what: str) -> None: ...
     def between(self) -> None: ...
     def step_end(self) -> None: ...
+
+    def computed(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def start(self, tensor: Tensor, name: str) -> Tensor:
         return tensor
@@ -219,8 +236,7 @@ class Offloaded(Plain):
         self.device = SimDevice(executor=settings.executor, seed=settings.seed, d2h_gb_s=settings.gb_s, h2d_gb_s=settings.gb_s)
         self.engine = OffloadEngine(settings.config, device=self.device)
         self.manager = PipelineOffloadManager(self.engine, print_summary=False)
-        PipelineOffloadManager.reset_instance(self.manager)
-        self.watch = Watch(self.engine)
+        self.watch = Watch(self.engine, declare=settings.lanes > 1)
         self.stages = stages
         self.lanes = [self.device.compute, *(self.device.new_compute_lane(f"lane {i}") for i in range(1, settings.lanes))]
 
@@ -245,8 +261,13 @@ class Offloaded(Plain):
     def received(self, tensor: Tensor) -> None:
         self.manager.register_external(tensor)
 
-    def computed(self) -> None:
+    def computed(self, tensor: Tensor) -> Tensor:
         self.device.compute_for(self.settings.compute_s)
+        ticked: Tensor = Tick.apply(tensor, self.device, 2 * self.settings.compute_s)
+        return ticked
+
+    def foretell(self, actions: tuple[ActionKey, ...] | None) -> None:
+        self.manager.set_order(actions)
 
     def say(self, what: str) -> None:
         {"on": offload.enable_offload, "off": offload.disable_offload, "flush": offload.flush_delayed_groups}[what]()
@@ -275,11 +296,15 @@ class Offloaded(Plain):
     def lane(self, microbatch: int) -> AbstractContextManager[Any]:
         return self.device.use_lane(self.lanes[self.lane_of(microbatch)])
 
-    def close(self) -> None:
-        assert PipelineOffloadManager.OFFLOAD_MGR is self.manager
+    def __enter__(self) -> Offloaded:
+        PipelineOffloadManager.reset_instance(self.manager)
+        return self
+
+    def __exit__(self, failure: object, *rest: object) -> None:
         PipelineOffloadManager.OFFLOAD_MGR = None
-        self.manager.close()
-        assert self.engine.arena.held_bytes == 0
+        if failure is None:
+            self.manager.close()
+            assert self.engine.arena.held_bytes == 0
 
 
 # -- running ----------------------------------------------------------------------------------------------------------------
@@ -308,8 +333,7 @@ def run_nodes(nodes: tuple[Any, ...], values: Values, weights: list[Tensor], sai
                 branch = (x * y).tanh()
                 values.kept += [branch * branch] * (node.kind == "kept")
                 continue
-            values.append(OPS[node.kind](x, y, weights))
-            said.computed()
+            values.append(said.computed(OPS[node.kind](x, y, weights)))
         elif isinstance(node, Say):
             said.say(node.what)
         elif isinstance(node, Group):
@@ -349,7 +373,8 @@ class Step:
     """One step: its microbatches, the order of its actions, and what is unusual about some of them.
 
     actions: F, B, I, W; also E, a forward without gradients. twice: the backward runs twice over one graph. again: the forward runs twice,
-    and the first one's graph is dropped. leftover: no backward comes. thread: the backward runs on a thread of its own.
+    and the first one's graph is dropped. leftover: no backward comes. thread: the backward runs on a thread of its own. buffers: inputs are
+    received into buffers that are used again. foretold: the order of actions that is announced, right or wrong.
     """
 
     seed: int
@@ -359,6 +384,7 @@ class Step:
     leftover: frozenset[tuple[int, int]] = frozenset()
     thread: frozenset[tuple[int, int]] = frozenset()
     buffers: bool = False
+    foretold: tuple[ActionKey, ...] | None = None
 
 
 @dataclass
@@ -379,6 +405,7 @@ class Run:
     def step(self, step: Step) -> None:
         for weight in (weight for weights in self.weights for weight in weights):
             weight.grad = None
+        self.said.foretell(step.foretold)
         for kind, stage, microbatch in step.actions:
             self._act(step, kind, stage, microbatch)
             self.said.between()
@@ -472,9 +499,34 @@ class Run:
                     self.free_buffers[self.said.lane_of(microbatch)].append(chunk.source.detach())
 
     def _read_leftovers(self) -> None:
-        """A graph that outlives its step raises if it has lost anything, and is right otherwise."""
+        """A graph that outlives its step is right, or says that its tensors are gone."""
         for chunk in self.chunks.values():
             grads = None if chunk.output.dim() == 0 else torch.ones_like(chunk.output)
             with suppress(StaleHandleError):
-                found = torch.autograd.grad(chunk.output, list(self.weights[0]), grads, allow_unused=True)
-                del found
+                torch.autograd.grad(chunk.output, [weight for weights in self.weights for weight in weights], grads, allow_unused=True)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, its steps, and the engine that they run over."""
+
+    stages: tuple[tuple[Any, ...], ...]
+    trains_input: bool
+    steps: tuple[Step, ...]
+    settings: Settings
+
+
+def play(program: Program) -> Offloaded:
+    """Run a program without offloading and with it, and compare every bit after each step. Returns what spoke to the engine."""
+    plain = Run(program.stages, Plain(), program.trains_input)
+    with Offloaded(program.settings, len(program.stages)) as said:
+        run = Run(program.stages, said, program.trains_input)
+        for step in program.steps:
+            plain.step(step)
+            run.step(step)
+            assert len(plain.results) == len(run.results)
+            assert all(same_bits(*pair) for pair in zip(plain.results, run.results, strict=True)), "a gradient has other bits"
+            plain.results.clear()
+            run.results.clear()
+        del run
+    return said

@@ -1,18 +1,27 @@
-"""Hypothesis strategies for programs.py."""
+"""Hypothesis strategies for the programs of programs.py: models, orders of actions, limits.
+
+One invariant: every order is legal. A backward comes after its forward and after the backward of the next stage, a weight half after its
+input half; whatever else a schedule may do, some seed does.
+"""
 
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
 
 from offload import OffloadConfig
-from tests.property.programs import DEAD, NBYTES, NUMEL, OPS, ActionKey, Group, Op, Overlap, Say, Settings, Step
+from tests.property.programs import DEAD, NBYTES, NUMEL, OPS, ActionKey, Group, Op, Overlap, Program, Say, Settings, Step
 
 NAMES = st.sampled_from(["attn", "mlp", "norm"])
-_op = st.builds(Op, st.sampled_from([*OPS, *DEAD]), st.integers(0, 3), st.integers(0, 3))
-_leaf = st.one_of(_op, _op, _op, _op, _op, st.builds(Say, st.sampled_from(["on", "off", "flush"])))
+STYLES = ("gpipe", "1f1b", "lifo", "zero-bubble", "random")
+
+
+@cache
+def _ops() -> st.SearchStrategy[Op]:
+    return st.builds(Op, st.sampled_from([*OPS, *DEAD]), st.integers(0, 3), st.integers(0, 3))
 
 
 def _around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -22,14 +31,17 @@ def _around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(group, group, st.builds(Overlap, NAMES, NAMES, st.tuples(short, short, short)))
 
 
-nodes = st.recursive(_leaf, _around, max_leaves=8)
+def models(ops: st.SearchStrategy[Op] | None = None, *, flips: bool = True) -> st.SearchStrategy[tuple[tuple[Any, ...], ...]]:
+    """Up to three stages: each a group whose saves can leave, and then whatever else. flips: offloading is switched off and on."""
+    op = _ops() if ops is None else ops
+    leaf = st.one_of(*[op] * 5, st.builds(Say, st.sampled_from(["on", "off", "flush"]))) if flips else op
+    first = st.builds(Group, NAMES, st.just(0), st.just("all"), st.just(False), st.lists(op, min_size=1, max_size=3).map(tuple))
+    rest = st.lists(st.recursive(leaf, _around, max_leaves=8), max_size=4)
+    stage = st.tuples(first, rest).map(lambda pair: (Op("linear", 0, 0), pair[0], *pair[1]))
+    return st.lists(stage, min_size=1, max_size=3).map(tuple)
 
 
-def models(max_stages: int = 3) -> st.SearchStrategy[tuple[tuple[Any, ...], ...]]:
-    """Stages: each a first group, so that something always leaves, and whatever else."""
-    first = st.builds(Group, NAMES, st.just(0), st.just("all"), st.just(False), st.lists(_op, min_size=1, max_size=3).map(tuple))
-    stage = st.tuples(first, st.lists(nodes, max_size=4)).map(lambda pair: (Op("linear", 0, 0), pair[0], *pair[1]))
-    return st.lists(stage, min_size=1, max_size=max_stages).map(tuple)
+MODELS = models()
 
 
 def legal_order(stages: int, microbatches: int, style: str, split: frozenset[tuple[int, int]], pick: random.Random) -> list[ActionKey]:
@@ -83,7 +95,7 @@ def steps_of(draw: st.DrawFn, stages: int, max_steps: int = 3) -> list[Step]:
         def some(rate: float, chunks: list[tuple[int, int]] = chunks, pick: random.Random = pick) -> frozenset[tuple[int, int]]:
             return frozenset(chunk for chunk in chunks if pick.random() < rate)
 
-        style = draw(st.sampled_from(["gpipe", "1f1b", "lifo", "zero-bubble", "random"]))
+        style = draw(st.sampled_from(STYLES))
         split = frozenset(chunks) if style == "zero-bubble" else some(0.3) if style == "random" else frozenset()
         order = legal_order(stages, microbatches, style, split, pick)
         odd = draw(st.booleans())
@@ -138,3 +150,9 @@ def engines() -> st.SearchStrategy[Settings]:
         announced=st.booleans(),
         config=configs,
     )
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    stages = draw(MODELS)
+    return Program(stages, draw(st.booleans()), tuple(draw(steps_of(len(stages)))), draw(engines()))

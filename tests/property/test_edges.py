@@ -3,8 +3,8 @@
 One invariant: the titles in the notes, the titles of the edges in the code and the titles tested here are one set; an edge that nobody
 needs, or that nothing proves, does not stay unnoticed.
 
-Some edges are needed only beside a second compute lane: one lane alone carries the order on, from its wait for one copy to the event that the
-next copy waits for. Those scenarios say so.
+Some edges are needed only beside a second compute lane: one lane alone carries the order on, from its wait for one copy to the event that
+the next copy waits for. Those scenarios say so.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ The statements, each derived from what a call may do, with `held` = kept + leavi
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from offload import OffloadEngine, StepStats
@@ -27,12 +28,15 @@ __all__ = ["Watch"]
 class Watch:
     """Stands between an engine and the callers of its transfers."""
 
-    def __init__(self, engine: OffloadEngine) -> None:
+    def __init__(self, engine: OffloadEngine, *, declare: bool) -> None:
+        """declare: tell the simulated device which lane wrote a tensor. It holds the storage's address, so that no other gets it: for
+        programs of several lanes only, since with one lane there is nothing to find."""
         self.engine = engine
         self.transfers = engine.transfers
+        self.seen: Counter[str] = Counter()  # what happened, for a test that asks whether it did
         self.over_limit_bytes = 0  # the most that was held above the limit
         self._records: list[weakref.ref[Record]] = []
-        self._written: dict[int, WeakStorage] = {}
+        self._written: dict[int, WeakStorage] | None = {} if declare else None
         self._adopt, self._resize = self.transfers.adopt, self.transfers.resize
         self._spill, self._restore = self.transfers.spill, self.transfers.restore
         self.transfers.adopt = self.adopt  # type: ignore[method-assign]
@@ -48,6 +52,8 @@ class Watch:
 
     def _declare(self, record: Record) -> None:
         """The lane that saves a tensor for the first time is the one that wrote it."""
+        if self._written is None:
+            return
         known = self._written.get(record.weak_storage.key)
         if known is None or known.get() is None:
             assert record.device_bytes is not None
@@ -79,6 +85,7 @@ class Watch:
         return transfer
 
     def _check_prefetch(self, records: Sequence[Record]) -> None:
+        self.seen["prefetched"] += 1
         held, limits = self.transfers.device_bytes, self.transfers.limits
         limit, cap = limits.device_limit_bytes, limits.max_restoring_bytes
         assert cap > 0, "a cap of 0 refuses"
@@ -89,6 +96,7 @@ class Watch:
     def _check_limit(self, what: str) -> None:
         held, limit = self.transfers.device_bytes, self.transfers.limits.device_limit_bytes
         if limit is not None and held > limit:
+            self.seen["over the limit"] += 1
             self.over_limit_bytes = max(self.over_limit_bytes, held - limit)
             assert self.transfers.spilling_bytes == 0, (
                 f"{what}: {held:,} bytes are held of {limit:,}, and {self.transfers.spilling_bytes:,} of them could be waited for"
@@ -115,6 +123,7 @@ class Watch:
             assert limit is None or self.engine.arena.held_bytes <= limit
 
     def check_step_end(self, stats: StepStats) -> None:
+        self.seen.update(spilled=stats.spilled, restored=stats.restored, refused=stats.refused, stalled=stats.stall_count, kept=stats.kept)
         transfers = self.transfers
         assert (transfers.resident_bytes, transfers.spilling_bytes, transfers.restoring_bytes) == (0, 0, 0)
         assert transfers.in_flight() == (0, 0)
@@ -124,5 +133,3 @@ class Watch:
         assert stats.kept >= 0
         limit = transfers.limits.device_limit_bytes
         assert limit is None or stats.device_bytes_peak <= limit + self.over_limit_bytes
-
-

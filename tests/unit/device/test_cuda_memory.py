@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from offload.device import cuda
 from offload.device.base import HostMemory
 from offload.device.cuda import _PinnedMemory
 from offload.errors import HostBudgetError, OffloadError
@@ -86,6 +85,17 @@ def test_the_pages_of_a_released_piece_go_back_to_the_system(runtime: FakeRuntim
     assert released > 4 * PIECE, "all of 8 pieces; half, because the kernel counts each processor's last pages late"
 
 
+def test_the_storage_of_a_piece_starts_where_its_registration_does(runtime: FakeRuntime) -> None:
+    """Tensor.is_pinned() asks about the first byte of the storage: a view into the whole mapping would be called unpinned."""
+    memory = _PinnedMemory(2 * PIECE + 4096, PIECE)
+    storages = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in memory.pieces}
+    assert storages == runtime.registered
+    starts = sorted(storages)
+    assert [start - starts[0] for start in starts] == [0, PIECE, 2 * PIECE], "one mapping, without gaps"
+    assert starts[0] % (2 * MIB) == 0, "huge pages"
+    memory.release()
+
+
 def test_no_piece_is_unregistered_twice(runtime: FakeRuntime) -> None:
     memory = _PinnedMemory(3 * PIECE, PIECE)
     for index in (2, 0, 2):  # the runtime fails at an address that is not registered
@@ -100,7 +110,7 @@ def test_the_mapping_goes_with_the_last_piece(runtime: FakeRuntime, monkeypatch:
     class Mapping(mmap.mmap):
         """mmap.mmap itself cannot be watched weakly."""
 
-    monkeypatch.setattr(cuda.mmap, "mmap", Mapping)
+    monkeypatch.setattr(mmap, "mmap", Mapping)
     memory = _PinnedMemory(2 * PIECE, PIECE)
     assert isinstance(memory._mapping, Mapping)
     mapping = weakref.ref(memory._mapping)
@@ -133,7 +143,7 @@ def test_pages_that_the_system_keeps_are_said(runtime: FakeRuntime, monkeypatch:
             if option == mmap.MADV_DONTNEED:
                 raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(cuda.mmap, "mmap", Locked)
+    monkeypatch.setattr(mmap, "mmap", Locked)
     memory = _PinnedMemory(2 * PIECE, PIECE)
     with pytest.warns(RuntimeWarning, match="keeps the pages of a piece of 8,388,608 bytes"):
         memory.release_piece(0)

@@ -1,7 +1,8 @@
 """Small models with marks, and a driver that runs a step action by action: what the tests of groups share.
 
 The same program runs with offload and without, so gradients can be compared bit by bit. A stage is a `Stack`; a step is a list of
-actions ("F" | "B", stage, microbatch), or ("eval", 0 | 1, microbatches): a forward of all stages without | with gradients.
+actions ("F" | "B" | "I" | "W", stage, microbatch), where I and W are the input half and the weight half of a backward, or
+("eval", 0 | 1, microbatches): a forward of all stages without | with gradients.
 """
 
 from __future__ import annotations
@@ -124,8 +125,10 @@ class Driver:
                 self.forward(stage, microbatch)
             elif kind == "B":
                 self.backward(stage, microbatch)
-            else:
+            elif kind == "eval":
                 self.evaluate(bool(stage), microbatch)
+            else:
+                self.half_backward(kind, stage, microbatch)
         parameters = [parameter for module in self.stages for parameter in module.parameters()]
         gradients = [torch.zeros(()) if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
         with torch.no_grad():
@@ -162,6 +165,22 @@ class Driver:
             y.backward(gradient)
         if manager is not None and self.announced:
             manager.end_backward(stage, microbatch, "B")
+
+    def half_backward(self, kind: str, stage: int, microbatch: int) -> None:
+        manager = PipelineOffloadManager.OFFLOAD_MGR
+        x, y = self._live[stage, microbatch]
+        last = stage == len(self.stages) - 1
+        gradient = y.detach() * (2 / y.numel()) if last else self._live[stage + 1, microbatch][0].grad
+        if manager is not None and self.announced:
+            manager.begin_backward(stage, microbatch, kind)
+        if kind == "I":
+            (x.grad,) = torch.autograd.grad(y, x, gradient, retain_graph=True)
+        else:
+            parameters = list(self.stages[stage].parameters())
+            for parameter, part in zip(parameters, torch.autograd.grad(y, parameters, gradient), strict=True):
+                parameter.grad = part if parameter.grad is None else parameter.grad + part
+        if manager is not None and self.announced:
+            manager.end_backward(stage, microbatch, kind)
 
     def evaluate(self, with_grad: bool, microbatches: int) -> None:
         for microbatch in range(microbatches):

@@ -350,6 +350,19 @@ def test_group_leaves_under_one_event_and_small_tensors_stay() -> None:
             assert torch.equal(handler.tensor_pop(tag), tensor)
 
 
+@pytest.mark.req("S3-70")
+def test_device_bytes_fall_when_a_group_has_left_and_rise_when_it_is_read(manager: PipelineOffloadManager) -> None:
+    handler, device = begun(manager), device_of(manager)
+    group, tags = group_of(handler, "a", torch.randn(64), torch.randn(32))
+    assert device.active_bytes() == (64 + 32) * 4
+    settle(manager, group)
+    assert device.active_bytes() == 0
+    back = handler.tensor_pop(tags[0])
+    assert device.active_bytes() == 64 * 4
+    del back
+    assert device.active_bytes() == 0
+
+
 @pytest.mark.req("S2-76")
 def test_commit_orders_the_copies_after_what_compute_wrote(manager: PipelineOffloadManager) -> None:
     handler = begun(manager)
@@ -429,7 +442,7 @@ def test_last_group_of_a_name_stays_in_the_chunk_that_is_read_next(manager: Pipe
 
 
 # -- forced release ---------------------------------------------------------------------------------------------------
-@pytest.mark.req("S2-74", "S3-68", "S3-70")
+@pytest.mark.req("S2-74", "S3-68")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_forced_release_frees_at_once_what_python_still_holds_and_it_comes_back(executor: Any) -> None:
     with installed(build_manager(executor)) as manager:

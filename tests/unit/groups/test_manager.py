@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from offload import (
     ChunkOffloadHandler,
@@ -684,11 +685,39 @@ def test_parameters_and_external_storages_are_registered(manager: PipelineOffloa
     assert manager.step_end().saved == 0
 
 
-def test_evaluations_do_not_count_microbatches_across_steps(manager: PipelineOffloadManager) -> None:
+@pytest.mark.req("S2-46", "S2-50")
+@pytest.mark.parametrize("with_grad", [0, 1])
+def test_evaluation_is_no_microbatch_unless_it_saves(manager: PipelineOffloadManager, with_grad: int) -> None:
     driver = Driver(build_stages(2, 1))
     for _ in range(3):
-        driver.step([*interleaved(2), ("eval", 0, 3)])
-        assert len(manager._handlers) == 2 * 5
+        driver.step([("eval", with_grad, 3), *interleaved(2), ("eval", with_grad, 3)])
+        assert len(manager._handlers) == 2 * (2 + 6 * with_grad)
+
+
+def test_forward_without_gradients_has_no_current_chunk_and_the_next_one_has(manager: PipelineOffloadManager) -> None:
+    init_chunk_handler(None, None, 1)
+    first = manager.cur_forward_chunk()
+    with torch.no_grad():
+        init_chunk_handler(None, None, 1)
+        assert manager.cur_forward_chunk() is None
+        assert manager.pop_forward_chunk() is None
+    init_chunk_handler(None, None, 1)
+    second = manager.cur_forward_chunk()
+    assert first is not None
+    assert second is not None
+    assert (first.id.microbatch, second.id.microbatch) == (0, 1)
+
+
+def test_forward_that_a_checkpoint_runs_again_is_no_further_microbatch(manager: PipelineOffloadManager) -> None:
+    layer = Stack(1, ("fc1",))
+
+    def whole_forward(x: Tensor) -> Tensor:
+        init_chunk_handler(None, None, 1)
+        return layer(x)
+
+    for _ in range(2):
+        checkpoint(whole_forward, torch.randn(ROWS, WIDTH, requires_grad=True), use_reentrant=False).sum().backward()  # type: ignore[union-attr]
+    assert [handler.id.microbatch for handler in manager._handlers.values()] == [0, 1]
 
 
 def test_groups_of_a_name_that_every_layer_has_are_told_apart(manager: PipelineOffloadManager) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -231,6 +232,9 @@ def test_clear_after_a_trim_releases_nothing_twice(device: FakeDevice, arena: Ho
     assert all(memory.released for memory in device.memories)
     assert device.host_bytes == arena.budget.used_bytes == arena.held_bytes == 0
     assert arena.trim(0) == 0
+    slabs = [weakref.ref(memory) for memory in device.memories]
+    device.memories.clear()
+    assert [slab() for slab in slabs] == [None, None], "the arena keeps nothing of them"
     assert taken(arena, PIECE).nbytes == PIECE
 
 
@@ -261,7 +265,7 @@ def trim_past_the_gate(device: FakeDevice, arena: HostArena, target_bytes: int) 
     released: list[int] = []
     trimming = threading.Thread(target=lambda: released.append(arena.trim(target_bytes)))
     trimming.start()
-    while not arena._growth._stopping:
+    while trimming.is_alive() and not arena._growth._stopping:
         time.sleep(0)
     device.gate.set()
     trimming.join()

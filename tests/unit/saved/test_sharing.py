@@ -160,6 +160,24 @@ def test_a_changed_tensor_is_not_the_same_one() -> None:
     rig.end()
 
 
+def test_a_changed_tensor_is_not_the_same_one_under_a_version_of_another_count() -> None:
+    """`.data` starts to count at 0 again."""
+    rig = Rig()
+    shared = torch.randn(ELEMENTS)
+    found: list[Tensor] = []
+    with rig.group():
+        first = keep([], shared)
+        shared.add_(1)
+        second = keep(found, shared.data)
+    expected = shared.clone()
+    del shared
+    rig.leave()
+    second.backward()
+    assert_equal_bits([expected], found)
+    del first, second
+    rig.end()
+
+
 def test_a_save_does_not_join_the_packed_copy_of_a_sparse_view() -> None:
     """The packed copy has other bytes at the same offsets; a later save within its length was once handed that view instead of its own."""
     rig = Rig()

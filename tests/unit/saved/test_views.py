@@ -105,6 +105,7 @@ SHAPES: dict[str, Callable[[], Tensor]] = {
     "expanded": lambda: torch.randn(20, 1).expand(20, 30),
     "expanded scalar": lambda: torch.randn(()).expand(50, 2),
     "expanded from the middle": lambda: torch.randn(100)[40:41].expand(30),
+    "a column, expanded": lambda: torch.randn(64, 64)[:, 5:6].expand(64, 3),
     "windows": lambda: torch.randn(100).unfold(0, 10, 3),
     "diagonal": lambda: torch.randn(50, 50).diagonal(),
     "real part": lambda: torch.randn(30, dtype=torch.complex64).real,
@@ -235,6 +236,18 @@ def test_a_gathered_view_that_finds_no_block_stays_gathered() -> None:
     assert found[0].stride() == (64, 4)
     stats = rig.end()
     assert (stats.refused, stats.refused_bytes) == (1, 64 * 16 * 4)
+
+
+def test_a_sparse_view_that_another_lane_wrote_leaves_flat() -> None:
+    """Gathering reads it on the current lane, which nothing orders after that one."""
+    rig = Rig()
+    base = torch.randn(64, 64)
+    with rig.group(commit=False) as group, rig.device.use_lane(rig.device.new_compute_lane("second")):
+        y = keep([], base[:, 5])
+    rig.engine.store.commit(group)
+    assert rig.spilled_bytes == 63 * 256 + 16  # from the sixteen-byte line of its first element to that of its last
+    del y
+    rig.end()
 
 
 def test_a_partial_view_of_a_group_that_stays_is_neither_gathered_nor_copied() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.device.sim import ExecutorName, SimDevice
-from offload.errors import OffloadError
+from offload.errors import HazardError, OffloadError
 from offload.transfer.door import Priority
 from offload.transfer.record import RecordState
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
@@ -247,6 +247,32 @@ def test_a_reader_on_another_compute_lane_gets_a_copy_of_its_own(executor: Execu
     assert_equal_bits(gradients(program, [x]), [found])
     del y
     rig.end()
+
+
+def test_that_copy_is_not_the_buffer_and_both_lanes_are_ordered() -> None:
+    rig = Rig()
+    value = torch.randn(ELEMENTS)
+    expected = value.clone()
+    with rig.group():
+        packed = [rig.engine.hooks.pack(value) for _ in range(2)]
+    del value
+    rig.leave()
+    first = rig.engine.hooks.unpack(packed[0])  # the other reader is to come: the buffer stays
+    settled = rig.device.waits["settle"]
+    with rig.device.use_lane(rig.device.new_compute_lane("second")):
+        second = rig.engine.hooks.unpack(packed[1])
+    assert_equal_bits([expected, expected], [first, second])
+    assert first.data_ptr() != second.data_ptr()
+    assert rig.device.waits["settle"] == settled + 1  # the buffer goes back to the first lane, after the second has read it
+    packed.clear()
+    rig.end()
+
+
+def test_without_the_edge_of_a_read_the_checker_says_so() -> None:
+    rig = Rig(device=SimDevice(without={"read"}))
+    y = gone(1, rig)
+    with pytest.raises(HazardError, match="RAW"):
+        y.sum().backward()
 
 
 def test_a_reader_on_another_thread_reads_the_same_bits() -> None:

@@ -102,6 +102,16 @@ def test_saved_bytes_on_the_device_stay_under_the_limit_forward_and_backward(exe
             assert stats.device_bytes_peak == expected_kib * KIB
 
 
+def test_past_the_limit_a_piece_leaves_before_it_is_full() -> None:
+    """A limit below the size of a piece was passed by all that a piece holds."""
+    rig = Rig(device_limit_bytes=2 * KIB, piece_bytes=100 * KIB)
+    with rig.group() as group:
+        y = chain(leaf(), 8)
+    assert [transfer.nbytes for transfer in group.transfers] == [3 * KIB, 3 * KIB, 2 * KIB]
+    del y
+    assert rig.end().device_bytes_peak == 3 * KIB
+
+
 def test_tensors_of_many_sizes_never_pass_the_limit_by_more_than_one_of_them() -> None:
     sizes = [3, 1, 7, 2, 5, 1, 1, 6, 4]
     rig = Rig(device_limit_bytes=6 * KIB)
@@ -333,6 +343,16 @@ def test_the_bytes_of_a_tensor_that_stayed_count_until_its_unused_copy_has_run()
     del y
     rig.transfers.bury()
     assert (rig.transfers.resident_bytes, rig.transfers.spilling_bytes) == (0, KIB)
+    rig.end()
+
+
+def test_room_is_not_made_by_waiting_for_a_spill_that_holds_nothing() -> None:
+    rig, y = reclaimed(device_limit_bytes=2 * KIB, max_restoring_bytes=KIB)
+    with rig.group():
+        z = chain(leaf(), 2)
+    assert rig.device.waits["settle"] == 1  # for the first of the two new ones
+    assert rig.states() == [RecordState.RESIDENT, RecordState.SPILLED, RecordState.SPILLING]
+    del y, z
     rig.end()
 
 

@@ -1,0 +1,278 @@
+"""Which chunk is current, what a step was seen to do, and which reads come next.
+
+One invariant: all of it is a hint for the prefetch and the plan. A chunk that was not expected, a microbatch more, an evaluation in between
+or an exception change time, not results.
+
+A chunk becomes current in one of two ways: a pipeline stage announces it (`begin_chunk`, `end_forward`, `begin_backward`, `end_backward`),
+or `init_model_chunk_offload_handler` is called at the start of each forward, and the first mark or read of a backward tells the rest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from offload.config import check_index, check_min_elements
+from offload.engine import OffloadEngine
+from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.clock import StepClock
+from offload.groups.plan import SeenStep
+from offload.groups.queue import VirtualPipelineQueue
+from offload.ids import ChunkId
+from offload.memory.tensor_pool import GPUTensorPool
+from offload.policy.lookahead import ActionKey, Lookahead
+from offload.saved.store import Handle, SavedChunk
+from offload.transfer.record import Record, RecordState
+
+__all__ = ["ChunkTracker"]
+
+_CHUNKS_AHEAD = 3  # chunks that a prefetch looks at: the one being read and what follows; more only cost host time
+
+
+class ChunkTracker(ABC):
+    """The chunks of one engine, by (virtual stage, microbatch), and the cursor over the step's actions."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self.engine = engine
+        self.engine.on_read(self._on_read)
+        self.do_offload = True
+        self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=engine.arena)
+        self._clock = StepClock(engine.device)
+        self._handlers: dict[ChunkId, ChunkOffloadHandler] = {}
+        self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
+        self._queue: VirtualPipelineQueue[ChunkOffloadHandler] = VirtualPipelineQueue()
+        self._lookahead = Lookahead()
+        self._forward: ChunkOffloadHandler | None = None
+        self._backward: ChunkOffloadHandler | None = None
+        self._kind = "B"
+        self._coming: list[SavedChunk] = []
+        self._announced = False
+        self._counts: dict[int, int] = defaultdict(int)
+        self._forward_order: list[ChunkOffloadHandler] = []
+        self._backward_order: list[ChunkOffloadHandler] = []
+        self._reads = 0
+        self._input_half_reads: dict[int, bool] = {}
+        self._weight_log: list[tuple[int, int]] = []
+        self._weight_reads: dict[int, tuple[tuple[int, int], ...]] = {}
+
+    def set_order(self, actions: Sequence[ActionKey] | None) -> None:
+        """This rank's step as ("F"|"B"|"I"|"W", virtual stage, microbatch); None goes back to what the last step was seen to do."""
+        self._lookahead.give(actions)
+
+    def _switch(self, on: bool) -> None:
+        self.do_offload = on
+        for handler in self._handlers.values():
+            handler.do_offload = on
+
+    # -- chunks, announced ------------------------------------------------------------------------------------------------
+    def begin_chunk(self, stage: int, microbatch: int) -> None:
+        """The forward of (virtual stage, microbatch) begins; its marks and hooks belong to this chunk from now on."""
+        check_index("stage", stage)
+        check_index("microbatch", microbatch)
+        with self.engine.lock:
+            self._announced = True
+            self._begin(ChunkId(stage, microbatch), self.engine.config.min_offloaded_tensor_size)
+            self._clock.start(("F", stage, microbatch), self.engine.transfers.stalls)
+
+    def end_forward(self, stage: int, microbatch: int) -> None:
+        """That forward is complete: its bytes may be fetched back from now on."""
+        with self.engine.lock:
+            handler = self._handlers.get(ChunkId(stage, microbatch))
+            self._clock.stop(("F", stage, microbatch), self.engine.transfers.stalls)
+            if handler is not None:
+                handler.saved.complete()
+                if self._input_half_reads.get(stage) is False:
+                    handler.saved.expect(())  # its input half reads nothing: fetch for the weight half, when the input half is over
+                self._look_ahead()
+                self.pump()
+
+    def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        """A backward of that chunk begins. kind: "B" whole, "I" input half, "W" weight half."""
+        if kind not in ("B", "I", "W"):
+            raise ValueError(f"backward kind is {kind!r}, must be 'B' (whole), 'I' (input half) or 'W' (weight half)")
+        check_index("stage", stage)
+        check_index("microbatch", microbatch)
+        with self.engine.lock:
+            handler = self._handlers.get(ChunkId(stage, microbatch))
+            self._lookahead.advance((kind, stage, microbatch))
+            self._clock.start((kind, stage, microbatch), self.engine.transfers.stalls)
+            if handler is None or not handler.begun:
+                return
+            self._start_reading(handler, kind)
+            self.pump()
+
+    def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        """That backward is over. After an input half, what was fetched and is clean is dropped: the weight half reads less."""
+        with self.engine.lock:
+            handler = self._handlers.get(ChunkId(stage, microbatch))
+            self._clock.stop((kind, stage, microbatch), self.engine.transfers.stalls)
+            if handler is None or not handler.begun:
+                return
+            if kind == "I":
+                self._input_half_reads[stage] = self._reads > 0
+                if self._reads > 0:
+                    for record in handler.saved.living():
+                        if record.state is RecordState.RESTORED:
+                            self.engine.transfers.drop(record)
+                    handler.saved.expect(self._weight_reads.get(stage, ()))
+                else:
+                    handler.saved.expect_reverse()
+            elif kind == "W" and self._weight_log:
+                self._weight_reads[stage] = tuple(self._weight_log)
+            self._backward = None
+            self._look_ahead()
+            self.pump()
+
+    # -- chunks, one call a forward -----------------------------------------------------------------------------------
+    def init_model_chunk_offload_handler(
+        self, vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 1024 * 1024
+    ) -> None:
+        """A forward of virtual stage `vp_stage` begins, of the next microbatch of that stage. Call at the start of every forward.
+
+        A forward without gradients belongs to no chunk, and one inside a backward to the chunk that it recomputes: neither is counted.
+        vp_size: virtual stages of this rank, None for 1. vp_stage: None for 0. min_offloaded_tensor_size: elements. Raises ValueError
+        for a stage outside 0..vp_size-1.
+        """
+        size = 1 if vp_size is None else vp_size
+        stage = 0 if vp_stage is None else vp_stage
+        check_index("vp_size", size)
+        check_index("vp_stage", stage)
+        if stage >= size:
+            raise ValueError(f"vp_stage is {vp_stage!r} and vp_size {vp_size!r}; vp_stage must be in 0..vp_size-1, and vp_size 1 or more")
+        check_min_elements(min_offloaded_tensor_size)
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint runs a forward again
+        with self.engine.lock:
+            if self._forward is not None:
+                self._forward.saved.complete()
+            if not torch.is_grad_enabled():
+                self._forward = None  # an evaluation saves nothing, and is no microbatch of the step
+                return
+            self._queue.resize(size)
+            microbatch = self._counts[stage]
+            self._counts[stage] += 1
+            handler = self._begin(ChunkId(stage, microbatch), min_offloaded_tensor_size)
+            self._queue.stage(handler, stage)
+            self.pump()
+
+    def _begin(self, chunk_id: ChunkId, min_elements: int) -> ChunkOffloadHandler:
+        handler = self._handlers.get(chunk_id)
+        if handler is None:
+            handler = ChunkOffloadHandler(min_elements, self.cpu_tensor_pool, engine=self.engine, chunk_id=chunk_id, manager=self)
+            handler.do_offload = self.do_offload
+            self._handlers[chunk_id] = handler
+        elif handler.begun:  # the same forward again in one step: an exception was caught, or gradients are being verified
+            self._retired.append(handler.saved)
+            handler.reset()
+        handler.min_offloaded_tensor_size = min_elements
+        self._forward = handler
+        self._forward_order.append(handler)
+        self._lookahead.advance(("F", *chunk_id))
+        self._look_ahead()
+        return handler
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+    def reading(self, handler: ChunkOffloadHandler) -> None:
+        """A mark of `handler`'s backward runs."""
+        with self.engine.lock:
+            if handler is not self._backward and handler.begun:
+                if not self._announced:
+                    self._lookahead.advance(("B", *handler.id))
+                self._start_reading(handler, "B")
+            self.pump()
+
+    def _start_reading(self, handler: ChunkOffloadHandler, kind: str) -> None:
+        handler.saved.complete()
+        self._backward = handler
+        self._kind = kind
+        self._reads = 0
+        self._weight_log.clear()
+        if handler not in self._backward_order:
+            self._backward_order.append(handler)
+        self._queue.discard(handler)
+        self._look_ahead()
+
+    def _on_read(self, handle: Handle) -> None:
+        label = handle.record.label
+        handler = self._handlers.get(label.group.chunk)
+        if handler is None:
+            return
+        if handler is not self._backward:
+            self.reading(handler)
+        self._reads += 1
+        if self._kind == "W" and handle.record.block is not None:
+            self._weight_log.append((label.group.place, label.slot))
+        self.pump()
+
+    def _look_ahead(self) -> None:
+        """The chunks that backwards will read next, soonest first."""
+        coming: list[SavedChunk] = []
+        if self._backward is not None:
+            coming.append(self._backward.saved)
+        for _, stage, microbatch in self._lookahead.coming():
+            handler = self._handlers.get(ChunkId(stage, microbatch))
+            if handler is not None and handler.begun and handler.saved not in coming:
+                coming.append(handler.saved)
+                if len(coming) == _CHUNKS_AHEAD:
+                    break
+        if not coming:
+            following = self._queue.front()
+            if following is not None:
+                coming.append(following.saved)
+        self._coming = coming
+
+    def living_records(self) -> Iterator[Record]:
+        """Every saved tensor of this step that a graph still holds."""
+        for chunk in [*self._retired, *(handler.saved for handler in self._handlers.values())]:
+            yield from chunk.living()
+
+    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """The next queued chunk that has a group (of that name), not consumed; None if there is none."""
+        return self._queue.front(name)
+
+    @property
+    @abstractmethod
+    def is_warmup(self) -> bool:
+        """Whether no step with a backward has ended yet."""
+
+    @abstractmethod
+    def commit(
+        self,
+        handler: ChunkOffloadHandler,
+        name: str,
+        forced_released_tensors: list[torch.Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> None:
+        """Close the innermost open group of that name."""
+
+    def pump(self) -> None:
+        """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""
+        if self._coming:
+            self.engine.prefetch.pump(self._coming)
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+    def _seen(self, seconds: dict[ActionKey, float] | None) -> SeenStep:
+        return SeenStep(
+            chunks=[handler for handler in self._handlers.values() if handler.begun],
+            forward_order=self._forward_order,
+            backward_order=self._backward_order,
+            actions=self._lookahead.seen,
+            seconds=seconds,
+        )
+
+    def _forget_step(self) -> None:
+        """The step is over: what was seen of it becomes the hint for the next one."""
+        for handler in self._handlers.values():
+            if handler.begun:
+                handler.reset()
+        self._retired.clear()
+        self._queue.clear()
+        self._lookahead.end_step()
+        self._forward = self._backward = None
+        self._coming = []
+        self._counts.clear()
+        self._forward_order = []
+        self._backward_order = []
