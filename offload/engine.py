@@ -29,14 +29,14 @@ from offload.saved.store import Handle, SavedChunk, TensorStore
 from offload.telemetry.records import StepStats
 from offload.transfer.door import Door, Limits
 from offload.transfer.engine import TransferEngine
-from offload.transfer.link import measure_rates
+from offload.transfer.link import LINK_TEST_BYTES, measure_rates
 from offload.transfer.record import RecordState
 
-__all__ = ["OffloadEngine", "checked_config"]
+__all__ = ["DEFAULT_IN_FLIGHT_BYTES", "OffloadEngine", "checked_config"]
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_IN_FLIGHT = 1 << 30  # bytes: 20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting
+DEFAULT_IN_FLIGHT_BYTES = 1 << 30  # bytes: 20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting
 
 
 class OffloadEngine:
@@ -90,8 +90,9 @@ class OffloadEngine:
         Raises HostBudgetError beyond the budget.
         """
         self.arena.reserve(nbytes)
-        if self.rates is None and self.device.pins:
+        if self.rates is None and self.device.pins and self.arena.stats().free_bytes >= LINK_TEST_BYTES:
             self.rates = measure_rates(self.device, self.arena)
+            self.arena.reset_peak()
 
     def register_parameters(self, module: torch.nn.Module) -> None:
         """Parameters and buffers of `module`, their views and their autocast casts never leave."""
@@ -123,8 +124,9 @@ class OffloadEngine:
             for chunk in chunks:
                 for record in chunk.living():
                     if record.state is not RecordState.RELEASED:
-                        leftovers += 1
-                        leftover_bytes += record.nbytes
+                        if record.unread > 0:  # else its graph was only retained
+                            leftovers += 1
+                            leftover_bytes += record.nbytes
                         self.transfers.release(record)
             if leftovers:
                 logger.warning(
@@ -181,7 +183,7 @@ def _limits(config: OffloadConfig) -> Limits:
     limit = config.device_limit_bytes
     spilling, restoring = config.max_spilling_bytes, config.max_restoring_bytes
     if spilling is None and limit is None:
-        spilling = _DEFAULT_IN_FLIGHT
+        spilling = DEFAULT_IN_FLIGHT_BYTES
     if restoring is None:
-        restoring = _DEFAULT_IN_FLIGHT if limit is None else limit // 4
+        restoring = DEFAULT_IN_FLIGHT_BYTES if limit is None else limit // 4
     return Limits(device_limit_bytes=limit, max_spilling_bytes=spilling, max_restoring_bytes=restoring)

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from typing import cast
 
 from offload.config import OffloadConfig
-from offload.engine import OffloadEngine
+from offload.engine import DEFAULT_IN_FLIGHT_BYTES, OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Kind
-from offload.policy.keeps import fraction_keeps, limit_keeps, margin_keeps, summary_bytes
+from offload.policy.keeps import all_of, fraction_keeps, kept_peak_bytes, limit_keeps, margin_keeps, summary_bytes
 from offload.policy.lookahead import ActionKey
 from offload.policy.plan import choose_keeps
 
 __all__ = ["PlanSettings", "SeenStep", "StepPlanner"]
 
 logger = logging.getLogger(__name__)
+
+_LEAST_PIECES = 2  # in flight in one direction: one that is copied, one that waits behind it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +124,22 @@ class StepPlanner:
         """Without a device limit the margin: the last group of each name in the first chunk to run backward, whose fetch could not be
         hidden. With one, as much of every chunk's end as fits beside the rooms for what is leaving and coming back."""
         limits = self._engine.limits
-        if limits.device_limit_bytes is None:
-            return margin_keeps(seen.sizes_in_backward_order())
         known, sizes = seen.schedule()
+        if limits.device_limit_bytes is None:
+            self._fit_windows(kept_peak_bytes(known, sizes, all_of(sizes)))
+            return margin_keeps(seen.sizes_in_backward_order())
         spilling = limits.max_spilling_bytes if limits.max_spilling_bytes is not None else limits.device_limit_bytes // 4
         return limit_keeps(known, sizes, limits.device_limit_bytes, spilling, limits.max_restoring_bytes)
+
+    def _fit_windows(self, live_peak_bytes: int) -> None:
+        """Where caps were left to the engine and there is no device limit: an eighth of what is live at once for each direction, but a
+        few pieces at least and the default at most. A step that saves less than the defaults would otherwise never let go of anything."""
+        config, limits = self._engine.config, self._engine.limits
+        window_bytes = max(_LEAST_PIECES * config.piece_bytes, min(DEFAULT_IN_FLIGHT_BYTES, live_peak_bytes // 8))
+        if config.max_spilling_bytes is None:
+            limits.max_spilling_bytes = window_bytes
+        if config.max_restoring_bytes is None:
+            limits.max_restoring_bytes = window_bytes
 
     def _timed_plan(self, seen: SeenStep) -> bool:
         """Simulate the step with its measured times and install the best plan; False where something is not known."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupKey, GroupSize, Keeps, lives_of, require_sizes
 
-__all__ = ["fraction_keeps", "kept_peak_bytes", "limit_keeps", "margin_keeps", "summary_bytes", "tail_keeps"]
+__all__ = ["all_of", "fraction_keeps", "kept_peak_bytes", "limit_keeps", "margin_keeps", "summary_bytes", "tail_keeps"]
 
 OrderedChunks = Sequence[tuple[ChunkKey, Sequence[GroupSize]]]
 """Chunks in the order that the argument's name says, each with its groups in forward order."""
@@ -120,6 +120,11 @@ def tail_keeps(sizes: ChunkSizes, kept_bytes: Mapping[ChunkKey, float]) -> Keeps
                 break
             keeps.append(GroupKey(chunk, index))
     return frozenset(keeps)
+
+
+def all_of(sizes: ChunkSizes) -> Keeps:
+    """Every group of every chunk: with `kept_peak_bytes`, what is live at once when nothing leaves."""
+    return frozenset(GroupKey(chunk, index) for chunk, groups in sizes.items() for index in range(len(groups)))
 
 
 def kept_peak_bytes(actions: Sequence[Action], sizes: ChunkSizes, keeps: Keeps) -> int:

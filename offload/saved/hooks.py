@@ -8,6 +8,7 @@ A pack inside a backward is a recomputation (a checkpoint around the hooks): wha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -21,6 +22,9 @@ from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper, j
 from offload.saved.store import Handle, Passed, TensorStore, modified
 
 __all__ = ["InstalledScope", "SavedTensorHooks", "Scope", "WrapperHandle", "inside_checkpoint"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Scope(Protocol):
@@ -98,6 +102,7 @@ class SavedTensorHooks:
         self._device = device
         self._on_read = on_read
         self._scopes: list[InstalledScope] = []
+        self._named_types: set[type[torch.Tensor]] = set()
 
     # -- scopes ---------------------------------------------------------------------------------------------------
     def push(self, scope: Scope) -> InstalledScope:
@@ -138,11 +143,20 @@ class SavedTensorHooks:
         scopes = self._scopes
         if not scopes:
             return Passed(tensor)
-        if judge(tensor, self._device, self._externals, scopes[-1].scope.min_elements()) is Verdict.ELIGIBLE:
+        verdict = judge(tensor, self._device, self._externals, scopes[-1].scope.min_elements())
+        if verdict is Verdict.ELIGIBLE:
             for installed in reversed(scopes):
                 handle = installed.scope.take(tensor)
                 if handle is not None:
                     return handle
+        elif verdict is Verdict.SUBCLASS and type(tensor) not in self._named_types:
+            self._named_types.add(type(tensor))
+            logger.warning(
+                "saved tensors of type %s stay on the device (the first: %s bytes): the type has no __tensor_flatten__, so its bytes "
+                "cannot be found; keep such tensors outside offload_hooks(), or give the type that method",
+                type(tensor).__qualname__,
+                f"{tensor.numel() * tensor.element_size():,}",
+            )
         return Passed(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:

@@ -6,10 +6,13 @@ from offload.device import CopyPair, Device, Lane
 from offload.memory.arena import HostArena
 from offload.policy.actions import Rates
 
-__all__ = ["measure_rates"]
+__all__ = ["LINK_TEST_BYTES", "measure_rates"]
 
 _COPIES = 6  # after one to warm up; 64 MiB each: 7 ms a direction at 55 GB/s
 _COPY_BYTES = 64 << 20
+
+LINK_TEST_BYTES = 2 * _COPY_BYTES
+"""Free host bytes that the measurement needs."""
 
 
 def measure_rates(device: Device, arena: HostArena) -> Rates | None:

@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
 N = 64 << 20
 LAYERS = 12
 ROUNDS = 5
-COMPUTE_TO_COPY = 1.1
-"""A layer computes a tenth longer than its copy takes, so the copies can just be hidden."""
+COMPUTE_TO_COPY = 1.2
+"""A layer computes a little longer than its copy takes, so that the copies can just be hidden."""
 HEAD_START_MS = 3.0
 """The host is that far ahead when the measured part begins, as it is in training."""
 LONG_MS = 400.0
@@ -122,7 +122,7 @@ CAPS = [{"max_spilling_bytes": 2 * N, "max_restoring_bytes": 3 * N}, {"device_li
 @pytest.mark.req("S3-64")
 @pytest.mark.parametrize("bench", CAPS, indirect=True, ids=["windows", "device limit"])
 def test_a_step_takes_little_longer_than_its_compute_or_its_copies(bench: Bench) -> None:
-    """Not their sum. One after the other they would take 1.8 times the longer of them, or more."""
+    """At most 15% longer than the longer one. One after the other they would take half as long again, or more."""
     steps, computes = [], []
     for _ in range(ROUNDS):
         computes.append(bench.milliseconds(marked=False))
@@ -133,7 +133,7 @@ def test_a_step_takes_little_longer_than_its_compute_or_its_copies(bench: Bench)
     copies_ms = 1000 * (stats.spill_bytes / bench.rates.d2h_bytes_per_s + stats.restore_bytes / bench.rates.h2d_bytes_per_s)
     step_ms, compute_ms = statistics.median(steps), statistics.median(computes)
     figures = f"step {step_ms:.1f}, compute {compute_ms:.1f}, copies {copies_ms:.1f} ms, stalls {stats.stall_count}"
-    assert step_ms <= 1.25 * max(compute_ms, copies_ms), figures
+    assert step_ms <= 1.15 * max(compute_ms, copies_ms), figures
     assert step_ms <= 0.85 * (compute_ms + copies_ms), figures
 
 

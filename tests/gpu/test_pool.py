@@ -39,7 +39,7 @@ def random(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 # -- by hand ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.req("S3-70", "S3-75")
+@pytest.mark.req("S3-70")
 @pytest.mark.parametrize("nbytes", [64 * MIB, 128 * MIB, 1024 * MIB], ids=["64 MiB", "128 MiB", "1 GiB"])
 def test_device_memory_falls_by_the_tensors_bytes_and_rises_again(handler: ChunkOffloadHandler, nbytes: int) -> None:
     tensor = torch.arange(nbytes // 4, dtype=torch.int32, device=DEVICE)

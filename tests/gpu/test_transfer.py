@@ -242,6 +242,7 @@ def test_a_copy_that_has_passed_stalls_nobody(desk: Desk) -> None:
 # -- events -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.req("S3-78")
 def test_poll_and_wait_never_block_the_host_and_synchronize_does(desk: Desk) -> None:
     device = desk.device
     value = torch.zeros(1024, dtype=torch.uint8, device=DEVICE)

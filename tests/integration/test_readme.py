@@ -15,7 +15,8 @@ README = Path(__file__).parents[2] / "README.md"
 
 def test_the_example_in_the_readme_runs_and_offloads() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    example = example.replace("device_limit_bytes=8 << 30, host_reserve_bytes=32 << 30", "device_limit_bytes=6 << 20, max_restoring_bytes=0")
+    small_limits = "device_limit_bytes=6 << 20, max_restoring_bytes=0"
+    example = example.replace("device_limit_bytes=8 << 30, host_reserve_bytes=32 << 30", small_limits)
     blocks = [SimpleNamespace(attention=torch.nn.Linear(1024, 1024), mlp=torch.nn.Linear(1024, 1024)) for _ in range(3)]
     names = {
         "model": SimpleNamespace(blocks=blocks),

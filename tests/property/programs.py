@@ -171,7 +171,8 @@ OPS: dict[str, Callable[[Tensor, Tensor, list[Tensor]], Tensor]] = {
     "checkpoint": lambda x, y, w: checkpoint(lambda p, q: torch.tanh(p * q) @ w[0], x, y, use_reentrant=False),
     "long": lambda x, y, w: torch.sigmoid(x @ w[1]).view(2 * ROWS, COLUMNS)[::2],
 }
-DEAD = ("dead", "kept")  # a branch that never runs backward: dropped at once, or with the chunk
+# a branch that never runs backward: dropped at once, or with the chunk; or with the chunk, and what it saved is written again
+DEAD = ("dead", "kept", "rewritten")
 
 
 def make_weights(stages: int) -> list[list[torch.nn.Parameter]]:
@@ -330,8 +331,10 @@ def run_nodes(nodes: tuple[Any, ...], values: Values, weights: list[Tensor], sai
         if isinstance(node, Op):
             x, y = values.recent[values.at(node.a)], values.recent[values.at(node.b)]
             if node.kind in DEAD:
-                branch = (x * y).tanh()
-                values.kept += [branch * branch] * (node.kind == "kept")
+                branch = x * y
+                values.kept += [branch * branch] * (node.kind != "dead")
+                if node.kind == "rewritten":
+                    values.append(said.computed(branch.add_(y).tanh_()))
                 continue
             values.append(said.computed(OPS[node.kind](x, y, weights)))
         elif isinstance(node, Say):

@@ -2,8 +2,8 @@
 
 The statements, each derived from what a call may do, with `held` = kept + leaving + coming back:
 
-    limit       after bytes are added, held <= device_limit_bytes unless nothing is leaving: over the limit there is only what a save or a
-                reader forced on the engine, and nothing that could have been waited for
+    limit       after bytes are added or sent, held <= device_limit_bytes, or nothing is leaving and nothing is fetched but for its reader:
+                over the limit there is only what saves and that reader forced on the engine, nothing to be waited for or dropped
     prefetch    a restore that nobody waits for never ends above the limit, and stays within max_restoring_bytes; a tensor larger than that
                 comes alone
     spilling    after a spill, at most max_spilling_bytes are leaving, or one piece; none where that is 0
@@ -73,15 +73,17 @@ class Watch:
             leaving = self.transfers.spilling_bytes
             assert leaving <= max(cap, transfer.nbytes), f"{leaving:,} bytes leave, {transfer.nbytes:,} of them newly, the cap is {cap:,}"
             assert cap > 0, "a cap of 0 refuses"
+        self._check_limit(f"sending {records}")
         return transfer
 
     def restore(
         self, records: Sequence[Record], priority: Priority, may_settle: Callable[[Transfer], bool] | None = None
     ) -> Transfer | None:
         transfer = self._restore(records, priority, may_settle)
-        if transfer is not None and priority is Priority.SPECULATIVE:
+        if priority >= Priority.REQUIRED:
+            self._check_limit(f"restoring {records}", sum(record.nbytes for record in records))
+        elif transfer is not None:
             self._check_prefetch(records)
-        self._check_limit(f"restoring {records}")
         return transfer
 
     def _check_prefetch(self, records: Sequence[Record]) -> None:
@@ -93,13 +95,14 @@ class Watch:
         nbytes = sum(record.nbytes for record in records)
         assert nbytes <= cap or len(records) == 1, f"a prefetch of {nbytes:,} bytes, the cap is {cap:,}"
 
-    def _check_limit(self, what: str) -> None:
+    def _check_limit(self, what: str, forced_bytes: int = 0) -> None:
         held, limit = self.transfers.device_bytes, self.transfers.limits.device_limit_bytes
         if limit is not None and held > limit:
             self.seen["over the limit"] += 1
             self.over_limit_bytes = max(self.over_limit_bytes, held - limit)
-            assert self.transfers.spilling_bytes == 0, (
-                f"{what}: {held:,} bytes are held of {limit:,}, and {self.transfers.spilling_bytes:,} of them could be waited for"
+            leaving, fetched = self.transfers.spilling_bytes, self.transfers.restoring_bytes
+            assert (leaving, fetched) == (0, forced_bytes), (
+                f"{what}: {held:,} bytes held of {limit:,}; {leaving:,} of them could be waited for, {fetched - forced_bytes:,} dropped"
             )
 
     def check_counts(self) -> None:
