@@ -151,9 +151,7 @@ def group_start(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return apply_mark(FineGrainedOffloadingGroupStartFunction, tensor, handler, name)
 
 
-def group_commit(
-    tensor: T, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False
-) -> T:
+def group_commit(tensor: T, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False) -> T:
     """Close the innermost open group called `name`: what it saved leaves, unless the plan keeps it.
 
     tensor: an output of the group's layers, or a tuple or list whose first element is one; an empty one passes through.
@@ -276,9 +274,7 @@ class FineGrainedActivationOffloadingInterface:
         return PipelineOffloadManager.get_instance() if flag else nullcontext()
 
     @staticmethod
-    def group_commit(
-        tensor: T, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False
-    ) -> T:
+    def group_commit(tensor: T, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False) -> T:
         return group_commit(tensor, name, forced_released_tensors, delay_offload)
 
     @staticmethod

@@ -296,5 +296,3 @@ def test_a_passed_tensor_may_be_read_after_the_step_has_ended() -> None:
         y = chain(x)
     rig.end()
     assert_equal_bits(gradients(chain, [x]), list(torch.autograd.grad(y.sum(), [x])))
-
-
