@@ -40,6 +40,23 @@ class CudaLane:
         return f"CudaLane({self.name}, stream {self.stream.cuda_stream:#x})"
 
 
+class _CudaEvent:
+    """A CUDA event on loan: with the last reference to it, it goes back to the events that wait to be recorded anew.
+
+    Safe because a wait refers to the record that was current when it was issued, never to a later one
+    (CUDA runtime API, cudaStreamWaitEvent), and because nobody is left who could ask for the old point.
+    """
+
+    __slots__ = ("_free", "event")
+
+    def __init__(self, event: torch.cuda.Event, free: list[torch.cuda.Event]) -> None:
+        self.event = event
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
 class _PinnedMemory:
     """One mapping, registered with CUDA in pieces.
 
@@ -130,6 +147,7 @@ class CudaDevice:
         self._d2h = CudaLane("d2h", torch.cuda.Stream(self._device))
         self._h2d = CudaLane("h2d", torch.cuda.Stream(self._device))
         self._compute_lanes: dict[int, CudaLane] = {}
+        self._free_events: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}  # by whether they are timed
 
     @property
     def name(self) -> str:
@@ -164,21 +182,25 @@ class CudaDevice:
 
     # -- order ----------------------------------------------------------------------------------------------------
     def record(self, lane: Lane, *, timed: bool = False) -> Event:
-        event = torch.cuda.Event(enable_timing=timed)
+        free = self._free_events[timed]
+        try:
+            event = free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=timed)
         event.record(cast(CudaLane, lane).stream)
-        return event
+        return _CudaEvent(event, free)
 
     def wait(self, lane: Lane, event: Event, order: str) -> None:
-        cast(CudaLane, lane).stream.wait_event(cast(torch.cuda.Event, event))
+        cast(CudaLane, lane).stream.wait_event(cast(_CudaEvent, event).event)
 
     def poll(self, event: Event) -> bool:
-        return bool(cast(torch.cuda.Event, event).query())
+        return bool(cast(_CudaEvent, event).event.query())
 
     def synchronize(self, event: Event) -> None:
-        cast(torch.cuda.Event, event).synchronize()
+        cast(_CudaEvent, event).event.synchronize()
 
     def elapsed_ms(self, start: Event, end: Event) -> float:
-        return float(cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end)))
+        return float(cast(_CudaEvent, start).event.elapsed_time(cast(_CudaEvent, end).event))
 
     # -- bytes ----------------------------------------------------------------------------------------------------
     def empty(self, nbytes: int) -> torch.Tensor:

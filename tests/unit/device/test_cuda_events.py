@@ -1,0 +1,74 @@
+"""Events of the CUDA device, on a stand-in for torch.cuda's: made once, and on loan to one hand-off at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from offload.device.cuda import CudaDevice
+
+
+class _Stream:
+    def __init__(self, device: Any = None) -> None:
+        self.cuda_stream = id(self)
+        self.waited: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+
+class _Event:
+    made = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        type(self).made += 1
+        self.timed = enable_timing
+        self.recorded_on: list[_Stream] = []
+
+    def record(self, stream: _Stream) -> None:
+        self.recorded_on.append(stream)
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    main = _Stream()
+    monkeypatch.setattr(_Event, "made", 0)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
+    return CudaDevice()
+
+
+@pytest.mark.req("S2-56")
+def test_streams_and_events_are_made_once_however_many_hand_offs_there_are(device: CudaDevice) -> None:
+    lanes = [device.compute, device.d2h, device.h2d]
+    for _ in range(100):
+        device.wait(device.d2h, device.record(device.compute), "spill")
+        spilled = device.record(device.d2h)
+        device.wait(device.h2d, spilled, "restore")
+    assert [device.compute, device.d2h, device.h2d] == lanes
+    assert _Event.made == 2  # the last `spilled` is still held while the next step records; the other event is free again by then
+
+
+@pytest.mark.req("S2-56")
+def test_event_that_somebody_may_still_wait_for_is_never_recorded_anew(device: CudaDevice) -> None:
+    held = device.record(device.d2h)
+    for _ in range(5):
+        device.record(device.compute)
+    device.wait(device.h2d, held, "restore")
+    (waited,) = device.h2d.stream.waited  # type: ignore[attr-defined]
+    assert waited.recorded_on == [device.d2h.stream]  # type: ignore[attr-defined]
+
+
+def test_timed_and_untimed_events_are_not_lent_for_each_other(device: CudaDevice) -> None:
+    device.record(device.compute)
+    timed: Any = device.record(device.compute, timed=True)
+    untimed: Any = device.record(device.compute)
+    assert timed.event.timed
+    assert not untimed.event.timed
