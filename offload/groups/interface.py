@@ -5,6 +5,9 @@
     y = group_commit(y, "core_attn")            # identity: the group's bytes start to leave
 
 This page is where the process-wide manager is asked for; nothing below it does.
+
+torch.compile: a mark is a Python side effect, so each one breaks the graph, and nothing of it is traced. A `with` that is
+entered inside a compiled function makes all of that function eager; there `group_start(..., hooks=True)` stands for it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from offload.groups.autograd import (
 )
 from offload.groups.graphs import check_event, record_forward
 from offload.groups.manager import PipelineOffloadManager
+from offload.groups.tracing import untraced
 from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import StepStats
@@ -89,6 +93,7 @@ def _host_name() -> str:
     return socket.gethostname()
 
 
+@untraced
 def init_chunk_handler(
     vp_size: int | None = None,
     vp_stage: int | None = None,
@@ -133,10 +138,13 @@ def _check_mark(function: str, value: object, name: object) -> None:
         raise ValueError(f"{function}(..., {name!r}) got a {type(value).__name__}, must be a tensor that the layer works on")
 
 
-def group_start(tensor: torch.Tensor, name: str) -> torch.Tensor:
+@untraced
+def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torch.Tensor:
     """Open group `name` in the current chunk. Returns a tensor with the same bytes; `tensor` itself where nothing may be offloaded.
 
-    tensor: any shape and dtype; an input of the group's layers, so that the mark's backward runs after theirs. Blocks the host: never.
+    tensor: any shape and dtype; an input of the group's layers, so that the mark's backward runs after theirs.
+    hooks: install the hooks as well, until this group's commit; for a layer that torch.compile takes whole. After an exception in
+    between they stay until step_end() or reset(). Blocks the host: never.
     """
     _check_mark("group_start", tensor, name)
     manager = _existing()
@@ -147,10 +155,14 @@ def group_start(tensor: torch.Tensor, name: str) -> torch.Tensor:
         muted = manager.muted_handler()
         if muted is not None:
             muted.mute(name)
-        return tensor
-    return apply_mark(FineGrainedOffloadingGroupStartFunction, tensor, handler, name)
+    else:
+        tensor = apply_mark(FineGrainedOffloadingGroupStartFunction, tensor, handler, name)
+    if hooks:
+        manager.open_until_commit(name)
+    return tensor
 
 
+@untraced
 def group_commit(tensor: T, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False) -> T:
     """Close the innermost open group called `name`: what it saved leaves, unless the plan keeps it.
 
@@ -169,6 +181,7 @@ def group_commit(tensor: T, name: str, forced_released_tensors: list[torch.Tenso
     manager = _existing()
     if manager is None:
         return tensor
+    manager.close_at_commit(name)
     handler = manager.muted_handler()
     if handler is None or handler.unmute(name):
         return tensor
@@ -193,6 +206,7 @@ def offload_hooks() -> Iterator[None]:
         manager.close_scope(installed)
 
 
+@untraced
 def flush_delayed_groups() -> None:
     """Send every delayed group, in the order of their commits."""
     manager = _existing()
@@ -200,26 +214,31 @@ def flush_delayed_groups() -> None:
         manager.flush_delayed_groups()
 
 
+@untraced
 def disable_offload() -> None:
     """From now on nothing more leaves; what has left comes back as usual."""
     PipelineOffloadManager.get_instance().disable_offload()
 
 
+@untraced
 def enable_offload() -> None:
     """Undo `disable_offload`."""
     PipelineOffloadManager.get_instance().enable_offload()
 
 
+@untraced
 def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
     """`tensor` stays on the device for good; None is accepted."""
     PipelineOffloadManager.get_instance().mark_not_offloadable(tensor)
 
 
+@untraced
 def forward_record(event: Any) -> None:
     """Order the current stream after the spills so far and record `event` there."""
     record_forward(event)
 
 
+@untraced
 def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
     """An identity whose backward records `event` on the current stream, ordered after the restores so far."""
     if not isinstance(tensor, torch.Tensor):
@@ -228,6 +247,7 @@ def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
     return apply_mark(FineGrainedOffloadingBackwardRecordFunction, tensor, event)
 
 
+@untraced
 def step_end() -> StepStats | None:
     """End the step, once its gradients are final. Returns its figures; None where no manager has been built."""
     manager = _existing()

@@ -20,6 +20,7 @@ from offload.groups.chunk import ChunkOffloadHandler, checked_tensors
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.plan import PlanSettings, StepPlanner
 from offload.groups.scope import GroupScope
+from offload.groups.tracing import untraced
 from offload.groups.tracker import ChunkTracker
 from offload.saved.hooks import InstalledScope, inside_checkpoint
 from offload.saved.store import Handle, Passed
@@ -52,6 +53,7 @@ class PipelineOffloadManager(ChunkTracker):
         self._delayed: list[Callable[[], None]] = []
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._entered: list[InstalledScope | None] = []
+        self._until_commit: list[tuple[str, InstalledScope | None]] = []  # by the name of the group whose commit closes it
         self._warned_no_group = False
         self._warned_checkpoint = False
 
@@ -74,6 +76,7 @@ class PipelineOffloadManager(ChunkTracker):
 
     def close(self) -> None:
         """Drop everything and unpin. Blocks the host until the copies in flight have passed. The manager must not be used after."""
+        self._close_uncommitted()
         self._delayed.clear()
         self.cpu_tensor_pool.clear()
         self.engine.close([*self._retired, *(handler.saved for handler in self._handlers.values())])
@@ -205,6 +208,7 @@ class PipelineOffloadManager(ChunkTracker):
                 send()
 
     # -- hooks --------------------------------------------------------------------------------------------------------
+    @untraced
     def open_scope(self) -> InstalledScope | None:
         """Install the hooks for the innermost open group of the current chunk; None if nothing may leave now."""
         handler = self.active_handler()
@@ -231,9 +235,25 @@ class PipelineOffloadManager(ChunkTracker):
             return None
         return self.engine.hooks.push(GroupScope(self.engine, handler, group))
 
+    @untraced
     def close_scope(self, installed: InstalledScope | None) -> None:
         if installed is not None:
             self.engine.hooks.pop(installed)
+
+    def open_until_commit(self, name: str) -> None:
+        """`open_scope`, undone by `close_at_commit` of the same name, or by the step's end if an exception came in between."""
+        self._until_commit.append((name, self.open_scope()))
+
+    def close_at_commit(self, name: str) -> None:
+        """Undo the latest `open_until_commit` of this name; nothing to do where there was none."""
+        for position in range(len(self._until_commit) - 1, -1, -1):
+            if self._until_commit[position][0] == name:
+                self.close_scope(self._until_commit.pop(position)[1])
+                return
+
+    def _close_uncommitted(self) -> None:
+        while self._until_commit:
+            self.close_scope(self._until_commit.pop()[1])
 
     def __enter__(self) -> PipelineOffloadManager:
         """Install the hooks, if a chunk is current and offloading is on."""
@@ -299,6 +319,7 @@ class PipelineOffloadManager(ChunkTracker):
 
         Blocks the host: never (the summary after warm-up gathers over the process group, once).
         """
+        self._close_uncommitted()
         with self.engine.lock:
             self._delayed.clear()
             self._pending.clear()
