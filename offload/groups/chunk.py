@@ -221,7 +221,7 @@ class ChunkOffloadHandler:
         self.engine.store.commit(saved)
         group.total_offload_bytes = saved.nbytes
         group.total_tensor_count = saved.slots
-        if forced:
+        if forced and saved.leaves:  # what is to stay is not released either, and that is nobody's mistake
             self._release(group, saved, forced)
 
     def _release(self, group: OffloadTensorGroup, saved: SavedGroup, forced: list[torch.Tensor]) -> None:

@@ -502,6 +502,22 @@ def test_forced_release_of_what_another_chunk_still_keeps_is_refused(manager: Pi
     assert torch.equal(keeper.tensor_pop(tag), original)
 
 
+def test_group_that_the_plan_keeps_releases_nothing_and_says_nothing(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(64)
+    original = x.clone()
+    handler = begun(manager)
+    handler.stays = frozenset({0})
+    handler.on_group_start_forward("a")
+    tag = handler.tensor_push(x)
+    with caplog.at_level(logging.WARNING, "offload"):
+        handler.on_group_commit_forward([x])
+    assert torch.equal(x, original)
+    assert torch.equal(handler.tensor_pop(tag), original)
+    assert not caplog.records
+
+
 @pytest.mark.req("S2-75")
 def test_forced_release_waits_for_every_copy_of_that_storage_that_is_under_way(manager: PipelineOffloadManager) -> None:
     """Two chunks save one storage; the second frees it while the first one's copy, issued later, still reads it."""

@@ -1,0 +1,341 @@
+"""What stands in place of Megatron-core's offload module: its names, for both generations of callers, over this engine.
+
+Core 0.16 commits a group by a static `group_commit(tensor, name)`, core 0.19 by `group_offload(tensor)` of the object that opened it; the
+order of the arguments that begin a microbatch differs too.
+
+One invariant: what a name answers depends on the arguments of the call; only a call that both generations would accept is read by the
+version of Megatron that is loaded. What the engine cannot do is refused: a group inside a CUDA graph that is being captured raises
+GraphCaptureError.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+import offload
+import offload.fine_grained_activation_offload as engine_page
+from offload import OffloadError, PipelineOffloadManager
+
+__all__ = ["PAGE", "FineGrainedActivationOffloadingInterface", "GraphCaptureError", "names_of"]
+
+PAGE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", torch.Tensor, tuple[Any, ...], list[Any])
+Tensors = Sequence[torch.Tensor] | None
+
+
+class GraphCaptureError(OffloadError):
+    """A group was opened while a CUDA graph is captured: its replays would copy to pinned blocks that the engine has lent again."""
+
+
+def megatron_version() -> tuple[int, int] | None:
+    """(major, minor) of the Megatron-core that this process has loaded; None if it has none, or one that does not say."""
+    for module in ("megatron.core.package_info", "megatron.core"):  # the second gets its version late in its own import
+        found = re.match(r"(\d+)\.(\d+)", str(getattr(sys.modules.get(module), "__version__", "")))
+        if found:
+            return int(found[1]), int(found[2])
+    return None
+
+
+# ---- a microbatch begins ----
+
+NEWER_KEYWORDS = frozenset({"pp_rank", "delta_offload_bytes_across_pp_ranks", "activation_offload_fraction", "max_inflight_offloads"})
+
+
+def init_chunk_handler(*arguments: Any, **keywords: Any) -> None:
+    """The forward of a virtual stage's next microbatch begins; in either generation's order of arguments.
+
+    Up to 0.18: (vp_size, vp_stage, min_offloaded_tensor_size). From 0.19: (pp_rank, vp_size, vp_stage, min_offloaded_tensor_size,
+    delta_offload_bytes_across_pp_ranks, activation_offload_fraction, max_inflight_offloads). A fourth position or a newer keyword tells the
+    newer order; fewer positions are read by the loaded version, and as the older order where there is none.
+    min_offloaded_tensor_size: elements, not bytes. Raises ValueError for values outside their ranges, TypeError for unknown arguments.
+    Blocks the host: never.
+    """
+    version = megatron_version()
+    newer = len(arguments) > 3 or not NEWER_KEYWORDS.isdisjoint(keywords) or (arguments and version is not None and version >= (0, 19))
+    (_begin_newer if newer else _begin_older)(*arguments, **keywords)
+
+
+def _begin_older(vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 2**20) -> None:
+    offload.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size)
+
+
+def _begin_newer(
+    pp_rank: int,
+    vp_size: int | None = None,
+    vp_stage: int | None = None,
+    min_offloaded_tensor_size: int = 2**20,
+    delta_offload_bytes_across_pp_ranks: int = 0,
+    activation_offload_fraction: float = 1.0,
+    max_inflight_offloads: int | None = None,
+) -> None:
+    offload.init_chunk_handler(
+        vp_size,
+        vp_stage,
+        min_offloaded_tensor_size,
+        pp_rank=pp_rank,
+        delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
+        activation_offload_fraction=activation_offload_fraction,
+        max_inflight_offloads=max_inflight_offloads,
+    )
+    manager = PipelineOffloadManager.get_instance()
+    if max_inflight_offloads is None and manager.settings.max_inflight_offloads is not None:
+        manager.settings = replace(manager.settings, max_inflight_offloads=None)  # to Megatron None is no cap, to the engine "as it was"
+
+
+# ---- groups ----
+
+
+class _TaggedScope:
+    """A group's scope that leaves alone what Megatron or Transformer Engine tagged as staying on the device."""
+
+    __slots__ = ("_scope",)
+
+    def __init__(self, scope: Any) -> None:
+        self._scope = scope
+
+    def min_elements(self) -> int:
+        return int(self._scope.min_elements())
+
+    def take(self, tensor: torch.Tensor) -> Any:
+        return None if is_tagged_to_stay(tensor) else self._scope.take(tensor)
+
+
+def is_tagged_to_stay(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries one of the attributes that Megatron's own engine respects. Of 0.16 the first, of 0.19 the others."""
+    return (
+        getattr(tensor, "offloading_activation", True) is False
+        or bool(getattr(tensor, "_TE_do_not_offload", False))
+        or bool(getattr(tensor, "_do_not_offload", False))
+    )
+
+
+def _close_nothing() -> None:
+    return None
+
+
+def _open_scope(manager: PipelineOffloadManager | None) -> Callable[[], None]:
+    """Install the hooks for the innermost open group; returns what removes exactly them, whatever is switched in between."""
+    installed = None if manager is None else manager.open_scope()
+    if manager is None or installed is None:
+        return _close_nothing
+    installed.scope = _TaggedScope(installed.scope)
+    owner = manager
+    return lambda: owner.close_scope(installed)
+
+
+@contextmanager
+def _hooks() -> Iterator[None]:
+    close = _open_scope(PipelineOffloadManager.get_instance())
+    try:
+        yield
+    finally:
+        close()
+
+
+def get_context(flag: bool) -> AbstractContextManager[Any]:
+    """The hooks of the innermost open group if `flag`, else a null context."""
+    return _hooks() if flag else nullcontext()
+
+
+def group_start(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+    """Open group `name`: an identity. tensor: an input of the group's layers, any shape and dtype.
+
+    Raises GraphCaptureError inside a capture, unless offloading is switched off; ValueError for no name. Blocks the host: never.
+    """
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    if manager is not None and manager.do_offload and engine_page.is_graph_capturing():
+        raise GraphCaptureError(
+            f"group {name!r} is opened while a CUDA graph is captured, and the engine cannot replay its copies; take the module of "
+            f"{name!r} out of the captured ones (cuda_graph_modules, or cuda_graph_scope) or out of offload_modules"
+        )
+    return engine_page.fine_grained_offloading_group_start(tensor, name)
+
+
+def group_commit(tensor: T, name: str, forced_released_tensors: Tensors = None, delay_offload: bool = False) -> T:
+    """Close group `name`, as callers of 0.16 do: delay_offload always waits for `flush_delayed_groups`.
+
+    tensor: an output of the group's layers, or a tuple or list whose first element is one. forced_released_tensors: freed once copied.
+    Raises GroupOrderError if no such group is open. Blocks the host: never.
+    """
+    forced = None if forced_released_tensors is None else list(forced_released_tensors)
+    return offload.group_commit(tensor, name, forced, delay_offload)
+
+
+def group_offload(tensor: T, name: str, forced_released_tensors: Tensors = None, delay_offload: bool = False) -> T:
+    """Close group `name`, as callers of 0.19 do: `group_commit`, but delay_offload counts only while a captured graph runs."""
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    replaying = delay_offload and manager is not None and _replay_of(manager).running
+    return group_commit(tensor, name, forced_released_tensors, replaying)
+
+
+class _GroupOffload:
+    """`Interface.group_offload(tensor, name, ...)`; of an instance, which knows its name, `group_offload(tensor, ...)`."""
+
+    def __get__(self, instance: FineGrainedActivationOffloadingInterface | None, owner: type) -> Callable[..., Any]:
+        return group_offload if instance is None else instance.offload_group
+
+
+# ---- CUDA graphs ----
+
+
+@dataclass
+class _Replay:
+    """Of one manager: whether a captured graph runs now, and the stream and event that order graphs against copies."""
+
+    running: bool = False
+    stream: Any = None
+    event: Any = None
+
+
+_replays: WeakKeyDictionary[PipelineOffloadManager, _Replay] = WeakKeyDictionary()
+
+
+def _replay_of(manager: PipelineOffloadManager | None = None) -> _Replay:
+    return _replays.setdefault(manager if manager is not None else PipelineOffloadManager.get_instance(), _Replay())
+
+
+def _graph_tools() -> _Replay:
+    replay = _replay_of()
+    if replay.stream is None:
+        if not torch.cuda.is_available():
+            raise OffloadError("the stream and event of CUDA graphs were asked for, and torch sees no GPU; set cuda_graph_impl to 'none'")
+        replay.stream, replay.event = torch.cuda.Stream(), torch.cuda.Event(external=True)
+    return replay
+
+
+def forward_record(event: Any = None) -> None:
+    """Order the current stream after the spills so far and record `event` there; without one, the process's own graph event."""
+    engine_page.fine_grained_offloading_forward_record(_graph_tools().event if event is None else event)
+
+
+def backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
+    """An identity whose backward records `event`, or the process's own graph event, ordered after the restores so far."""
+    return engine_page.fine_grained_offloading_backward_record(tensor, _graph_tools().event if event is None else event)
+
+
+# ---- the step and its table ----
+
+
+def reset(process_group: Any = None) -> None:
+    """The step ends, its gradients final. process_group: the ranks whose table is printed after warm-up; None leaves it as it was."""
+    if process_group is not None:
+        PipelineOffloadManager.get_instance().process_group = process_group
+    offload.reset()
+
+
+def print_offload_summary_table(total_offload_bytes: dict[str, int], duplicates: Any = None, process_group: Any = None) -> None:
+    """The table of all ranks, bytes by group. duplicates: bytes by group that another engine copied twice; this one copies a storage once,
+    so they are logged, not printed. A second position that is no mapping is the process group. Blocks the host: as the engine's."""
+    if duplicates is not None and not isinstance(duplicates, Mapping):
+        duplicates, process_group = None, duplicates
+    if duplicates:
+        logger.warning("the summary table has no column for duplicate copies, left out: %s bytes", f"{sum(duplicates.values()):,}")
+    offload.print_offload_summary_table(total_offload_bytes, process_group=process_group)
+
+
+# ---- the class that Megatron's models import ----
+
+
+class FineGrainedActivationOffloadingInterface:
+    """`with Interface(offload, tensor, name) as tensor:` opens a group and installs the hooks; a no-op, arguments unread, unless `offload`.
+
+    The group is closed by `group_commit(tensor, name, ...)` of the class or `group_offload(tensor, ...)` of the object.
+    """
+
+    def __init__(self, offload: bool, tensor: torch.Tensor, name: str) -> None:
+        self.offload = offload
+        self.tensor = tensor
+        self.name = name
+        self._close = _close_nothing
+
+    def __enter__(self) -> torch.Tensor:
+        if self.offload:
+            self.tensor = group_start(self.tensor, self.name)
+            self._close = _open_scope(PipelineOffloadManager.OFFLOAD_MGR)
+        return self.tensor
+
+    def __exit__(self, *exception: object) -> None:
+        close, self._close = self._close, _close_nothing
+        close()
+
+    def offload_group(self, tensor: T, forced_released_tensors: Tensors = None, delay_offload: bool = False) -> T:
+        """Close this object's group; `tensor` itself unless `offload`."""
+        return group_offload(tensor, self.name, forced_released_tensors, delay_offload) if self.offload else tensor
+
+    group_offload = _GroupOffload()
+    init_chunk_handler = staticmethod(init_chunk_handler)
+    get_context = staticmethod(get_context)
+    group_commit = staticmethod(group_commit)
+    mark_not_offload = staticmethod(offload.mark_not_offloadable)
+    mark_not_offloadable = staticmethod(offload.mark_not_offloadable)
+    forward_record = staticmethod(forward_record)
+    backward_record = staticmethod(backward_record)
+    reset = staticmethod(reset)
+    flush_delayed_groups = staticmethod(offload.flush_delayed_groups)
+    disable_offload = staticmethod(offload.disable_offload)
+    enable_offload = staticmethod(offload.enable_offload)
+
+    @staticmethod
+    def cuda_graph_stream() -> Any:
+        """The stream that Transformer Engine captures on. Raises OffloadError without a GPU."""
+        return _graph_tools().stream
+
+    @staticmethod
+    def cuda_graph_event() -> Any:
+        """The external event that orders graphs against copies. Raises OffloadError without a GPU."""
+        return _graph_tools().event
+
+    @staticmethod
+    def enter_replay() -> None:
+        """A captured graph runs from now on: `group_offload(delay_offload=True)` waits for `flush_delayed_groups`."""
+        _replay_of().running = True
+
+    @staticmethod
+    def exit_replay() -> None:
+        """The graph is over; commits send at once again."""
+        _replay_of().running = False
+
+    @staticmethod
+    def reset_instance() -> None:
+        """A new engine; the old one returns its pinned memory."""
+        PipelineOffloadManager.reset_instance()
+
+
+def names_of(page: ModuleType) -> dict[str, Any]:
+    """What PAGE offers: the engine's names, the long ones that differ here, and those that only one generation of Megatron has."""
+
+    def debug_rank(message: str) -> None:
+        initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if page.DEBUG and (torch.distributed.get_rank() if initialised else 0) == page.DEBUG_RANK:
+            print(message)  # noqa: T201 - what the name promises
+
+    names: dict[str, Any] = {name: getattr(engine_page, name) for name in engine_page.__all__}
+    names.update(
+        FineGrainedActivationOffloadingInterface=FineGrainedActivationOffloadingInterface,
+        OffloadTensorPool=offload.GPUTensorPool,
+        debug_rank=debug_rank,
+        fine_grained_offloading_backward_record=backward_record,
+        fine_grained_offloading_forward_record=forward_record,
+        fine_grained_offloading_group_commit=group_commit,
+        fine_grained_offloading_group_offload=group_offload,
+        fine_grained_offloading_group_start=group_start,
+        fine_grained_offloading_init_chunk_handler=init_chunk_handler,
+        fine_grained_offloading_reset=reset,
+        get_fine_grained_offloading_context=get_context,
+        logger=logging.getLogger(PAGE),
+        print_offload_summary_table=print_offload_summary_table,
+    )
+    return names
