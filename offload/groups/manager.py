@@ -20,7 +20,7 @@ from offload.groups.chunk import ChunkOffloadHandler, checked_tensors
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.plan import PlanSettings, StepPlanner
 from offload.groups.scope import GroupScope
-from offload.groups.tracing import untraced
+from offload.groups.tracing import import_compiler, untraced
 from offload.groups.tracker import ChunkTracker
 from offload.saved.hooks import InstalledScope, inside_checkpoint
 from offload.saved.store import Handle, Passed
@@ -44,6 +44,7 @@ class PipelineOffloadManager(ChunkTracker):
     def __init__(self, engine: OffloadEngine | None = None, *, print_summary: bool = True, process_group: Any = None) -> None:
         if engine is not None and not isinstance(engine, OffloadEngine):
             raise ValueError(f"engine is a {type(engine).__name__}, must be an OffloadEngine, or None for one with the default config")
+        import_compiler()
         super().__init__(engine if engine is not None else OffloadEngine())
         self._planner = StepPlanner(self.engine, PlanSettings.of(self.engine.config))
         self.print_summary = print_summary

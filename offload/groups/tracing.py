@@ -5,12 +5,13 @@ One invariant: nothing of the engine is ever traced, for a graph would keep its 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 from torch._compile import _disable_dynamo
 
-__all__ = ["untraced"]
+__all__ = ["import_compiler", "untraced"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -18,6 +19,11 @@ F = TypeVar("F", bound=Callable[..., object])
 def untraced(function: F) -> F:
     """`function`, run eagerly wherever a compiled function calls it: one graph break a call.
 
-    What torch's own checkpoint and optimizers use, rather than torch.compiler.disable: that imports the compiler with this package, 2 s.
+    What torch's own checkpoint and optimizers use, rather than torch.compiler.disable: the compiler is imported by the first call.
     """
     return cast(F, _disable_dynamo(function))
+
+
+def import_compiler() -> None:
+    """What the first call of an untraced function would import otherwise: 2 s, once a process, which set-up shall pay and not step 1."""
+    importlib.import_module("torch._dynamo")

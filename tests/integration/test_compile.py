@@ -184,6 +184,9 @@ def test_hooks_of_a_mark_end_with_its_commit_or_after_an_exception_with_the_step
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_importing_the_package_does_not_import_the_compiler() -> None:
-    code = "import sys, offload; sys.exit('torch._dynamo' in sys.modules)"
+@pytest.mark.parametrize(
+    ("code", "imported"), [("import offload", False), ("import offload; offload.configure(device='sim', print_summary=False)", True)]
+)
+def test_compiler_is_imported_by_set_up_neither_by_the_package_nor_in_the_first_step(code: str, imported: bool) -> None:
+    code += f"; import sys; sys.exit(('torch._dynamo' in sys.modules) != {imported})"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
