@@ -659,7 +659,6 @@ def test_backward_of_a_start_lets_the_next_reload_begin_after_what_compute_did()
         assert (device.copies(device.h2d), device.waits["allocate"]) == (before[0] + 1, before[1] + 1)
 
 
-@pytest.mark.req("S2-81")
 def test_while_one_layer_is_read_the_one_before_it_loads() -> None:
     """What is ahead is bounded in bytes, not by one a name: here the room is a layer and a half."""
     layers, layer_bytes = 6, 64 * 4
@@ -678,7 +677,6 @@ def test_while_one_layer_is_read_the_one_before_it_loads() -> None:
             del read
 
 
-@pytest.mark.req("S2-81")
 @pytest.mark.xfail(strict=True, reason="decided otherwise: what is ahead is bounded in bytes by max_restoring_bytes, not by one a name")
 def test_at_most_one_activation_a_name_is_ahead(manager: PipelineOffloadManager) -> None:
     handler = begun(manager)
