@@ -54,6 +54,7 @@ class ChunkTracker(ABC):
         self._forward_order: list[ChunkOffloadHandler] = []
         self._backward_order: list[ChunkOffloadHandler] = []
         self._reads = 0
+        self._read_bytes = 0  # since the prefetch was pumped last
         self._input_half_reads: dict[int, bool] = {}
         self._weight_log: list[tuple[int, int]] = []
         self._weight_reads: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -203,9 +204,11 @@ class ChunkTracker(ABC):
         if handler is not self._backward:
             self.reading(handler)
         self._reads += 1
+        self._read_bytes += handle.record.nbytes
         if self._kind == "W" and handle.record.block is not None:
             self._weight_log.append((label.group.place, label.slot))
-        self.pump()
+        if self._read_bytes >= self.engine.prefetch.stride_bytes:  # less cannot have made room for a piece
+            self.pump()
 
     def _look_ahead(self) -> None:
         """The chunks that backwards will read next, soonest first."""
@@ -250,6 +253,7 @@ class ChunkTracker(ABC):
 
     def pump(self) -> None:
         """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""
+        self._read_bytes = 0
         if self._coming:
             self.engine.prefetch.pump(self._coming)
 

@@ -30,8 +30,9 @@ from offload.device.base import Device, Event
 from offload.errors import PoolError
 from offload.memory.budget import HostBudget
 from offload.memory.growth import PAGE_BYTES, Growth
-from offload.memory.marks import Marks, join_marks
+from offload.memory.marks import Mark, Marks, join_marks
 from offload.memory.ranges import FreeRanges, Range, round_up
+from offload.memory.shelf import Shelf, Shelved
 
 __all__ = ["ArenaStats", "Block", "HostArena"]
 
@@ -40,10 +41,10 @@ logger = logging.getLogger(__name__)
 ALIGN_BYTES = 512
 """Where extents start, as torch's device allocator does."""
 
-POLLS_PER_CALL = 4
+POLLS_PER_CALL = 2
 """Events asked about in each call, whatever the number pending: the host cost of a call stays flat."""
 
-POLLS_PER_LOAN = 8
+POLLS_PER_LOAN = 2
 """Events of one new block that are asked about; the rest go to the borrower unasked, for whom a wait costs no more than a poll."""
 
 
@@ -57,12 +58,14 @@ class Block:
     after: tuple[Event, ...]
     """What the lane that writes next must wait for: the last users of these bytes."""
     ranges: tuple[Range, ...] = field(repr=False)
-    """The arena's own bookkeeping."""
+    """The arena's own bookkeeping, as is the next."""
+    marks: tuple[Mark, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaStats:
-    """Counters at one moment. `asked`, `missing` and `missing_bytes` run since the arena was made; `lent_peak_bytes` since `reset_peak`."""
+    """Counters at one moment. `asked`, `missing` and `missing_bytes` run since the arena was made; `lent_peak_bytes` since `reset_peak`.
+    `free_ranges` counts what lies on the shelf as it was lent, not joined."""
 
     asked: int
     missing: int
@@ -103,6 +106,7 @@ class HostArena:
         self.registration_bytes = registration_bytes
         self._lock = threading.Condition(threading.Lock())
         self._free = FreeRanges()
+        self._shelf = Shelf()
         self._growth = Growth(
             device,
             budget,
@@ -137,6 +141,10 @@ class HostArena:
         with self._lock:
             self._asked += 1
             self._settle()
+            shelved = self._shelf.take(nbytes)
+            if shelved is not None:
+                return self._lend(nbytes, *shelved)
+            self._clear_shelf()
             while needed > self._free.total_bytes:
                 # deficits of several misses are not added up: the blocks that were missed may never be lent together
                 target_bytes = self._growth.held_bytes + needed - self._free.total_bytes
@@ -145,7 +153,7 @@ class HostArena:
                     self._missing_bytes += nbytes
                     self._growth.hold_later(target_bytes)
                     return None
-            return self._lend(nbytes, self._free.gather(needed))
+            return self._cut(nbytes, self._free.gather(needed))
 
     def contiguous(self, nbytes: int) -> Block:
         """Lend a block of one extent, for pools that make a tensor of it. More than a registration gets a registration of its own.
@@ -157,6 +165,7 @@ class HostArena:
         with self._lock:
             self._asked += 1
             self._settle()
+            self._clear_shelf()
             while (free := self._free.best_fit(needed)) is None:
                 self._growth.hold_piece(needed)
             part = self._free.cut(free, needed)
@@ -166,7 +175,7 @@ class HostArena:
         with self._lock:
             for mark in part.marks:
                 self._marks.poll(mark)
-            return self._lend(nbytes, [part])
+            return self._cut(nbytes, [part])
 
     def give_back(self, block: Block, after: Event | None) -> None:
         """End the loan. after: the last use of the bytes that was issued; None if every use is known to have ended.
@@ -231,6 +240,7 @@ class HostArena:
         with self._lock:
             self._growth.lower(target_bytes)
             self._settle()
+            self._clear_shelf()
             self._marks.poll_all()  # what has passed need not be waited for, and goes first
             return self._growth.trim(target_bytes, self._marks)
 
@@ -253,8 +263,8 @@ class HostArena:
                 lent=len(self._lent),
                 lent_bytes=self._lent_bytes,
                 lent_peak_bytes=self._lent_peak_bytes,
-                free_bytes=self._free.total_bytes,
-                free_ranges=len(self._free),
+                free_bytes=self._free.total_bytes + self._shelf.total_bytes,
+                free_ranges=len(self._free) + self._shelf.num_ranges,
                 held_bytes=self._growth.held_bytes,
             )
 
@@ -280,6 +290,7 @@ class HostArena:
                     f"host arena has {len(self._lent)} blocks of {self._lent_bytes:,} bytes lent, of {self._growth.held_bytes:,} held; "
                     f"give them back before clear"
                 )
+            self._clear_shelf()
             self._marks.synchronize_all()
             self._growth.release()
 
@@ -302,20 +313,25 @@ class HostArena:
                 warnings.warn(f"host arena dropped with {self.held_bytes:,} bytes pinned; call clear first", ResourceWarning, stacklevel=2)
 
     # -- inside, with the lock held -------------------------------------------------------------------------------
-    def _lend(self, nbytes: int, ranges: Sequence[Range]) -> Block:
+    def _cut(self, nbytes: int, ranges: Sequence[Range]) -> Block:
+        """A new block out of ranges that were free."""
         extents, left = [], nbytes
         for part in ranges:  # only the last is padded, by less than ALIGN_BYTES
             length = min(part.nbytes, left)
             extents.append(self._growth.pieces[part.piece].narrow(0, part.start, length))
             left -= length
-        marks = join_marks(mark for part in ranges for mark in part.marks)
+        return self._lend(nbytes, tuple(extents), tuple(ranges), join_marks(mark for part in ranges for mark in part.marks))
+
+    def _lend(self, nbytes: int, extents: tuple[torch.Tensor, ...], ranges: tuple[Range, ...], marks: tuple[Mark, ...]) -> Block:
         for mark in marks[:POLLS_PER_LOAN]:
             self._marks.poll(mark)
-        after = tuple(mark.event for mark in marks if mark.event is not None)
-        block = Block(nbytes, tuple(extents), after, tuple(ranges))
+        unpassed = tuple(mark for mark in marks if mark.event is not None)
+        after = tuple(mark.event for mark in unpassed if mark.event is not None)
+        block = Block(nbytes, extents, after, ranges, unpassed)
         self._lent[id(block)] = block
         self._lent_bytes += nbytes
-        self._lent_peak_bytes = max(self._lent_peak_bytes, self._lent_bytes)
+        if self._lent_bytes > self._lent_peak_bytes:
+            self._lent_peak_bytes = self._lent_bytes
         return block
 
     def _accept(self, block: Block, after: Event | None) -> None:
@@ -325,9 +341,18 @@ class HostArena:
                 f"{len(self._lent)} blocks of {self._lent_bytes:,} bytes lent; give each block back once, where it was taken"
             )
         self._lent_bytes -= block.nbytes
-        new = () if after is None else (self._marks.of(after),)
-        for part in block.ranges:
-            self._free.put(part.piece, part.start, part.end, join_marks((*part.marks, *new)))
+        marks = tuple(mark for mark in block.marks if mark.event is not None)
+        if after is not None:
+            mark = self._marks.of(after)
+            if mark not in marks:
+                marks = (*marks, mark)
+        self._shelf.put(block.nbytes, Shelved(block.extents, block.ranges, marks))
+
+    def _clear_shelf(self) -> None:
+        """What lies on the shelf goes back to the free ranges, to be joined and cut anew."""
+        for _, ranges, marks in self._shelf.drain():
+            for part in ranges:
+                self._free.put(part.piece, part.start, part.end, marks)
 
     def _settle(self) -> None:
         """Accept what finalisers returned, and ask about the few events that were asked about longest ago."""

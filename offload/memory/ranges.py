@@ -15,7 +15,7 @@ from itertools import islice
 
 from offload.memory.marks import Mark, join_marks
 
-__all__ = ["FreeRanges", "Range", "round_up"]
+__all__ = ["EQUALS_LOOKED_AT", "FreeRanges", "Range", "round_up"]
 
 EQUALS_LOOKED_AT = 4
 """Among ranges of one size, how many are looked at for one that nobody reads any more: longest free first, so the likeliest first."""

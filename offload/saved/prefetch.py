@@ -28,6 +28,11 @@ class Prefetcher:
         self._transfers = transfers
         self._piece_bytes = piece_bytes
 
+    @property
+    def stride_bytes(self) -> int:
+        """How much is to be read before looking again is worth its host time: a piece, or a quarter of a small window."""
+        return min(self._piece_bytes, self._transfers.limits.max_restoring_bytes // 4)
+
     def pump(self, chunks: Sequence[SavedChunk]) -> None:
         """Fetch what the coming reads want, as far as window and caps allow. Blocks the host: never.
 

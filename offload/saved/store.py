@@ -31,14 +31,19 @@ _GATHER_BELOW = 0.5  # a lone view that covers less than half of its span is pac
 
 
 class Handle:
-    """What autograd's graph keeps instead of a tensor: names a record, owns no storage."""
+    """What autograd's graph keeps instead of a tensor: names a record, owns no storage.
 
-    __slots__ = ("layout", "pass_no", "probe", "record")
+    layout and probe: how to rebuild the tensor, and a tensor without bytes that has its version (the record's own where it was the
+    first save). Both None where the record stays and keeps an alias of the tensor: `view` is its place in `record.views`.
+    """
 
-    def __init__(self, record: Record, layout: ViewLayout, probe: torch.Tensor) -> None:
+    __slots__ = ("layout", "pass_no", "probe", "record", "view")
+
+    def __init__(self, record: Record, layout: ViewLayout | None, probe: torch.Tensor | None, view: int = -1) -> None:
         self.record = record
         self.layout = layout
-        self.probe = probe  # of the tensor that was saved; the record's own where it was the first
+        self.probe = probe
+        self.view = view
         self.pass_no = record.pass_no - 1  # not read yet in the pass under way
 
 
@@ -135,32 +140,46 @@ class TensorStore:
         """Take a plain, eligible tensor into `group`. Its bytes may be on their way when this returns. Blocks the host: never."""
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()
-        span = span_of(tensor, storage_bytes)
+        nbytes = tensor.numel() * tensor.element_size()
+        whole = nbytes == storage_bytes and tensor.is_contiguous()
+        span = Span(0, nbytes) if whole else span_of(tensor, storage_bytes)
         version = tensor._version
         external = self._externals.kind_of(storage._cdata) is ExternalKind.BUFFER
         chunk.touches += 1
         record = None if external else self._joinable(chunk, storage._cdata, span, version)
         if record is None:
-            record = self._new_record(tensor, storage, span, version, chunk, group)
+            stays = whole and not group.leaves
+            record = self._new_record(tensor, storage, span, version, chunk, group, stays)
             record.external = external
-            if span.nbytes == storage_bytes and not _sparse(tensor, span):
+            if whole or (span.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * span.nbytes):
                 self._enqueue(record, group)
             else:
                 group.deferred.append(weakref.ref(record))
+        record.handles += 1
+        record.unread += 1
+        record.touch = chunk.touches
+        group.logical_bytes += nbytes
+        if record.views is not None:
+            return self._kept(record, tensor)
+        return self._leaving(record, tensor)
+
+    def _kept(self, record: Record, tensor: torch.Tensor) -> Handle:
+        """A save of a record that stays: an alias of the tensor is all that a read needs."""
+        assert record.views is not None
+        if len(record.views) < record.handles:  # the first one is the record's probe
+            record.views.append(tensor.detach())
+        record.lone_layout = None
+        return Handle(record, None, None, record.handles - 1)
+
+    def _leaving(self, record: Record, tensor: torch.Tensor) -> Handle:
         layout = layout_of(tensor)
-        if record.handles == 0:
+        if record.handles == 1:
             record.lone_layout, probe = layout, record.probe
         else:
             probe = self._probe(tensor)  # `.data` shares the storage, but counts versions of its own
             if record.lone_layout != layout:
                 record.lone_layout = None
-        assert probe is not None
-        handle = Handle(record, layout, probe)
-        record.handles += 1
-        record.unread += 1
-        record.touch = chunk.touches
-        group.logical_bytes += tensor.numel() * tensor.element_size()
-        return handle
+        return Handle(record, layout, probe)
 
     def _joinable(self, chunk: SavedChunk, key: int, span: Span, version: int) -> Record | None:
         reference = chunk.table.get(key)
@@ -178,13 +197,24 @@ class TensorStore:
         return record
 
     def _new_record(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, span: Span, version: int, chunk: SavedChunk, group: SavedGroup
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        span: Span,
+        version: int,
+        chunk: SavedChunk,
+        group: SavedGroup,
+        stays: bool,
     ) -> Record:
         record = Record(SlotId(group.id, group.slots), span, WeakStorage(storage), self._transfers.estate)
         group.slots += 1
         record.device_bytes = storage
         record.version = version
-        record.probe = self._probe(tensor)
+        if stays:
+            record.probe = tensor.detach()
+            record.views = [record.probe]
+        else:
+            record.probe = self._probe(tensor)
         reference = weakref.ref(record)
         group.records.append(reference)
         chunk.records.append(reference)
@@ -261,17 +291,21 @@ class TensorStore:
                 f"{record.label} ({record.nbytes:,} bytes) was saved in a step that has ended; run its backward before step_end() or "
                 "reset(), or save it outside the offload hooks"
             )
-        if handle.probe._version != record.version:
-            raise modified(handle.layout.dtype, handle.layout.size, handle.probe._version, record.version)
+        probe = handle.probe if handle.probe is not None else _kept_view(handle)
+        if probe._version != record.version:
+            layout = handle.layout if handle.layout is not None else layout_of(probe)
+            raise modified(layout.dtype, layout.size, probe._version, record.version)
         if handle.pass_no == record.pass_no:  # read before: a second pass over the graph begins for this record
             record.pass_no += 1
             record.unread = record.handles
         handle.pass_no = record.pass_no
         record.unread -= 1
+        if handle.layout is None:
+            return probe
         storage = self._on_device(record)
         gathered = record.gathered
         tensor = view_of(storage, handle.layout, record.base) if gathered is None else _scattered(storage, gathered)
-        shared = handle.probe.detach()
+        shared = probe.detach()
         shared.data = tensor  # counts versions with what was saved: a backward that changes it in place is found out by the next read
         return shared
 
@@ -303,8 +337,10 @@ class TensorStore:
         return storage
 
 
-def _sparse(tensor: torch.Tensor, span: Span) -> bool:
-    return tensor.numel() * tensor.element_size() < _GATHER_BELOW * span.nbytes
+def _kept_view(handle: Handle) -> torch.Tensor:
+    views = handle.record.views
+    assert views is not None
+    return views[handle.view]
 
 
 def _alive(references: list[weakref.ref[Record]]) -> Iterator[Record]:

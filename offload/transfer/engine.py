@@ -55,7 +55,7 @@ from __future__ import annotations
 import logging
 import weakref
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -112,7 +112,7 @@ class TransferEngine:
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
         self._ahead: deque[weakref.ref[Record]] = deque()  # fetched, in that order; the dead ones at its start are let go in passing
-        self._sources: Counter[int] = Counter()  # spills in flight, by storage: two chunks may save one storage
+        self._sources: dict[int, int] = {}  # spills in flight, by storage: two chunks may save one storage
         self.stalls: list[tuple[Event, Event]] = []  # timed events around the waits of this step
         self._stalls_before: list[tuple[Event, Event]] = []
 
@@ -198,9 +198,10 @@ class TransferEngine:
             assert record.device_bytes is not None
             source = bytes_of(record.device_bytes, record.span)
             key = record.device_bytes._cdata
-            if not self._sources[key]:  # else compute wrote it before the copy that still reads it
+            copies = self._sources.get(key, 0)
+            if not copies:  # else compute wrote it before the copy that still reads it
                 device.note_write(compute, source)
-            self._sources[key] += 1
+            self._sources[key] = copies + 1
             sources.append(source)
         device.wait(d2h, device.record(compute), "spill")
         pairs: list[CopyPair] = []
@@ -245,6 +246,8 @@ class TransferEngine:
         may_settle: asked before each; a spill whose bytes are read sooner than the ones that want its room must not make way.
         """
         spill_cap, device_cap = self.limits.max_spilling_bytes, self.limits.device_limit_bytes
+        if (spill_cap is None or self.spilling_bytes <= spill_cap) and (device_cap is None or self.device_bytes + nbytes <= device_cap):
+            return True
         for oldest in [*self._spilling]:
             over_cap = spill_cap is not None and self.spilling_bytes > spill_cap and self.spilling_bytes > oldest.nbytes
             over_limit = device_cap is not None and self.device_bytes + nbytes > device_cap
@@ -296,9 +299,10 @@ class TransferEngine:
         for reference, source in zip(transfer.records, transfer.keepalive, strict=True):
             record = reference()
             key = source.untyped_storage()._cdata
-            self._sources[key] -= 1
-            if not self._sources[key]:
-                del self._sources[key]
+            copies = self._sources.pop(key) - 1
+            if copies:
+                self._sources[key] = copies
+            else:
                 if record is None or record.state is not RecordState.RESIDENT:
                     self.device.note_free(transfer.lane, source)
             if record is not None and record.state is RecordState.SPILLING:
@@ -420,7 +424,7 @@ class TransferEngine:
         """End a record's life whatever its state: a later read finds it RELEASED. Its block and counts are settled now."""
         remains = record.remains()
         record.move_to(RecordState.RELEASED)
-        record.device_bytes = record.block = record.probe = None
+        record.device_bytes = record.block = record.probe = record.views = None
         self.estate.append(remains)
         self.bury()
 
@@ -448,11 +452,14 @@ class TransferEngine:
 
 def _parts(block: Block, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(extent of the block, the part of the device bytes that belongs there): a copy stays within one registration."""
+    if len(block.extents) == 1:
+        yield block.extents[0], tensor
+        return
     start = 0
     for extent in block.extents:
-        stop = start + extent.numel()
-        yield extent, tensor[start:stop]
-        start = stop
+        nbytes = extent.numel()
+        yield extent, tensor.narrow(0, start, nbytes)
+        start += nbytes
 
 
 def _living(transfer: Transfer) -> Iterator[Record]:

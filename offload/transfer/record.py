@@ -113,6 +113,7 @@ class Record:
         "transfer",
         "unread",
         "version",
+        "views",
         "weak_storage",
     )
 
@@ -132,6 +133,7 @@ class Record:
         self.gathered: ViewLayout | None = None  # the block holds this sparse view, packed
         self.probe: torch.Tensor | None = None
         self.version = 0
+        self.views: list[torch.Tensor] | None = None  # aliases of the saves, where the record stays for good; they hold the device bytes
         self.external = False
         self.handles = 0
         self.unread = 0

@@ -12,7 +12,9 @@ from offload.device.cuda import CudaDevice
 
 class _Stream:
     def __init__(self, device: Any = None) -> None:
-        self.cuda_stream = id(self)
+        self.stream_id = id(self)
+        self.device_index = 0
+        self.device_type = 1
         self.waited: list[Any] = []
 
     def wait_event(self, event: Any) -> None:
@@ -42,6 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (main.stream_id, index, 1), raising=False)
     return CudaDevice()
 
 
