@@ -3,7 +3,8 @@
 A chain of sines saves one new storage an operation, and nothing but the graph holds it. A chain of `live` tensors is built first and
 stays alive; then a probe chain is timed, forward (pack, commit, copies issued) and backward (fetch, unpack), then a short tail,
 so that the groups that a plan keeps for the end of the forward are not the probe's. Costs are differences to the same chain without
-marks. One invariant: only Python calls are timed, between drained devices, and the probe is short enough for the launch queue.
+marks, taken with few and with many tensors a group: from the two follow the cost of a tensor and that of a group with its marks.
+One invariant: only Python calls are timed, between drained devices, and the probe is short enough for the launch queue.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["MicroCost", "measure_micro", "micro_lines"]
 
 _PROBE = 96
 _TAIL = 40
-_PER_GROUP = 4
+_PER_GROUP = (4, 32)
 _ELEMENTS = 1 << 16
 _CASES = ("small", "kept", "moved")
 """small: below the smallest size that may leave. kept: could leave, the plan keeps it (fraction 0). moved: leaves and comes back."""
@@ -30,12 +31,14 @@ _CASES = ("small", "kept", "moved")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroCost:
-    """Microseconds a saved tensor, over the chain without marks."""
+    """Microseconds a saved tensor, and a group, over the chain without marks."""
 
     case: str
     live: int
     forward_us: float
     backward_us: float
+    group_us: float
+    """Two marks and the hooks, forward and backward."""
     moved_share: float
     """Of the saved tensors of the step, how many left."""
 
@@ -47,10 +50,11 @@ class MicroCost:
 class _Chain:
     """A leaf, a chain of sines on it, and the cost of its two passes."""
 
-    def __init__(self, device: torch.device, length: int, offload: Any | None) -> None:
+    def __init__(self, device: torch.device, length: int, offload: Any | None, per_group: int) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._leaf = torch.rand(_ELEMENTS, device=device, dtype=dtype).requires_grad_()
         self._length = length
+        self._per_group = per_group
         self._offload = offload
         self._out: torch.Tensor | None = None
 
@@ -59,11 +63,11 @@ class _Chain:
         offload = self._offload
         x = self._leaf * 1.0  # the first saved tensor is an intermediate, like all others
         began = time.perf_counter()
-        for _ in range(self._length // _PER_GROUP):
+        for _ in range(self._length // self._per_group):
             if offload is not None:
                 x = offload.group_start(x, "probe")
             with offload.offload_hooks() if offload is not None else nullcontext():
-                for _ in range(_PER_GROUP):
+                for _ in range(self._per_group):
                     x = torch.sin(x)
             if offload is not None:
                 x = offload.group_commit(x, "probe")
@@ -82,7 +86,7 @@ class _Chain:
         return spent
 
 
-def _once(device: torch.device, live: int, clock: Clock, manager: Any | None) -> tuple[float, float]:
+def _once(device: torch.device, live: int, clock: Clock, manager: Any | None, per_group: int) -> tuple[float, float]:
     """One step: (forward, backward) microseconds a tensor of the probe."""
     offload: Any = None
     if manager is not None:
@@ -91,7 +95,7 @@ def _once(device: torch.device, live: int, clock: Clock, manager: Any | None) ->
         offload = module
         manager.set_order([("F", 0, 0), ("B", 0, 0)])
         manager.begin_chunk(0, 0)
-    chains = [_Chain(device, length, offload) for length in (live, _PROBE, _TAIL)]
+    chains = [_Chain(device, length, offload, per_group) for length in (live, _PROBE, _TAIL)]
     spent = []
     for chain in chains:
         clock.drain()
@@ -129,7 +133,7 @@ def _bare_us(device: torch.device, clock: Clock) -> float:
             back = torch.empty_like(source)
             back.copy_(host[at], non_blocking=True)
             fresh.append(back)
-            if at % _PER_GROUP == 0 and clock.cuda:
+            if at % _PER_GROUP[0] == 0 and clock.cuda:
                 for _ in range(2):
                     event = torch.cuda.Event()
                     event.record()
@@ -147,7 +151,7 @@ def measure_micro(lives: Sequence[int], *, tiny: bool, repeats: int = 5) -> dict
     clock = Clock(device)
     costs: list[MicroCost] = []
     for live in lives:
-        plain = _median_pair([_once(device, live, clock, None) for _ in range(2 + repeats)][2:])
+        plain = _median_pair([_once(device, live, clock, None, _PER_GROUP[0]) for _ in range(2 + repeats)][2:])
         for case in _CASES:
             moved_bytes = (live + _PROBE + _TAIL) * _ELEMENTS * (4 if tiny else 2)
             config = offload.OffloadConfig(
@@ -156,18 +160,28 @@ def measure_micro(lives: Sequence[int], *, tiny: bool, repeats: int = 5) -> dict
                 host_reserve_bytes=moved_bytes * 5 // 4 if case == "moved" else 0,
                 host_limit_bytes=64 << 30,
             )
-            manager = offload.configure(config, device="sim" if tiny else "cuda", print_summary=False)
-            rounds = [_once(device, live, clock, manager) for _ in range(2 + repeats)][2:]
-            stats = manager.stats
-            share = stats.spilled / stats.saved if stats.saved else 0.0
-            offload.PipelineOffloadManager.reset_instance()
-            ours = _median_pair(rounds)
-            costs.append(MicroCost(case=case, live=live, forward_us=ours[0] - plain[0], backward_us=ours[1] - plain[1], moved_share=share))
+            over: list[tuple[float, float]] = []
+            for per_group in _PER_GROUP:
+                manager = offload.configure(config, device="sim" if tiny else "cuda", print_summary=False)
+                ours = _median_pair([_once(device, live, clock, manager, per_group) for _ in range(2 + repeats)][2:])
+                over.append((ours[0] - plain[0], ours[1] - plain[1]))
+                stats = manager.stats
+                share = stats.spilled / stats.saved if stats.saved else 0.0
+                offload.PipelineOffloadManager.reset_instance()
+            costs.append(_cost(case, live, over, share))
     return {
         "bare_us": _bare_us(device, clock),
         "elements": _ELEMENTS,
         "costs": [asdict(cost) | {"total_us": cost.total_us} for cost in costs],
     }
+
+
+def _cost(case: str, live: int, over: Sequence[tuple[float, float]], share: float) -> MicroCost:
+    """From the costs a tensor with few and with many tensors a group: c = tensor + group / tensors."""
+    few, many = _PER_GROUP
+    forward, backward = ((many * large - few * small) / (many - few) for small, large in zip(*over, strict=True))
+    group_us = few * (sum(over[0]) - forward - backward)
+    return MicroCost(case=case, live=live, forward_us=forward, backward_us=backward, group_us=group_us, moved_share=share)
 
 
 def micro_lines(result: dict[str, Any]) -> list[str]:
@@ -177,6 +191,6 @@ def micro_lines(result: dict[str, Any]) -> list[str]:
         over = f"  (bare {cost['total_us'] - result['bare_us']:+.1f})" if cost["case"] == "moved" else ""
         lines.append(
             f"  {cost['case']:<6} {cost['live']:>6} live: forward {cost['forward_us']:6.1f} backward {cost['backward_us']:6.1f} "
-            f"total {cost['total_us']:6.1f} us, {100 * cost['moved_share']:.0f}% left{over}"
+            f"total {cost['total_us']:6.1f} us, a group {cost['group_us']:6.1f} us, {100 * cost['moved_share']:.0f}% left{over}"
         )
     return lines
