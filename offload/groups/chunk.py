@@ -85,6 +85,7 @@ class ChunkOffloadHandler:
         self.do_offload = True
         self.groups: list[OffloadTensorGroup] = []
         self.stays: frozenset[int] = frozenset()
+        self.stays_from: dict[int, int] = {}  # of groups that leave in part: the slot from which on their tensors stay
         self.saved = SavedChunk(chunk_id)
         self.begun = False
         self._manager = manager
@@ -154,7 +155,9 @@ class ChunkOffloadHandler:
             group.stays = index in self.stays
             group.committed = False
             group.total_offload_bytes = group.total_tensor_count = 0
-            group.saved = SavedGroup(GroupId(self.id, index, name), leaves=self.do_offload and not group.stays)
+            group.slot_bytes = ()
+            leaves = self.do_offload and not group.stays
+            group.saved = SavedGroup(GroupId(self.id, index, name), leaves=leaves, stays_from=self.stays_from.get(index))
             self._started.append((name, group))
             return group
 
@@ -221,7 +224,8 @@ class ChunkOffloadHandler:
         self.engine.store.commit(saved)
         group.total_offload_bytes = saved.nbytes
         group.total_tensor_count = saved.slots
-        if forced and saved.leaves:  # what is to stay is not released either, and that is nobody's mistake
+        group.slot_bytes = tuple(sorted(saved.slot_bytes.items()))
+        if forced and saved.leaves:  # what the plan keeps is not released either, and that is nobody's mistake
             self._release(group, saved, forced)
 
     def _release(self, group: OffloadTensorGroup, saved: SavedGroup, forced: list[torch.Tensor]) -> None:
@@ -236,6 +240,8 @@ class ChunkOffloadHandler:
             if storage.nbytes() == 0:
                 continue  # a view of one that was released just now
             records = sharing.get(storage._cdata, [])
+            if any(record in own and saved.keeps(record.label.slot) for record in records):
+                continue  # the plan keeps this part of the group
             copied = any(record in own and record.span.nbytes == storage.nbytes() for record in records)
             if not copied or any(record.state is RecordState.RESIDENT for record in records):
                 why = "another save still keeps it on the device" if copied else "this group has not copied all of its storage to the host"

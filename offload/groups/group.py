@@ -21,6 +21,7 @@ class OffloadTensorGroup:
     """One group of a chunk.
 
     total_offload_bytes, total_tensor_count: what was eligible to leave in the last step, one count a storage.
+    slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
     stays: the plan keeps it on the device.
     """
 
@@ -32,6 +33,7 @@ class OffloadTensorGroup:
         self.stays = False
         self.total_offload_bytes = 0
         self.total_tensor_count = 0
+        self.slot_bytes: tuple[tuple[int, int], ...] = ()
         self.saved: SavedGroup | None = None
         self.committed = False
         self._device = device

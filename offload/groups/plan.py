@@ -9,14 +9,15 @@ chunk. The second, after the third step, also knows how long each action compute
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from offload.config import OffloadConfig
 from offload.engine import DEFAULT_IN_FLIGHT_BYTES, OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
-from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Kind
+from offload.groups.units import Stays, Unit, cut_into_units, stays_of
+from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Kind
 from offload.policy.keeps import all_of, fraction_keeps, kept_peak_bytes, limit_keeps, margin_keeps, summary_bytes
 from offload.policy.lookahead import ActionKey
 from offload.policy.plan import choose_keeps
@@ -110,14 +111,17 @@ class StepPlanner:
         self.is_warmup = False
         self._install(seen, self._untimed(seen))
 
-    def _install(self, seen: SeenStep, held: Keeps) -> None:
+    def _install(self, seen: SeenStep, held: Keeps, parts: Mapping[ChunkKey, Stays] | None = None) -> None:
+        """held: whole groups that stay whatever the settings say. parts: what stays of groups that leave in part."""
         settings = self.settings
+        parts = parts if parts is not None else {}
         keeps = fraction_keeps(
             seen.sizes_in_backward_order(), settings.fraction, held=held, pp_rank=settings.pp_rank, delta_bytes=settings.delta_bytes
         )
         for chunk in seen.chunks:
             chunk.stays = frozenset(key.position for key in keeps if key.chunk == chunk.id)
-        forward = [(chunk.id, _sizes(chunk)) for chunk in dict.fromkeys(seen.forward_order)]
+            chunk.stays_from = dict(parts[chunk.id].from_slot) if chunk.id in parts else {}
+        forward = [(chunk.id, _sizes(chunk, parts.get(chunk.id))) for chunk in dict.fromkeys(seen.forward_order)]
         self.summary = summary_bytes(forward, seen.backward_order[0].id, keeps) if seen.backward_order else {}
 
     def _untimed(self, seen: SeenStep) -> Keeps:
@@ -146,11 +150,15 @@ class StepPlanner:
         limits, rates = self._engine.limits, self._engine.rates
         if limits.device_limit_bytes is None or rates is None or seen.seconds is None:
             return False
-        known, sizes = seen.schedule()
+        known, _ = seen.schedule()
         times = [seen.seconds.get((action.kind, action.stage, action.microbatch)) for action in known]
         compute_s = [seconds for seconds in times if seconds is not None]
         if len(compute_s) != len(known) or sum(compute_s) <= 0:
             return False
+        units: dict[ChunkKey, list[Unit]] = {
+            chunk.id: cut_into_units(chunk.groups, self._engine.config.piece_bytes) for chunk in seen.backward_order
+        }
+        sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
         plan = choose_keeps(known, sizes, compute_s, rates, limits.device_limit_bytes)
         if not plan.fits:
             logger.warning(
@@ -161,14 +169,18 @@ class StepPlanner:
         if self._engine.config.max_restoring_bytes is None:
             limits.max_restoring_bytes = plan.restoring_room_bytes
         logger.info(
-            "plan: %d of %d groups stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
+            "plan: %d of %d units stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
             len(plan.keeps),
             sum(len(groups) for groups in sizes.values()),
             f"{plan.restoring_room_bytes:,}",
             plan.predicted_step_s * 1000,
             sum(compute_s) * 1000,
         )
-        self._install(seen, plan.keeps)
+        kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
+        for key in plan.keeps:
+            kept[key.chunk].add(key.position)
+        parts = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
+        self._install(seen, frozenset(GroupKey(chunk, at) for chunk, stays in parts.items() for at in stays.whole), parts)
         return True
 
 
@@ -193,5 +205,7 @@ def _once_each(seen: Sequence[ActionKey], sizes: Collection[ChunkKey]) -> list[A
     return [action for _, action in sorted(places)]
 
 
-def _sizes(chunk: ChunkOffloadHandler) -> list[GroupSize]:
-    return [GroupSize(group.name, group.total_offload_bytes) for group in chunk.groups]
+def _sizes(chunk: ChunkOffloadHandler, stays: Stays | None = None) -> list[GroupSize]:
+    """The groups' eligible bytes, less what stays of those that leave in part."""
+    part_bytes = {} if stays is None else stays.part_bytes
+    return [GroupSize(group.name, group.total_offload_bytes - part_bytes.get(at, 0)) for at, group in enumerate(chunk.groups)]

@@ -66,13 +66,30 @@ class Passed:
 
 
 class SavedGroup:
-    """The saves of one group: records that wait for their piece to be full, and partial views that wait for the commit."""
+    """The saves of one group: records that wait for their piece to be full, and partial views that wait for the commit.
 
-    __slots__ = ("deferred", "id", "leaves", "logical_bytes", "nbytes", "pending", "pending_bytes", "records", "slots", "transfers")
+    leaves: whether anything of it does. stays_from: the slot from which on its records stay nevertheless; None if all leave.
+    """
 
-    def __init__(self, group_id: GroupId, *, leaves: bool) -> None:
+    __slots__ = (
+        "deferred",
+        "id",
+        "leaves",
+        "logical_bytes",
+        "nbytes",
+        "pending",
+        "pending_bytes",
+        "records",
+        "slot_bytes",
+        "slots",
+        "stays_from",
+        "transfers",
+    )
+
+    def __init__(self, group_id: GroupId, *, leaves: bool, stays_from: int | None = None) -> None:
         self.id = group_id
         self.leaves = leaves
+        self.stays_from = stays_from
         self.records: list[weakref.ref[Record]] = []
         self.pending: list[weakref.ref[Record]] = []
         self.deferred: list[weakref.ref[Record]] = []
@@ -80,7 +97,12 @@ class SavedGroup:
         self.nbytes = 0  # eligible bytes, one count a storage: what leaves if the group does
         self.logical_bytes = 0  # the same, one count a saved tensor
         self.slots = 0
+        self.slot_bytes: dict[int, int] = {}  # eligible bytes of each record
         self.transfers: list[Transfer] = []
+
+    def keeps(self, slot: int) -> bool:
+        """Whether the plan keeps the record of that slot."""
+        return not self.leaves or (self.stays_from is not None and slot >= self.stays_from)
 
     def living(self) -> Iterator[Record]:
         return _alive(self.records)
@@ -148,7 +170,7 @@ class TensorStore:
         chunk.touches += 1
         record = None if external else self._joinable(chunk, storage._cdata, span, version)
         if record is None:
-            stays = whole and not group.leaves
+            stays = whole and group.keeps(group.slots)
             record = self._new_record(tensor, storage, span, version, chunk, group, stays)
             record.external = external
             if whole or (span.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * span.nbytes):
@@ -232,8 +254,10 @@ class TensorStore:
         return probe
 
     def _enqueue(self, record: Record, group: SavedGroup) -> None:
+        slot = record.label.slot
         group.nbytes += record.nbytes
-        if not group.leaves:
+        group.slot_bytes[slot] = record.nbytes
+        if group.keeps(slot):
             return
         group.pending.append(weakref.ref(record))
         group.pending_bytes += record.nbytes
@@ -253,7 +277,7 @@ class TensorStore:
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
         for record in _alive(group.deferred):
-            if group.leaves and record.state is RecordState.RESIDENT:
+            if not group.keeps(record.label.slot) and record.state is RecordState.RESIDENT:
                 self._gather(record)
             self._enqueue(record, group)
         group.deferred.clear()
