@@ -82,9 +82,13 @@ class StepPlanner:
         self._signature: object = None
         self._timed = False
         self._steady_steps = 0
+        self._trimmed = False
+        self._lent_peak_bytes = 0  # of the steps since host memory was given back
 
     def after_step(self, seen: SeenStep) -> bool:
         """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward plans nothing."""
+        if self._trimmed:
+            self._lent_peak_bytes = max(self._lent_peak_bytes, self._engine.last_stats.host_bytes_lent_peak)
         if not seen.backward_order:
             return False
         shapes = tuple((chunk.id, tuple((group.name, group.total_offload_bytes) for group in chunk.groups)) for chunk in seen.chunks)
@@ -101,9 +105,15 @@ class StepPlanner:
             self._timed = True
             self._steady_steps = 2
         elif self._steady_steps == (3 if self._timed else 4) and self._engine.config.trim_host:
-            arena = self._engine.arena  # pieces go whole: with one to spare, what a step needs stays and is not pinned again
-            arena.trim(self._engine.last_stats.host_bytes_lent_peak + arena.registration_bytes)
+            self._trim()
         return False
+
+    def _trim(self) -> None:
+        """Give back what a steady step of this shape does not use, but for what any step has used since the first time: memory given back
+        twice would be pinned, and the tensors that want it refused, each time that the longer shape returns."""
+        arena = self._engine.arena  # pieces go whole: with one to spare, what a step needs stays and is not pinned again
+        arena.trim(max(self._lent_peak_bytes, self._engine.last_stats.host_bytes_lent_peak) + arena.registration_bytes)
+        self._trimmed = True
 
     def plan_now(self, seen: SeenStep) -> None:
         """End warm-up with what this step was seen to do so far."""
