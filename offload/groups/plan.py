@@ -82,6 +82,8 @@ class StepPlanner:
         self._signature: object = None
         self._timed = False
         self._steady_steps = 0
+        self._actions: tuple[ActionKey, ...] = ()  # of the planned step
+        self._looked_cut_short: object = None
         self._trimmed = False
         self._lent_peak_bytes = 0  # of the steps since host memory was given back
 
@@ -94,7 +96,10 @@ class StepPlanner:
         shapes = tuple((chunk.id, tuple((group.name, group.total_offload_bytes) for group in chunk.groups)) for chunk in seen.chunks)
         signature = (self.settings, shapes, tuple(seen.schedule()[0]))  # another order has other chunks alive together
         if signature != self._signature:
+            if self._cut_short(seen, signature):
+                return False
             self._signature = signature
+            self._actions = tuple(seen.actions)
             self._timed = False
             self._steady_steps = 0
             first, self.is_warmup = self.is_warmup, False
@@ -107,6 +112,19 @@ class StepPlanner:
         elif self._steady_steps == (3 if self._timed else 4) and self._engine.config.trim_host:
             self._trim()
         return False
+
+    def _cut_short(self, seen: SeenStep, signature: object) -> bool:
+        """Whether the step looks like the planned one, ended early by an exception: it did the first of its actions and no others.
+
+        A plan for it would keep more than the next whole step has room for, and a step that ran out of memory would do so again. A step
+        with fewer microbatches may look the same: it is planned when it comes a second time, if all of its chunks were read.
+        """
+        actions = tuple(seen.actions)
+        if len(actions) >= len(self._actions) or actions != self._actions[: len(actions)]:
+            return False
+        again = signature == self._looked_cut_short
+        self._looked_cut_short = signature
+        return not again or len(seen.chunks) > len(seen.backward_order)
 
     def _trim(self) -> None:
         """Give back what a steady step of this shape does not use, but for what any step has used since the first time: memory given back

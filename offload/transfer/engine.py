@@ -133,18 +133,17 @@ class TransferEngine:
     def adopt(self, record: Record) -> None:
         """Count a new RESIDENT record, after making room for it."""
         self.bury()
-        self._make_room(record.nbytes)
         record.lane = self.device.compute
+        self.resident_bytes += record.nbytes  # first: whatever fails below, a record that dies is counted out
+        self._make_room(0)
         self.counts.saved += 1
-        self.resident_bytes += record.nbytes
         self._note_peak()
 
     def resize(self, record: Record, nbytes_before: int) -> None:
         """A RESIDENT record's span has changed since it was adopted; room is made for what it grew."""
-        grown = record.nbytes - nbytes_before
-        if grown > 0:
-            self._make_room(grown)
-        self.resident_bytes += grown
+        self.resident_bytes += record.nbytes - nbytes_before
+        if record.nbytes > nbytes_before:
+            self._make_room(0)
         self._note_peak()
 
     def _note_peak(self) -> None:
@@ -155,7 +154,12 @@ class TransferEngine:
     def bury(self) -> None:
         """Settle what dead records left behind: their share of the counts and their blocks."""
         while self.estate:
-            state, nbytes, block, event, transfer, refused = self.estate.popleft()
+            state, nbytes, block, event, transfer, refused = self.estate[0]
+            if state in (RecordState.RESTORING, RecordState.RESTORED):
+                assert transfer is not None
+                self._settle_restore(transfer, "abandon")  # may raise: what a record left is taken off only then
+                self.restoring_bytes -= nbytes
+            self.estate.popleft()
             if refused:
                 self._refused_bytes -= nbytes
             if state is RecordState.RESIDENT:
@@ -163,10 +167,6 @@ class TransferEngine:
                 if transfer is not None and not transfer.settled:  # it was reclaimed, and its spill still holds the bytes
                     transfer.nbytes += nbytes
                     self.spilling_bytes += nbytes
-            elif state in (RecordState.RESTORING, RecordState.RESTORED):
-                assert transfer is not None
-                self._settle_restore(transfer, "abandon")
-                self.restoring_bytes -= nbytes
             if block is not None:
                 self.arena.give_back(block, event)
 

@@ -1,4 +1,4 @@
-"""Steps of changing shapes on a GPU, 2,000 without a device limit: active, reserved, pinned and host memory stay flat, and the engine's lists.
+"""Steps of changing shapes on a GPU, 2,000 without a device limit: device, pinned and host memory stay flat, and so do the engine's lists.
 
 Nothing is pinned before step 1, in registrations of 1 MiB: the first periods grow the arena beside the steps and give some of it back, as
 a real training does in its first minutes. The twin without a GPU is tests/property/test_soak.py.

@@ -150,7 +150,7 @@ def test_a_reader_that_no_room_can_be_made_for_raises_and_may_read_again_later(d
 @pytest.mark.parametrize("fails", ["copies_left", "records_left"])
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_spill_that_fails_leaves_its_tensors_where_they_were_and_lends_nothing(device: SmallDevice, fails: str, after: int) -> None:
-    """A piece of four tensors; of its copies some were issued. `after` calls succeed: the event before the copies, or the one after them."""
+    """A piece of four tensors; some copies were issued. `after` calls succeed: the event before the copies, or the one after them."""
     rig = Rig(device=device, piece_bytes=1 << 20)
     kept = values(4)
     expected = [value.clone() for value in kept]
@@ -158,7 +158,7 @@ def test_a_spill_that_fails_leaves_its_tensors_where_they_were_and_lends_nothing
     setattr(device, fails, after if fails == "records_left" else 0)
     with pytest.raises(torch.OutOfMemoryError), rig.group(commit=True):
         y = keep(found, *kept)
-        del kept
+    del kept
     assert rig.states() == [RecordState.RESIDENT] * 4
     assert rig.transfers.device_bytes == rig.transfers.resident_bytes == 4 * KIB
     assert rig.engine.arena.stats().lent == 0
@@ -166,6 +166,7 @@ def test_a_spill_that_fails_leaves_its_tensors_where_they_were_and_lends_nothing
     device.heal()
     y.backward()
     assert_equal_bits(expected, found)
+    found.clear()  # the sources die, and the copies that were issued must have read them
     del y
     assert rig.end().kept == 4
     y, _ = save_all(rig, 4, [])  # into the same host bytes
@@ -173,6 +174,31 @@ def test_a_spill_that_fails_leaves_its_tensors_where_they_were_and_lends_nothing
     y.backward()
     del y
     assert rig.end().spilled == 4
+
+
+def test_host_memory_of_a_spill_that_failed_is_not_released_under_its_copies(device: SmallDevice) -> None:
+    rig = Rig(device=device, piece_bytes=1 << 20)
+    device.copies_left = 0
+    kept = values(4)
+    with pytest.raises(torch.OutOfMemoryError), rig.group(commit=True):
+        y = keep([], *kept)
+    device.heal()
+    assert rig.engine.arena.trim(0) > 0
+    del y
+    rig.end()
+
+
+def test_host_memory_of_a_restore_that_failed_is_not_released_under_its_copies(device: SmallDevice) -> None:
+    rig = Rig(device=device)
+    y, _ = save_all(rig, 4, [])
+    rig.leave()
+    device.copies_left = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        rig.transfers.restore(rig.records(), Priority.SPECULATIVE)
+    device.heal()
+    del y
+    rig.end()
+    assert rig.engine.arena.trim(0) > 0
 
 
 @pytest.mark.parametrize("fails", ["copies_left", "records_left"])
