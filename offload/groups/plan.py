@@ -84,7 +84,7 @@ class StepPlanner:
         self._steady_steps = 0
         self._actions: tuple[ActionKey, ...] = ()  # of the planned step
         self._looked_cut_short: object = None
-        self._trimmed = False
+        self._trimmed = self._trimmed_shape = False  # ever, and since the shape of the step is this one
         self._lent_peak_bytes = 0  # of the steps since host memory was given back
 
     def after_step(self, seen: SeenStep) -> bool:
@@ -100,7 +100,7 @@ class StepPlanner:
                 return False
             self._signature = signature
             self._actions = tuple(seen.actions)
-            self._timed = False
+            self._timed = self._trimmed_shape = False
             self._steady_steps = 0
             first, self.is_warmup = self.is_warmup, False
             self._install(seen, self._untimed(seen))
@@ -108,8 +108,9 @@ class StepPlanner:
         self._steady_steps += 1
         if self._steady_steps >= 2 and not self._timed and self._timed_plan(seen):
             self._timed = True
+            self._trimmed_shape = False  # another plan needs another amount
             self._steady_steps = 2
-        elif self._steady_steps == (3 if self._timed else 4) and self._engine.config.trim_host:
+        elif self._steady_steps >= (3 if self._timed else 4) and self._engine.config.trim_host and not self._trimmed_shape:
             self._trim()
         return False
 
@@ -128,10 +129,13 @@ class StepPlanner:
 
     def _trim(self) -> None:
         """Give back what a steady step of this shape does not use, but for what any step has used since the first time: memory given back
-        twice would be pinned, and the tensors that want it refused, each time that the longer shape returns."""
-        arena = self._engine.arena  # pieces go whole: with one to spare, what a step needs stays and is not pinned again
-        arena.trim(max(self._lent_peak_bytes, self._engine.last_stats.host_bytes_lent_peak) + arena.registration_bytes)
-        self._trimmed = True
+        twice would be pinned, and the tensors that want it refused, each time that the longer shape returns. Not while a step lacks some."""
+        arena, stats = self._engine.arena, self._engine.last_stats
+        if stats.refused:
+            return
+        # pieces go whole: with one to spare, what a step needs stays and is not pinned again
+        arena.trim(max(self._lent_peak_bytes, stats.host_bytes_lent_peak) + arena.registration_bytes)
+        self._trimmed = self._trimmed_shape = True
 
     def plan_now(self, seen: SeenStep) -> None:
         """End warm-up with what this step was seen to do so far."""
