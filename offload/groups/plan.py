@@ -129,7 +129,8 @@ class StepPlanner:
 
     def _trim(self) -> None:
         """Give back what a steady step of this shape does not use, but for what any step has used since the first time: memory given back
-        twice would be pinned, and the tensors that want it refused, each time that the longer shape returns. Not while a step lacks some."""
+        twice would be pinned, and the tensors that want it refused, each time that the longer shape returns. Not while a step lacks any.
+        """
         arena, stats = self._engine.arena, self._engine.last_stats
         if stats.refused:
             return

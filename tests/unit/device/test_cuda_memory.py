@@ -175,7 +175,7 @@ def test_what_was_registered_before_a_refusal_is_unregistered(runtime: FakeRunti
 
 def test_a_mapping_that_the_system_refuses_is_a_budget_error_and_pins_nothing(runtime: FakeRuntime) -> None:
     """Really: this process may have 64 MiB of addresses more, and asks for a GiB."""
-    with address_space(64 * MIB), pytest.raises(HostBudgetError, match=r"the system refused 1,073,741,824 bytes of host memory \(.*; lower"):
+    with address_space(64 * MIB), pytest.raises(HostBudgetError, match=r"the system refused 1,073,741,824 bytes of host memory \("):
         _PinnedMemory(1 << 30, 64 * MIB)
     assert runtime.registered == {}
     _PinnedMemory(PIECE, PIECE).release()
