@@ -80,7 +80,8 @@ class OffloadConfig:
     """Bytes pinned at construction, so that the first step finds its blocks."""
 
     trim_host: bool = True
-    """Give pinned memory back that a steady step does not use, once after the plan has settled. Blocks the host then, once."""
+    """Give pinned memory back that a steady step does not use, after the plan has settled. Blocks the host then. What a later step, of
+    another shape, needs again is kept from then on."""
 
     audit: bool = False
     """Compare a checksum of every host copy before and after its life there. Blocks the host: for debugging."""

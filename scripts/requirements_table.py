@@ -1,7 +1,8 @@
 """Keep the state column of docs/requirements.md true to the tests: python scripts/requirements_table.py [--check].
 
 A row is *proved* if a test carries its number, `@pytest.mark.req("S2-13")`, or if its proof column names a script of this repository;
-*built* if the code is there and nothing proves it yet; else *open*. One invariant: only tests and scripts make a row proved, never a hand.
+*built* if the code is there and nothing proves it yet; else *open*. One invariant: only tests and scripts make a row proved, never a hand;
+and a test that is expected to fail is no proof, so a mark on one is refused.
 The library half (read_rows, read_marks) is what the tests of the table use.
 """
 
@@ -56,23 +57,43 @@ def read_rows(table: Path = TABLE) -> dict[str, Row]:
 
 
 def read_marks(tests: Path = ROOT / "tests") -> dict[str, list[str]]:
-    """Names of the tests by the requirement that they carry. A mark outside any function, as in `pytestmark`, counts for its file."""
+    """Names of the tests by the requirement that they carry. A mark outside any function, as in `pytestmark`, counts for its file.
+
+    Raises ValueError for a mark on what is expected to fail: on a function or class beside `xfail`, below a class or in a file that has it,
+    or on one parameter set beside it. A function of which some parameter sets fail still proves by the others.
+    """
     marks: dict[str, list[str]] = defaultdict(list)
     for path in sorted(tests.rglob("test_*.py")):
-        for number, test in _marks_in(ast.parse(path.read_text(), str(path)), path.name):
+        for number, test, fails in _marks_in(ast.parse(path.read_text(), str(path)), path.name, fails=False):
+            if fails:
+                said = f"{test} is expected to fail and carries req({number!r}), so it proves nothing"
+                raise ValueError(f"{path.name}: {said}; remove one mark")
             if test not in marks[number]:
                 marks[number].append(test)
     return dict(marks)
 
 
-def _marks_in(node: ast.AST, test: str) -> Iterator[tuple[str, str]]:
+def _marks_in(node: ast.AST, test: str, *, fails: bool) -> Iterator[tuple[str, str, bool]]:
+    """(requirement, test, whether that test is expected to fail) of every mark below `node`."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        test = node.name
+        fails = fails or any(_is_xfail(decorator) for decorator in node.decorator_list)
+    elif isinstance(node, ast.Module):
+        own = [line.value for line in node.body if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark"]
+        fails = any(_is_xfail(mark) for value in own for mark in (value.elts if isinstance(value, ast.List | ast.Tuple) else [value]))
+    elif isinstance(node, ast.Call):
+        if ast.unparse(node.func).endswith("mark.req"):
+            yield from ((str(argument.value), test, fails) for argument in node.args if isinstance(argument, ast.Constant))
+        elif ast.unparse(node.func).endswith("pytest.param"):
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "marks"]
+            fails = fails or any(_is_xfail(part) for value in given for part in ast.walk(value))
     for child in ast.iter_child_nodes(node):
-        is_test = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        yield from _marks_in(child, child.name if is_test else test)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func).endswith("mark.req"):
-        for argument in node.args:
-            if isinstance(argument, ast.Constant):
-                yield str(argument.value), test
+        yield from _marks_in(child, test, fails=fails)
+
+
+def _is_xfail(mark: ast.AST) -> bool:
+    """`pytest.mark.xfail`, called or not. Strict or not: what may fail proves nothing either."""
+    return ast.unparse(mark.func if isinstance(mark, ast.Call) else mark).endswith("mark.xfail")
 
 
 def named_scripts(row: Row) -> list[str]:

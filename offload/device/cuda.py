@@ -9,6 +9,7 @@ hence pieces of at most 64 MiB; and one copy must stay within one registration.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import warnings
 from collections.abc import Sequence
@@ -70,7 +71,8 @@ class _PinnedMemory:
         except (OSError, ValueError, OverflowError) as error:
             raise HostBudgetError(f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes") from error
         skip = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-        mapping.madvise(mmap.MADV_HUGEPAGE, skip, nbytes)
+        with contextlib.suppress(OSError):  # a kernel without huge pages: pinning takes longer, and is the same
+            mapping.madvise(mmap.MADV_HUGEPAGE, skip, nbytes)
         self._pieces = tuple(  # a storage each: torch looks where the storage starts to see whether a tensor is pinned
             torch.frombuffer(mapping, dtype=torch.uint8, offset=skip + start, count=min(registration_bytes, nbytes - start))
             for start in range(0, nbytes, registration_bytes)
@@ -86,6 +88,7 @@ class _PinnedMemory:
             code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
             if code != 0:
                 held = index * registration_bytes
+                _forget_last_error()
                 self.release()
                 raise HostBudgetError(
                     f"cudaHostRegister refused {piece.numel():,} bytes after {held:,} of {nbytes:,} (error {code}); "
@@ -107,6 +110,7 @@ class _PinnedMemory:
             return
         code = int(torch.cuda.cudart().cudaHostUnregister(piece.data_ptr()))
         if code != 0:
+            _forget_last_error()
             raise OffloadError(
                 f"cudaHostUnregister refused a piece of {piece.numel():,} bytes, one of {len(self._registered)} registered (error {code}); "
                 "it stays pinned: look for an earlier CUDA error"
@@ -137,6 +141,14 @@ class _PinnedMemory:
 def _make_current(place: tuple[int, ...]) -> None:
     stream_id, device_index, device_type = place
     torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
+def _forget_last_error() -> None:
+    """Clear the error that a refused call left with the calling thread: CUDA hands it to whoever asks next, and that is torch after its
+    next kernel launch, which would raise it as its own. Asking is the only way to clear it, so an empty kernel is launched here."""
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda._sleep(0)
 
 
 def _touch(piece: torch.Tensor) -> None:

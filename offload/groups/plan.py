@@ -83,16 +83,25 @@ class StepPlanner:
         self._signature: object = None
         self._timed = False
         self._steady_steps = 0
+        self._actions: tuple[ActionKey, ...] = ()  # of the planned step
+        self._looked_cut_short: object = None
+        self._trimmed = self._trimmed_shape = False  # ever, and since the shape of the step is this one
+        self._lent_peak_bytes = 0  # of the steps since host memory was given back
 
     def after_step(self, seen: SeenStep) -> bool:
         """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward plans nothing."""
+        if self._trimmed:
+            self._lent_peak_bytes = max(self._lent_peak_bytes, self._engine.last_stats.host_bytes_lent_peak)
         if not seen.backward_order:
             return False
         shapes = tuple((chunk.id, tuple((group.name, group.total_offload_bytes) for group in chunk.groups)) for chunk in seen.chunks)
         signature = (self.settings, shapes, tuple(seen.schedule()[0]))  # another order has other chunks alive together
         if signature != self._signature:
+            if self._cut_short(seen, signature):
+                return False
             self._signature = signature
-            self._timed = False
+            self._actions = tuple(seen.actions)
+            self._timed = self._trimmed_shape = False
             self._steady_steps = 0
             first, self.is_warmup = self.is_warmup, False
             self._install(seen, self._untimed(seen))
@@ -100,11 +109,35 @@ class StepPlanner:
         self._steady_steps += 1
         if self._steady_steps >= 2 and not self._timed and self._timed_plan(seen):
             self._timed = True
+            self._trimmed_shape = False  # another plan needs another amount
             self._steady_steps = 2
-        elif self._steady_steps == (3 if self._timed else 4) and self._engine.config.trim_host:
-            arena = self._engine.arena  # pieces go whole: with one to spare, what a step needs stays and is not pinned again
-            arena.trim(self._engine.last_stats.host_bytes_lent_peak + arena.registration_bytes)
+        elif self._steady_steps >= (3 if self._timed else 4) and self._engine.config.trim_host and not self._trimmed_shape:
+            self._trim()
         return False
+
+    def _cut_short(self, seen: SeenStep, signature: object) -> bool:
+        """Whether the step looks like the planned one, ended early by an exception: it did the first of its actions and no others.
+
+        A plan for it would keep more than the next whole step has room for, and a step that ran out of memory would do so again. A step
+        with fewer microbatches may look the same: it is planned when it comes a second time, if all of its chunks were read.
+        """
+        actions = tuple(seen.actions)
+        if len(actions) >= len(self._actions) or actions != self._actions[: len(actions)]:
+            return False
+        again = signature == self._looked_cut_short
+        self._looked_cut_short = signature
+        return not again or len(seen.chunks) > len(seen.backward_order)
+
+    def _trim(self) -> None:
+        """Give back what a steady step of this shape does not use, but for what any step has used since the first time: memory given back
+        twice would be pinned, and the tensors that want it refused, each time that the longer shape returns. Not while a step lacks any.
+        """
+        arena, stats = self._engine.arena, self._engine.last_stats
+        if stats.refused:
+            return
+        # pieces go whole: with one to spare, what a step needs stays and is not pinned again
+        arena.trim(max(self._lent_peak_bytes, stats.host_bytes_lent_peak) + arena.registration_bytes)
+        self._trimmed = self._trimmed_shape = True
 
     def plan_now(self, seen: SeenStep) -> None:
         """End warm-up with what this step was seen to do so far."""

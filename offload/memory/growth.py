@@ -34,7 +34,8 @@ PAGE_BYTES = 4096
 class Growth:
     """Slabs held, and the pinning of more.
 
-    `pieces` is indexed by `Range.piece`; new pieces go to `free`. A piece that was released stays in it as a tensor of no bytes.
+    `pieces` is indexed by `Range.piece`; new pieces go to `free`. A piece that was released stays in it as a tensor of no bytes, until
+    a new one takes its place: memory that comes and goes does not make the list longer.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Growth:
         self._slab_bytes = slab_bytes - slab_bytes % registration_bytes
         self._registration_bytes = registration_bytes
         self._places: dict[int, tuple[HostMemory, int]] = {}  # of each piece held: its slab, and its index there
+        self._vacant: list[int] = []  # indices of released pieces
         self._target_bytes = 0
         self._pinning = False
         self._pauses = 0
@@ -151,6 +153,7 @@ class Growth:
                 self._free.cut(free, free.nbytes)
                 del self._places[free.piece]
                 self.pieces[free.piece] = slab.pieces[index]
+                self._vacant.append(free.piece)
                 self.held_bytes -= free.nbytes
                 freed_bytes += free.nbytes
         finally:
@@ -185,6 +188,7 @@ class Growth:
         freed_bytes, self.held_bytes = self.held_bytes, 0
         self.pieces.clear()
         self._places.clear()
+        self._vacant.clear()
         self._free.clear()
         self._refused = None
         for slab in slabs.values():
@@ -267,9 +271,14 @@ class Growth:
     def _adopt(self, memory: HostMemory) -> int:
         nbytes = 0
         for index, piece in enumerate(memory.pieces):
-            self._places[len(self.pieces)] = memory, index
-            self._free.put(len(self.pieces), 0, piece.numel())
-            self.pieces.append(piece)
+            if self._vacant:
+                place = self._vacant.pop()
+                self.pieces[place] = piece
+            else:
+                place = len(self.pieces)
+                self.pieces.append(piece)
+            self._places[place] = memory, index
+            self._free.put(place, 0, piece.numel())
             nbytes += piece.numel()
         self.held_bytes += nbytes
         return nbytes

@@ -295,7 +295,10 @@ class TensorStore:
             return
         before = record.nbytes
         with torch.no_grad():
-            packed = torch.empty(layout.size, dtype=layout.dtype, device=record.device_bytes.device)
+            try:
+                packed = torch.empty(layout.size, dtype=layout.dtype, device=record.device_bytes.device)
+            except torch.OutOfMemoryError:
+                return  # no room to pack it in: it leaves whole
             packed.copy_(view_of(record.device_bytes, layout, 0))
         record.gathered = layout
         record.device_bytes = packed.untyped_storage()

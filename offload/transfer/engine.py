@@ -115,6 +115,8 @@ class TransferEngine:
         self._sources: dict[int, int] = {}  # spills in flight, by storage: two chunks may save one storage
         self.stalls: list[tuple[Event, Event]] = []  # timed events around the waits of this step
         self._stalls_before: list[tuple[Event, Event]] = []
+        self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
+        self._warned_no_room = False
 
     # -- counts ---------------------------------------------------------------------------------------------------
     @property
@@ -131,18 +133,17 @@ class TransferEngine:
     def adopt(self, record: Record) -> None:
         """Count a new RESIDENT record, after making room for it."""
         self.bury()
-        self._make_room(record.nbytes)
         record.lane = self.device.compute
+        self.resident_bytes += record.nbytes  # first: whatever fails below, a record that dies is counted out
+        self._make_room(0)
         self.counts.saved += 1
-        self.resident_bytes += record.nbytes
         self._note_peak()
 
     def resize(self, record: Record, nbytes_before: int) -> None:
         """A RESIDENT record's span has changed since it was adopted; room is made for what it grew."""
-        grown = record.nbytes - nbytes_before
-        if grown > 0:
-            self._make_room(grown)
-        self.resident_bytes += grown
+        self.resident_bytes += record.nbytes - nbytes_before
+        if record.nbytes > nbytes_before:
+            self._make_room(0)
         self._note_peak()
 
     def _note_peak(self) -> None:
@@ -153,7 +154,12 @@ class TransferEngine:
     def bury(self) -> None:
         """Settle what dead records left behind: their share of the counts and their blocks."""
         while self.estate:
-            state, nbytes, block, event, transfer, refused = self.estate.popleft()
+            state, nbytes, block, event, transfer, refused = self.estate[0]
+            if state in (RecordState.RESTORING, RecordState.RESTORED):
+                assert transfer is not None
+                self._settle_restore(transfer, "abandon")  # may raise: what a record left is taken off only then
+                self.restoring_bytes -= nbytes
+            self.estate.popleft()
             if refused:
                 self._refused_bytes -= nbytes
             if state is RecordState.RESIDENT:
@@ -161,10 +167,6 @@ class TransferEngine:
                 if transfer is not None and not transfer.settled:  # it was reclaimed, and its spill still holds the bytes
                     transfer.nbytes += nbytes
                     self.spilling_bytes += nbytes
-            elif state in (RecordState.RESTORING, RecordState.RESTORED):
-                assert transfer is not None
-                self._settle_restore(transfer, "abandon")
-                self.restoring_bytes -= nbytes
             if block is not None:
                 self.arena.give_back(block, event)
 
@@ -180,39 +182,29 @@ class TransferEngine:
         device, d2h = self.device, self.device.d2h
         leaving: list[Record] = []
         blocks: list[Block] = []
-        for record in records:
-            if record.state is not RecordState.RESIDENT:
-                continue
-            denied = isinstance(self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied)
-            block = None if denied else self.arena.take(record.nbytes)
-            if block is None:
-                self._refuse(record, for_want_of_memory=not denied)
-                continue
-            leaving.append(record)
-            blocks.append(block)
-        if not leaving:
-            return None
-        compute = leaving[0].lane or device.compute
-        sources: list[torch.Tensor] = []
-        for record in leaving:
-            assert record.device_bytes is not None
-            source = bytes_of(record.device_bytes, record.span)
-            key = record.device_bytes._cdata
-            copies = self._sources.get(key, 0)
-            if not copies:  # else compute wrote it before the copy that still reads it
-                device.note_write(compute, source)
-            self._sources[key] = copies + 1
-            sources.append(source)
-        device.wait(d2h, device.record(compute), "spill")
-        pairs: list[CopyPair] = []
-        for last_use in {id(event): event for block in blocks for event in block.after}.values():
-            device.wait(d2h, last_use, "reuse")
-        for source, block in zip(sources, blocks, strict=True):
-            pairs.extend(_parts(block, source))
+        try:
+            for record in records:
+                if record.state is not RecordState.RESIDENT:
+                    continue
+                denied = isinstance(self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied)
+                block = None if denied else self.arena.take(record.nbytes)
+                if block is None:
+                    self._refuse(record, for_want_of_memory=not denied)
+                    continue
+                blocks.append(block)
+                leaving.append(record)
+            if not leaving:
+                return None
+            compute = leaving[0].lane or device.compute
+            sources, event = self._copy_out(leaving, blocks, compute)
+        except BaseException:
+            if leaving:  # all of them stay; some copies may have been issued
+                broken_off = device.record(d2h)
+                device.wait(leaving[0].lane or device.compute, broken_off, "settle")
+                for block in blocks:
+                    self.arena.give_back(block, broken_off)
+            raise
         nbytes = sum(record.nbytes for record in leaving)
-        with transfer_range("spill", leaving[0].label.group.name):
-            device.copy(d2h, pairs)
-        event = device.record(d2h)
         transfer = Transfer([weakref.ref(record) for record in leaving], sources, compute, event, nbytes, str(leaving[0].label))
         for record, block in zip(leaving, blocks, strict=True):
             record.move_to(RecordState.SPILLING)
@@ -228,6 +220,32 @@ class TransferEngine:
         self.counts.spill_bytes += nbytes
         self._make_room(0)
         return transfer
+
+    def _copy_out(self, leaving: Sequence[Record], blocks: Sequence[Block], compute: Lane) -> tuple[list[torch.Tensor], Event]:
+        """Issue the copies of a spill: (their sources, the event after them)."""
+        device, d2h = self.device, self.device.d2h
+        sources: list[torch.Tensor] = []
+        keys: list[int] = []
+        for record in leaving:
+            assert record.device_bytes is not None
+            source = bytes_of(record.device_bytes, record.span)
+            key = record.device_bytes._cdata
+            if key not in self._sources and key not in keys:  # else compute wrote it before the copy that still reads it
+                device.note_write(compute, source)
+            keys.append(key)
+            sources.append(source)
+        device.wait(d2h, device.record(compute), "spill")
+        pairs: list[CopyPair] = []
+        for last_use in {id(event): event for block in blocks for event in block.after}.values():
+            device.wait(d2h, last_use, "reuse")
+        for source, block in zip(sources, blocks, strict=True):
+            pairs.extend(_parts(block, source))
+        with transfer_range("spill", leaving[0].label.group.name):
+            device.copy(d2h, pairs)
+        event = device.record(d2h)
+        for key in keys:
+            self._sources[key] = self._sources.get(key, 0) + 1
+        return sources, event
 
     def _refuse(self, record: Record, *, for_want_of_memory: bool) -> None:
         self.counts.refused += 1
@@ -316,7 +334,8 @@ class TransferEngine:
         """Fetch SPILLED records back as one piece under one event. Blocks the host: never.
 
         Each gets a new storage of span.nbytes, allocated on compute. Readers go through `ready`.
-        Returns None, with nothing moved, if the door or the device limit denies a speculative restore; a required one goes ahead.
+        Returns None, with nothing moved, if the door, the device limit or a full device denies a speculative restore; a required one goes
+        ahead, and raises torch.OutOfMemoryError where the device has no room for it at all.
         Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in compute's own pool, so that
         reserved stays near active (hard-parts.md 4.2).
         """
@@ -330,7 +349,70 @@ class TransferEngine:
             return None
         device, h2d = self.device, self.device.h2d
         compute = device.compute
-        homes = [device.empty(record.nbytes) for record in records]
+        homes = self._homes(records, required=required)
+        if homes is None:
+            return None
+        try:
+            event = self._copy_in(records, homes, compute)
+        except BaseException:  # none is restored; some copies may have been issued
+            for record in records:
+                if record.event is not None:
+                    device.wait(h2d, record.event, "restore")
+            broken_off = device.record(h2d)
+            device.wait(compute, broken_off, "abandon")
+            for record in records:
+                record.event = broken_off
+            raise
+        transfer = Transfer([weakref.ref(record) for record in records], homes, compute, event, nbytes, str(records[0].label))
+        for record, home in zip(records, homes, strict=True):
+            record.move_to(RecordState.RESTORING)
+            record.device_bytes = home.untyped_storage()
+            record.weak_storage = WeakStorage(record.device_bytes)
+            record.base = record.span.start
+            record.event, record.transfer = event, transfer
+        self._restoring.append(transfer)
+        self._ahead.extend(transfer.records)
+        while self._ahead and self._ahead[0]() is None:
+            self._ahead.popleft()
+        self.restoring_bytes += nbytes
+        self.counts.restored += len(records)
+        self.counts.restore_bytes += nbytes
+        self._note_peak()
+        return transfer
+
+    def _homes(self, records: Sequence[Record], *, required: bool) -> list[torch.Tensor] | None:
+        """Buffers for a restore. On a device without room a speculative one gives up, and so do those after it in this step: each try makes
+        torch return its cached blocks, which blocks the host. For a required one everything that can go is let go first.
+
+        Raises torch.OutOfMemoryError if the buffers do not fit even then; nothing has moved.
+        """
+        if self._no_room and not required:
+            return None
+        try:
+            return [self.device.empty(record.nbytes) for record in records]
+        except torch.OutOfMemoryError:
+            self._no_room = True
+        if not self._warned_no_room:
+            self._warned_no_room = True
+            limit = self.limits.device_limit_bytes
+            logger.warning(
+                "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it holds (device_limit_bytes %s); "
+                "for the rest of such a step each tensor comes back when it is read. Lower device_limit_bytes to leave more room",
+                f"{sum(record.nbytes for record in records):,}",
+                records[0].label.group,
+                f"{self.device_bytes:,}",
+                "None" if limit is None else f"{limit:,}",
+            )
+        if not required:
+            return None
+        while self._spilling:
+            self.settle_spill(self._spilling[0])
+        self._drop_furthest(self.restoring_bytes)
+        return [self.device.empty(record.nbytes) for record in records]
+
+    def _copy_in(self, records: Sequence[Record], homes: Sequence[torch.Tensor], compute: Lane) -> Event:
+        """Issue the copies of a restore; the event after them."""
+        device, h2d = self.device, self.device.h2d
         device.wait(h2d, device.record(compute), "allocate")
         pairs: list[CopyPair] = []
         waited: set[int] = set()
@@ -348,23 +430,7 @@ class TransferEngine:
             pairs.extend((part, extent) for extent, part in _parts(record.block, home))
         with transfer_range("restore", records[0].label.group.name):
             device.copy(h2d, pairs)
-        event = device.record(h2d)
-        transfer = Transfer([weakref.ref(record) for record in records], homes, compute, event, nbytes, str(records[0].label))
-        for record, home in zip(records, homes, strict=True):
-            record.move_to(RecordState.RESTORING)
-            record.device_bytes = home.untyped_storage()
-            record.weak_storage = WeakStorage(record.device_bytes)
-            record.base = record.span.start
-            record.event, record.transfer = event, transfer
-        self._restoring.append(transfer)
-        self._ahead.extend(transfer.records)
-        while self._ahead and self._ahead[0]() is None:
-            self._ahead.popleft()
-        self.restoring_bytes += nbytes
-        self.counts.restored += len(records)
-        self.counts.restore_bytes += nbytes
-        self._note_peak()
-        return transfer
+        return device.record(h2d)
 
     def ready(self, record: Record) -> torch.UntypedStorage:
         """The restored storage of a RESTORING or RESTORED record, safe to read on the calling thread's compute lane.
@@ -437,6 +503,7 @@ class TransferEngine:
         while self._restoring:
             self._settle_restore(self._restoring[0], "abandon")
         self._ahead.clear()
+        self._no_room = False
         stall_ms = self._read_stalls(self._stalls_before)
         self._stalls_before, self.stalls = self.stalls, []
         counts, self.counts = self.counts, TransferCounts(device_bytes_peak=self.device_bytes)

@@ -64,6 +64,35 @@ def test_marks_are_found_on_functions_classes_parameters_and_files(tmp_path: Pat
     }
 
 
+EXPECTED_TO_FAIL = {
+    "a function": "@pytest.mark.req('S0-2')\n@pytest.mark.xfail(strict=True, reason='not yet')\ndef test_one(): ...\n",
+    "a function, not called": "@pytest.mark.xfail\n@pytest.mark.req('S0-2')\ndef test_one(): ...\n",
+    "a class around it": "@pytest.mark.xfail(strict=True)\nclass TestOne:\n    @pytest.mark.req('S0-2')\n    def test_one(self): ...\n",
+    "the file": "pytestmark = [pytest.mark.gpu, pytest.mark.xfail]\n@pytest.mark.req('S0-2')\ndef test_one(): ...\n",
+    "a parameter set": "@pytest.mark.parametrize('n', [1, pytest.param(2, marks=[pytest.mark.xfail, pytest.mark.req('S0-2')])])\n"
+    "def test_one(n): ...\n",
+}
+
+
+@pytest.mark.parametrize("where", EXPECTED_TO_FAIL)
+def test_a_mark_on_what_is_expected_to_fail_is_refused(where: str, tmp_path: Path) -> None:
+    """Such a mark once made a row proved by the very test that showed that it does not hold."""
+    (tmp_path / "test_wrong.py").write_text(EXPECTED_TO_FAIL[where])
+    with pytest.raises(ValueError, match=r"test_wrong.py: test_one is expected to fail and carries req\('S0-2'\).*; remove one mark"):
+        read_marks(tmp_path)
+
+
+def test_parameter_sets_that_pass_prove_although_another_is_expected_to_fail(tmp_path: Path) -> None:
+    (tmp_path / "test_edges.py").write_text(
+        "@pytest.mark.req('S0-2')\n"
+        "@pytest.mark.parametrize('n', [pytest.param(1, marks=pytest.mark.req('S0-3')), pytest.param(2, marks=pytest.mark.xfail)])\n"
+        "def test_one(n): ...\n"
+        "@pytest.mark.xfail(strict=True)\n"
+        "def test_twin(): ...\n"
+    )
+    assert read_marks(tmp_path) == {"S0-2": ["test_one"], "S0-3": ["test_one"]}
+
+
 @pytest.mark.parametrize(
     ("state", "proof", "tests", "expected"),
     [

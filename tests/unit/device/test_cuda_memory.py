@@ -8,7 +8,10 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import resource
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,18 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def address_space(more_bytes: int) -> Iterator[None]:
+    """Inside, this process can map no more than so much above what it has mapped."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + more_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def sizes(memory: HostMemory) -> list[int]:
@@ -156,3 +171,49 @@ def test_what_was_registered_before_a_refusal_is_unregistered(runtime: FakeRunti
     with pytest.raises(HostBudgetError, match=r"refused 8,388,608 bytes after 16,777,216 of 33,554,432 \(error 2\)"):
         _PinnedMemory(4 * PIECE, PIECE)
     assert runtime.registered == {}
+
+
+def test_a_mapping_that_the_system_refuses_is_a_budget_error_and_pins_nothing(runtime: FakeRuntime) -> None:
+    """Really: this process may have 64 MiB of addresses more, and asks for a GiB."""
+    with address_space(64 * MIB), pytest.raises(HostBudgetError, match=r"the system refused 1,073,741,824 bytes of host memory \("):
+        _PinnedMemory(1 << 30, 64 * MIB)
+    assert runtime.registered == {}
+    _PinnedMemory(PIECE, PIECE).release()
+
+
+def test_a_kernel_without_huge_pages_pins_all_the_same(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(mmap.mmap):
+        def madvise(self, option: int, *arguments: Any) -> None:
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(22, "Invalid argument")
+            super().madvise(option, *arguments)
+
+    monkeypatch.setattr(mmap, "mmap", Small)
+    memory = _PinnedMemory(2 * PIECE, PIECE)
+    assert len(runtime.registered) == 2
+    memory.release()
+
+
+@pytest.mark.parametrize("call", ["register", "unregister"])
+def test_the_error_of_a_refused_call_is_cleared(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """CUDA keeps it for the thread, and torch raised it after the next kernel launch as that kernel's own."""
+    launched: list[int] = []
+
+    def launch(cycles: int) -> None:
+        launched.append(cycles)
+        raise RuntimeError("CUDA error: invalid argument")  # as torch does for an error that it finds
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_sleep", launch)
+    if call == "register":
+        runtime.limit_bytes = PIECE
+        with pytest.raises(HostBudgetError):
+            _PinnedMemory(2 * PIECE, PIECE)
+    else:
+        memory = _PinnedMemory(PIECE, PIECE)
+        runtime.broken = True
+        with pytest.raises(OffloadError):
+            memory.release_piece(0)
+        runtime.broken = False
+        memory.release()
+    assert launched == [0]

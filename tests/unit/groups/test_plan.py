@@ -11,7 +11,9 @@ from offload.device.sim import SimDevice
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.ids import ChunkId
+from offload.memory.arena import HostArena
 from offload.policy.lookahead import ActionKey
+from offload.telemetry.records import StepStats
 from tests.unit.groups.stack import Driver, build_manager, build_stages, gpipe, installed, one_f_one_b
 
 KIB = 1024
@@ -143,6 +145,56 @@ def test_any_order_has_a_plan_under_a_limit_and_without(order: str) -> None:
         planner.after_step(seen(chunks, order))
         for chunk, kept in zip(chunks, stays(chunks), strict=True):
             assert kept <= set(range(len(chunk.groups)))
+
+
+def test_step_that_an_exception_cut_short_is_not_planned_for() -> None:
+    """It saved less than a whole step, so a plan for it kept more: the next whole step passed the device limit, and where memory had run
+    out once it ran out again."""
+    engine = engine_of(device_limit_bytes=8 * KIB, max_spilling_bytes=KIB, max_restoring_bytes=KIB)
+    planner, chunks = planner_of(engine), chunks_of(engine, "aaaa", "aaaa", "aaaa")
+    whole = "F0 F1 F2 B0 B1 B2"
+    planner.after_step(seen(chunks, whole))
+    planned = stays(chunks)
+    assert planned == [{2, 3}] * 3  # six of twelve, beside the two rooms
+    for cut in ("F0 F1 F2 B0", "F0 F1 F2 B0 B1", "F0 F1 F2 B0 B1"):  # chunk 2 was never read
+        assert not planner.after_step(seen(chunks, cut))
+        assert stays(chunks) == planned
+    planner.after_step(seen(chunks, whole))
+    assert stays(chunks) == planned
+
+
+def test_step_with_fewer_microbatches_is_planned_for_when_it_comes_again() -> None:
+    engine = engine_of(device_limit_bytes=6 * KIB, max_spilling_bytes=KIB, max_restoring_bytes=KIB)
+    planner, chunks = planner_of(engine), chunks_of(engine, "aaaa", "aaaa")
+    planner.after_step(seen(chunks, "F0 B0 F1 B1"))
+    fewer = chunks[:1]
+    fewer[0].stays = frozenset({99})
+    planner.after_step(seen(fewer, "F0 B0"))
+    assert stays(fewer) == [{99}], "it looks like the start of the planned step"
+    planner.after_step(seen(fewer, "F0 B0"))
+    assert stays(fewer) == [{0, 1, 2, 3}]
+
+
+def test_host_memory_that_a_longer_step_needs_again_is_not_given_back_a_second_time() -> None:
+    """Each run of equal steps trimmed to its own need: short and long sequences in turn unpinned and pinned the difference each time, and
+    on a GPU the long ones found no block until the thread that pins had caught up."""
+    engine = engine_of()
+    engine.arena = HostArena(engine.device, budget=engine.arena.budget, slab_bytes=16 * KIB, registration_bytes=4 * KIB)
+    planner = planner_of(engine)
+
+    def run(lent_bytes: int) -> int:
+        """Six equal steps in which so much was lent at most; what is held after them."""
+        engine.arena.reserve(lent_bytes)
+        engine.last_stats = StepStats(step=0, host_bytes_lent_peak=lent_bytes)
+        chunks = chunks_of(engine, "aa", nbytes=lent_bytes)
+        for _ in range(6):
+            planner.after_step(seen(chunks, "F0 B0"))
+        return engine.arena.held_bytes
+
+    engine.arena.reserve(64 * KIB)
+    assert run(8 * KIB) == 12 * KIB, "reserved and never used: given back"
+    assert run(32 * KIB) == 32 * KIB
+    assert run(8 * KIB) == 32 * KIB
 
 
 def test_plan_by_hand_needs_no_complete_step() -> None:

@@ -212,6 +212,26 @@ def test_an_arena_grows_again_after_a_trim(device: FakeDevice, arena: HostArena,
     assert arena.trim(0) == 8 * PIECE
 
 
+def test_memory_that_comes_and_goes_takes_the_places_of_the_pieces_before_it(device: FakeDevice, arena: HostArena) -> None:
+    """The list of pieces was longer after each trim: a training whose sequences change in length let it grow for ever."""
+    block = taken(arena, PIECE // 2)
+    for _ in range(5):
+        assert arena.trim(PIECE) == 7 * PIECE
+        arena.reserve(8 * PIECE)
+    assert len(arena._growth.pieces) == 8
+    arena.give_back(block, None)
+    blocks = lend_pieces(arena, 8)
+    assert len({extent.data_ptr() for block in blocks for extent in block.extents}) == 8
+    for block in blocks:
+        arena.give_back(block, None)
+    assert arena.trim(0) == 8 * PIECE
+    arena.reserve(3 * PIECE)
+    arena.clear()
+    arena.reserve(2 * PIECE)
+    assert len(arena._growth.pieces) == 2
+    check_books(device, arena)
+
+
 def test_a_refused_growth_may_be_tried_again_after_a_trim() -> None:
     device = FakeDevice(pins=True)
     arena = arena_on(device, limit_bytes=4 * PIECE)
