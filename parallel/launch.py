@@ -113,7 +113,7 @@ def launched(ranks: Ranks, device: torch.device, *, timeout: float = 300.0, stor
     mesh = init_device_mesh(device.type, (ranks.world,), mesh_dim_names=("pp",))
     group = mesh.get_group("pp")
     if device.type == "cuda":
-        # NCCL makes a group's communicator when it is first used, with all ranks; the first use by a schedule may be of two neighbours alone
+        # NCCL makes a group's communicator at its first use, with all ranks; a schedule's first use may be by two neighbours alone
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     yield Rank(ranks, device, mesh, group, _get_default_store())
     if device.type == "cuda":

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from bench.measure import Clock
 from bench.ours import OurMarks
 from bench.workload import Stack, StackShape
-from torch import Tensor, nn
-
 from parallel.launch import Rank
 from parallel.order import Action, actions_of, peak_chunks
 from parallel.schedules import build_schedule, schedule_named, stages_of

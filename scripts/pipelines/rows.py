@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from bench import links
 from bench.gradients import deterministic, fingerprint
 from bench.measure import Clock, median
 from bench.ours import STAT_FIELDS
 from bench.workload import ATTENTION_GROUPS, GROUPS, Stack, probe_saved_bytes
-
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from parallel.host import line_up, reserve_host_together
 from parallel.launch import Rank
@@ -29,7 +29,7 @@ from pipelines.job import PipelineJob
 from pipelines.memory import BlockFacts
 from pipelines.requests import DELTA_FRACTION, JobShape, Request, RowRequest
 
-__all__ = ["Bench", "SkippedError"]
+__all__ = ["Bench", "SkippedError", "delta_of"]
 
 GB = 1e9
 _LINK_RESERVE_BYTES = 256 << 20
@@ -347,8 +347,8 @@ class Bench:
 
 
 def delta_of(peaks: Sequence[float]) -> int:
-    """What each later rank may keep more than the one before it, so that the last rises to the first: whole MiB; 0 if the first is lower."""
-    return max(0, int((peaks[0] - peaks[-1]) / (len(peaks) - 1)) >> 20 << 20) if len(peaks) > 1 and peaks[0] > peaks[-1] + 2**20 else 0
+    """Bytes that each later rank may keep more than the one before it, so that the last rises to the first; 0 if it is not lower."""
+    return max(0, int(peaks[0] - peaks[-1]) // (len(peaks) - 1))
 
 
 def _rates(rates: Any) -> dict[str, Any] | None:

@@ -33,8 +33,8 @@ OUT_OF_MEMORY = 3
 Emit = Callable[[dict[str, Any]], None]
 
 
-def run_worker(request: Request, ranks: Ranks, store: Any) -> None:
-    """The whole life of this process; never returns. store: where the ranks meet; None where there is one rank."""
+def run_worker(request: Request, ranks: Ranks, meet: Callable[[], Any]) -> None:
+    """The whole life of this process; never returns. meet: connects to the store that the ranks meet in; None where there is one rank."""
     assert request.out is not None, "the launcher names a folder"
     signs = Path(request.out) / f"signs-{request.name}-{ranks.rank}.txt"
     failure = Path(request.out) / f"failure-{request.name}-{ranks.rank}.json"
@@ -51,7 +51,7 @@ def run_worker(request: Request, ranks: Ranks, store: Any) -> None:
     def main() -> int:
         device = choose_device(request.device, ranks)
         sign("up")
-        with launched(ranks, device, timeout=request.timeout_s, store=store) as rank:
+        with launched(ranks, device, timeout=request.timeout_s, store=meet()) as rank:
             try:
                 run_rows(request, rank, emit, sign)
             except Exception as error:
