@@ -13,12 +13,8 @@ order of their value, and what a run that is cut short has measured is printed a
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import json
-import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -30,20 +26,17 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
 
 import torch  # noqa: E402
 
-from bench.child import hardware  # noqa: E402
-from offload.policy.actions import Action  # noqa: E402
 from parallel.launch import Ranks, choose_device, launched, ranks_from_environment, run_rank  # noqa: E402
 from parallel.schedules import check_counts, schedule_named  # noqa: E402
-from pipelines import report  # noqa: E402
-from pipelines.bounds import compare_rates, compute_seconds, rates_of  # noqa: E402
-from pipelines.launches import Ending, Launcher, meeting_store  # noqa: E402
-from pipelines.memory import BlockFacts, need_lines, need_of  # noqa: E402
-from pipelines.requests import KINDS, SCHEDULE_NAMES, JobShape, Request, RowRequest, rows_of  # noqa: E402
-from pipelines.worker import OUT_OF_MEMORY, complete, run_rows, run_worker  # noqa: E402
+from pipelines.launches import meeting_store  # noqa: E402
+from pipelines.record import Run  # noqa: E402
+from pipelines.report import equal_gradients  # noqa: E402
+from pipelines.requests import KINDS, SCHEDULE_NAMES, JobShape, Request, rows_of  # noqa: E402
+from pipelines.sets import run_isolated  # noqa: E402
+from pipelines.worker import run_rows, run_worker  # noqa: E402
 
 GB = 1e9
 HOST_GB_A_GPU = 110.0
-DONE = "done"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,138 +112,6 @@ def request_of(args: argparse.Namespace, ranks: Ranks, began: float) -> Request:
     )
 
 
-class Run:
-    """The first rank's record of a run: rows as they come, text at the end."""
-
-    def __init__(self, args: argparse.Namespace, request: Request, ranks: Ranks, arguments: list[str], began: float) -> None:
-        self.args, self.request, self.ranks, self.began = args, request, ranks, began
-        self.results: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        launch = [f"torchrun --nproc-per-node {ranks.local_world}"] if ranks.under_torchrun else ["python"]
-        self.record: dict[str, Any] = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": " ".join([*launch, "scripts/bench_pipeline.py", *arguments]),
-            "hardware": {},
-        }
-
-    def add(self, result: dict[str, Any]) -> None:
-        self.results.append(result)
-        print(report.progress_line(result, time.time() - self.began), flush=True)
-        if result["row"]["kind"] == "links" and result["status"] == "ok":
-            print("\n".join(self._calculation()), flush=True)
-        self.write()
-
-    @property
-    def facts(self) -> dict[str, Any] | None:
-        """What `links` measured; the fullest device's figures are in every rank's."""
-        found = [result for result in self.results if result["row"]["kind"] == "links" and result["status"] == "ok"]
-        return found[0]["ranks"][0] if found else None
-
-    def completed(self, rows: list[RowRequest]) -> tuple[list[RowRequest], JobShape]:
-        """As the workers complete them, from the same figures."""
-        if self.facts is None:
-            return rows, self.request.shape
-        return complete(rows, self.request.shape, BlockFacts.from_json(self.facts["block"]), self.ranks.world)
-
-    def write(self) -> None:
-        """After every row, so that a run that is cut short leaves what it has."""
-        if self.args.out:
-            Path(self.args.out).write_text(json.dumps(self.record | {"results": self.results, "notes": self.notes}, indent=1, default=str))
-
-    def _calculation(self) -> list[str]:
-        assert self.facts is not None
-        _, shape = self.completed(list(self.request.rows))
-        block = BlockFacts.from_json(self.facts["block"])
-        assert shape.layers is not None
-        live = min(self.ranks.world, shape.microbatches)
-        need = need_of(block, layers=shape.layers, live=live, optimizer_bytes=shape.optimizer_bytes)
-        return need_lines(
-            block,
-            need,
-            sequence=shape.sequence,
-            optimizer_bytes=shape.optimizer_bytes,
-            ranks=self.ranks.world,
-            microbatches=shape.microbatches,
-        )
-
-    def header(self) -> list[str]:
-        about = self.record["hardware"] = hardware_without_a_context(self.args.tiny)
-        gpu = f"{self.ranks.world} x {about['gpu']}" if about.get("gpu") else "no GPU"
-        lines = [f"{gpu}, torch {about['torch']}, Python {about['python']}, {about['cpus']} cores, {self.record['date']}"]
-        lines.append(self.record["command"])
-        if self.args.tiny:
-            lines.append("TINY: gloo and the simulated device; link rates are stand-ins and no figure below is a measurement")
-        return lines
-
-    def report(self) -> list[str]:
-        tokens = self.request.shape.microbatches * self.request.shape.sequence
-        links = [result for result in self.results if result["row"]["kind"] == "links" and result["status"] == "ok"]
-        lines = [""]
-        if links:
-            lines += [*self._calculation(), "", *report.link_lines(links[0]), ""]
-        lines += [*report.steps_lines(self.results, tokens), ""]
-        lines += report.verify_lines(self.results)
-        for result in self.results:
-            if result["row"]["kind"] == "delta":
-                lines += ["", *report.delta_lines(result)]
-        if links:
-            lines += ["", *self._rates()]
-        return [*lines, *self.notes, f"{time.time() - self.began:.0f} s in all"]
-
-    def _rates(self) -> list[str]:
-        """Bounds and plans, for the limited rows of the first schedule."""
-        try:
-            self.record["rates"] = comparisons = compared(self.results, self.ranks.world)
-        except ImportError as error:
-            return [str(error)]
-        return report.rates_lines(comparisons)
-
-
-def compared(results: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
-    """`compare_rates` of every limited row of the first schedule that ran, a rank at a time."""
-    links = next(result for result in results if result["row"]["kind"] == "links")["ranks"]
-    block = BlockFacts.from_json(links[0]["block"])
-    found = []
-    ours = [result for result in results if result["row"]["kind"] == "ours" and result["status"] == "ok"]
-    for result in [result for result in ours if result["row"]["schedule"] == ours[0]["row"]["schedule"]]:
-        baseline = next(
-            (
-                other
-                for other in results
-                if other["status"] == "ok" and other["row"]["kind"] == "nothing" and other["row"]["schedule"] == result["row"]["schedule"]
-            ),
-            None,
-        )
-        for number, rank in enumerate(result["ranks"]):
-            actions = [Action(*action) for action in rank["actions"]]
-            virtual = len({action.stage for action in actions})
-            measured = None
-            if baseline is not None:
-                timed = baseline["ranks"][number]
-                pairs = zip(timed["actions"], timed["action_ms"], strict=True)
-                measured = {str(Action(*action)): ms / 1e3 for action, ms in pairs}
-            compute_s = compute_seconds(actions, block, rank["layers"] / virtual, measured)
-            sets = {tuple(entry["ranks"]): entry["rates"] for entry in links[number]["rates"]}
-            lone, shared = rates_of(sets[(number,)]), rates_of(sets[tuple(range(world))])
-            limit = result["row"]["saved_limit_bytes"]
-            entry = compare_rates(actions, compute_s, block, rank["layers"] // virtual, limit, lone, shared)
-            measured_ms = sorted(rank["walls_ms"])[len(rank["walls_ms"]) // 2]
-            found.append(entry | {"label": result["label"], "rank": number, "measured_ms": measured_ms})
-    return found
-
-
-def hardware_without_a_context(tiny: bool) -> dict[str, Any]:
-    """bench.child's words on the machine; a launcher leaves the GPU alone, so the name is asked of a process that ends."""
-    import subprocess
-
-    if tiny or not torch.cuda.is_available():
-        return hardware() | {"cuda": False}
-    code = "import json, sys; sys.path.insert(0, sys.argv[1]); from bench.child import hardware; print(json.dumps(hardware()))"
-    done = subprocess.run([sys.executable, "-c", code, str(_SCRIPTS)], capture_output=True, text=True, check=True, cwd=_SCRIPTS.parent)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def run_here(request: Request, ranks: Ranks, run: Run | None) -> None:
     """All rows in this process."""
     device = choose_device(request.device, ranks)
@@ -262,79 +123,6 @@ def _ignore(_: Any) -> None:
     """Not the first rank, or nobody watches."""
 
 
-def run_isolated(args: argparse.Namespace, request: Request, ranks: Ranks, run: Run | None) -> None:
-    """Rows in sets of processes: a new set after one that ended early, with the rows that are left."""
-    store = meeting_store(ranks, "launchers", timeout_s=args.row_timeout_s + 120.0)
-    with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as folder:
-        launcher = Launcher(ranks, store, Path(folder), silence_s=args.row_timeout_s)
-        left, number = list(request.rows), 0
-        while True:
-            name = f"set{number}"
-            if run is not None:
-                facts = run.facts
-                said = DONE if not left else request.with_(rows=tuple(left), name=name, facts=facts).to_json()
-                if store is not None:
-                    store.set(f"{name}/request", said)
-            else:
-                said = store.get(f"{name}/request").decode()
-            if said == DONE:
-                break
-            mine = Request.from_json(said).with_(out=folder)
-            command = [sys.executable, str(Path(__file__).resolve()), "--worker", mine.to_json()]
-            environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}
-            endings = launcher.run(name, command, environment)
-            if run is not None:
-                left = after_set(run, left, endings, Path(folder) / f"results-{name}.jsonl")
-            number += 1
-        if store is not None:  # whoever hosts the store leaves last
-            store.add("left", 1)
-            while ranks.rank == 0 and store.add("left", 0) < ranks.world:
-                time.sleep(0.05)
-
-
-def after_set(run: Run, left: list[RowRequest], endings: list[Ending], results: Path) -> list[RowRequest]:
-    """Take in what a set of processes has measured, and the row at which it ended; the rows that are still to be run."""
-    found = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    for result in found:
-        run.add(result)
-    bad = {rank: ending for rank, ending in enumerate(endings) if ending.code != 0}
-    rows, _ = run.completed(left)
-    left = rows[len(found) :]
-    if not bad:
-        return []
-    full = {rank: ending for rank, ending in bad.items() if ending.code == OUT_OF_MEMORY}
-    blamed = full or {rank: ending for rank, ending in bad.items() if ending.ended_by_itself} or bad
-    reason = "; ".join(f"rank {rank}: {_why(ending)}" for rank, ending in blamed.items())
-    if not left:
-        run.notes.append(f"after the last row: {reason}")
-        return []
-    row = left[0]
-    run.add(
-        {
-            "row": vars_of(row),
-            "label": row.label,
-            "status": "out of memory" if full else "failed",
-            "reason": reason,
-            "endings": {rank: {"code": ending.code, "reason": ending.reason, "failure": ending.failure} for rank, ending in bad.items()},
-        }
-    )
-    if row.kind == "links":
-        run.notes.append("without the link's rates and the block's figures no other row can run")
-        return []
-    return left[1:]
-
-
-def vars_of(row: RowRequest) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in RowRequest.__dataclass_fields__}
-
-
-def _why(ending: Ending) -> str:
-    failure = ending.failure or {}
-    if failure.get("out_of_memory") and "active_bytes" in failure:
-        return f"out of memory with {failure['active_bytes'] / GB:.1f} GB active, {failure['reserved_bytes'] / GB:.1f} GB reserved"
-    return str(ending.reason)
-
-
 def main(arguments: list[str], ranks: Ranks) -> int:
     began = time.time()
     args = parse(arguments, ranks)
@@ -343,11 +131,13 @@ def main(arguments: list[str], ranks: Ranks) -> int:
     elif not torch.cuda.is_available():
         raise ValueError("these figures need a CUDA GPU for each rank; --tiny runs the script on gloo and the simulated device")
     request = request_of(args, ranks, began)
-    run = Run(args, request, ranks, arguments, began) if ranks.rank == 0 else None
+    launcher = f"torchrun --nproc-per-node {ranks.local_world}" if ranks.under_torchrun else "python"
+    command = " ".join([launcher, "scripts/bench_pipeline.py", *arguments])
+    run = Run(request, ranks, command, began=began, out=args.out) if ranks.rank == 0 else None
     if run is not None:
         print("\n".join(run.header()), flush=True)
     if args.isolate:
-        run_isolated(args, request, ranks, run)
+        run_isolated(request, ranks, run, script=Path(__file__).resolve(), silence_s=args.row_timeout_s)
     else:
         run_here(request, ranks, run)
     if run is None:
@@ -355,7 +145,7 @@ def main(arguments: list[str], ranks: Ranks) -> int:
     print("\n".join(run.report()), flush=True)
     run.write()
     wrong = [result for result in run.results if result["status"] == "failed"]
-    wrong += [result for result in run.results if result["row"]["kind"] == "verify" and not report.equal_gradients(result)]
+    wrong += [result for result in run.results if result["row"]["kind"] == "verify" and not equal_gradients(result)]
     return 1 if any(result["status"] not in ("not run", "skipped") for result in wrong) else 0
 
 

@@ -25,7 +25,9 @@ def rates_of(link: Mapping[str, Any]) -> Rates:
     )
 
 
-def compute_seconds(actions: Sequence[Action], block: BlockFacts, layers_of_chunk: float, measured: Mapping[str, float] | None) -> list[float]:
+def compute_seconds(
+    actions: Sequence[Action], block: BlockFacts, layers_of_chunk: float, measured: Mapping[str, float] | None
+) -> list[float]:
     """Seconds of each action: measured without offload where that row ran (by the action's text), else so many times one block's."""
     found = []
     for action in actions:

@@ -68,9 +68,10 @@ class Launcher:
     def __init__(self, ranks: Ranks, store: Any, folder: Path, *, silence_s: float) -> None:
         self._ranks, self._store, self._folder, self._silence_s = ranks, store, folder, silence_s
 
-    def run(self, name: str, command: list[str], environment: dict[str, str]) -> list[Ending]:
+    def run(self, name: str, command: list[str], environment: dict[str, str], look: Callable[[], None] | None = None) -> list[Ending]:
         """Start this rank's process of the set and wait for its end, at most `silence_s` after its last sign of life.
 
+        look: called again and again meanwhile, to take in what the process has to show.
         Returns how each rank's process ended, on the first rank; elsewhere this rank's alone. Blocks until then.
         """
         errors = self._folder / f"errors-{name}-{self._ranks.rank}.txt"
@@ -78,7 +79,7 @@ class Launcher:
         with errors.open("wb") as out:
             process = subprocess.Popen(command, stderr=out, env=environment)
         try:
-            ended_for = self._wait(name, process, lambda: signs.stat().st_size if signs.exists() else 0)
+            ended_for = self._wait(name, process, lambda: signs.stat().st_size if signs.exists() else 0, look)
         finally:
             if process.poll() is None:  # this launcher is being ended itself
                 process.kill()
@@ -86,7 +87,9 @@ class Launcher:
         ending = self._ending(name, process.returncode, ended_for, errors)
         return self._gathered(name, ending)
 
-    def _wait(self, name: str, process: subprocess.Popen[bytes], size: Callable[[], int]) -> str | None:
+    def _wait(
+        self, name: str, process: subprocess.Popen[bytes], size: Callable[[], int], look: Callable[[], None] | None
+    ) -> str | None:
         """Until it ends, by itself or by us; why, if by us."""
         alive_at = asked_at = time.monotonic()
         last_size = size()
@@ -94,6 +97,8 @@ class Launcher:
         why: str | None = None
         while process.poll() is None:
             time.sleep(_POLL_S)
+            if look is not None:
+                look()
             now = time.monotonic()
             if (new_size := size()) != last_size:
                 last_size, alive_at = new_size, now

@@ -11,10 +11,17 @@ from typing import Any
 
 from tabulate import tabulate
 
-__all__ = ["delta_lines", "link_lines", "progress_line", "rates_lines", "steps_lines", "verify_lines"]
+__all__ = ["delta_lines", "equal_gradients", "link_lines", "progress_line", "rates_lines", "steps_lines", "verify_lines"]
 
-GB = 1e9
+GB, MB = 1e9, 1e6
 TIMED = ("nothing", "ours", "attention", "delta")
+
+
+def unit_of(results: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
+    """Bytes are told in GB, or where a whole run is too small for that, in MB of 1e6."""
+    timed = [rank for result in results if result["row"]["kind"] in TIMED and result["status"] == "ok" for rank in result["ranks"]]
+    most = max((max(rank["active_bytes"], rank["engine"].get("spill_bytes", 0)) for rank in timed), default=GB)
+    return (GB, "GB") if most >= GB / 10 else (MB, "MB")
 
 
 def step_ms(result: Mapping[str, Any]) -> list[float]:
@@ -57,7 +64,7 @@ def link_lines(result: Mapping[str, Any]) -> list[str]:
     engines = [rank["engine"] for rank in result["ranks"]]
     if all(engine["alone"] and engine["together"] for engine in engines):
         shown_rates = [
-            [f"rank {rank}", how, *(f"{engine[how][name] / GB:.1f}" for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"))]
+            [f"rank {rank}", how, *(f"{engine[how][f'{name}_bytes_per_s'] / GB:.1f}" for name in ("d2h", "h2d", "duplex"))]
             for rank, engine in enumerate(engines)
             for how in ("alone", "together")
         ]
@@ -78,6 +85,7 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
     fastest = max(fitting.values(), default=None)
     rows: list[list[str]] = []
     reasons: list[str] = []
+    scale, unit = unit_of(results)
     for result in results:
         if result["row"]["kind"] not in TIMED:
             continue
@@ -96,31 +104,32 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
             "-" if fastest is None else f"{fastest / speed:.3f}",
         ]
         for number, rank in enumerate(result["ranks"]):
-            rows.append([*(whole if number == 0 else [""] * len(whole)), str(number), *_rank_cells(rank)])
+            rows.append([*(whole if number == 0 else [""] * len(whole)), str(number), *_rank_cells(rank, scale)])
     headers = ["row", "step ms", "spread", "tokens/s", "x own", "x best", "rank", "compute ms", "active", "reserved", "r/a", "saved"]
     headers += ["pinned", "h/lent", "stall ms", "out", "back", "refused"]
     return [
-        "steps. x own: step over that of the same schedule with nothing offloaded; x best: over the fastest that fits with nothing offloaded.",
-        "compute: the rank's actions, stalls included. saved: saved tensors on the device at once, as the engine counts them. active, reserved,",
-        "saved, pinned, out, back, refused in GB; h/lent: pinned held over most lent",
+        "steps. x own: step over that of the same schedule with nothing offloaded; x best: over the fastest that fits so. compute: the",
+        "rank's actions, stalls included. saved: saved tensors on the device at once, as the engine counts them. active, reserved, saved,",
+        f"pinned, out, back, refused in {unit}; h/lent: pinned held over most lent",
         tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))),
         *reasons,
     ]
 
 
-def _rank_cells(rank: Mapping[str, Any]) -> list[str]:
+def _rank_cells(rank: Mapping[str, Any], scale: float) -> list[str]:
     engine, active, reserved = rank["engine"], rank["active_bytes"], rank["reserved_bytes"]
-    cells = [f"{sum(rank['action_ms']):.0f}", f"{active / GB:.2f}", f"{reserved / GB:.2f}", f"{reserved / active:.3f}" if active else "-"]
+    cells = [f"{sum(rank['action_ms']):.0f}", f"{active / scale:.2f}", f"{reserved / scale:.2f}"]
+    cells.append(f"{reserved / active:.3f}" if active else "-")
     if not engine:
         return [*cells, *["-"] * 7]
     held, lent = engine["host_bytes_held"], engine["host_bytes_lent_peak"]
     return [
         *cells,
-        f"{engine['device_bytes_peak'] / GB:.2f}",
-        f"{held / GB:.2f}",
+        f"{engine['device_bytes_peak'] / scale:.2f}",
+        f"{held / scale:.2f}",
         f"{held / lent:.3f}" if lent else "-",
         f"{engine['stall_ms']:.0f}",
-        *(f"{engine[name] / GB:.2f}" for name in ("spill_bytes", "restore_bytes", "refused_bytes")),
+        *(f"{engine[name] / scale:.2f}" for name in ("spill_bytes", "restore_bytes", "refused_bytes")),
     ]
 
 
@@ -130,11 +139,12 @@ def rates_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     rows = []
     for entry in comparisons:
-        numbers = ["compute_ms", "bound_lone_ms", "bound_shared_ms", "plan_lone_ms", "plan_shared_ms", "plan_lone_on_shared_ms"]
+        numbers = [f"{name}_ms" for name in ("compute", "bound_lone", "bound_shared", "plan_lone", "plan_shared", "plan_lone_on_shared")]
         moved = [f"{entry[f'plan_{name}_moved_bytes'] / GB:.1f}" for name in ("lone", "shared")]
-        rows.append([entry["label"], str(entry["rank"]), *(f"{entry[name]:.0f}" for name in numbers), *moved, f"{entry['measured_ms']:.0f}"])
+        times = [f"{entry[name]:.0f}" for name in (*numbers, "measured_ms")]
+        rows.append([entry["label"], str(entry["rank"]), *times, *moved])
     headers = ["row", "rank", "compute", "bound lone", "bound shared", "plan lone", "plan shared", "lone on shared"]
-    headers += ["moved lone", "moved shared", "measured"]
+    headers += ["measured", "moved lone", "moved shared"]
     return [
         "what the rates mean, ms and GB: a rank's actions end to end, without the waits for its neighbours that the measured step has.",
         "lone: this GPU copies alone; shared: all copy. lone on shared: the plan made with lone rates, simulated on the shared link",
@@ -147,18 +157,19 @@ def delta_lines(result: Mapping[str, Any]) -> list[str]:
     if result["status"] != "ok":
         return [f"balance: {result['status']}: {result.get('reason', '')}"]
     ranks = result["ranks"]
+    scale, unit = unit_of([result])
     before, after = ([rank["before"]["balanced_bytes"] for rank in ranks], [rank["balanced_bytes"] for rank in ranks])
     rows = [
-        [f"rank {number}", f"{old / GB:.3f}", f"{new / GB:.3f}", f"{(new - old) / GB:+.3f}"]
+        [f"rank {number}", f"{old / scale:.3f}", f"{new / scale:.3f}", f"{(new - old) / scale:+.3f}"]
         for number, (old, new) in enumerate(zip(before, after, strict=True))
     ]
-    spread = [f"{(max(peaks) - min(peaks)) / GB:.3f}" for peaks in (before, after)]
+    spread = [f"{(max(peaks) - min(peaks)) / scale:.3f}" for peaks in (before, after)]
     flatter = "flatter" if max(after) - min(after) < max(before) - min(before) else "NOT FLATTER"
     steps = [statistics.median(step_ms({"ranks": [rank["before"] for rank in ranks]})), statistics.median(step_ms(result))]
     what = "active peak" if ranks[0]["active_bytes"] else "saved bytes on the device at once"
     return [
         f"balance over ranks: half of the groups leave; delta_offload_bytes_across_pp_ranks {ranks[0]['delta_bytes']:,}: the first rank's "
-        f"peak less the last's, over {len(ranks) - 1}. {what}, GB: {flatter}; step {steps[0]:.0f} ms before, {steps[1]:.0f} ms after",
+        f"peak less the last's, over {len(ranks) - 1}. {what}, {unit}: {flatter}; step {steps[0]:.0f} ms before, {steps[1]:.0f} ms after",
         tabulate(
             [*rows, ["most - least", *spread, ""]],
             headers=["", "delta 0", "with delta", "change"],

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bench import links
+from bench.child import hardware
 from bench.gradients import deterministic, fingerprint
 from bench.measure import Clock, median
 from bench.ours import STAT_FIELDS
@@ -70,7 +71,12 @@ class Bench:
         for members in sets:
             mine = self._link_rates(members)
             rates.append({"ranks": members, "rates": asdict(mine) if me in members and mine is not None else None})
-        found: dict[str, Any] = {"rates": rates, "engine": self._engine_rates(), "block": self._block_facts()}
+        found: dict[str, Any] = {
+            "hardware": hardware(),
+            "rates": rates,
+            "engine": self._engine_rates(),
+            "block": self._block_facts(),
+        }
         usable: list[Any] = [None] * world
         dist.all_gather_object(usable, found["block"]["usable_bytes"], group=self.rank.group)
         found["block"]["usable_bytes"] = min(usable)
@@ -177,7 +183,7 @@ class Bench:
 
     def _attention(self, row: RowRequest) -> dict[str, Any]:
         with self._offloading(row.schedule, ATTENTION_GROUPS) as job:
-            return self._timed(job)
+            return self._timed(job, warmup=self.request.shape.warmup + 1)  # without a timed plan the trim comes a step later
 
     def _delta(self, row: RowRequest) -> dict[str, Any]:
         """Half of the groups leave on every rank; then the same with a delta that the peaks of the first run ask for."""
@@ -190,7 +196,7 @@ class Bench:
             self._empty_device()
             settings = {"activation_offload_fraction": DELTA_FRACTION, "delta_offload_bytes_across_pp_ranks": delta}
             with self._offloading(row.schedule, GROUPS, **settings) as job:
-                arms[name] = self._timed(job) | {"delta_bytes": delta}
+                arms[name] = self._timed(job, warmup=1) | {"delta_bytes": delta}  # planned after the first step; nothing is trimmed yet
             peak = arms[name]["engine"]["device_bytes_peak"] if self.simulated else arms[name]["active_bytes"]
             peaks: list[Any] = [None] * world
             dist.all_gather_object(peaks, peak, group=self.rank.group)
@@ -291,7 +297,8 @@ class Bench:
         shape, ranks = self.request.shape, self.rank.ranks
         given: dict[str, Any] = {"min_offloaded_tensor_size": self.min_elements, "host_limit_bytes": self.request.host_limit_bytes}
         if self.simulated:  # no time passes there: only small caps make bytes leave, see scripts/training/options.py
-            given |= {"max_spilling_bytes": self._block.saved_bytes, "max_restoring_bytes": self._block.saved_bytes}
+            window = self._block.saved_bytes // 8
+            given |= {"max_spilling_bytes": window, "max_restoring_bytes": window, "piece_bytes": window // 4}
         manager = self._manager(OffloadConfig(**(given | settings), pp_rank=ranks.rank))
         job = PipelineJob(shape, schedule, self._layers if layers is None else layers, self.rank, manager=manager, groups=groups)
         self._reserve(job, groups)

@@ -30,6 +30,10 @@ __all__ = ["OUT_OF_MEMORY", "complete", "run_rows", "run_worker"]
 OUT_OF_MEMORY = 3
 """Exit code of a rank whose device was full."""
 
+_EMPTIES_S = 15.0
+_EMPTY_SHARE = 0.96
+"""Of a device's memory: torch's context and NCCL's first buffers are there by then."""
+
 Emit = Callable[[dict[str, Any]], None]
 
 
@@ -52,6 +56,8 @@ def run_worker(request: Request, ranks: Ranks, meet: Callable[[], Any]) -> None:
         device = choose_device(request.device, ranks)
         sign("up")
         with launched(ranks, device, timeout=request.timeout_s, store=meet()) as rank:
+            if device.type == "cuda":
+                _await_empty(device)
             try:
                 run_rows(request, rank, emit, sign)
             except Exception as error:
@@ -126,6 +132,17 @@ def _completed(bench: Bench, rows: list[RowRequest]) -> list[RowRequest]:
 def _rounded(nbytes: float) -> int:
     """To whole GB where that changes little."""
     return round(nbytes / 1e9) * 10**9 if nbytes > 20e9 else round(nbytes)
+
+
+def _await_empty(device: torch.device) -> None:
+    """Wait a little for the driver to take back what a process held that was ended before this one."""
+    end = time.monotonic() + _EMPTIES_S
+    while time.monotonic() < end:
+        free, total = torch.cuda.mem_get_info(device)
+        if free > _EMPTY_SHARE * total:
+            return
+        time.sleep(0.2)
+    sys.stderr.write(f"{device}: {free:,} of {total:,} bytes are free before anything runs; something else holds the rest\n")
 
 
 def _agreed_to_start(request: Request, rank: Rank) -> bool:
