@@ -1,4 +1,4 @@
-"""The pipeline benchmark as a user starts it, on two gloo ranks and the simulated device: every kind of row, in one process a rank and apart.
+"""The pipeline benchmark as a user starts it, on two gloo ranks and the simulated device: all rows, in one process a rank or apart.
 
 pytest tests/integration/test_bench_pipeline.py
 """
