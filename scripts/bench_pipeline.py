@@ -61,7 +61,7 @@ def parse(arguments: list[str], ranks: Ranks) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps between the first and the timed ones; the plan needs 3 (%(default)s)")
     parser.add_argument("--host-limit-gb", type=float, help=f"pinned by all ranks of this host together ({HOST_GB_A_GPU:g} a rank)")
     parser.add_argument("--budget-s", type=float, help="start no row after this many seconds; rows left out are printed")
-    parser.add_argument("--row-timeout-s", type=float, default=150.0, help="a row without an end for so long has hung (%(default)s)")
+    parser.add_argument("--row-timeout-s", type=float, default=200.0, help="a row without an end for so long has hung (%(default)s)")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="what a message between ranks may take (%(default)s)")
     parser.add_argument("--out", metavar="FILE", help="write every figure and sample as JSON")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on gloo and the simulated device: measures nothing")

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class Ending:
     """Why it was ended, or what it said last; None after a good end."""
     failure: dict[str, Any] | None = None
     """What it wrote down before it ended by itself: worker.py."""
+    said: str = ""
+    """The end of its standard error, where warnings go."""
 
     @property
     def ended_by_itself(self) -> bool:
@@ -125,18 +127,17 @@ class Launcher:
         with suppress(OSError, json.JSONDecodeError):  # a process that was killed while it wrote
             failure = json.loads(found.read_text())
         if code == 0:
-            return Ending(code=0)
+            return Ending(code=0, said=said)
         if why is None and failure is not None:
             why = str(failure["reason"])
         if why is None:
             why = f"ended with {code}: {said.splitlines()[-1][:300] if said else 'without a word'}"
-        return Ending(code=code, reason=why, failure=failure)
+        return Ending(code=code, reason=why, failure=failure, said=said)
 
     def _gathered(self, name: str, mine: Ending) -> list[Ending]:
         if self._store is None:
             return [mine]
-        fields = {"code": mine.code, "reason": mine.reason, "failure": mine.failure}
-        self._store.set(f"{name}/ended/{self._ranks.rank}", json.dumps(fields))
+        self._store.set(f"{name}/ended/{self._ranks.rank}", json.dumps(asdict(mine)))
         if self._ranks.rank != 0:
             return [mine]
         return [Ending(**json.loads(self._store.get(f"{name}/ended/{rank}"))) for rank in range(self._ranks.world)]

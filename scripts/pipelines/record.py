@@ -61,11 +61,21 @@ class Run:
         found = [result for result in self.results if result["row"]["kind"] == "links" and result["status"] == "ok"]
         return found[0]["ranks"][0] if found else None
 
-    def completed(self, rows: list[RowRequest]) -> tuple[list[RowRequest], JobShape]:
-        """As the workers complete them, from the same figures."""
+    @property
+    def shape(self) -> JobShape:
+        """With what was left open, once the figures of a block are there: the same for all sets of processes, whatever rows they run."""
         if self.facts is None:
-            return rows, self.request.shape
-        return complete(rows, self.request.shape, BlockFacts.from_json(self.facts["block"]), self.ranks.world)
+            return self.request.shape
+        return complete(list(self.request.rows), self.request.shape, self._block, self.ranks.world)[1]
+
+    def completed(self, rows: list[RowRequest]) -> list[RowRequest]:
+        """With limits in bytes, as the workers complete them from the same figures."""
+        return rows if self.facts is None else complete(rows, self.shape, self._block, self.ranks.world)[0]
+
+    @property
+    def _block(self) -> BlockFacts:
+        assert self.facts is not None
+        return BlockFacts.from_json(self.facts["block"])
 
     def write(self) -> None:
         """After every row, so that a run that is cut short leaves what it has."""
@@ -76,8 +86,7 @@ class Run:
         assert self.facts is not None
         about = self.facts["hardware"]
         gpus = f"{self.ranks.world} x {about['gpu']}" if about.get("gpu") else "no GPU"
-        _, shape = self.completed(list(self.request.rows))
-        block = BlockFacts.from_json(self.facts["block"])
+        shape, block = self.shape, self._block
         assert shape.layers is not None
         live = min(self.ranks.world, shape.microbatches)
         need = need_of(block, layers=shape.layers, live=live, optimizer_bytes=shape.optimizer_bytes)

@@ -6,34 +6,31 @@ from the same numbers, so no rank starts one that another leaves out.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench import links
-from bench.child import hardware
 from bench.gradients import deterministic, fingerprint
-from bench.measure import Clock, median
+from bench.measure import median
 from bench.ours import STAT_FIELDS
-from bench.workload import ATTENTION_GROUPS, GROUPS, Stack, probe_saved_bytes
+from bench.workload import ATTENTION_GROUPS, GROUPS
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from parallel.host import line_up, reserve_host_together
 from parallel.launch import Rank
 from parallel.order import Action
 from pipelines.job import PipelineJob
+from pipelines.machine import empty_device, machine_facts, rates_json
 from pipelines.memory import BlockFacts
 from pipelines.requests import DELTA_FRACTION, JobShape, Request, RowRequest
 
 __all__ = ["Bench", "SkippedError", "delta_of"]
 
 GB = 1e9
-_LINK_RESERVE_BYTES = 256 << 20
 
 
 class SkippedError(Exception):
@@ -54,122 +51,14 @@ class Bench:
 
     def measure(self, row: RowRequest) -> dict[str, Any]:
         """This rank's figures of one row. Raises SkippedError on all ranks or on none."""
-        self._empty_device()
+        empty_device(self.rank.device)
         kinds = {"links": self._links, "nothing": self._nothing, "ours": self._ours, "attention": self._attention}
         kinds |= {"delta": self._delta, "verify": self._verify}
         return kinds[row.kind](row)
 
-    # -- the machine ----------------------------------------------------------------------------------------------------
     def _links(self, row: RowRequest) -> dict[str, Any]:
-        """The link's rates alone and together, the engine's own rates alone and together, and one block of the model."""
-        world, me = self.rank.ranks.world, self.rank.ranks.rank
-        sets = [[rank] for rank in range(world)]
-        sets += [list(range(count)) for count in (2, 4, 8) if count <= world]
-        if world > 1 and world not in (2, 4, 8):
-            sets.append(list(range(world)))
-        rates: list[dict[str, Any]] = []
-        for members in sets:
-            mine = self._link_rates(members)
-            rates.append({"ranks": members, "rates": asdict(mine) if me in members and mine is not None else None})
-        found: dict[str, Any] = {
-            "hardware": hardware(),
-            "rates": rates,
-            "engine": self._engine_rates(),
-            "block": self._block_facts(),
-        }
-        usable: list[Any] = [None] * world
-        dist.all_gather_object(usable, found["block"]["usable_bytes"], group=self.rank.group)
-        found["block"]["usable_bytes"] = min(usable)
-        self.facts = found
-        return found
-
-    def _link_rates(self, members: Sequence[int]) -> links.LinkRates | None:
-        if self.simulated:
-            return links.SIMULATED if self.rank.ranks.rank in members else None
-        if self.rank.ranks.rank in members:
-            return links.measure_links(lambda: line_up(self.rank.group))
-        for _ in range(links.LINE_UPS):
-            line_up(self.rank.group)
-        return None
-
-    def _engine_rates(self) -> dict[str, Any]:
-        """What OffloadEngine measures for its plan: each rank when it happens to be ready, and all of them together."""
-        if self.simulated:
-            return {"alone": None, "together": None}
-        manager = self._manager(OffloadConfig())
-        try:
-            manager.reserve_host(_LINK_RESERVE_BYTES, measure=False)
-            alone: dict[str, Any] | None = None
-            for turn in range(self.rank.ranks.world):
-                line_up(self.rank.group)
-                if turn == self.rank.ranks.rank:
-                    alone = _rates(manager.engine.measure_link())
-            reserve_host_together(manager, _LINK_RESERVE_BYTES, self.rank.group)
-            return {"alone": alone, "together": _rates(manager.engine.rates)}
-        finally:
-            manager.close()
-            PipelineOffloadManager.OFFLOAD_MGR = None
-
-    def _block_facts(self) -> dict[str, Any]:
-        """One forward and backward of one block; all ranks at once, as NCCL's buffers are there by now."""
-        shape = self.request.shape.stack(1)
-        dtype = torch.float32 if self.request.shape.tiny else torch.bfloat16
-        clock = Clock(self.rank.device)
-        self._exchange_once()
-        self._empty_device()
-        usable = 0 if self.simulated else int(torch.cuda.mem_get_info(self.rank.device)[0])
-        stack = Stack(shape, self.rank.device, dtype)
-        for parameter in stack.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        x = torch.randn((1, shape.sequence, shape.hidden), device=self.rank.device, dtype=dtype).requires_grad_()
-        groups = probe_saved_bytes(stack, x * 1, self.min_elements)
-        saved = sum(group.nbytes for group in groups.values())
-        clock.drain()
-        times, working = [], 0
-        for _ in range(3):
-            before = 0 if self.simulated else int(torch.cuda.memory_stats()["active_bytes.all.current"])
-            clock.reset_peaks()
-            start = clock.mark()
-            y = stack(x * 1)
-            middle = clock.mark()
-            y.backward(torch.ones_like(y))
-            end = clock.mark()
-            clock.drain()
-            working = max(0, clock.memory()["active_peak"] - before - saved)
-            times.append((clock.ms(start, middle), clock.ms(middle, end)))
-        facts = BlockFacts(
-            usable_bytes=usable,
-            parameters=sum(parameter.numel() for parameter in stack.parameters()),
-            saved_bytes=saved,
-            working_bytes=working,
-            output_bytes=x.numel() * x.element_size(),
-            forward_ms=min(forward for forward, _ in times),
-            backward_ms=min(backward for _, backward in times),
-            groups={name: {"nbytes": group.nbytes, "movable_bytes": group.movable_bytes} for name, group in groups.items()},
-        )
-        return asdict(facts)
-
-    def _exchange_once(self) -> None:
-        """A message down the line and back, alone and batched, so that what NCCL allocates for neighbours is not counted as usable."""
-        world, me = self.rank.ranks.world, self.rank.ranks.rank
-        buffer = torch.zeros(1, device=self.rank.device)
-
-        def operation(send: bool, peer: int) -> dist.P2POp:
-            return dist.P2POp(dist.isend if send else dist.irecv, buffer, group=self.rank.group, group_peer=peer)
-
-        # pairs (0, 1), (2, 3), then (1, 2), (3, 4): NCCL makes a pair's communicator with both at it, so nobody may wait in a ring
-        for parity in (0, 1):
-            lower = me % 2 == parity
-            peer = me + 1 if lower else me - 1
-            if not 0 <= peer < world:
-                continue
-            for send in (lower, not lower):
-                alone = operation(send, peer)
-                for work in [alone.op(buffer, group=self.rank.group, **{"group_dst" if send else "group_src": peer})]:
-                    work.wait()
-            for send in (lower, not lower):
-                for work in dist.batch_isend_irecv([operation(send, peer)]):
-                    work.wait()
+        self.facts = machine_facts(self.request, self.rank, self._manager, self.min_elements)
+        return self.facts
 
     # -- steps ------------------------------------------------------------------------------------------------------------
     def _nothing(self, row: RowRequest) -> dict[str, Any]:
@@ -193,7 +82,7 @@ class Bench:
         arms: dict[str, Any] = {}
         delta = 0
         for name in ("before", "after"):
-            self._empty_device()
+            empty_device(self.rank.device)
             settings = {"activation_offload_fraction": DELTA_FRACTION, "delta_offload_bytes_across_pp_ranks": delta}
             with self._offloading(row.schedule, GROUPS, **settings) as job:
                 arms[name] = self._timed(job, warmup=1) | {"delta_bytes": delta}  # planned after the first step; nothing is trimmed yet
@@ -229,7 +118,7 @@ class Bench:
             "action_ms": [median(column) for column in zip(*([ms for _, ms in actions] for _, actions in timed), strict=True)],
             "live_microbatches": job.live_microbatches,
             "layers": self._layers,
-            "rates": None if job.manager is None else _rates(job.manager.engine.rates),
+            "rates": None if job.manager is None else rates_json(job.manager.engine.rates),
             "samples": samples,
             **reserve,
         }
@@ -264,7 +153,7 @@ class Bench:
             expected, again = self._prints(job), self._prints(job)
             live_bytes = round(job.live_chunks * job.layers_of_chunk * self._movable_bytes(GROUPS))
             del job
-            self._empty_device()
+            empty_device(self.rank.device)
             wrong: list[str] = []
             left = 0
             with self._offloading(row.schedule, GROUPS, layers=layers, device_limit_bytes=live_bytes // 2) as job:
@@ -346,17 +235,7 @@ class Bench:
         """From now on rows are of this shape."""
         self.request = replace(self.request, shape=shape)
 
-    def _empty_device(self) -> None:
-        gc.collect()
-        if not self.simulated:
-            torch.cuda.synchronize(self.rank.device)
-            torch.cuda.empty_cache()
-
 
 def delta_of(peaks: Sequence[float]) -> int:
     """Bytes that each later rank may keep more than the one before it, so that the last rises to the first; 0 if it is not lower."""
     return max(0, int(peaks[0] - peaks[-1]) // (len(peaks) - 1))
-
-
-def _rates(rates: Any) -> dict[str, Any] | None:
-    return None if rates is None else asdict(rates)

@@ -23,6 +23,8 @@ __all__ = ["Results", "after_set", "run_isolated"]
 
 GB = 1e9
 DONE = "done"
+_LINES_SAID = 5
+"""Of each rank's warnings that the report repeats."""
 
 
 def run_isolated(request: Request, ranks: Ranks, run: Run | None, *, script: Path, silence_s: float) -> None:
@@ -39,7 +41,7 @@ def run_isolated(request: Request, ranks: Ranks, run: Run | None, *, script: Pat
             name = f"set{number}"
             if run is not None:
                 left = within_budget(run, left)
-                said = DONE if not left else request.with_(rows=tuple(left), name=name, facts=run.facts).to_json()
+                said = DONE if not left else request.with_(rows=tuple(left), shape=run.shape, name=name, facts=run.facts).to_json()
                 if store is not None:
                     store.set(f"{name}/request", said)
             else:
@@ -91,7 +93,11 @@ class Results:
 def after_set(run: Run, left: list[RowRequest], endings: list[Ending], taken: int) -> list[RowRequest]:
     """The rows that are still to be run after a set of processes that measured the first `taken`; the one at which it ended is told."""
     bad = {rank: ending for rank, ending in enumerate(endings) if ending.code != 0}
-    rows, _ = run.completed(left)
+    for rank, ending in enumerate(endings):
+        if ending.said and rank not in bad:
+            lines = list(dict.fromkeys(ending.said.splitlines()))[-_LINES_SAID:]
+            run.notes += [f"rank {rank} said: {line[:300]}" for line in lines]
+    rows = run.completed(left)
     left = rows[taken:]
     if not bad:
         return []
@@ -108,7 +114,7 @@ def after_set(run: Run, left: list[RowRequest], endings: list[Ending], taken: in
             "label": row.label,
             "status": "out of memory" if full else "failed",
             "reason": reason,
-            "endings": {rank: {"code": ending.code, "reason": ending.reason, "failure": ending.failure} for rank, ending in bad.items()},
+            "endings": {rank: asdict(ending) for rank, ending in bad.items()},
         }
     )
     if row.kind == "links":

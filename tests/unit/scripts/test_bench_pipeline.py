@@ -274,7 +274,7 @@ def test_process_that_fails_ends_the_one_that_waits_for_it(tmp_path: Path) -> No
 def test_process_that_is_killed_says_its_last_word_and_ends_the_other(tmp_path: Path) -> None:
     dies = "import os, sys; sys.stderr.write('almost there\\n'); sys.stderr.flush(); os.kill(os.getpid(), 9)"
     endings = launched_pair(tmp_path, dies, HANGS)
-    assert endings[0] == Ending(code=-9, reason="ended with -9: almost there")
+    assert endings[0] == Ending(code=-9, reason="ended with -9: almost there", said="almost there")
     assert endings[1].code == -9
 
 
@@ -307,12 +307,30 @@ def test_row_that_filled_a_device_is_told_and_the_rest_goes_on_in_a_new_set() ->
     assert told["reason"] == "rank 0: out of memory with 139.0 GB active, 140.0 GB reserved"
 
 
+def test_set_of_the_rows_that_are_left_runs_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage a rank could have a layer more than two; what is left after a failure must not decide it anew."""
+    rows = rows_of(["1f1b", "zbv"], ["nothing", "ours"], [], verify=False)
+    request = Request(rows=rows, shape=JobShape(microbatches=4), device="cpu", host_limit_bytes=GB, timeout_s=1.0)
+    run = Run(request, TWO, "torchrun", began=0.0)
+    monkeypatch.setattr(Run, "facts", {"block": FACTS | {"usable_bytes": 95 * GB}})
+    only_1f1b = [row for row in rows if row.schedule == "1f1b"]
+    assert complete(only_1f1b, request.shape, run._block, 2)[1].layers == 11
+    assert run.shape.layers == 10
+    assert [row.saved_limit_bytes for row in run.completed(only_1f1b) if row.kind == "ours"] == [20 * GB, 10 * GB]
+
+
 def test_failed_row_blames_the_rank_that_ended_by_itself() -> None:
     rows = (RowRequest(kind="nothing"), RowRequest(kind="attention"))
     run = run_of(rows)
     endings = [Ending(code=-9, reason="ended because another rank had failed"), Ending(code=1, reason="ValueError: no")]
     assert after_set(run, list(rows), endings, taken=0) == [rows[1]]
     assert (run.results[-1]["status"], run.results[-1]["reason"]) == ("failed", "rank 1: ValueError: no")
+
+
+def test_warnings_of_a_set_that_ended_well_are_repeated_once_each() -> None:
+    run = run_of((RowRequest(kind="nothing"),))
+    assert after_set(run, [RowRequest(kind="nothing")], [Ending(code=0), Ending(code=0, said="cannot grow\ncannot grow\nlate")], taken=1) == []
+    assert run.notes == ["rank 1 said: cannot grow", "rank 1 said: late"]
 
 
 def test_without_the_links_figures_no_other_row_is_tried() -> None:
