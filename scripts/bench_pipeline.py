@@ -17,7 +17,7 @@ import functools
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _SCRIPTS = Path(__file__).resolve().parent
 for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
@@ -66,7 +66,6 @@ def parse(arguments: list[str], ranks: Ranks) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE", help="write every figure and sample as JSON")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on gloo and the simulated device: measures nothing")
     parser.add_argument("--isolate", action=argparse.BooleanOptionalAction, help="rows in processes of their own (not with --tiny)")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.schedule_list = [schedule_named(name).name for name in args.schedules.split(",") if name]
     args.row_list = [name for name in args.rows.split(",") if name]
@@ -149,9 +148,14 @@ def main(arguments: list[str], ranks: Ranks) -> int:
     return 1 if any(result["status"] not in ("not run", "skipped") for result in wrong) else 0
 
 
-if __name__ == "__main__":
-    _ranks = ranks_from_environment()
+def start() -> NoReturn:
+    """This process as the command line says: a rank's launcher, or the worker that a launcher starts."""
+    ranks = ranks_from_environment()
     if len(sys.argv) > 1 and sys.argv[1] == "--worker":
-        _request = Request.from_json(sys.argv[2])
-        run_worker(_request, _ranks, functools.partial(meeting_store, _ranks, _request.name, _request.timeout_s))
-    run_rank(functools.partial(main, sys.argv[1:], _ranks), _ranks)
+        request = Request.from_json(sys.argv[2])
+        run_worker(request, ranks, functools.partial(meeting_store, ranks, request.name, request.timeout_s))
+    run_rank(functools.partial(main, sys.argv[1:], ranks), ranks)
+
+
+if __name__ == "__main__":
+    start()

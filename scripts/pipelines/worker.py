@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ _EMPTY_SHARE = 0.96
 Emit = Callable[[dict[str, Any]], None]
 
 
-def run_worker(request: Request, ranks: Ranks, meet: Callable[[], Any]) -> None:
+def run_worker(request: Request, ranks: Ranks, meet: Callable[[], Any]) -> NoReturn:
     """The whole life of this process; never returns. meet: connects to the store that the ranks meet in; None where there is one rank."""
     assert request.out is not None, "the launcher names a folder"
     signs = Path(request.out) / f"signs-{request.name}-{ranks.rank}.txt"

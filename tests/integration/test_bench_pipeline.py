@@ -19,13 +19,13 @@ LONG = 240.0  # seconds; a loaded machine is slow, not wrong
 GROUPS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act", "mlp_fc2")
 
 
-def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def run(folder: Path, *arguments: str, script: Path = ROOT / "scripts" / "bench_pipeline.py") -> tuple[dict[str, Any], str]:
     """What it wrote, and what it said."""
     out = folder / "out.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     finished = subprocess.run(
-        [*launcher, str(ROOT / "scripts" / "bench_pipeline.py"), "--tiny", "--samples", "1", "--out", str(out), *arguments],
+        [*launcher, str(script), "--tiny", "--samples", "1", "--out", str(out), *arguments],
         capture_output=True,
         text=True,
         timeout=LONG,
@@ -117,9 +117,26 @@ def test_delta_keeps_its_bytes_on_the_last_rank_alone_and_the_peaks_become_flatt
     assert "NOT FLATTER" not in said
 
 
-def test_rows_in_processes_of_their_own_find_each_other_under_torchrun(tmp_path: Path) -> None:
-    written, said = run(tmp_path, "--isolate", "--schedules", "1f1b", "--rows", "ours", "--saved-limit-gb", "0.0002", "--budget-s", "200")
-    assert [result["status"] for result in written["results"]] == ["ok", "ok"]
-    assert len(written["results"][1]["ranks"]) == 2
-    assert written["notes"] == []
+def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_one_runs_in_new_processes(tmp_path: Path) -> None:
+    """Rank 0 finds its device full in the row without offload, while rank 1 waits for its first message."""
+    full = tmp_path / "full.py"
+    full.write_text(
+        "import sys\n"
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'scripts')!r}]\n"
+        "import torch, bench_pipeline\n"
+        "from pipelines.rows import Bench\n"
+        "honest = Bench._nothing\n"
+        "def nothing(self, row):\n"
+        "    if self.rank.ranks.rank == 0:\n"
+        "        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 1.00 GiB')\n"
+        "    return honest(self, row)\n"
+        "Bench._nothing = nothing\n"
+        "bench_pipeline.__file__ = __file__\n"
+        "bench_pipeline.start()\n"
+    )
+    arguments = ["--isolate", "--schedules", "1f1b", "--rows", "nothing,ours", "--saved-limit-gb", "0.0002", "--budget-s", "200"]
+    written, said = run(tmp_path, *arguments, script=full)
+    assert [result["status"] for result in written["results"]] == ["ok", "out of memory", "ok"]
+    assert written["results"][1]["reason"].startswith("rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB")
+    assert [len(result["ranks"]) for result in written["results"][::2]] == [2, 2]
     assert "1f1b ours 0.0002 GB: step" in said

@@ -329,7 +329,8 @@ def test_failed_row_blames_the_rank_that_ended_by_itself() -> None:
 
 def test_warnings_of_a_set_that_ended_well_are_repeated_once_each() -> None:
     run = run_of((RowRequest(kind="nothing"),))
-    assert after_set(run, [RowRequest(kind="nothing")], [Ending(code=0), Ending(code=0, said="cannot grow\ncannot grow\nlate")], taken=1) == []
+    endings = [Ending(code=0), Ending(code=0, said="cannot grow\ncannot grow\nlate")]
+    assert after_set(run, [RowRequest(kind="nothing")], endings, taken=1) == []
     assert run.notes == ["rank 1 said: cannot grow", "rank 1 said: late"]
 
 
