@@ -84,15 +84,29 @@ class OffloadEngine:
             reader(handle)
 
     # -- set up -----------------------------------------------------------------------------------------------------
-    def reserve_host(self, nbytes: int) -> None:
+    def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
         """Pin until at least `nbytes` are held, and measure the link once. Blocks the host for about nbytes / 17 GB/s, and 30 ms.
 
+        measure: False leaves the link to `measure_link`, for ranks that do it together.
         Raises HostBudgetError beyond the budget.
         """
         self.arena.reserve(nbytes)
-        if self.rates is None and self.device.pins and self.arena.stats().free_bytes >= LINK_TEST_BYTES:
-            self.rates = measure_rates(self.device, self.arena)
-            self.arena.reset_peak()
+        if measure and self.rates is None and self.can_measure_link:
+            self.measure_link()
+
+    @property
+    def can_measure_link(self) -> bool:
+        """Whether there is a link, and enough free host memory held to measure it with."""
+        return self.device.pins and self.arena.stats().free_bytes >= LINK_TEST_BYTES
+
+    def measure_link(self, line_up: Callable[[], None] | None = None) -> Rates | None:
+        """Measure the rates that the plan is made with, now and over again; between steps only. Blocks the host for about 30 ms.
+
+        line_up: called three times, before each measurement: a barrier over ranks that measure together.
+        """
+        self.rates = measure_rates(self.device, self.arena, line_up)
+        self.arena.reset_peak()
+        return self.rates
 
     def register_parameters(self, module: torch.nn.Module) -> None:
         """Parameters and buffers of `module`, their views and their autocast casts never leave."""

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["Rank", "Ranks", "choose_device", "launched", "ranks_from_environment", "run_rank"]
+__all__ = ["Rank", "Ranks", "choose_device", "end_with_launcher", "launched", "ranks_from_environment", "run_rank"]
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 _SIGNS_OF_LOSS = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out", "remote process exited")
@@ -90,25 +90,32 @@ def choose_device(wanted: str, ranks: Ranks) -> torch.device:
 
 
 @contextmanager
-def launched(ranks: Ranks, device: torch.device, *, timeout: float = 300.0) -> Iterator[Rank]:
+def launched(ranks: Ranks, device: torch.device, *, timeout: float = 300.0, store: Store | None = None) -> Iterator[Rank]:
     """Bring this rank up, and down again after an orderly end.
 
+    timeout: seconds that a message may take. store: where the ranks meet; None takes what torchrun says.
     After an exception nothing is torn down: whoever catches it has to end the process (`run_rank` does), since a group whose other ranks
     may be gone can only be waited for.
     """
-    _end_with_launcher(ranks)
+    end_with_launcher(ranks)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # torch says so once, when autograd's own thread meets the GPU first in a matrix product; it sets the context, and all is well.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     limit = timedelta(seconds=timeout)
-    if ranks.under_torchrun:
+    if store is None and not ranks.under_torchrun:
+        store = HashStore()
+    if store is None:
         dist.init_process_group(backend, timeout=limit)
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=limit)
     mesh = init_device_mesh(device.type, (ranks.world,), mesh_dim_names=("pp",))
-    yield Rank(ranks, device, mesh, mesh.get_group("pp"), _get_default_store())
+    group = mesh.get_group("pp")
+    if device.type == "cuda":
+        # NCCL makes a group's communicator at its first use, with all ranks; a schedule's first use may be by two neighbours alone
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    yield Rank(ranks, device, mesh, group, _get_default_store())
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         dist.barrier(device_ids=[device.index])
@@ -212,7 +219,7 @@ def _watch_interrupts(ranks: Ranks, leaving: threading.Event) -> None:
     threading.Thread(target=watch, name="interrupt-watch", daemon=True).start()
 
 
-def _end_with_launcher(ranks: Ranks) -> None:
+def end_with_launcher(ranks: Ranks) -> None:
     """Ask Linux to end this process when torchrun dies, so that no rank stays behind as an orphan."""
     if not ranks.under_torchrun or not sys.platform.startswith("linux"):
         return

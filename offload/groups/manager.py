@@ -124,10 +124,10 @@ class PipelineOffloadManager(ChunkTracker):
         return sum(self._planner.summary.values())
 
     # -- set up ---------------------------------------------------------------------------------------------------------
-    def reserve_host(self, nbytes: int) -> None:
-        """Pin before step 1. Blocks the host. Raises HostBudgetError beyond the budget."""
+    def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
+        """Pin before step 1, and unless `measure` is False measure the link. Blocks the host. Raises HostBudgetError beyond the budget."""
         check_bytes("reserve_host", nbytes)
-        self.engine.reserve_host(nbytes)
+        self.engine.reserve_host(nbytes, measure=measure)
 
     def register_parameters(self, module: torch.nn.Module) -> None:
         """Parameters of `module`, their views and casts never leave, recognised even behind `detach()`."""

@@ -16,6 +16,7 @@ import atexit
 import functools
 import logging
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -43,6 +44,9 @@ ALIGN_BYTES = 512
 
 POLLS_PER_CALL = 2
 """Events asked about in each call, whatever the number pending: the host cost of a call stays flat."""
+
+CLOSE_PATIENCE_S = 5.0
+"""What the end of the process waits for copies: a step's worth of them takes less, and a rank that is gone never answers."""
 
 POLLS_PER_LOAN = 2
 """Events of one new block that are asked about; the rest go to the borrower unasked, for whom a wait costs no more than a poll."""
@@ -295,10 +299,19 @@ class HostArena:
             self._growth.release()
 
     def close(self) -> None:
-        """`clear` for the end of the process: never raises, and nothing grows afterwards. Memory still lent is left to the system."""
+        """`clear` for the end of the process: never raises, and nothing grows afterwards. Memory still lent is left to the system, and
+        so is memory whose last copies have not ended in CLOSE_PATIENCE_S: they may wait for a message of a rank that is gone."""
         self._growth.close()
         atexit.unregister(self._at_exit)
         try:
+            if self.device.pins and not self._idle_within(CLOSE_PATIENCE_S):
+                logger.warning(
+                    "closing: the last copies of %s host bytes have not ended after %.0f s; the memory is left to the system. If a rank is "
+                    "gone, this one is waiting for it: set a timeout on the process group",
+                    f"{self.held_bytes:,}",
+                    CLOSE_PATIENCE_S,
+                )
+                return
             self.clear()
         except PoolError as error:
             logger.info("closing: %s", error)
@@ -311,6 +324,18 @@ class HostArena:
             atexit.unregister(self._at_exit)
             if self.device.pins and self.held_bytes:
                 warnings.warn(f"host arena dropped with {self.held_bytes:,} bytes pinned; call clear first", ResourceWarning, stacklevel=2)
+
+    def _idle_within(self, seconds: float) -> bool:
+        """Whether the last users of every free range have ended by then. Blocks the host until they have, or so long."""
+        end = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                self._settle()
+                if self._marks.all_passed():
+                    return True
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
 
     # -- inside, with the lock held -------------------------------------------------------------------------------
     def _cut(self, nbytes: int, ranges: Sequence[Range]) -> Block:

@@ -56,6 +56,11 @@ class Marks:
     def poll_all(self) -> None:
         self.poll_some(len(self._unpassed))
 
+    def all_passed(self) -> bool:
+        """Ask about every mark; whether none is left. Never blocks the host."""
+        self.poll_all()
+        return not self._unpassed
+
     def synchronize(self, marks: Iterable[Mark]) -> None:
         """Block the host until these events have passed."""
         for mark in marks:

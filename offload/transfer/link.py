@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from offload.device import CopyPair, Device, Lane
 from offload.memory.arena import HostArena
 from offload.policy.actions import Rates
@@ -10,20 +12,26 @@ __all__ = ["LINK_TEST_BYTES", "measure_rates"]
 
 _COPIES = 6  # after one to warm up; 64 MiB each: 7 ms a direction at 55 GB/s
 _COPY_BYTES = 64 << 20
+_MEASUREMENTS = 3
 
 LINK_TEST_BYTES = 2 * _COPY_BYTES
 """Free host bytes that the measurement needs."""
 
 
-def measure_rates(device: Device, arena: HostArena) -> Rates | None:
+def measure_rates(device: Device, arena: HostArena, line_up: Callable[[], None] | None = None) -> Rates | None:
     """Bytes per second out, in, and both at once; None where the arena cannot lend two blocks of 64 MiB.
 
+    line_up: called before each of the three, whatever comes of it: a barrier, so that devices which share the host's memory or a switch
+        are measured while they share it.
     Blocks the host for about 30 ms: for before step 1. Nothing else may use the lanes meanwhile.
     """
+    line_up = line_up if line_up is not None else _alone
     blocks = [arena.take(_COPY_BYTES), arena.take(_COPY_BYTES)]
     out, back = blocks
     try:
         if out is None or back is None:
+            for _ in range(_MEASUREMENTS):
+                line_up()
             return None
         source, home = device.empty(_COPY_BYTES), device.empty(_COPY_BYTES)
         device.note_write(device.compute, source)
@@ -31,9 +39,9 @@ def measure_rates(device: Device, arena: HostArena) -> Rates | None:
         inward = list(zip(home.split([part.numel() for part in back.extents]), back.extents, strict=True))
         for lane in (device.d2h, device.h2d):
             device.wait(lane, device.record(device.compute), "allocate")
-        d2h_s = _seconds(device, [(device.d2h, outward)])
-        h2d_s = _seconds(device, [(device.h2d, inward)])
-        both_s = _seconds(device, [(device.d2h, outward), (device.h2d, inward)])
+        d2h_s = _seconds(device, [(device.d2h, outward)], line_up)
+        h2d_s = _seconds(device, [(device.h2d, inward)], line_up)
+        both_s = _seconds(device, [(device.d2h, outward), (device.h2d, inward)], line_up)
         moved = _COPIES * _COPY_BYTES
         if min(d2h_s, h2d_s, both_s) <= 0:
             return None
@@ -44,11 +52,16 @@ def measure_rates(device: Device, arena: HostArena) -> Rates | None:
                 arena.give_back(block, None)
 
 
-def _seconds(device: Device, work: list[tuple[Lane, list[CopyPair]]]) -> float:
+def _alone() -> None:
+    """Nobody to line up with."""
+
+
+def _seconds(device: Device, work: list[tuple[Lane, list[CopyPair]]], line_up: Callable[[], None]) -> float:
     """Device time of `_COPIES` rounds on each lane, side by side: the longest lane's."""
     spans = []
     for lane, pairs in work:
         device.copy(lane, pairs)
+    line_up()
     starts = [device.record(lane, timed=True) for lane, _ in work]
     for _ in range(_COPIES):
         for lane, pairs in work:

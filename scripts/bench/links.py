@@ -1,21 +1,24 @@
 """The rates of the host link, measured in the run whose rows are judged by them.
 
-Pinned copies on two side streams: each direction alone, then both at once. One invariant: the rate is bytes over device time by
-events, after a warm-up copy of each buffer, and both directions start behind one event when they run together.
+Pinned copies on two side streams: each direction alone, then both at once; by one GPU, or by several in step. One invariant: the rate is
+bytes over device time by events, after a warm-up copy of each buffer, and both directions start behind one event when they run together.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SIMULATED", "LinkRates", "measure_links"]
+__all__ = ["LINE_UPS", "SIMULATED", "LinkRates", "measure_links"]
 
 _BYTES = 256 << 20
 _COPIES = 12
 _REPEATS = 3
+LINE_UPS = 1 + 3 * _REPEATS
+"""How often `measure_links` lines up with others; a rank that only watches has to do it as often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,12 @@ SIMULATED = LinkRates(d2h=55e9, h2d=55e9, duplex_d2h=50e9, duplex_h2d=50e9, meas
 """Stand-ins for a machine without a GPU: they prove the arithmetic and are no measurement."""
 
 
-def measure_links(nbytes: int = _BYTES, copies: int = _COPIES, repeats: int = _REPEATS) -> LinkRates:
-    """Block for about two seconds and return the medians."""
+def measure_links(line_up: Callable[[], None] | None = None) -> LinkRates:
+    """Block for about two seconds and return the medians.
+
+    line_up: a barrier over the ranks that copy at the same time, called before each of the timed runs (of 60 ms).
+    """
+    nbytes, copies, repeats = _BYTES, _COPIES, _REPEATS
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device="cuda") for _ in range(2)]
     lanes = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -47,6 +54,8 @@ def measure_links(nbytes: int = _BYTES, copies: int = _COPIES, repeats: int = _R
 
     def rates(directions: tuple[int, ...], count: int) -> list[float]:
         torch.cuda.synchronize()
+        if line_up is not None:
+            line_up()
         go = torch.cuda.Event(enable_timing=True)
         go.record()
         ends = [torch.cuda.Event(enable_timing=True) for _ in directions]

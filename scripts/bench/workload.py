@@ -178,11 +178,11 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """The layers of one stage, with seeded weights: two processes build the same bits."""
 
-    def __init__(self, shape: StackShape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, shape: StackShape, device: torch.device, dtype: torch.dtype, *, seed: int = 1234) -> None:
         super().__init__()
         self.shape = shape
         self.blocks = nn.ModuleList(Block(shape, device, dtype) for _ in range(shape.layers))
-        generator = torch.Generator(device=device).manual_seed(1234)
+        generator = torch.Generator(device=device).manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if "norm" in name:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload import configure
+from parallel.host import reserve_host_together
 from parallel.launch import Rank
 from parallel.order import actions_of, peak_chunks
 from parallel.schedules import build_schedule, stages_of
@@ -72,10 +73,10 @@ class Job:
         self._initial = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()] if options.compare else []
 
     def reserve_host(self) -> None:
-        """Pin about what the steps will lend at once, so that the first of them finds its blocks."""
+        """Pin about what the steps will lend at once, so that the first of them finds its blocks; all ranks measure the link together."""
         layers = max(len(module.blocks) for module in self.modules.values())
         expected = int(peak_chunks(self.actions) * layers * self.options.saved_bytes_of_layer * self.options.fraction)
-        self.manager.reserve_host(min(expected, _most_reserved(self.rank)))
+        reserve_host_together(self.manager, min(expected, _most_reserved(self.rank)), self.rank.group)
 
     def start_again(self) -> None:
         """Put parameters, optimizer and peaks back to where the run began, for the second arm of a comparison."""

@@ -186,6 +186,11 @@ def test_reserving_host_memory_measures_the_link() -> None:
         assert rates.duplex_bytes_per_s > 1e9
         arena = engine.arena.stats()
         assert (arena.lent, arena.held_bytes, arena.missing) == (0, 128 * MIB, 0)
+        lined_up: list[bool] = []
+        again = engine.measure_link(lambda: lined_up.append(engine.arena.lent_bytes > 0))
+        assert again is engine.rates is not None
+        assert again is not rates
+        assert lined_up == [True] * 3
     finally:
         engine.close()
 

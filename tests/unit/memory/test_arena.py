@@ -445,6 +445,25 @@ def test_close_never_raises_and_nothing_grows_afterwards(device: FakeDevice, are
     assert arena.take(1) is None
 
 
+def test_close_leaves_memory_to_the_system_whose_last_copy_never_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank is gone: the copy waits for compute, and compute for its message. To synchronize would keep this process for ever."""
+    monkeypatch.setattr("offload.memory.arena.CLOSE_PATIENCE_S", 0.05)
+    device = FakeDevice(pins=True)
+    arena = arena_on(device)
+    arena.reserve(PIECE)
+    never = FakeEvent("of a copy behind a message that never comes")
+    arena.give_back(taken(arena, 1000), never)
+    arena.close()
+    assert "the last copies of 65,536 host bytes have not ended" in caplog.text
+    assert device.synchronized == []
+    assert device.host_bytes == PIECE
+    never.passed = True
+    arena.close()
+    assert device.host_bytes == 0
+
+
 def test_an_arena_dropped_while_it_holds_pinned_memory_says_so() -> None:
     arena: HostArena | None = arena_on(FakeDevice(pins=True))
     assert arena is not None

@@ -1,0 +1,155 @@
+"""What a run asks of the machine before its first step: the link alone and shared, the engine's own rates, one block of the model.
+
+One invariant: every rank makes the same calls in the same order, so what is measured together is together, and what is measured alone is
+measured while the others wait.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench import links
+from bench.child import hardware
+from bench.measure import Clock
+from bench.workload import Stack, probe_saved_bytes
+from offload import OffloadConfig, PipelineOffloadManager
+from parallel.host import line_up, reserve_host_together
+from parallel.launch import Rank
+from pipelines.memory import BlockFacts
+from pipelines.requests import JobShape, Request
+
+__all__ = ["empty_device", "machine_facts", "rates_json"]
+
+LINK_RESERVE_BYTES = 256 << 20
+"""Enough for the two blocks that the engine measures with."""
+
+MakeManager = Callable[[OffloadConfig], PipelineOffloadManager]
+
+
+def machine_facts(request: Request, rank: Rank, make_manager: MakeManager, min_elements: int) -> dict[str, Any]:
+    """This rank's figures; `usable_bytes` is the fullest device's, the same on every rank. Blocks for some seconds."""
+    found: dict[str, Any] = {
+        "hardware": hardware(),
+        "rates": [_rates_of_set(rank, members) for members in _sets(rank.ranks.world)],
+        "engine": _engine_rates(request, rank, make_manager),
+        "block": asdict(_block_facts(request.shape, rank, min_elements)),
+    }
+    usable: list[Any] = [None] * rank.ranks.world
+    dist.all_gather_object(usable, found["block"]["usable_bytes"], group=rank.group)
+    found["block"]["usable_bytes"] = min(usable)
+    return found
+
+
+def rates_json(rates: Any) -> dict[str, Any] | None:
+    return None if rates is None else asdict(rates)
+
+
+def empty_device(device: torch.device) -> None:
+    """Give back what nobody holds any more, cached blocks included."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _sets(world: int) -> list[list[int]]:
+    """Who copies at once: each rank alone, then 2, 4 and so on, and all."""
+    counts = sorted({count for count in (2, 4, 8) if count < world} | {world} - {1})
+    return [[rank] for rank in range(world)] + [list(range(count)) for count in counts]
+
+
+def _rates_of_set(rank: Rank, members: Sequence[int]) -> dict[str, Any]:
+    me, together = rank.ranks.rank, partial(line_up, rank.group)
+    mine: links.LinkRates | None = None
+    if rank.device.type == "cpu":
+        mine = links.SIMULATED if me in members else None
+    elif me in members:
+        mine = links.measure_links(together)
+    else:
+        for _ in range(links.LINE_UPS):
+            together()
+    return {"ranks": list(members), "rates": rates_json(mine)}
+
+
+def _engine_rates(request: Request, rank: Rank, make_manager: MakeManager) -> dict[str, Any]:
+    """What OffloadEngine measures for its plan: each rank while the others wait, then all of them together."""
+    if rank.device.type == "cpu":
+        return {"alone": None, "together": None}
+    manager = make_manager(OffloadConfig(host_limit_bytes=request.host_limit_bytes))
+    manager.reserve_host(LINK_RESERVE_BYTES, measure=False)
+    alone: dict[str, Any] | None = None
+    for turn in range(rank.ranks.world):
+        line_up(rank.group)
+        if turn == rank.ranks.rank:
+            alone = rates_json(manager.engine.measure_link())
+    reserve_host_together(manager, LINK_RESERVE_BYTES, rank.group)
+    together = rates_json(manager.engine.rates)
+    manager.close()
+    PipelineOffloadManager.OFFLOAD_MGR = None
+    return {"alone": alone, "together": together}
+
+
+def _block_facts(shape: JobShape, rank: Rank, min_elements: int) -> BlockFacts:
+    """One block's bytes, and the least time of three forwards and backwards; all ranks at once, as in a step."""
+    dtype = torch.float32 if shape.tiny else torch.bfloat16
+    device, clock = rank.device, Clock(rank.device)
+    _exchange_once(rank)
+    empty_device(device)
+    usable = int(torch.cuda.mem_get_info(device)[0]) if clock.cuda else 0
+    stack = Stack(shape.stack(1), device, dtype)
+    for parameter in stack.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x = torch.randn((1, shape.sequence, stack.shape.hidden), device=device, dtype=dtype).requires_grad_()
+    groups = probe_saved_bytes(stack, x * 1, min_elements)
+    saved = sum(group.nbytes for group in groups.values())
+    clock.drain()
+    times, working = [], 0
+    for _ in range(3):
+        before = int(torch.cuda.memory_stats()["active_bytes.all.current"]) if clock.cuda else 0
+        clock.reset_peaks()
+        start = clock.mark()
+        y = stack(x * 1)
+        middle = clock.mark()
+        y.backward(torch.ones_like(y))
+        end = clock.mark()
+        clock.drain()
+        del y
+        working = max(0, clock.memory()["active_peak"] - before - saved)
+        times.append((clock.ms(start, middle), clock.ms(middle, end)))
+    return BlockFacts(
+        usable_bytes=usable,
+        parameters=sum(parameter.numel() for parameter in stack.parameters()),
+        saved_bytes=saved,
+        working_bytes=working,
+        output_bytes=x.numel() * x.element_size(),
+        forward_ms=min(forward for forward, _ in times),
+        backward_ms=min(backward for _, backward in times),
+        groups={name: {"nbytes": group.nbytes, "movable_bytes": group.movable_bytes} for name, group in groups.items()},
+    )
+
+
+def _exchange_once(rank: Rank) -> None:
+    """A message up the line and one down, alone and batched, so that what NCCL allocates for neighbours is not counted as usable."""
+    world, me = rank.ranks.world, rank.ranks.rank
+    buffer = torch.zeros(1, device=rank.device)
+    # pairs (0, 1), (2, 3), then (1, 2), (3, 4): NCCL makes a pair's communicator with both at it, so nobody may wait in a ring
+    for parity in (0, 1):
+        lower = me % 2 == parity
+        peer = me + 1 if lower else me - 1
+        if not 0 <= peer < world:
+            continue
+        for send in (lower, not lower):
+            alone = dist.isend(buffer, group=rank.group, group_dst=peer) if send else dist.irecv(buffer, group=rank.group, group_src=peer)
+            assert alone is not None, "both are of this group"
+            alone.wait()
+        for send in (lower, not lower):
+            operation = dist.P2POp(dist.isend if send else dist.irecv, buffer, group=rank.group, group_peer=peer)
+            for work in dist.batch_isend_irecv([operation]):
+                work.wait()

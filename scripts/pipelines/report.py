@@ -1,0 +1,212 @@
+"""The text of the report: the machine, the calculation, the link, a line for each rank of each row, the ranks' balance, equal gradients.
+
+One invariant: every ratio is of two rows of this run; where the row it would refer to did not run the cell is a dash. GB is 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+__all__ = ["delta_lines", "equal_gradients", "link_lines", "progress_line", "rates_lines", "steps_lines", "verify_lines"]
+
+GB, MB = 1e9, 1e6
+TIMED = ("nothing", "ours", "attention", "delta")
+
+
+def unit_of(results: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
+    """Bytes are told in GB, or where a whole run is too small for that, in MB of 1e6."""
+    timed = [rank for result in results if result["row"]["kind"] in TIMED and result["status"] == "ok" for rank in result["ranks"]]
+    most = max((max(rank["active_bytes"], rank["engine"].get("spill_bytes", 0)) for rank in timed), default=GB)
+    return (GB, "GB") if most >= GB / 10 else (MB, "MB")
+
+
+def step_ms(result: Mapping[str, Any]) -> list[float]:
+    """The steps of a row: each as long as its slowest rank."""
+    return [max(walls) for walls in zip(*(rank["walls_ms"] for rank in result["ranks"]), strict=True)]
+
+
+def tokens_a_second(result: Mapping[str, Any], tokens: int) -> float:
+    return tokens / (statistics.median(step_ms(result)) / 1e3)
+
+
+def progress_line(result: Mapping[str, Any], began_s: float) -> str:
+    """One line as soon as a row is over."""
+    line = f"[{began_s:5.0f} s] {result['label']}: "
+    if result["status"] != "ok":
+        return line + f"{result['status']}: {result.get('reason', '')}"[:300]
+    kind = result["row"]["kind"]
+    if kind in TIMED:
+        steps = step_ms(result)
+        peaks = ", ".join(f"{rank['active_bytes'] / GB:.1f}" for rank in result["ranks"])
+        line += f"step {statistics.median(steps):.0f} ms ({min(steps):.0f} to {max(steps):.0f}), active GB {peaks}"
+    elif kind == "verify":
+        line += _verdict(result)
+    else:
+        line += "measured"
+    return line + f" (row took {result['row_s']:.0f} s)"
+
+
+def link_lines(result: Mapping[str, Any]) -> list[str]:
+    """GB/s by the set of ranks that copied at once; and what the engine measured for its plan."""
+    rows = []
+    for at, entry in enumerate(result["ranks"][0]["rates"]):
+        copying = entry["ranks"]
+        rates = {rank: result["ranks"][rank]["rates"][at]["rates"] for rank in copying}
+        for name, fields in (("out", ("d2h",)), ("back", ("h2d",)), ("both at once", ("duplex_d2h", "duplex_h2d"))):
+            each = [sum(rates[rank][field] for field in fields) / GB for rank in copying]
+            shown = " ".join(f"{rate:.1f}" for rate in each)
+            rows.append([_ranks(copying), name, shown, f"{sum(each):.1f}"])
+    lines = ["link, GB/s", tabulate(rows, headers=["ranks copying", "direction", "each rank", "together"], disable_numparse=True)]
+    engines = [rank["engine"] for rank in result["ranks"]]
+    if all(engine["alone"] and engine["together"] for engine in engines):
+        shown_rates = [
+            [f"rank {rank}", how, *(f"{engine[how][f'{name}_bytes_per_s'] / GB:.1f}" for name in ("d2h", "h2d", "duplex"))]
+            for rank, engine in enumerate(engines)
+            for how in ("alone", "together")
+        ]
+        lines += [
+            "the engine's own measurement (6 copies of 64 MiB), GB/s; rows are planned with what is measured together",
+            tabulate(shown_rates, headers=["", "measured", "out", "back", "both"], disable_numparse=True),
+        ]
+    return lines
+
+
+def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
+    """The table of rows: the first line of each has the whole pipeline's figures, and each rank has a line."""
+    fitting = {
+        result["row"]["schedule"]: tokens_a_second(result, tokens)
+        for result in results
+        if result["row"]["kind"] == "nothing" and result["status"] == "ok"
+    }
+    fastest = max(fitting.values(), default=None)
+    rows: list[list[str]] = []
+    reasons: list[str] = []
+    scale, unit = unit_of(results)
+    for result in results:
+        if result["row"]["kind"] not in TIMED:
+            continue
+        if result["status"] != "ok":
+            rows.append([result["label"], result["status"]])
+            reasons.append(f"{result['label']}: {result['status']}: {result.get('reason', '')}"[:400])
+            continue
+        steps, speed = step_ms(result), tokens_a_second(result, tokens)
+        own = fitting.get(result["row"]["schedule"])
+        whole = [
+            result["label"],
+            f"{statistics.median(steps):.0f}",
+            f"{min(steps):.0f}..{max(steps):.0f}",
+            f"{speed:,.0f}",
+            "-" if own is None else f"{own / speed:.3f}",
+            "-" if fastest is None else f"{fastest / speed:.3f}",
+        ]
+        for number, rank in enumerate(result["ranks"]):
+            rows.append([*(whole if number == 0 else [""] * len(whole)), str(number), *_rank_cells(rank, scale)])
+    headers = ["row", "step ms", "spread", "tokens/s", "x own", "x best", "rank", "compute ms", "active", "reserved", "r/a", "saved"]
+    headers += ["pinned", "h/lent", "stall ms", "out", "back", "refused"]
+    return [
+        "steps. x own: step over that of the same schedule with nothing offloaded; x best: over the fastest that fits so. compute: the",
+        "rank's actions, stalls included. saved: saved tensors on the device at once, as the engine counts them. active, reserved, saved,",
+        f"pinned, out, back, refused in {unit}; h/lent: pinned held over most lent",
+        tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))),
+        *reasons,
+    ]
+
+
+def _rank_cells(rank: Mapping[str, Any], scale: float) -> list[str]:
+    engine, active, reserved = rank["engine"], rank["active_bytes"], rank["reserved_bytes"]
+    cells = [f"{sum(rank['action_ms']):.0f}", f"{active / scale:.2f}", f"{reserved / scale:.2f}"]
+    cells.append(f"{reserved / active:.3f}" if active else "-")
+    if not engine:
+        return [*cells, *["-"] * 7]
+    held, lent = engine["host_bytes_held"], engine["host_bytes_lent_peak"]
+    return [
+        *cells,
+        f"{engine['device_bytes_peak'] / scale:.2f}",
+        f"{held / scale:.2f}",
+        f"{held / lent:.3f}" if lent else "-",
+        f"{engine['stall_ms']:.0f}",
+        *(f"{engine[name] / scale:.2f}" for name in ("spill_bytes", "restore_bytes", "refused_bytes")),
+    ]
+
+
+def rates_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What shared rates change, a line for each limited row and rank."""
+    if not comparisons:
+        return []
+    rows = []
+    for entry in comparisons:
+        numbers = [f"{name}_ms" for name in ("compute", "bound_lone", "bound_shared", "plan_lone", "plan_shared", "plan_lone_on_shared")]
+        moved = [f"{entry[f'plan_{name}_moved_bytes'] / GB:.1f}" for name in ("lone", "shared")]
+        times = [f"{entry[name]:.0f}" for name in (*numbers, "measured_ms")]
+        rows.append([entry["label"], str(entry["rank"]), *times, *moved])
+    headers = ["row", "rank", "compute", "bound lone", "bound shared", "plan lone", "plan shared", "lone on shared"]
+    headers += ["measured", "moved lone", "moved shared"]
+    return [
+        "what the rates mean, ms and GB: a rank's actions end to end, without the waits for its neighbours that the measured step has.",
+        "lone: this GPU copies alone; shared: all copy. lone on shared: the plan made with lone rates, simulated on the shared link",
+        tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))),
+    ]
+
+
+def delta_lines(result: Mapping[str, Any]) -> list[str]:
+    """The ranks' peaks before and after the delta, and whether they are flatter."""
+    if result["status"] != "ok":
+        return [f"balance: {result['status']}: {result.get('reason', '')}"]
+    ranks = result["ranks"]
+    scale, unit = unit_of([result])
+    before, after = ([rank["before"]["balanced_bytes"] for rank in ranks], [rank["balanced_bytes"] for rank in ranks])
+    rows = [
+        [f"rank {number}", f"{old / scale:.3f}", f"{new / scale:.3f}", f"{(new - old) / scale:+.3f}"]
+        for number, (old, new) in enumerate(zip(before, after, strict=True))
+    ]
+    spread = [f"{(max(peaks) - min(peaks)) / scale:.3f}" for peaks in (before, after)]
+    flatter = "flatter" if max(after) - min(after) < max(before) - min(before) else "NOT FLATTER"
+    steps = [statistics.median(step_ms({"ranks": [rank["before"] for rank in ranks]})), statistics.median(step_ms(result))]
+    what = "active peak" if ranks[0]["active_bytes"] else "saved bytes on the device at once"
+    return [
+        f"balance over ranks: half of the groups leave; delta_offload_bytes_across_pp_ranks {ranks[0]['delta_bytes']:,}: the first rank's "
+        f"peak less the last's, over {len(ranks) - 1}. {what}, {unit}: {flatter}; step {steps[0]:.0f} ms before, {steps[1]:.0f} ms after",
+        tabulate(
+            [*rows, ["most - least", *spread, ""]],
+            headers=["", "delta 0", "with delta", "change"],
+            disable_numparse=True,
+            colalign=("left", "right", "right", "right"),
+        ),
+    ]
+
+
+def verify_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line a schedule."""
+    return [f"gradients {result['row']['schedule']}: {_verdict(result)}" for result in results if result["row"]["kind"] == "verify"]
+
+
+def equal_gradients(result: Mapping[str, Any]) -> bool:
+    """Whether a comparison ran, had something to compare, and found nothing."""
+    return result["status"] == "ok" and all(rank["num_wrong"] == 0 and rank["left"] > 0 and rank["repeatable"] for rank in result["ranks"])
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    if result["status"] != "ok":
+        return f"{result['status']}: {result.get('reason', '')}"
+    ranks = result["ranks"]
+    unrepeatable = [number for number, rank in enumerate(ranks) if not rank["repeatable"]]
+    if unrepeatable:
+        return f"NOT COMPARABLE: without offload two steps differ on rank {unrepeatable[0]}"
+    idle = [number for number, rank in enumerate(ranks) if not rank["left"]]
+    if idle:
+        return f"PROVES NOTHING: no tensor left rank {idle[0]}"
+    wrong = sum(rank["num_wrong"] for rank in ranks)
+    if wrong:
+        first = next(rank["wrong"][0] for rank in ranks if rank["wrong"])
+        return f"DIFFERENT in {wrong} tensors, first {first}"
+    left = "+".join(str(rank["left"]) for rank in ranks)
+    tensors = "+".join(str(rank["tensors"]) for rank in ranks)
+    return f"bitwise equal on every rank: {tensors} tensors in {ranks[0]['steps']} steps, {left} saved tensors left"
+
+
+def _ranks(copying: Sequence[int]) -> str:
+    return str(copying[0]) if len(copying) == 1 else f"{copying[0]} to {copying[-1]}"

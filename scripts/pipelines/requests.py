@@ -1,0 +1,128 @@
+"""What is to be measured, in the order of its value: rows, and the shape that all of them share.
+
+One invariant: a request is plain data that survives JSON, so a process of its own runs exactly what this one would.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bench.workload import StackShape
+
+__all__ = ["DELTA_FRACTION", "KINDS", "SCHEDULE_NAMES", "JobShape", "Request", "RowRequest", "rows_of"]
+
+SCHEDULE_NAMES = ("1f1b", "interleaved1f1b", "zbv", "dualpipev")
+KINDS = ("links", "nothing", "ours", "attention", "delta", "verify")
+LIMITED_SHARES = (0.5, 0.25)
+"""Default limits, of what the first rank under 1F1B would hold: half, which later ranks hardly notice, and a quarter."""
+DELTA_FRACTION = 0.5
+"""Share of the groups that leaves while the delta is looked at: with all of them gone every rank would hold as little as the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequest:
+    """One row of the table."""
+
+    kind: str
+    schedule: str = "1f1b"
+    saved_limit_bytes: int | None = None
+    """Saved tensors on the device, a rank. None: no limit."""
+    limit_share: float | None = None
+    """The same as a share of what the first rank under 1F1B saves at most; turned into bytes once that is known."""
+
+    @property
+    def label(self) -> str:
+        name = self.kind if self.kind == "links" else f"{self.schedule} {self.kind}"
+        if self.saved_limit_bytes is not None:
+            return f"{name} {self.saved_limit_bytes / 1e9:.3g} GB"
+        return name if self.limit_share is None else f"{name} {self.limit_share:g} of 1f1b's"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobShape:
+    """The model and the step; None is derived from the device's memory and the number of ranks."""
+
+    layers: int | None = None
+    """Of one rank: divided over its virtual stages."""
+    sequence: int = 8192
+    microbatches: int = 4
+    optimizer_bytes: int = 12
+    """A parameter: fp32 master and two moments. Allocated, as a training job would have them; no optimizer step is timed."""
+    samples: int = 3
+    warmup: int = 3
+    """Untimed steps after the first one. With 3 the timed plan has run once and unused pinned memory is given back: see groups/plan.py."""
+    tiny: bool = False
+    verify_layers: int = 2
+    """Of one virtual stage in the comparison of gradients."""
+    verify_steps: int = 5
+
+    def stack(self, layers: int) -> StackShape:
+        """The blocks of one virtual stage."""
+        if self.tiny:
+            return StackShape(layers=layers, sequence=self.sequence, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16)
+        return StackShape(layers=layers, sequence=self.sequence)
+
+    def with_(self, **changes: Any) -> JobShape:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What one set of processes does."""
+
+    rows: tuple[RowRequest, ...]
+    shape: JobShape
+    device: str
+    host_limit_bytes: int
+    """Pinned by all ranks of the host together."""
+    timeout_s: float
+    """What a message between ranks may take."""
+    deadline: float | None = None
+    """Unix time after which no row starts."""
+    facts: dict[str, Any] | None = None
+    """What an earlier set of processes measured of the machine; None measures it first."""
+    out: str | None = None
+    """Folder for results and signs of life."""
+    name: str = ""
+    """Different for each set of processes: they meet in the launcher's store under it."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        fields = json.loads(text)
+        fields["rows"] = tuple(RowRequest(**row) for row in fields["rows"])
+        fields["shape"] = JobShape(**fields["shape"])
+        return cls(**fields)
+
+    def with_(self, **changes: Any) -> Request:
+        return replace(self, **changes)
+
+
+def rows_of(schedules: Sequence[str], kinds: Sequence[str], limits_bytes: Sequence[int], *, verify: bool) -> tuple[RowRequest, ...]:
+    """The rows in the order of their value: the first schedule with and without offload, whether gradients are equal, the ranks' balance,
+    then the other schedules under the first limit, and last what only rounds the picture off."""
+
+    def limited(schedule: str, at: slice) -> list[RowRequest]:
+        if limits_bytes:
+            return [RowRequest(kind="ours", schedule=schedule, saved_limit_bytes=limit) for limit in limits_bytes[at]]
+        return [RowRequest(kind="ours", schedule=schedule, limit_share=share) for share in LIMITED_SHARES[at]]
+
+    first, others = schedules[0], list(schedules[1:])
+    ordered = [
+        RowRequest(kind="links"),
+        RowRequest(kind="nothing", schedule=first),
+        *limited(first, slice(0, 1)),
+        RowRequest(kind="attention", schedule=first),
+        *([RowRequest(kind="verify", schedule=name) for name in schedules] if verify else []),
+        RowRequest(kind="delta", schedule=first),
+        *(row for name in others for row in limited(name, slice(0, 1))),
+        *limited(first, slice(1, None)),
+        *(RowRequest(kind="nothing", schedule=name) for name in others),
+        *(RowRequest(kind="attention", schedule=name) for name in others),
+    ]
+    return tuple(row for row in ordered if row.kind in kinds or row.kind == "links" or (row.kind == "verify" and verify))

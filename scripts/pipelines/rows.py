@@ -1,0 +1,241 @@
+"""Each kind of row, as one rank measures it: the link, steps with and without offload, the ranks' balance, equal gradients.
+
+A row starts from an empty device: what the one before held is given back first. One invariant: whether a row runs is decided by all ranks
+from the same numbers, so no rank starts one that another leaves out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.gradients import deterministic, fingerprint
+from bench.measure import median
+from bench.ours import STAT_FIELDS
+from bench.workload import ATTENTION_GROUPS, GROUPS
+from offload import OffloadConfig, PipelineOffloadManager, configure
+from parallel.host import line_up, reserve_host_together
+from parallel.launch import Rank
+from parallel.order import Action
+from pipelines.job import PipelineJob
+from pipelines.machine import empty_device, machine_facts, rates_json
+from pipelines.memory import BlockFacts
+from pipelines.requests import DELTA_FRACTION, JobShape, Request, RowRequest
+
+__all__ = ["Bench", "SkippedError", "delta_of"]
+
+GB = 1e9
+
+
+class SkippedError(Exception):
+    """No rank runs this row, and why."""
+
+
+class Bench:
+    """One rank's side of every row.
+
+    facts: what `links` measured, as JSON holds it; until it has run only that row can.
+    """
+
+    def __init__(self, request: Request, rank: Rank) -> None:
+        self.request, self.rank = request, rank
+        self.facts: dict[str, Any] = request.facts if request.facts is not None else {}
+        self.simulated = rank.device.type == "cpu"
+        self.min_elements = 1 if request.shape.tiny else 1 << 20
+
+    def measure(self, row: RowRequest) -> dict[str, Any]:
+        """This rank's figures of one row. Raises SkippedError on all ranks or on none."""
+        empty_device(self.rank.device)
+        kinds = {"links": self._links, "nothing": self._nothing, "ours": self._ours, "attention": self._attention}
+        kinds |= {"delta": self._delta, "verify": self._verify}
+        return kinds[row.kind](row)
+
+    def _links(self, row: RowRequest) -> dict[str, Any]:
+        self.facts = machine_facts(self.request, self.rank, self._manager, self.min_elements)
+        return self.facts
+
+    # -- steps ------------------------------------------------------------------------------------------------------------
+    def _nothing(self, row: RowRequest) -> dict[str, Any]:
+        job = PipelineJob(self.request.shape, row.schedule, self._layers, self.rank)
+        # nothing is planned and nothing trimmed: one step to warm up tells all
+        return self._timed(job, warmup=min(1, self.request.shape.warmup))
+
+    def _ours(self, row: RowRequest) -> dict[str, Any]:
+        with self._offloading(row.schedule, GROUPS, device_limit_bytes=self._limit_bytes(row)) as job:
+            return self._timed(job)
+
+    def _attention(self, row: RowRequest) -> dict[str, Any]:
+        with self._offloading(row.schedule, ATTENTION_GROUPS) as job:
+            return self._timed(job, warmup=self.request.shape.warmup + 1)  # without a timed plan the trim comes a step later
+
+    def _delta(self, row: RowRequest) -> dict[str, Any]:
+        """Half of the groups leave on every rank; then the same with a delta that the peaks of the first run ask for."""
+        world = self.rank.ranks.world
+        if world == 1:
+            raise SkippedError("one rank has nobody to be balanced with")
+        arms: dict[str, Any] = {}
+        delta = 0
+        for name in ("before", "after"):
+            empty_device(self.rank.device)
+            settings = {"activation_offload_fraction": DELTA_FRACTION, "delta_offload_bytes_across_pp_ranks": delta}
+            with self._offloading(row.schedule, GROUPS, **settings) as job:
+                arms[name] = self._timed(job, warmup=1) | {"delta_bytes": delta}  # planned after the first step; nothing is trimmed yet
+            peak = arms[name]["engine"]["device_bytes_peak"] if self.simulated else arms[name]["active_bytes"]
+            peaks: list[Any] = [None] * world
+            dist.all_gather_object(peaks, peak, group=self.rank.group)
+            arms[name]["balanced_bytes"] = peak
+            del job  # the next arm's model takes its place
+            if name == "before":
+                delta = delta_of(peaks)
+                if delta == 0:
+                    raise SkippedError(f"the first rank's peak of {peaks[0]:,.0f} bytes is not above the last's of {peaks[-1]:,.0f}")
+        return arms["after"] | {"before": arms["before"], "delta_bytes": delta}
+
+    def _timed(self, job: PipelineJob, warmup: int | None = None) -> dict[str, Any]:
+        """First step, warm-up and samples; what one rank saw of each."""
+        shape = self.request.shape
+        first, _ = self._step(job)
+        for _ in range(shape.warmup if warmup is None else warmup):
+            self._step(job)
+        timed = [self._step(job) for _ in range(shape.samples)]
+        samples = [sample for sample, _ in timed]
+        reserve = {} if job.manager is None else {"reserve_bytes": self._reserved_bytes, "reserve_ms": self._reserve_ms}
+        return {
+            "first_ms": first["wall_ms"],
+            "walls_ms": [sample["wall_ms"] for sample in samples],
+            "host_ms": median([sample["host_ms"] for sample in samples]),
+            "active_bytes": max(sample["memory"]["active_peak"] for sample in samples),
+            "reserved_bytes": max(sample["memory"]["reserved_peak"] for sample in samples),
+            "first_active_bytes": first["memory"]["active_peak"],
+            "engine": {name: median([float(sample["engine"][name]) for sample in samples]) for name in first["engine"]},
+            "actions": [list(action) for action, _ in timed[-1][1]],
+            "action_ms": [median(column) for column in zip(*([ms for _, ms in actions] for _, actions in timed), strict=True)],
+            "live_microbatches": job.live_microbatches,
+            "layers": self._layers,
+            "rates": None if job.manager is None else rates_json(job.manager.engine.rates),
+            "samples": samples,
+            **reserve,
+        }
+
+    def _step(self, job: PipelineJob) -> tuple[dict[str, Any], list[tuple[Action, float]]]:
+        """One step from a drained device to a drained device, all ranks starting together: its cost, and what each action computed."""
+        job.clear_gradients()
+        job.clock.drain()
+        job.clock.reset_peaks()
+        line_up(self.rank.group)
+        began = time.perf_counter()
+        job.step()
+        issued = time.perf_counter()
+        job.clock.drain()
+        ended = time.perf_counter()
+        stats = None if job.manager is None else job.manager.stats
+        cost = {
+            "wall_ms": (ended - began) * 1e3,
+            "host_ms": (issued - began) * 1e3,
+            "memory": job.clock.memory(),
+            "engine": {} if stats is None else {name: getattr(stats, name) for name in STAT_FIELDS},
+        }
+        return cost, job.announcer.take()
+
+    # -- gradients --------------------------------------------------------------------------------------------------------
+    def _verify(self, row: RowRequest) -> dict[str, Any]:
+        """Every gradient of several steps with offload, beside those without: a model small enough for both, deterministic kernels."""
+        shape = self.request.shape
+        layers = shape.verify_layers * (1 if row.schedule == "1f1b" else 2)
+        with deterministic():
+            job = PipelineJob(shape, row.schedule, layers, self.rank)
+            expected, again = self._prints(job), self._prints(job)
+            live_bytes = round(job.live_chunks * job.layers_of_chunk * self._movable_bytes(GROUPS))
+            del job
+            empty_device(self.rank.device)
+            wrong: list[str] = []
+            left = 0
+            with self._offloading(row.schedule, GROUPS, layers=layers, device_limit_bytes=live_bytes // 2) as job:
+                for step in range(shape.verify_steps):
+                    found = self._prints(job)
+                    wrong += [f"step {step}: {name}" for name, value in expected.items() if found.get(name) != value]
+                    left += job.manager.stats.spilled
+        return {
+            "tensors": len(expected),
+            "steps": shape.verify_steps,
+            "wrong": wrong[:20],
+            "num_wrong": len(wrong),
+            "left": left,
+            "repeatable": expected == again,
+        }
+
+    def _prints(self, job: PipelineJob) -> dict[str, int]:
+        job.clear_gradients()
+        job.step()
+        job.clock.drain()
+        gradients = job.named_gradients()
+        prints = torch.stack([fingerprint(gradient) for gradient in gradients.values()]).tolist()
+        return dict(zip(gradients, prints, strict=True))
+
+    # -- what rows share ------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _offloading(self, schedule: str, groups: Sequence[str], *, layers: int | None = None, **settings: Any) -> Iterator[PipelineJob]:
+        """A job whose groups leave, with host memory pinned for all that is live at once. After an exception nothing is closed: whoever
+        catches it ends the process."""
+        shape, ranks = self.request.shape, self.rank.ranks
+        given: dict[str, Any] = {"min_offloaded_tensor_size": self.min_elements, "host_limit_bytes": self.request.host_limit_bytes}
+        if self.simulated:  # no time passes there: only small caps make bytes leave, see scripts/training/options.py
+            window = self._block.saved_bytes // 8
+            given |= {"max_spilling_bytes": window, "max_restoring_bytes": window, "piece_bytes": window // 4}
+        manager = self._manager(OffloadConfig(**(given | settings), pp_rank=ranks.rank))
+        job = PipelineJob(shape, schedule, self._layers if layers is None else layers, self.rank, manager=manager, groups=groups)
+        self._reserve(job, groups)
+        yield job
+        for module in job.modules.values():
+            module.stack.mark(None, ())
+        manager.close()
+        PipelineOffloadManager.OFFLOAD_MGR = None
+
+    def _manager(self, config: OffloadConfig) -> PipelineOffloadManager:
+        device = "sim" if self.simulated else str(self.rank.device)
+        return configure(config, device=device, store=self.rank.store, print_summary=False)
+
+    def _reserve(self, job: PipelineJob, groups: Sequence[str]) -> None:
+        """Pin what is live at once, since the first step sends everything; each rank its share where the host has less."""
+        wanted = job.live_chunks * job.layers_of_chunk * self._movable_bytes(groups)
+        everybody: list[Any] = [None] * self.rank.ranks.world
+        dist.all_gather_object(everybody, wanted, group=self.rank.group)
+        share = min(1.0, self.request.host_limit_bytes / max(1, sum(everybody)))
+        began = time.perf_counter()
+        assert job.manager is not None
+        reserved = int(wanted * share) // 4096 * 4096  # whole pages, so that the shares add up to no more than the limit
+        reserve_host_together(job.manager, reserved, self.rank.group)
+        self._reserved_bytes, self._reserve_ms = reserved, (time.perf_counter() - began) * 1e3
+
+    def _movable_bytes(self, groups: Sequence[str]) -> int:
+        return sum(self._block.groups[name]["movable_bytes"] for name in groups)
+
+    def _limit_bytes(self, row: RowRequest) -> int:
+        if row.saved_limit_bytes is None:
+            raise ValueError(f"{row.label} has no limit in bytes; the launcher turns shares into bytes first")
+        return row.saved_limit_bytes
+
+    @property
+    def _block(self) -> BlockFacts:
+        return BlockFacts.from_json(self.facts["block"])
+
+    @property
+    def _layers(self) -> int:
+        layers = self.request.shape.layers
+        assert layers is not None, "the worker derives it before the first row that needs it"
+        return layers
+
+    def with_shape(self, shape: JobShape) -> None:
+        """From now on rows are of this shape."""
+        self.request = replace(self.request, shape=shape)
+
+
+def delta_of(peaks: Sequence[float]) -> int:
+    """Bytes that each later rank may keep more than the one before it, so that the last rises to the first; 0 if it is not lower."""
+    return max(0, int(peaks[0] - peaks[-1]) // (len(peaks) - 1))

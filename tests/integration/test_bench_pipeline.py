@@ -1,0 +1,142 @@
+"""The pipeline benchmark as a user starts it, on two gloo ranks and the simulated device: all rows, in one process a rank or apart.
+
+pytest tests/integration/test_bench_pipeline.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = 240.0  # seconds; a loaded machine is slow, not wrong
+GROUPS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act", "mlp_fc2")
+
+
+def run(folder: Path, *arguments: str, script: Path = ROOT / "scripts" / "bench_pipeline.py") -> tuple[dict[str, Any], str]:
+    """What it wrote, and what it said."""
+    out = folder / "out.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    finished = subprocess.run(
+        [*launcher, str(script), "--tiny", "--samples", "1", "--out", str(out), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        env={**clean, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    written: dict[str, Any] = json.loads(out.read_text())
+    return written, finished.stdout
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    return run(tmp_path_factory.mktemp("bench"), "--schedules", "1f1b,zbv", "--rows", "nothing,ours,delta", "--verify")
+
+
+def named(written: dict[str, Any], label: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(result for result in written["results"] if result["label"].startswith(label))
+    return found
+
+
+def test_every_row_runs_in_the_order_of_its_value_and_is_written(both: tuple[dict[str, Any], str]) -> None:
+    written, said = both
+    labels = [result["label"] for result in written["results"]]
+    assert [label.split(" 0.")[0] for label in labels] == [
+        "links",
+        "1f1b nothing",
+        "1f1b ours",
+        "1f1b verify",
+        "zbv verify",
+        "1f1b delta",
+        "zbv ours",
+        "1f1b ours",
+        "zbv nothing",
+    ]
+    assert {result["status"] for result in written["results"]} == {"ok"}
+    assert "no figure below is a measurement" in said
+    assert "torchrun --nproc-per-node 2 scripts/bench_pipeline.py --tiny" in written["command"]
+    assert all(f"\n{label} " in said for label in labels if "verify" not in label and label != "links")
+
+
+def test_gradients_of_both_schedules_are_those_without_offload(both: tuple[dict[str, Any], str]) -> None:
+    written, said = both
+    for schedule in ("1f1b", "zbv"):
+        for rank in named(written, f"{schedule} verify")["ranks"]:
+            assert (rank["num_wrong"], rank["repeatable"], rank["steps"]) == (0, True, 5)
+            assert rank["left"] > 0
+        assert f"gradients {schedule}: bitwise equal on every rank" in said
+
+
+def test_saved_bytes_on_each_device_stay_within_the_limit(both: tuple[dict[str, Any], str]) -> None:
+    written, _ = both
+    for result in written["results"]:
+        if result["row"]["kind"] != "ours":
+            continue
+        limit = result["row"]["saved_limit_bytes"]
+        for rank in result["ranks"]:
+            assert 0 < rank["engine"]["device_bytes_peak"] <= limit
+            assert rank["engine"]["refused_bytes"] == 0
+
+
+def test_first_rank_keeps_as_many_microbatches_as_there_are_ranks_and_the_limits_are_shares_of_them(
+    both: tuple[dict[str, Any], str],
+) -> None:
+    written, _ = both
+    assert [rank["live_microbatches"] for rank in named(written, "1f1b nothing")["ranks"]] == [2, 1]
+    assert [rank["live_microbatches"] for rank in named(written, "zbv nothing")["ranks"]] == [2, 2]
+    block = named(written, "links")["ranks"][0]["block"]
+    layers = named(written, "1f1b nothing")["ranks"][0]["layers"]
+    limits = [result["row"]["saved_limit_bytes"] for result in written["results"] if result["row"]["kind"] == "ours"]
+    live_bytes = 2 * layers * block["saved_bytes"]
+    assert limits == [round(live_bytes / 2), round(live_bytes / 2), round(live_bytes / 4)]
+
+
+def test_delta_keeps_its_bytes_on_the_last_rank_alone_and_the_peaks_become_flatter(both: tuple[dict[str, Any], str]) -> None:
+    """Rank r keeps r times the delta: of what left before, groups of at least that many bytes stay, and of less than one group more."""
+    written, said = both
+    first, last = named(written, "1f1b delta")["ranks"]
+    block = named(written, "links")["ranks"][0]["block"]
+    largest = max(block["groups"][name]["nbytes"] for name in GROUPS)
+    delta = first["delta_bytes"]
+    assert delta == first["before"]["balanced_bytes"] - last["before"]["balanced_bytes"] > 0
+    assert first["engine"]["spill_bytes"] == first["before"]["engine"]["spill_bytes"]
+    assert first["balanced_bytes"] == first["before"]["balanced_bytes"]
+    kept = last["before"]["engine"]["spill_bytes"] - last["engine"]["spill_bytes"]
+    assert delta <= kept < delta + largest + block["output_bytes"]  # a stage's first group holds what it received as well
+    assert last["balanced_bytes"] > last["before"]["balanced_bytes"]
+    assert "flatter; step" in said
+    assert "NOT FLATTER" not in said
+
+
+def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_one_runs_in_new_processes(tmp_path: Path) -> None:
+    """Rank 0 finds its device full in the row without offload, while rank 1 waits for its first message."""
+    full = tmp_path / "full.py"
+    full.write_text(
+        "import sys\n"
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'scripts')!r}]\n"
+        "import torch, bench_pipeline\n"
+        "from pipelines.rows import Bench\n"
+        "honest = Bench._nothing\n"
+        "def nothing(self, row):\n"
+        "    if self.rank.ranks.rank == 0:\n"
+        "        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 1.00 GiB')\n"
+        "    return honest(self, row)\n"
+        "Bench._nothing = nothing\n"
+        "bench_pipeline.__file__ = __file__\n"
+        "bench_pipeline.start()\n"
+    )
+    arguments = ["--isolate", "--schedules", "1f1b", "--rows", "nothing,ours", "--saved-limit-gb", "0.0002", "--budget-s", "200"]
+    written, said = run(tmp_path, *arguments, script=full)
+    assert [result["status"] for result in written["results"]] == ["ok", "out of memory", "ok"]
+    assert written["results"][1]["reason"].startswith("rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB")
+    assert [len(result["ranks"]) for result in written["results"][::2]] == [2, 2]
+    assert "1f1b ours 0.0002 GB: step" in said

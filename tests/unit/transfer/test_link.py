@@ -1,0 +1,43 @@
+"""The measurement of the link: how often it lines up with others, and what it does without host memory. The rates are the GPU tests'."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload import OffloadConfig, OffloadEngine
+from offload.device.sim import SimDevice
+from offload.memory.arena import HostArena
+from offload.memory.budget import LocalHostBudget
+from offload.transfer import link
+
+KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_COPY_BYTES", 64 * KIB)
+
+
+def test_measuring_lines_up_before_each_of_its_three_parts_and_lends_nothing_afterwards() -> None:
+    device = SimDevice()
+    arena = HostArena(device, budget=LocalHostBudget(1 << 30))
+    lent: list[int] = []
+    link.measure_rates(device, arena, lambda: lent.append(arena.lent_bytes))
+    assert lent == [128 * KIB] * 3
+    assert arena.lent_bytes == 0
+
+
+def test_a_rank_without_host_memory_lines_up_as_often_as_the_others() -> None:
+    device = SimDevice()
+    arena = HostArena(device, budget=LocalHostBudget(0))
+    times: list[int] = []
+    assert link.measure_rates(device, arena, lambda: times.append(1)) is None
+    assert len(times) == 3
+
+
+def test_the_simulated_device_has_no_link_to_measure() -> None:
+    engine = OffloadEngine(OffloadConfig(), device="sim")
+    engine.reserve_host(1 << 20)
+    assert not engine.can_measure_link
+    assert engine.rates is None
+    engine.close()
