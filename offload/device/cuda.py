@@ -19,6 +19,7 @@ from typing import cast
 import torch
 
 from offload.device.base import CopyPair, Event, Lane
+from offload.device.sanitizer import polled
 from offload.errors import HostBudgetError, OffloadError
 
 __all__ = ["CudaDevice", "CudaLane"]
@@ -214,7 +215,8 @@ class CudaDevice:
         cast(CudaLane, lane).stream.wait_event(cast(_CudaEvent, event).event)
 
     def poll(self, event: Event) -> bool:
-        return bool(cast(_CudaEvent, event).event.query())
+        asked = cast(_CudaEvent, event).event
+        return polled(asked.query(), asked.synchronize)
 
     def synchronize(self, event: Event) -> None:
         cast(_CudaEvent, event).event.synchronize()

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from offload.device.sanitizer import sanitizing
+
 __all__ = ["Span", "ViewLayout", "WeakStorage", "bytes_of", "contiguous_stride", "layout_of", "overlaps_itself", "span_of", "view_of"]
 
 ALIGNMENT = 16
@@ -81,7 +83,7 @@ def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
 
 def bytes_of(storage: torch.UntypedStorage, span: Span) -> torch.Tensor:
     """The span as a 1-D uint8 tensor that shares and holds the storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, span.start, (span.nbytes,), (1,))
+    return _over(storage, torch.uint8, span.start, (span.nbytes,), (1,))
 
 
 def contiguous_stride(size: torch.Size) -> tuple[int, ...]:
@@ -107,5 +109,14 @@ def overlaps_itself(layout: ViewLayout) -> bool:
 
 def view_of(storage: torch.UntypedStorage, layout: ViewLayout, start: int) -> torch.Tensor:
     """The view that `layout` describes, over a storage whose first byte is byte `start` of the original one."""
-    offset = layout.offset - start // layout.dtype.itemsize
-    return torch.empty(0, dtype=layout.dtype, device=storage.device).set_(storage, offset, layout.size, layout.stride)
+    return _over(storage, layout.dtype, layout.offset - start // layout.dtype.itemsize, layout.size, layout.stride)
+
+
+def _over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor over bytes that are there already."""
+    if not sanitizing():
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    with torch._C._DisableTorchDispatch():  # the sanitizer would see a kernel that writes all of it, beside a copy that still reads it
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

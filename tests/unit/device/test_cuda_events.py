@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,12 +30,17 @@ class _Event:
         type(self).made += 1
         self.timed = enable_timing
         self.recorded_on: list[_Stream] = []
+        self.passed = True
+        self.synchronized = 0
 
     def record(self, stream: _Stream) -> None:
         self.recorded_on.append(stream)
 
     def query(self) -> bool:
-        return True
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
 
 @pytest.fixture
@@ -75,3 +82,21 @@ def test_timed_and_untimed_events_are_not_lent_for_each_other(device: CudaDevice
     untimed: Any = device.record(device.compute)
     assert timed.event.timed
     assert not untimed.event.timed
+
+
+@pytest.mark.parametrize("sanitizing", [False, True])
+def test_poll_that_finds_an_event_passed_tells_the_sanitizer_and_never_blocks(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, sanitizing: bool
+) -> None:
+    """torch's sanitizer sees no query: a wait that was left out because a poll had said that it need not be looked like a race."""
+    if sanitizing:
+        monkeypatch.setitem(sys.modules, "torch.cuda._sanitizer", ModuleType("on"))
+    else:
+        monkeypatch.delitem(sys.modules, "torch.cuda._sanitizer", raising=False)
+    event: Any = device.record(device.d2h)
+    event.event.passed = False
+    assert not device.poll(event)
+    assert event.event.synchronized == 0
+    event.event.passed = True
+    assert device.poll(event)
+    assert event.event.synchronized == int(sanitizing)

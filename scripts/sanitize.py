@@ -1,0 +1,197 @@
+"""Watch the GPU tests with torch's CUDA sanitizer and a small run with compute-sanitizer, and sum up what they report.
+
+    python scripts/sanitize.py                         both; logs go to sanitize/
+    python scripts/sanitize.py --only csan -- -k exact     what follows -- goes to pytest
+    python scripts/sanitize.py --read sanitize/csan.log    sum up a log again
+
+One invariant: every report is in the summary, under the two operations, the engine's own frames in their stacks and the tests that it came
+from; exit status 1 if one of them touches the engine outside a test that leaves an edge out.
+
+What the first (TORCH_CUDA_SANITIZER=1, torch/cuda/_sanitizer.py) sees: pairs of dispatched operations on device memory of one address, from
+two streams, that no event, wait or synchronisation orders. So, of the engine's edges (offload/transfer/engine.py):
+
+    spill, allocate, read   seen: kernels on both sides, on device memory that is alive
+    restore, reuse          not seen: the bytes are in host memory, which it does not follow
+    settle, abandon         not seen: it forgets an address when the allocator's block is freed
+
+Expected reports, and why each is none of the engine's:
+
+    tests/gpu/test_races.py, test_without_its_edge_*   a hazard, on purpose: the edge is left out. spill, allocate and read report, and the
+                                                       test fails there, since a report ends it before it can compare bytes
+    torch.empty(0) on two streams                      none: a tensor without bytes goes by its Python id, which a later one may get
+
+Two reports would have been false and are avoided where the engine makes them (offload/device/sanitizer.py): an event that a poll found
+passed (the sanitizer sees no query), and a tensor made over bytes that are there (`set_` counts as a kernel that writes them).
+tests/property/test_sanitizer.py runs the same sanitizer over simulated lanes.
+
+The second (compute-sanitizer --tool memcheck) sees accesses outside an allocation, by kernel. It needs a device that allows debugging.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+ON_PURPOSE = "test_without_its_edge_"
+TOO_LONG = ("test_soak.py", "test_overlap.py", "test_composition.py")
+"""Two thousand steps, figures of time, and ranks of their own: nothing in them that the others do not do."""
+SMALL = ("tests/gpu/test_transfer.py", "tests/gpu/test_exact.py", "-k", "all_dtypes or (each_group_alone and core_attn)")
+"""All dtypes and layouts there and back, and a few steps of a transformer: memcheck makes kernels slower by a factor of ten and more."""
+COMPUTE_SANITIZER = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
+
+PACKAGES = ("offload", "parallel", "moe", "tests")
+TEST = re.compile(r"^(?P<test>tests/\S+?\.py::\S+(?: [^\[\]]*\])?)")
+ACCESS = re.compile(r"^(?:Access|Previous access) by stream (?P<stream>\d+) during kernel:$")
+FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$')
+
+
+class Access(NamedTuple):
+    """One side of a report. frames: the innermost ones of this repository, as path:function."""
+
+    stream: str
+    operator: str
+    kind: str
+    frames: tuple[str, ...]
+
+    @property
+    def of_engine(self) -> bool:
+        return any(frame.startswith("offload/") for frame in self.frames)
+
+    def __str__(self) -> str:
+        return f"{self.operator} {self.kind} ({' < '.join(self.frames[:3]) or 'no frame of this repository'})"
+
+
+class Report(NamedTuple):
+    test: str
+    now: Access
+    before: Access
+
+    @property
+    def on_purpose(self) -> bool:
+        return ON_PURPOSE in self.test
+
+    @property
+    def of_engine(self) -> bool:
+        return self.now.of_engine or self.before.of_engine
+
+
+def reports_in(lines: Sequence[str]) -> Iterator[Report]:
+    """What torch's sanitizer printed into the output of `pytest -v -s`, with the test under way."""
+    test = "before the first test"
+    accesses: list[Access] = []
+    at = 0
+    while at < len(lines):
+        if found := TEST.match(lines[at]):
+            test = found["test"]
+        if (found := ACCESS.match(lines[at])) and at + 2 < len(lines):
+            operator, kind = lines[at + 1].strip().split("(")[0], lines[at + 2].strip()
+            end = next((number for number in range(at + 3, len(lines)) if not _is_of_stack(lines[number])), len(lines))
+            accesses.append(Access(found["stream"], operator, kind, tuple(_own_frames(lines[at + 3 : end]))))
+            at = end
+            if len(accesses) == 2:
+                yield Report(test, *accesses)
+                accesses.clear()
+            continue
+        at += 1
+
+
+def _is_of_stack(line: str) -> bool:
+    return not line.strip() or line.startswith((" ", "With stack trace:"))
+
+
+def _own_frames(lines: Sequence[str]) -> list[str]:
+    """Innermost first, each function once."""
+    frames = [found for line in lines if (found := FRAME.match(line))]
+    own: dict[str, None] = {}
+    for found in reversed(frames):
+        start = max(found["path"].rfind(f"/{package}/") for package in PACKAGES)
+        if start >= 0:
+            own[f"{found['path'][start + 1 :]}:{found['name']}"] = None
+    return list(own)
+
+
+def summary_of(reports: Sequence[Report]) -> list[str]:
+    """A line for each kind of report, most frequent first."""
+    counts = Counter((report.on_purpose, report.of_engine, str(report.now), str(report.before)) for report in reports)
+    tests: dict[tuple[bool, bool, str, str], dict[str, None]] = {}
+    for report in reports:
+        tests.setdefault((report.on_purpose, report.of_engine, str(report.now), str(report.before)), {})[report.test] = None
+    lines = []
+    for key, count in counts.most_common():
+        on_purpose, of_engine, now, before = key
+        whose = "edge left out on purpose" if on_purpose else "TOUCHES THE ENGINE" if of_engine else "not of the engine"
+        lines += [f"{count} x {whose}", f"    {now}", f"    after {before}", f"    in {', '.join(list(tests[key])[:3])}"]
+    unexplained = sum(report.of_engine and not report.on_purpose for report in reports)
+    return [*lines, f"torch's sanitizer: {len(reports)} reports, {unexplained} of them touch the engine and are not made on purpose"]
+
+
+def run(command: Sequence[str], log: Path, **environment: str) -> list[str]:
+    """Run it from the repository root; its output goes to `log` and is returned."""
+    print(f"{' '.join(command)} > {log}", flush=True)
+    changed = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}  # unbuffered: a report must stand behind the name of its test
+    with log.open("w") as output:
+        subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=changed, check=False)
+    return log.read_text(errors="replace").splitlines()
+
+
+def run_csan(folder: Path, arguments: Sequence[str]) -> list[str]:
+    ignored = [f"--ignore=tests/gpu/{name}" for name in TOO_LONG]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-s", "--tb=line", "tests/gpu", *ignored, *arguments]
+    return run(command, folder / "csan.log", TORCH_CUDA_SANITIZER="1")
+
+
+def run_memcheck(folder: Path) -> tuple[list[str], bool]:
+    """(lines of summary, whether it was clean or could not be run)."""
+    tool = next((found for name in COMPUTE_SANITIZER if (found := shutil.which(name))), None)
+    if tool is None:
+        return [f"compute-sanitizer: not run, none of {', '.join(COMPUTE_SANITIZER)} is here; it comes with CUDA's toolkit"], True
+    command = [tool, "--tool", "memcheck", "--print-limit", "20", "--error-exitcode", "9"]
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-x", *SMALL]
+    # without the caching allocator's pool every tensor is an allocation of its own, so that an access past its end is seen
+    lines = run([*command, *tests], folder / "memcheck.log", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    return memcheck_summary(lines)
+
+
+def memcheck_summary(lines: Sequence[str]) -> tuple[list[str], bool]:
+    if any("Device not supported" in line for line in lines):
+        return ["compute-sanitizer: not run, this device does not allow debugging"], True
+    totals = [line for line in lines if "ERROR SUMMARY" in line]
+    kinds = Counter(line.split("=========")[-1].strip() for line in lines if re.search(r"========= (Invalid|Program hit|Leaked)", line))
+    said = [f"    {count} x {kind}" for kind, count in kinds.most_common()]
+    if not totals:
+        return [*said, "compute-sanitizer: it ended without a summary; read the log"], False
+    return [*said, f"compute-sanitizer: {totals[-1].split('=========')[-1].strip()}"], "SUMMARY: 0 errors" in totals[-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the GPU tests under torch's CUDA sanitizer, and a few under compute-sanitizer.")
+    parser.add_argument("--only", choices=("csan", "memcheck"), help="one of the two")
+    parser.add_argument("--read", type=Path, metavar="LOG", help="sum up a log of the first instead of running anything")
+    parser.add_argument("--out", type=Path, default=ROOT / "sanitize", metavar="DIR", help="where logs go (default: sanitize/)")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    clean = True
+    if arguments.only != "memcheck":
+        lines = arguments.read.read_text().splitlines() if arguments.read else run_csan(arguments.out, arguments.pytest)
+        reports = list(reports_in(lines))
+        print("\n".join([*summary_of(reports), *(line for line in lines[-1:] if "passed" in line or "failed" in line)]))
+        clean = not any(report.of_engine and not report.on_purpose for report in reports)
+    if arguments.only != "csan" and not arguments.read:
+        said, fine = run_memcheck(arguments.out)
+        print("\n".join(said))
+        clean = clean and fine
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
