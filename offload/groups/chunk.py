@@ -152,7 +152,7 @@ class ChunkOffloadHandler:
             self._index = index + 1
             self.begun = True
             group.stays = index in self.stays
-            group.committed = False
+            group.committed = group.sent = False
             group.total_offload_bytes = group.total_tensor_count = 0
             group.saved = SavedGroup(GroupId(self.id, index, name), leaves=self.do_offload and not group.stays)
             self._started.append((name, group))
@@ -219,6 +219,7 @@ class ChunkOffloadHandler:
         if saved is None:
             return  # its forward was begun again in between, or its step has ended
         self.engine.store.commit(saved)
+        group.sent = True
         group.total_offload_bytes = saved.nbytes
         group.total_tensor_count = saved.slots
         if forced and saved.leaves:  # what is to stay is not released either, and that is nobody's mistake

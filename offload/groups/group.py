@@ -21,7 +21,8 @@ class OffloadTensorGroup:
     """One group of a chunk.
 
     total_offload_bytes, total_tensor_count: what was eligible to leave in the last step, one count a storage.
-    stays: the plan keeps it on the device.
+    stays: the plan keeps it on the device. committed: its end was marked. sent: what it saved until then has been sent, which a delayed
+    commit does later.
     """
 
     def __init__(self, name: str, use_cpu_pool: bool | None = None, *, device: Device | None = None) -> None:
@@ -34,6 +35,7 @@ class OffloadTensorGroup:
         self.total_tensor_count = 0
         self.saved: SavedGroup | None = None
         self.committed = False
+        self.sent = False
         self._device = device
         self._tensors: dict[object, torch.Tensor] = {}
         self._offload_event: Event | None = None

@@ -129,10 +129,11 @@ class TransferEngine:
         return limit is not None and self.device_bytes > limit
 
     def adopt(self, record: Record) -> None:
-        """Count a new RESIDENT record, after making room for it."""
+        """Count a new RESIDENT record, after making room for it. It is on the current compute lane unless it says another."""
         self.bury()
         self._make_room(record.nbytes)
-        record.lane = self.device.compute
+        if record.lane is None:
+            record.lane = self.device.compute
         self.counts.saved += 1
         self.resident_bytes += record.nbytes
         self._note_peak()
