@@ -64,8 +64,8 @@ def selective_contexts(keep_ops: Collection[Operator] | Callable[..., Any], *, g
         the SAVE and CPU_OFFLOAD members keep.
     group: where kept outputs belong that are made while no group is open: a group of this name for each checkpointed forward. Inside a
         group they belong to that one. The input of the checkpoint leaves only under `offload_hooks()` around it.
-    Kept outputs follow the plan, the limits and min_offloaded_tensor_size like every saved tensor. Without a current chunk they stay, which is
-    said once, and so is a keep_ops of which nothing is ever called.
+    Kept outputs follow the plan, the limits and min_offloaded_tensor_size like every saved tensor. Without a current chunk they stay, which
+    is said once, and so is a keep_ops of which nothing is ever called.
     Raises ValueError for an operator that writes to its inputs or returns a view. The context_fn raises OffloadError where torch.compile
     traces the checkpoint itself: compile the function inside.
     """
