@@ -86,7 +86,7 @@ def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name(manager: 
 
 def test_an_answer_that_is_none_is_refused(manager: PipelineOffloadManager) -> None:
     init_chunk_handler(None, None, 1)
-    with pytest.raises(ValueError, match=r"the policy answered 'keep' for aten\..*; must be a bool or a torch.utils.checkpoint.CheckpointPolicy"):
+    with pytest.raises(ValueError, match=r"the policy answered 'keep' for aten\..*; must be a bool or"):
         forward(build_blocks(), source(), lambda block, h: kept(block, h, lambda ctx, op, *args, **kwargs: "keep"))
 
 
@@ -120,7 +120,7 @@ def test_a_recompute_that_calls_the_operator_once_more_is_an_error(manager: Pipe
 
     init_chunk_handler(None, None, 1)
     y = kept(body, source() * 1.0)  # type: ignore[arg-type]
-    with pytest.raises(OffloadError, match=r"aten.mm.default was called 1 times in the forward of a checkpointed region and once more in its"):
+    with pytest.raises(OffloadError, match=r"aten.mm.default was called 1 times in the forward of a checkpointed region and once more"):
         y.sum().backward()
 
 
