@@ -66,9 +66,8 @@ def two_lanes(device: SimDevice) -> None:
         beside = torch.sin(x)  # is saved, and so the product leaves
         device.wait(first, device.record(side), "joined by the model")
         device.note_read(first, product)
-        made = (beside * product).tanh()
         device.wait(side, device.record(first), "given back by the model")  # its bytes are the side lane's
-        return made
+        return (beside * product).tanh()
 
     run(device, body)
 
