@@ -46,7 +46,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", choices=[*DEFAULT_ROWS, "all"], default="all", help='"all" is W1 and W2')
     parser.add_argument("--rows", help=f"comma-separated, of {', '.join(ROWS)}; nothing is always run first, for the ratios")
     parser.add_argument(
-        "--device-limit-gb", help="comma-separated GB of 1e9 for ours_all and ours_selective, a row each; 0 is no limit (W1: 3; W2: 50,40,32,22)"
+        "--device-limit-gb",
+        help=f"comma-separated GB of 1e9 for {' and '.join(LIMITED_ROWS)}, a row each; 0 is no limit (W1: 3; W2: 50,40,32,22)",
     )
     parser.add_argument(
         "--limit-means",

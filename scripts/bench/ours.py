@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -199,8 +198,9 @@ class OursBlockInputs(Ours):
 class OursSelective(OursBlockInputs):
     """Each block checkpointed, matrix products and attention kept; what is kept and the block's input leave, in a group a block.
 
-    chunk_bytes: what a forward saves, by a probe of one block. bound_cap_bytes: the cap that the bound is computed with. While a block runs
-    backward, all that its recompute saves is autograd's and not the engine's, so the engine is given less of a total limit; the bound is not.
+    chunk_bytes: what a forward saves, by a probe of one block. bound_cap_bytes: the cap that the bound is computed with. While a block
+    runs backward, all that its recompute saves is autograd's and not the engine's, so the engine gets less of a total limit; the bound
+    does not.
     """
 
     def __init__(self, context: RowContext) -> None:
