@@ -65,7 +65,8 @@ def selective_contexts(keep_ops: Collection[Operator] | Callable[..., Any], *, g
     group: where kept outputs belong that are made while no group is open: a group of this name for each checkpointed forward. Inside a
         group they belong to that one. The input of the checkpoint leaves only under `offload_hooks()` around it.
     Kept outputs follow the plan, the limits and min_offloaded_tensor_size like every saved tensor. Without a current chunk they stay, which
-    is said once, and so is a keep_ops of which nothing is ever called.
+    is said once, and so is a keep_ops of which nothing is ever called. What a recompute has read is autograd's until its node has run, like
+    what it recomputes: a region's worth outside device_limit_bytes.
     Raises ValueError for an operator that writes to its inputs or returns a view. The context_fn raises OffloadError where torch.compile
     traces the checkpoint itself: compile the function inside.
     """
@@ -205,7 +206,7 @@ class _ForwardMode(_Mode):
         self._waiting: tuple[tuple[Operator, int], KeptCall, KeptScope | None] | None = None  # for a save to come after it
         self._pair: torch.autograd.graph.saved_tensors_hooks | None = None
         self._matched: set[str] = set()
-        self._called: dict[str, None] = {}  # in the order of their first calls
+        self._called: dict[Operator, None] = {}  # in the order of their first calls
 
     def __enter__(self) -> _ForwardMode:
         self._region.begin()
@@ -233,7 +234,8 @@ class _ForwardMode(_Mode):
             self._pass_on()
         region, keep = self._region, self._region.keep
         region.end()
-        region.manager.keep_report.region(keep.key, keep.names, self._matched, self._called)
+        if torch._C._current_graph_task_id() == -1:  # else an outer recompute runs this forward again
+            region.manager.keep_report.region(keep.key, keep.names, self._matched, map(str, self._called))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
@@ -241,7 +243,7 @@ class _ForwardMode(_Mode):
         if region.engine.at_work():
             return func(*args, **kwargs)
         if not self._matched:
-            self._called[str(func)] = None
+            self._called[func] = None
         if not region.keep.numbers(func):
             return func(*args, **kwargs)
         random = RandomStep.start(func, args, kwargs)

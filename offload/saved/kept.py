@@ -143,7 +143,7 @@ class KeptCall:
         """Give the outputs to `pack`. What was changed in place since stays as it is, for the read to say so. Returns the records made."""
         with sharing_versions():
             for position, leaf in enumerate(self._leaves):
-                if isinstance(leaf, Passed) and leaf.version == leaf.tensor._version:
+                if isinstance(leaf, Passed) and leaf.version is not None and leaf.version == leaf.tensor._version:
                     if self._collective:  # its lane writes the output until somebody waits, and a copy must not read it before
                         torch.ops._c10d_functional.wait_tensor(leaf.tensor)
                     self._leaves[position] = pack(leaf.tensor)
@@ -161,12 +161,16 @@ class KeptCall:
                 "the region did not call the same operators in the same order; make it repeat itself, or take the operator off keep_ops"
             )
         with sharing_versions():
-            leaves = [unpack(leaf) if isinstance(leaf, (Handle, Passed, WrapperHandle)) else leaf for leaf in self._leaves]
-            # a tensor that stays is kept for the next read too, and autograd makes what a call returns part of its graph
-            leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            leaves = [_given(leaf, unpack) for leaf in self._leaves]
         if self._random is not None:
             self._random.skip()
         return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)
+
+
+def _given(leaf: Any, unpack: Callable[[Any], torch.Tensor]) -> Any:
+    if isinstance(leaf, Passed):  # kept for the next read too, and autograd makes what a call returns a part of its graph
+        return leaf.read().detach()
+    return unpack(leaf) if isinstance(leaf, (Handle, WrapperHandle)) else leaf
 
 
 def _handles(packed: Any) -> Iterator[Handle]:

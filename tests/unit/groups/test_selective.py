@@ -103,6 +103,30 @@ def test_a_second_backward_over_a_retained_graph_gives_the_same_bits(call: Call,
     assert_empty(manager)
 
 
+def test_what_stays_in_the_regions_keeping_is_given_again_as_a_tensor_of_its_own(manager: PipelineOffloadManager) -> None:
+    """A backward that keeps its recompute's graph (create_graph) must not find the next one's output in it."""
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    given: list[Tensor] = []
+
+    def body(x: Tensor) -> Tensor:
+        h = x @ weight
+        given.append(h)
+        return h.sin().tanh()
+
+    init_chunk_handler(None, None, 10**6)  # elements: too small to leave
+    x = source()
+    y = kept(body, x)  # type: ignore[arg-type]
+    first, second = (torch.autograd.grad(y.sum(), [x], create_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    forwards, once, twice = given
+    assert len({id(forwards), id(once), id(twice)}) == 3
+    assert forwards.data_ptr() == once.data_ptr() == twice.data_ptr()
+    assert once.grad_fn is not twice.grad_fn
+    plain_x = source()
+    (expected,) = torch.autograd.grad(torch.autograd.grad(body(plain_x).sum(), [plain_x], create_graph=True)[0].sum(), [plain_x])
+    assert torch.equal(expected, torch.autograd.grad(first.sum(), [x])[0])
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 @CALLS
 def test_the_two_halves_of_a_split_backward_both_find_what_was_kept(call: Call, executor: ExecutorName) -> None:
