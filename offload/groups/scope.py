@@ -37,12 +37,12 @@ class GroupScope:
 class KeptScope:
     """Takes what an operator made while `group` was open, though by now the group may be committed and sent: the rest is sent after it.
 
-    lane: the compute lane that the operator ran on.
+    lane: the compute lane that the operator ran on; None for the current one at the save.
     """
 
     __slots__ = ("_engine", "_group", "_handler", "_lane", "_saved")
 
-    def __init__(self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup, lane: Lane) -> None:
+    def __init__(self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup, lane: Lane | None) -> None:
         self._engine = engine
         self._handler = handler
         self._group = group
@@ -56,7 +56,8 @@ class KeptScope:
         group, saved = self._group, self._saved
         if saved is None or group.saved is not saved or not self._handler.do_offload:
             return None  # of a step that has ended since
-        handle = self._engine.store.save(tensor, self._handler.saved, saved, self._lane)
-        if group.sent:
-            self._handler.on_group_commit_forward(group=group)
+        with torch._C._DisableTorchDispatch():  # the region's dispatch mode would only hand on, at 10 microseconds a call
+            handle = self._engine.store.save(tensor, self._handler.saved, saved, self._lane)
+            if group.sent:
+                self._handler.on_group_commit_forward(group=group)
         return handle

@@ -14,8 +14,17 @@ One invariant: keeping changes time and memory, never a bit. What was kept is wh
 #      autograd's own reads. A second pass (retain_graph, a split backward) finds everything where the first one did.
 #   5. The last node of the region dies, with it the recompute's contexts, their calls, handles and records. No release waits for a read.
 #
-# Lanes: step 2 comes later than the call, maybe under another lane. The record is given the operator's lane, so that [Order: spill] of
-# transfer/engine.py waits for what wrote the output; proof: tests/property/test_selective_edges.py. Nothing else crosses lanes here.
+# [Order: operator]
+# hazard  RAW: `d2h` copies an output that its operator's lane is still writing; step 2 may come while another compute lane is current.
+# edge    the record gets the operator's lane, and [Order: spill] of transfer/engine.py waits for that one.
+# alive   the call that waits, then the record and its Transfer.
+# proof   tests/property/test_selective_edges.py
+#
+# [Order: collective]
+# hazard  RAW: `d2h` copies what a functional collective is still writing, on a lane of its own.
+# edge    step 2 makes the current compute lane wait for the collective, and the record gets that lane.
+# alive   as above; the collective's own work holds its output until then.
+# proof   tests/integration/test_selective.py, a kept collective
 """
 
 from __future__ import annotations
@@ -30,6 +39,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from offload.device import Lane
 from offload.errors import OffloadError
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.manager import PipelineOffloadManager
@@ -158,15 +168,15 @@ class _Region:
         elif manager.do_offload and manager.cur_forward_chunk() is None and torch._C._current_graph_task_id() == -1:
             manager.keep_report.no_chunk()
 
-    def scope(self) -> KeptScope | None:
-        """Where an output belongs that is made now."""
+    def scope(self, lane: Lane | None) -> KeptScope | None:
+        """Where an output belongs that is made now, on `lane`; None: on the lane that is current when it leaves."""
         handler = self._handler
         if handler is None or handler.saved is not self._chunk:
             return None
         open_group = handler.innermost_open()
         if open_group is None:
             open_group = self._own = handler.on_group_start_forward(self._group)
-        return KeptScope(self.engine, handler, open_group, self.engine.device.compute)
+        return KeptScope(self.engine, handler, open_group, lane)
 
     def leave(self, call: KeptCall, scope: KeptScope) -> None:
         with self.engine.lock:
@@ -255,7 +265,8 @@ class _ForwardMode(_Mode):
             self._matched.add(str(func) if region.keep.policy is None else region.keep.names[0])
             with region.engine.lock:
                 call = KeptCall(func, number, args, kwargs, output, RandomStep.end(random))
-                self._waiting = ((func, number), call, region.scope())
+                lane = None if call.is_collective else region.engine.device.compute
+                self._waiting = ((func, number), call, region.scope(lane))
         return output
 
     def _pass_on(self) -> None:

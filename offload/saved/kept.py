@@ -124,7 +124,7 @@ def _random_state(device: torch.device) -> torch.Tensor | None:
 class KeptCall:
     """The outputs of one call. They stay on the device, in its keeping, until `leave` gives them to an engine."""
 
-    __slots__ = ("_collective", "_leaves", "_make", "_random", "_spec", "name")
+    __slots__ = ("_leaves", "_make", "_random", "_spec", "is_collective", "name")
 
     def __init__(self, operator: Operator, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, random: Any) -> None:
         self.name = f"call {number} of {operator}"
@@ -137,14 +137,14 @@ class KeptCall:
         else:
             leaves, self._spec = tree_flatten(outputs)
         self._leaves = [Passed(alias_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._collective = isinstance(operator, OpOverload) and operator.namespace == _COLLECTIVES
+        self.is_collective = isinstance(operator, OpOverload) and operator.namespace == _COLLECTIVES
 
     def leave(self, pack: Callable[[torch.Tensor], Any]) -> list[Record]:
         """Give the outputs to `pack`. What was changed in place since stays as it is, for the read to say so. Returns the records made."""
         with sharing_versions():
             for position, leaf in enumerate(self._leaves):
                 if isinstance(leaf, Passed) and leaf.version is not None and leaf.version == leaf.tensor._version:
-                    if self._collective:  # its lane writes the output until somebody waits, and a copy must not read it before
+                    if self.is_collective:
                         torch.ops._c10d_functional.wait_tensor(leaf.tensor)
                     self._leaves[position] = pack(leaf.tensor)
         return [handle.record for leaf in self._leaves for handle in _handles(leaf)]
