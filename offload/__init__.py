@@ -43,6 +43,7 @@ from offload.groups.interface import (
     step_end,
 )
 from offload.groups.manager import PipelineOffloadManager
+from offload.groups.selective import selective_contexts
 from offload.memory.size_class_pool import CPUSpillBackend
 from offload.memory.tensor_pool import GPUTensorPool, TensorPool
 from offload.telemetry.records import StepStats
@@ -84,5 +85,6 @@ __all__ = [
     "offload_hooks",
     "print_offload_summary_table",
     "reset",
+    "selective_contexts",
     "step_end",
 ]

@@ -83,6 +83,10 @@ class OffloadEngine:
         for reader in self._readers:
             reader(handle)
 
+    def at_work(self) -> bool:
+        """Whether the calling thread is inside a call of the engine: what it computes now is the engine's, and no model's."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # what threading.Condition asks of a lock
+
     # -- set up -----------------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
         """Pin until at least `nbytes` are held, and measure the link once. Blocks the host for about nbytes / 17 GB/s, and 30 ms.

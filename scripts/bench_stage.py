@@ -46,7 +46,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", choices=[*DEFAULT_ROWS, "all"], default="all", help='"all" is W1 and W2')
     parser.add_argument("--rows", help=f"comma-separated, of {', '.join(ROWS)}; nothing is always run first, for the ratios")
     parser.add_argument(
-        "--device-limit-gb", help="comma-separated GB of 1e9 for ours_all, a row each; 0 is no limit (W1: 3; W2: 50,40,32,22)"
+        "--device-limit-gb",
+        help=f"comma-separated GB of 1e9 for {' and '.join(LIMITED_ROWS)}, a row each; 0 is no limit (W1: 3; W2: 50,40,32,22)",
     )
     parser.add_argument(
         "--limit-means",
@@ -170,6 +171,7 @@ def run_workload(args: argparse.Namespace, workload: str, link: dict[str, Any] |
     """Run and print one workload's rows."""
     baseline: dict[str, Any] | None = None
     checkpoint: dict[str, Any] | None = None
+    selective: dict[str, Any] | None = None
     requests = requests_for(args, workload, folder)
     results: list[dict[str, Any]] = record["results"]
     notes: list[str] = []
@@ -187,7 +189,9 @@ def run_workload(args: argparse.Namespace, workload: str, link: dict[str, Any] |
             print(report.header_line())
         if request.row == "checkpoint" and result["status"] == "ok":
             checkpoint = result
-        report.add_bound(result, baseline, link)
+        if request.row == "selective" and result["status"] == "ok":
+            selective = result
+        report.add_bound(result, baseline, link, selective)
         print(report.row_line(result), flush=True)
         notes += report.notes_lines(result, baseline, checkpoint)
         notes += result["lanes"]["text"] if "lanes" in result else []

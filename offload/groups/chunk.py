@@ -153,7 +153,7 @@ class ChunkOffloadHandler:
             self._index = index + 1
             self.begun = True
             group.stays = index in self.stays
-            group.committed = False
+            group.committed = group.sent = False
             group.total_offload_bytes = group.total_tensor_count = 0
             group.slot_bytes = ()
             leaves = self.do_offload and not group.stays
@@ -222,6 +222,7 @@ class ChunkOffloadHandler:
         if saved is None:
             return  # its forward was begun again in between, or its step has ended
         self.engine.store.commit(saved)
+        group.sent = True
         group.total_offload_bytes = saved.nbytes
         group.total_tensor_count = saved.slots
         group.slot_bytes = tuple(sorted(saved.slot_bytes.items()))

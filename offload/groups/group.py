@@ -22,7 +22,8 @@ class OffloadTensorGroup:
 
     total_offload_bytes, total_tensor_count: what was eligible to leave in the last step, one count a storage.
     slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
-    stays: the plan keeps it on the device.
+    stays: the plan keeps it on the device. committed: its end was marked. sent: what it saved until then has been sent, which a delayed
+    commit does later.
     """
 
     def __init__(self, name: str, use_cpu_pool: bool | None = None, *, device: Device | None = None) -> None:
@@ -36,6 +37,7 @@ class OffloadTensorGroup:
         self.slot_bytes: tuple[tuple[int, int], ...] = ()
         self.saved: SavedGroup | None = None
         self.committed = False
+        self.sent = False
         self._device = device
         self._tensors: dict[object, torch.Tensor] = {}
         self._offload_event: Event | None = None

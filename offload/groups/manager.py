@@ -18,6 +18,7 @@ from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler, checked_tensors
 from offload.groups.group import OffloadTensorGroup
+from offload.groups.keep_report import KeepReport
 from offload.groups.plan import PlanSettings, StepPlanner
 from offload.groups.scope import GroupScope
 from offload.groups.tracing import import_compiler, untraced
@@ -55,6 +56,7 @@ class PipelineOffloadManager(ChunkTracker):
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._entered: list[InstalledScope | None] = []
         self._until_commit: list[tuple[str, InstalledScope | None]] = []  # by the name of the group whose commit closes it
+        self.keep_report = KeepReport()
         self._warned_no_group = False
         self._warned_checkpoint = False
 
@@ -217,11 +219,11 @@ class PipelineOffloadManager(ChunkTracker):
             return None
         group = handler.innermost_open()
         if group is not None and inside_checkpoint():
-            if not self._warned_checkpoint:
+            if not self._warned_checkpoint and not self.keep_report.open_regions:
                 self._warned_checkpoint = True
                 logger.warning(
                     "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it saves: nothing of it will leave; "
-                    "put the group around the checkpoint",
+                    "put the group around the checkpoint, or give the checkpoint context_fn=selective_contexts(...)",
                     group.name,
                     handler.id,
                 )
@@ -335,6 +337,7 @@ class PipelineOffloadManager(ChunkTracker):
                 self._cached_forward = list(self._forward_order)
             self._forget_step()
             self._walk = 0
+            self.keep_report.end_step()
         if planned and self.print_summary:
             print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
         return stats

@@ -1,15 +1,16 @@
-"""A hook scope whose tensors belong to one group, fixed when the scope was entered."""
+"""Scopes whose tensors belong to one group, fixed when the scope was entered, or when an operator made the tensor."""
 
 from __future__ import annotations
 
 import torch
 
+from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.group import OffloadTensorGroup
 from offload.saved.store import Handle
 
-__all__ = ["GroupScope"]
+__all__ = ["GroupScope", "KeptScope"]
 
 
 class GroupScope:
@@ -31,3 +32,32 @@ class GroupScope:
         if group.committed or saved is None or group.saved is not saved or not self._handler.do_offload:
             return None  # committed, or of a step that has ended inside the scope
         return self._engine.store.save(tensor, self._handler.saved, saved)
+
+
+class KeptScope:
+    """Takes what an operator made while `group` was open, though by now the group may be committed and sent: the rest is sent after it.
+
+    lane: the compute lane that the operator ran on; None for the current one at the save.
+    """
+
+    __slots__ = ("_engine", "_group", "_handler", "_lane", "_saved")
+
+    def __init__(self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup, lane: Lane | None) -> None:
+        self._engine = engine
+        self._handler = handler
+        self._group = group
+        self._lane = lane
+        self._saved = group.saved
+
+    def min_elements(self) -> int:
+        return self._handler.min_offloaded_tensor_size
+
+    def take(self, tensor: torch.Tensor) -> Handle | None:
+        group, saved = self._group, self._saved
+        if saved is None or group.saved is not saved or not self._handler.do_offload:
+            return None  # of a step that has ended since
+        with torch._C._DisableTorchDispatch():  # the region's dispatch mode would only hand on, at 10 microseconds a call
+            handle = self._engine.store.save(tensor, self._handler.saved, saved, self._lane)
+            if group.sent:
+                self._handler.on_group_commit_forward(group=group)
+        return handle

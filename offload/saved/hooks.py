@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -131,22 +132,33 @@ class SavedTensorHooks:
         if not is_plain(tensor) and is_wrapper(tensor):
             if is_parameter(tensor):  # asked of the wrapper: its members know neither base nor grad_fn
                 return Passed(tensor)
-            return WrapperHandle(tensor, self._pack_member if tensor.is_nested else self.pack)
+            return WrapperHandle(tensor, partial(self._pack_member, self.pack) if tensor.is_nested else self.pack)
         with self._lock:
-            return self._pack_plain(tensor)
+            return self._pack_plain(tensor, [installed.scope for installed in self._scopes])
 
-    def _pack_member(self, tensor: torch.Tensor) -> Any:
+    def pack_for(self, scope: Scope, tensor: torch.Tensor) -> Any:
+        """`pack`, for a tensor that `scope` owns whatever pair is innermost: an operator's output that autograd never saves."""
+        if torch._C._current_graph_task_id() != -1:
+            return Passed(tensor)
+        tensor = waited(tensor)
+        if not is_plain(tensor) and is_wrapper(tensor):
+            pack = partial(self.pack_for, scope)
+            return WrapperHandle(tensor, partial(self._pack_member, pack) if tensor.is_nested else pack)
+        with self._lock:
+            return self._pack_plain(tensor, [scope])
+
+    @staticmethod
+    def _pack_member(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Of a jagged tensor: its offsets stay, because their object is what says that two ragged sizes are the same one."""
-        return self.pack(tensor) if tensor.is_floating_point() else Passed(tensor)
+        return pack(tensor) if tensor.is_floating_point() else Passed(tensor)
 
-    def _pack_plain(self, tensor: torch.Tensor) -> Handle | Passed:
-        scopes = self._scopes
+    def _pack_plain(self, tensor: torch.Tensor, scopes: Sequence[Scope]) -> Handle | Passed:
         if not scopes:
             return Passed(tensor)
-        verdict = judge(tensor, self._device, self._externals, scopes[-1].scope.min_elements())
+        verdict = judge(tensor, self._device, self._externals, scopes[-1].min_elements())
         if verdict is Verdict.ELIGIBLE:
-            for installed in reversed(scopes):
-                handle = installed.scope.take(tensor)
+            for scope in reversed(scopes):
+                handle = scope.take(tensor)
                 if handle is not None:
                     return handle
         elif verdict is Verdict.SUBCLASS and type(tensor) not in self._named_types:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from offload.device import Device
+from offload.device import Device, Lane
 from offload.errors import StaleHandleError
 from offload.ids import ChunkId, GroupId, SlotId
 from offload.saved.coming import ComingReads
@@ -112,9 +112,10 @@ class SavedChunk:
     """The saves of one forward.
 
     readable: its forward is complete, so fetching it back ahead of time makes sense. coming: what a backward will read, in order.
+    noted: records of the latest saves, from `note_saves` to `take_noted`.
     """
 
-    __slots__ = ("coming", "id", "readable", "records", "table", "touches")
+    __slots__ = ("coming", "id", "noted", "readable", "records", "table", "touches")
 
     def __init__(self, chunk_id: ChunkId) -> None:
         self.id = chunk_id
@@ -123,6 +124,7 @@ class SavedChunk:
         self.touches = 0
         self.readable = False
         self.coming = ComingReads([])
+        self.noted: list[weakref.ref[Record]] | None = None
 
     def living(self) -> Iterator[Record]:
         return _alive(self.records)
@@ -132,7 +134,24 @@ class SavedChunk:
         if not self.readable:
             self.readable = True
             self.table.clear()
+            self.noted = None
             self.expect_reverse()
+
+    def note_saves(self) -> None:
+        """Note the saves from here on, until `take_noted`."""
+        self.noted = []
+
+    def take_noted(self) -> list[Record]:
+        """The records of the noted saves, in order."""
+        noted, self.noted = self.noted, None
+        return [] if noted is None else list(_alive(noted))
+
+    def read_together(self, records: Sequence[Record]) -> None:
+        """Where a backward comes to the latest of these saves, it reads them all, first to last: a recompute reads what its forward kept
+        in the forward's order. The coming reads are by touch, latest first, so the first of them gets the latest one."""
+        for record in reversed(records):
+            self.touches += 1
+            record.touch = self.touches
 
     def expect_reverse(self) -> None:
         """The coming reads are the saves in reverse of their latest touch: a whole backward, or an input half."""
@@ -158,8 +177,11 @@ class TensorStore:
         self._blanks: dict[torch.dtype, torch.Tensor] = {}
 
     # -- saving ---------------------------------------------------------------------------------------------------
-    def save(self, tensor: torch.Tensor, chunk: SavedChunk, group: SavedGroup) -> Handle:
-        """Take a plain, eligible tensor into `group`. Its bytes may be on their way when this returns. Blocks the host: never."""
+    def save(self, tensor: torch.Tensor, chunk: SavedChunk, group: SavedGroup, lane: Lane | None = None) -> Handle:
+        """Take a plain, eligible tensor into `group`. Its bytes may be on their way when this returns. Blocks the host: never.
+
+        lane: the compute lane that wrote it; None for the current one.
+        """
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()
         nbytes = tensor.numel() * tensor.element_size()
@@ -171,7 +193,7 @@ class TensorStore:
         record = None if external else self._joinable(chunk, storage._cdata, span, version)
         if record is None:
             stays = whole and group.keeps(group.slots)
-            record = self._new_record(tensor, storage, span, version, chunk, group, stays)
+            record = self._new_record(tensor, storage, span, version, chunk, group, stays, lane)
             record.external = external
             if whole or (span.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * span.nbytes):
                 self._enqueue(record, group)
@@ -180,6 +202,8 @@ class TensorStore:
         record.handles += 1
         record.unread += 1
         record.touch = chunk.touches
+        if chunk.noted is not None:
+            chunk.noted.append(weakref.ref(record))
         group.logical_bytes += nbytes
         if record.views is not None:
             return self._kept(record, tensor)
@@ -227,8 +251,10 @@ class TensorStore:
         chunk: SavedChunk,
         group: SavedGroup,
         stays: bool,
+        lane: Lane | None,
     ) -> Record:
         record = Record(SlotId(group.id, group.slots), span, WeakStorage(storage), self._transfers.estate)
+        record.lane = lane
         group.slots += 1
         record.device_bytes = storage
         record.version = version

@@ -131,9 +131,10 @@ class TransferEngine:
         return limit is not None and self.device_bytes > limit
 
     def adopt(self, record: Record) -> None:
-        """Count a new RESIDENT record, after making room for it."""
+        """Count a new RESIDENT record, after making room for it. It is on the current compute lane unless it says another."""
         self.bury()
-        record.lane = self.device.compute
+        if record.lane is None:
+            record.lane = self.device.compute
         self.resident_bytes += record.nbytes  # first: whatever fails below, a record that dies is counted out
         self._make_room(0)
         self.counts.saved += 1

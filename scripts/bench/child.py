@@ -34,6 +34,7 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "ours_attention": ours.ours_attention,
     "ours_all": ours.Ours,
     "ours_inputs": ours.OursBlockInputs,
+    "ours_selective": ours.OursSelective,
     "trl": peers.TrlRow,
     "trl_inputs": peers.TrlCheckpointRow,
     "megatron_attention": peers.megatron_attention,
@@ -41,10 +42,19 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
 }
 DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
     "W1": ("nothing", "checkpoint", "selective", "save_on_cpu", "ours_attention", "ours_all", "trl", "megatron_attention", "megatron_all"),
-    "W2": ("nothing", "checkpoint", "selective", "ours_attention", "ours_all", "megatron_attention", "megatron_all"),
+    "W2": (
+        "nothing",
+        "checkpoint",
+        "selective",
+        "ours_attention",
+        "ours_all",
+        "ours_selective",
+        "megatron_attention",
+        "megatron_all",
+    ),
     "W3": ("nothing", "checkpoint", "ours_inputs", "trl_inputs"),
 }
-LIMITED_ROWS = ("ours_all",)
+LIMITED_ROWS = ("ours_all", "ours_selective")
 """Rows that run once for each device limit."""
 _SLOW_ROWS = ("save_on_cpu",)
 """Rows whose step takes several times the baseline: five samples tell enough."""
@@ -160,6 +170,8 @@ def _measure(request: RowRequest) -> dict[str, Any]:
         "resident_bytes": context.resident_bytes,
         "reserve_ms": row.reserve_ms,
         "saved_limit_bytes": getattr(row, "limit_bytes", None),
+        "bound_cap_bytes": getattr(row, "bound_cap_bytes", getattr(row, "limit_bytes", None)),
+        "chunk_bytes": getattr(row, "chunk_bytes", None),
         "moves_all_groups": row.moves_all_groups,
         "notes": row.notes,
         "shape": asdict(work.shape),

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from bench.rows import GB, Pinned, Row, RowContext, RowOptions, SkippedError, checkpointed, stack_call
+from bench.rows import GB, Pinned, Row, RowContext, RowOptions, SkippedError, checkpointed, kept_operators, stack_call
 from bench.workload import ATTENTION_GROUPS, BLOCK_INPUT, GROUPS, Marks, live_peak_chunks
 
-__all__ = ["STAT_FIELDS", "OurMarks", "Ours", "OursBlockInputs", "host_reserve_bytes", "ours_attention", "saved_limit_bytes"]
+__all__ = [
+    "STAT_FIELDS",
+    "OurMarks",
+    "Ours",
+    "OursBlockInputs",
+    "OursSelective",
+    "host_reserve_bytes",
+    "ours_attention",
+    "probe_kept_bytes",
+    "saved_limit_bytes",
+]
 
 STAT_FIELDS = (
     "step",
@@ -80,10 +92,13 @@ class Ours(Row):
         super().__init__(context)
         self.moves_all_groups = groups == GROUPS
         self.groups = groups
-        self.limit_bytes = saved_limit_bytes(context.options, context.resident_bytes)
+        self.limit_bytes = self._saved_limit_bytes()
         self.marks: Marks = OurMarks()
         self.manager = self._configure()
         self._mark_stack()
+
+    def _saved_limit_bytes(self) -> int | None:
+        return saved_limit_bytes(self.context.options, self.context.resident_bytes)
 
     def _mark_stack(self) -> None:
         self.context.stack.mark(self.marks, self.groups)
@@ -179,3 +194,70 @@ class OursBlockInputs(Ours):
         with self.marks.hooks():
             y = checkpointed(block, x)
         return self.marks.commit(y, BLOCK_INPUT)
+
+
+class OursSelective(OursBlockInputs):
+    """Each block checkpointed, matrix products and attention kept; what is kept and the block's input leave, in a group a block.
+
+    chunk_bytes: what a forward saves, by a probe of one block. bound_cap_bytes: the cap that the bound is computed with. While a block
+    runs backward, all that its recompute saves is autograd's and not the engine's, so the engine gets less of a total limit; the bound
+    does not.
+    """
+
+    def __init__(self, context: RowContext) -> None:
+        self._kept = kept_operators()
+        self._block_bytes = probe_kept_bytes(context, self._kept)
+        self.chunk_bytes = self._block_bytes * context.workload.shape.layers
+        self.bound_cap_bytes = saved_limit_bytes(context.options, context.resident_bytes)
+        super().__init__(context)
+        import offload
+
+        self._context_fn = offload.selective_contexts(self._kept)
+
+    def _saved_limit_bytes(self) -> int | None:
+        options = self.context.options
+        recomputed_bytes = sum(group.nbytes for group in self.context.layer_bytes.values())
+        options = replace(options, working_set_bytes=options.working_set_bytes + recomputed_bytes)
+        return saved_limit_bytes(options, self.context.resident_bytes)
+
+    def _movable_layer_bytes(self) -> int:
+        return self._block_bytes
+
+    def _block(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.marks.start(x, BLOCK_INPUT)
+        with self.marks.hooks():
+            y = checkpoint(block, x, use_reentrant=False, context_fn=self._context_fn)
+        return self.marks.commit(y, BLOCK_INPUT)
+
+
+class _KeptBytes(TorchDispatchMode):
+    """Counts outputs of `operators` after which autograd still saves something: those that a recompute reads."""
+
+    def __init__(self, operators: frozenset[Any], min_elements: int) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._operators = operators
+        self._min_elements = min_elements
+        self._latest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in self._operators:
+            tensors = made if isinstance(made, (tuple, list)) else (made,)
+            sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor) and t.numel() >= self._min_elements]
+            self._latest += sum(sizes)
+        return made
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.nbytes, self._latest = self.nbytes + self._latest, 0
+        return tensor
+
+
+def probe_kept_bytes(context: RowContext, operators: frozenset[Any]) -> int:
+    """What one block keeps that may leave, its input included, from one real forward."""
+    x = context.inputs.of(0)
+    min_elements = context.options.min_elements or 1 << 20
+    count = _KeptBytes(operators, min_elements)
+    with torch.autograd.graph.saved_tensors_hooks(count.saved, lambda kept: kept), count:
+        context.stack.blocks[0](x)
+    return count.nbytes + (x.numel() * x.element_size() if x.numel() >= min_elements else 0)

@@ -171,6 +171,35 @@ OPS: dict[str, Callable[[Tensor, Tensor, list[Tensor]], Tensor]] = {
     "checkpoint": lambda x, y, w: checkpoint(lambda p, q: torch.tanh(p * q) @ w[0], x, y, use_reentrant=False),
     "long": lambda x, y, w: torch.sigmoid(x @ w[1]).view(2 * ROWS, COLUMNS)[::2],
 }
+aten = torch.ops.aten
+KEEP_OPS = frozenset({aten.mm.default, aten.exp.default, aten.native_dropout.default, aten.rand_like.default})
+
+
+def _region_random(x: Tensor, y: Tensor, w: list[Tensor], said: Plain) -> Tensor:
+    """Numbers that are kept between numbers that are not; nothing but the region's first state may decide what they are."""
+    x = x * torch.bernoulli(torch.full_like(x, 0.5))
+    x, _ = torch.native_dropout(x * y, 0.5, True)
+    return torch.sigmoid(x * torch.bernoulli(torch.full_like(x, 0.5))) * torch.rand_like(x)
+
+
+def _region(x: Tensor, y: Tensor, w: list[Tensor], said: Plain) -> Tensor:
+    return torch.tanh(torch.sigmoid(x @ w[0]).mul(y)) @ w[0] + x
+
+
+def _region_nested(x: Tensor, y: Tensor, w: list[Tensor], said: Plain) -> Tensor:
+    """Regions inside the region, the second with an input that takes a kept operator to make."""
+    first = said.region(_region, x, y, w, said)
+    return torch.sigmoid(said.region(_region, torch.tanh(x @ w[0]), first, w, said) @ w[0]) * y
+
+
+# Checkpointed; with offloading the outputs of KEEP_OPS are kept and leave.
+REGIONS: dict[str, Callable[[Tensor, Tensor, list[Tensor], Plain], Tensor]] = {
+    "region": _region,
+    "region_wide": lambda x, y, w, said: (torch.sin(x @ w[2]).view(-1, COLUMNS) @ w[0])[::4].exp().clamp(max=9.0).tanh() * y,
+    "region_head": lambda x, y, w, said: (x @ w[1])[:, :COLUMNS].sin() @ w[0],
+    "region_random": _region_random,
+    "region_nested": _region_nested,
+}
 # a branch that never runs backward: dropped at once, or with the chunk; or with the chunk, and what it saved is written again
 DEAD = ("dead", "kept", "rewritten")
 
@@ -208,6 +237,10 @@ class Plain:
 
     def hooks(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def region(self, body: Callable[..., Tensor], *values: Any) -> Tensor:
+        found: Tensor = checkpoint(body, *values, use_reentrant=False)
+        return found
 
     def lane_of(self, microbatch: int) -> int:
         return 0
@@ -291,6 +324,10 @@ class Offloaded(Plain):
     def hooks(self) -> AbstractContextManager[Any]:
         return offload.offload_hooks()
 
+    def region(self, body: Callable[..., Tensor], *values: Any) -> Tensor:
+        found: Tensor = checkpoint(body, *values, use_reentrant=False, context_fn=offload.selective_contexts(KEEP_OPS))
+        return found
+
     def lane_of(self, microbatch: int) -> int:
         return microbatch % len(self.lanes)
 
@@ -336,7 +373,11 @@ def run_nodes(nodes: tuple[Any, ...], values: Values, weights: list[Tensor], sai
                 if node.kind == "rewritten":
                     values.append(said.computed(branch.add_(y).tanh_()))
                 continue
-            values.append(said.computed(OPS[node.kind](x, y, weights)))
+            if node.kind in REGIONS:
+                torch.manual_seed(node.a + 4 * node.b)  # the same numbers in every run
+                values.append(said.computed(said.region(REGIONS[node.kind], x, y, weights, said)))
+            else:
+                values.append(said.computed(OPS[node.kind](x, y, weights)))
         elif isinstance(node, Say):
             said.say(node.what)
         elif isinstance(node, Group):

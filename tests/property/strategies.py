@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from offload import OffloadConfig
-from tests.property.programs import DEAD, NBYTES, NUMEL, OPS, ActionKey, Group, Op, Overlap, Program, Say, Settings, Step
+from tests.property.programs import DEAD, NBYTES, NUMEL, OPS, REGIONS, ActionKey, Group, Op, Overlap, Program, Say, Settings, Step
 
 NAMES = st.sampled_from(["attn", "mlp", "norm"])
 STYLES = ("gpipe", "1f1b", "lifo", "zero-bubble", "random")
@@ -21,7 +21,7 @@ STYLES = ("gpipe", "1f1b", "lifo", "zero-bubble", "random")
 
 @cache
 def _ops() -> st.SearchStrategy[Op]:
-    return st.builds(Op, st.sampled_from([*OPS, *DEAD]), st.integers(0, 3), st.integers(0, 3))
+    return st.builds(Op, st.sampled_from([*OPS, *REGIONS, *REGIONS, *DEAD]), st.integers(0, 3), st.integers(0, 3))
 
 
 def _around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -84,7 +84,7 @@ def test_thousands_of_schedules(program: Program) -> None:
 # What is fetched ahead and then not read, or read again later, costs link time that a fetch on demand does not. Here neither happens: every
 # operation takes the last value, so no branch is dead, and none reads twice.
 ONCE = [kind for kind in OPS if kind not in ("twice", "views", "sparse_head", "in_forward", "penalty", "checkpoint")]
-CALM = models(st.builds(Op, st.sampled_from(ONCE), st.just(0), st.integers(0, 3)), flips=False)
+CALM = models(st.builds(Op, st.sampled_from([*ONCE, "region", "region_wide", "region_head"]), st.just(0), st.integers(0, 3)), flips=False)
 
 
 @st.composite

@@ -236,6 +236,30 @@ def test_our_rows_give_the_gradients_of_nothing(name: str, groups: tuple[str, ..
         assert left > 0
 
 
+@pytest.mark.parametrize("name", ["W1", "W2"])
+def test_our_selective_row_gives_the_gradients_of_nothing_and_saves_what_it_foretold(name: str) -> None:
+    reference = prints_of(rows.Nothing(context_of(name)))
+    with rows.opened(ours.OursSelective(context_of(name, min_elements=1, saved_limit_bytes=200_000))) as row:
+        assert isinstance(row, ours.OursSelective)
+        forwards = len(row.context.workload.actions) // 2
+        saved: list[int] = []
+        adopt = row.manager.engine.transfers.adopt
+        row.manager.engine.transfers.adopt = lambda record: (saved.append(record.nbytes), adopt(record))[1]
+        for _ in range(2):
+            saved.clear()
+            assert gradients.compare(reference, prints_of(row))["verdict"] == "bitwise"
+            assert sum(saved) == row.chunk_bytes * forwards
+            assert row.stats()["spilled"] > 0
+
+
+def test_our_selective_row_leaves_room_for_what_a_block_recomputes_and_its_bound_does_not() -> None:
+    context = context_of("W1", min_elements=1, total_limit_bytes=400_000, working_set_bytes=50_000)
+    block_bytes = sum(group.nbytes for group in context.layer_bytes.values())
+    with rows.opened(ours.OursSelective(context)) as row:
+        assert isinstance(row, ours.OursSelective)
+        assert (row.bound_cap_bytes, row.limit_bytes) == (350_000, 350_000 - block_bytes)
+
+
 class _Identity(torch.autograd.Function):
     """A mark as the engine makes them: a node of its own in the graph."""
 
@@ -369,6 +393,21 @@ def test_w2_bounds_are_those_of_the_published_program(total_gb: int, published: 
     result = result_of(saved_limit_bytes=int((total_gb - 9) * 1e9))
     report.add_bound(result, baseline, link)
     assert result["bound_ms"] / 3194 == pytest.approx(published, abs=0.02)  # how the step splits into passes is not published
+
+
+def test_the_bound_of_a_selective_row_has_its_bytes_and_the_recompute_in_its_backwards() -> None:
+    pytest.importorskip("scipy")
+    baseline, selective = baseline_of("W2", 3194.0), baseline_of("W2", 3243.0) | {"row": "selective"}
+    link = {"d2h": 55.2e9, "h2d": 55.1e9, "duplex_d2h": 50.75e9, "duplex_h2d": 50.75e9}
+    fields = {"row": "ours_selective", "moves_all_groups": False, "chunk_bytes": 14_100_000_000, "saved_limit_bytes": 10_000_000_000}
+    result = result_of(**fields, bound_cap_bytes=13_000_000_000)
+    report.add_bound(result, baseline, link, selective)
+    assert result["bound_ms"] / 3194 == pytest.approx(1.10, abs=0.02)
+    assert result["over_baseline"] == pytest.approx(4000 / 3194)
+    assert "a forward saves 14.10 GB; compute of the row selective, 3243 ms" in result["bound_of"]
+    alone = result_of(**fields, bound_cap_bytes=13_000_000_000)
+    report.add_bound(alone, baseline, link)
+    assert "bound_ms" not in alone
 
 
 def test_a_row_that_did_not_run_is_printed_with_its_reason() -> None:

@@ -1,0 +1,82 @@
+"""What was asked of selective checkpoints and does not happen, said once.
+
+One invariant: it only listens; nothing asks it whether something may be kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable
+
+__all__ = ["KeepReport"]
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 12  # operators that a message lists at most
+
+
+class _Asked:
+    """One set of operators, or one policy."""
+
+    __slots__ = ("called", "matched", "names", "regions", "said")
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.matched: set[str] = set()
+        self.called: dict[str, None] = {}  # as long as nothing matched, in the order of their first calls
+        self.regions = 0
+        self.said = False
+
+
+class KeepReport:
+    """By what was asked for: a set of operators or a policy is one, in however many checkpoints it is used.
+
+    open_regions: checkpointed forwards that are running now.
+    """
+
+    def __init__(self) -> None:
+        self.open_regions = 0
+        self._asked: dict[Hashable, _Asked] = {}
+        self._said_no_chunk = False
+
+    def region(self, asked: Hashable, names: Iterable[str], matched: Iterable[str], called: Iterable[str]) -> None:
+        """One checkpointed forward has ended. names: what was to be kept; matched: of what was; called: what the forward called."""
+        entry = self._asked.get(asked)
+        if entry is None:
+            entry = self._asked[asked] = _Asked(tuple(names))
+        entry.regions += 1
+        entry.matched.update(matched)
+        if not entry.matched:
+            entry.called.update(dict.fromkeys(called))
+
+    def no_chunk(self) -> None:
+        if not self._said_no_chunk:
+            self._said_no_chunk = True
+            logger.warning(
+                "a checkpoint with selective_contexts() runs while no chunk is current: what it keeps stays on the device; call "
+                "init_chunk_handler() at the start of every forward"
+            )
+
+    def end_step(self) -> None:
+        """Say what a whole step of checkpoints did not call."""
+        for entry in self._asked.values():
+            if entry.said or not entry.regions:
+                continue
+            entry.said = True
+            missing = [name for name in entry.names if name not in entry.matched]
+            if not entry.matched:
+                logger.warning(
+                    "selective_contexts() kept nothing: %s checkpointed forwards called none of %s, so all of them is recomputed. They "
+                    "called %s; ask for some of those (what torch.compile has fused calls none)",
+                    f"{entry.regions:,}",
+                    _listed(entry.names),
+                    _listed(entry.called),
+                )
+            elif missing:
+                logger.info("selective_contexts() keeps %s; not called: %s", _listed(sorted(entry.matched)), _listed(missing))
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    return (", ".join(listed[:_NAMED]) or "nothing") + more

@@ -1,0 +1,309 @@
+"""Selective checkpoints whose kept outputs leave: a context_fn for torch.utils.checkpoint.
+
+    y = checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts({torch.ops.aten.mm.default}))
+
+One invariant: keeping changes time and memory, never a bit. What was kept is what the operator returned, what was not is recomputed.
+
+# Note: [The life of a kept output]
+#   1. The forward mode sees the operator's call and remembers it, by operator and number: KeptCall, still on the device.
+#   2. autograd saves something of the region: the recompute will come past the call, so its outputs go to the group that was open when
+#      the operator ran, under their names, and leave like all of that group. No group was open: one named `group`, for this region.
+#   3. Outputs after the last save of the region are let go when it ends: a recompute stops at that save and never reads them. One that
+#      does not stop (early_stop=False) calls the operator again.
+#   4. Backward: the recompute mode numbers the calls from 0 in every pass and gives each kept one again, through the same door as
+#      autograd's own reads. A second pass (retain_graph, a split backward) finds everything where the first one did.
+#   5. The last node of the region dies, with it the recompute's contexts, their calls, handles and records. No release waits for a read.
+#
+# [Order: operator]
+# hazard  RAW: `d2h` copies an output that its operator's lane is still writing; step 2 may come while another compute lane is current.
+# edge    the record gets the operator's lane, and [Order: spill] of transfer/engine.py waits for that one.
+# alive   the call that waits, then the record and its Transfer.
+# proof   tests/property/test_selective_edges.py
+#
+# [Order: collective]
+# hazard  RAW: `d2h` copies what a functional collective is still writing, on a lane of its own.
+# edge    step 2 makes the current compute lane wait for the collective, and the record gets that lane.
+# alive   as above; the collective's own work holds its output until then.
+# proof   tests/integration/test_selective.py, a kept collective
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from offload.device import Lane
+from offload.errors import OffloadError
+from offload.groups.group import OffloadTensorGroup
+from offload.groups.manager import PipelineOffloadManager
+from offload.groups.scope import KeptScope
+from offload.groups.tracing import untraced
+from offload.saved.hooks import inside_checkpoint
+from offload.saved.kept import KeptCall, Operator, RandomStep, check_keepable
+from offload.saved.store import SavedChunk
+from offload.transfer.record import Record
+
+__all__ = ["KeepContext", "selective_contexts"]
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class KeepContext:
+    """What a policy is told besides the call, as torch's own: it is asked in the forward only, after the operator has run."""
+
+    __slots__ = ("is_recompute", "op_output")
+
+    def __init__(self, op_output: Any) -> None:
+        self.is_recompute = False
+        self.op_output = op_output
+
+
+@untraced
+def selective_contexts(keep_ops: Collection[Operator] | Callable[..., Any], *, group: str = "selective") -> Callable[[], Contexts]:
+    """A context_fn for torch.utils.checkpoint (use_reentrant=False): outputs of `keep_ops` are kept, and leave for the host.
+
+    keep_ops: operators, such as {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default}; or a policy as
+        torch's create_selective_checkpoint_contexts takes it: policy(ctx, op, *args, **kwargs) -> bool or CheckpointPolicy, of which
+        the SAVE and CPU_OFFLOAD members keep.
+    group: where kept outputs belong that are made while no group is open: a group of this name for each checkpointed forward. Inside a
+        group they belong to that one. The input of the checkpoint leaves only under `offload_hooks()` around it.
+    Kept outputs follow the plan, the limits and min_offloaded_tensor_size like every saved tensor. Without a current chunk they stay, which
+    is said once, and so is a keep_ops of which nothing is ever called. What a recompute has read is autograd's until its node has run, like
+    what it recomputes: a region's worth outside device_limit_bytes.
+    Raises ValueError for an operator that writes to its inputs or returns a view. The context_fn raises OffloadError where torch.compile
+    traces the checkpoint itself: compile the function inside.
+    """
+    keep = _Keep(keep_ops)
+    if not isinstance(group, str) or not group:
+        raise ValueError(f"group is {group!r}, must be a non-empty string such as 'selective'")
+
+    def context_fn() -> Contexts:
+        _refuse_tracing()
+        region = _Region(keep, group)
+        return _ForwardMode(region), _RecomputeMode(region)
+
+    return context_fn
+
+
+def _refuse_tracing() -> None:
+    keys = torch._C._TorchDispatchModeKey
+    tracing = any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+    if tracing or torch.compiler.is_compiling():
+        raise OffloadError(
+            "torch.compile traces a checkpoint with selective_contexts() whole; a graph would keep what this one step keeps, and move "
+            "nothing. Compile the function inside the checkpoint, or use torch's create_selective_checkpoint_contexts, which moves nothing"
+        )
+
+
+class _Keep:
+    """What is to be kept: a set of operators, or a policy."""
+
+    def __init__(self, keep_ops: Collection[Operator] | Callable[..., Any]) -> None:
+        self.policy: Callable[..., Any] | None = None
+        self.operators: frozenset[Operator] = frozenset()
+        self._checked: set[Operator] = set()
+        if isinstance(keep_ops, Collection) and not isinstance(keep_ops, str):
+            self.operators = frozenset(check_keepable(operator) for operator in keep_ops)
+            if not self.operators:
+                raise ValueError("keep_ops is empty: every output would be recomputed, as a plain checkpoint does; name some operators")
+            self.key: Any = self.operators
+            self.names = tuple(sorted(str(operator) for operator in self.operators))
+        elif callable(keep_ops):
+            self.policy = keep_ops
+            name = getattr(keep_ops, "__qualname__", type(keep_ops).__qualname__)
+            self.key = (getattr(keep_ops, "__module__", ""), name)
+            self.names = (f"what policy {name} asks for",)
+        else:
+            raise ValueError(f"keep_ops is a {type(keep_ops).__name__}, must be a set of operators, or a policy(ctx, op, *args, **kwargs)")
+
+    def numbers(self, operator: Operator) -> bool:
+        """Whether calls of this operator are counted: those that may be kept, in the forward and in the recompute alike."""
+        return operator in self.operators if self.policy is None else operator not in SAC_IGNORED_OPS
+
+    def wants(self, operator: Operator, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.policy is None:
+            return True
+        answer = self.policy(KeepContext(output), operator, *args, **kwargs)
+        name = getattr(answer, "name", "")
+        if not isinstance(answer, bool) and not name.endswith(("_SAVE", "_CPU_OFFLOAD", "_RECOMPUTE")):
+            raise ValueError(f"the policy answered {answer!r} for {operator}; must be a bool or a torch.utils.checkpoint.CheckpointPolicy")
+        if answer is False or name.endswith("_RECOMPUTE"):
+            return False
+        if operator not in self._checked:
+            check_keepable(operator)
+            self._checked.add(operator)
+        return True
+
+
+class _Region:
+    """One run of a checkpointed function: what its forward kept, and where that belongs."""
+
+    def __init__(self, keep: _Keep, group: str) -> None:
+        self.keep = keep
+        self.manager = PipelineOffloadManager.get_instance()
+        self.engine = self.manager.engine
+        self.kept: dict[tuple[Operator, int], KeptCall] = {}
+        self.calls: Counter[Operator] = Counter()
+        self._group = group
+        self._own: OffloadTensorGroup | None = None
+        self._together: list[Record] = []
+        self._handler = self.manager.active_handler()
+        self._chunk: SavedChunk | None = None
+        if self._handler is not None:
+            self._chunk = self._handler.saved
+            self._chunk.note_saves()  # what is saved from here to the forward itself are the checkpoint's inputs
+
+    def begin(self) -> None:
+        manager = self.manager
+        manager.keep_report.open_regions += 1
+        if self._chunk is not None:
+            self._together = self._chunk.take_noted()
+        elif manager.do_offload and manager.cur_forward_chunk() is None and torch._C._current_graph_task_id() == -1:
+            manager.keep_report.no_chunk()
+
+    def scope(self, lane: Lane | None) -> KeptScope | None:
+        """Where an output belongs that is made now, on `lane`; None: on the lane that is current when it leaves."""
+        handler = self._handler
+        if handler is None or handler.saved is not self._chunk:
+            return None
+        open_group = handler.innermost_open()
+        if open_group is None:
+            open_group = self._own = handler.on_group_start_forward(self._group)
+        return KeptScope(self.engine, handler, open_group, lane)
+
+    def leave(self, call: KeptCall, scope: KeptScope) -> None:
+        with self.engine.lock:
+            self._together += call.leave(functools.partial(self.engine.hooks.pack_for, scope))
+
+    def end(self) -> None:
+        self.manager.keep_report.open_regions -= 1
+        together, self._together = self._together, []
+        handler, chunk = self._handler, self._chunk
+        if handler is None or chunk is None or handler.saved is not chunk:
+            return
+        with self.engine.lock:
+            if self._own is not None and not self._own.committed:
+                self.manager.commit(handler, self._group)
+            chunk.read_together(together)
+
+
+class _Mode(TorchDispatchMode):
+    """Both modes: a compiled function inside still runs compiled, and operators of higher order are calls like others."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._region = region
+
+
+class _ForwardMode(_Mode):
+    """Remembers calls. See Note: [The life of a kept output]."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__(region)
+        self._waiting: tuple[tuple[Operator, int], KeptCall, KeptScope | None] | None = None  # for a save to come after it
+        self._pair: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._matched: set[str] = set()
+        self._called: dict[Operator, None] = {}  # in the order of their first calls
+
+    def __enter__(self) -> _ForwardMode:
+        self._region.begin()
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and inside_checkpoint():
+            pack, unpack = top
+
+            @functools.wraps(pack)  # still the checkpoint's, to whoever looks at the innermost pair
+            def told(tensor: torch.Tensor) -> Any:
+                self._pass_on()
+                return pack(tensor)
+
+            self._pair = torch.autograd.graph.saved_tensors_hooks(told, unpack)
+            self._pair.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self._pair is not None:
+            self._pair.__exit__()
+            self._pair = None
+            self._waiting = None
+        else:
+            self._pass_on()
+        region, keep = self._region, self._region.keep
+        region.end()
+        if torch._C._current_graph_task_id() == -1:  # else an outer recompute runs this forward again
+            region.manager.keep_report.region(keep.key, keep.names, self._matched, map(str, self._called))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        region = self._region
+        if region.engine.at_work():
+            return func(*args, **kwargs)
+        if not self._matched:
+            self._called[func] = None
+        if not region.keep.numbers(func):
+            return func(*args, **kwargs)
+        random = RandomStep.start(func, args, kwargs)
+        output = func(*args, **kwargs)
+        number = region.calls[func]
+        region.calls[func] += 1
+        if region.keep.wants(func, output, args, kwargs):
+            self._pass_on()
+            self._matched.add(str(func) if region.keep.policy is None else region.keep.names[0])
+            with region.engine.lock:
+                call = KeptCall(func, number, args, kwargs, output, RandomStep.end(random))
+                lane = None if call.is_collective else region.engine.device.compute
+                self._waiting = ((func, number), call, region.scope(lane))
+        return output
+
+    def _pass_on(self) -> None:
+        """The recompute will come past the call that waits."""
+        if self._waiting is not None:
+            (place, call, scope), self._waiting = self._waiting, None
+            self._region.kept[place] = call
+            if scope is not None:
+                self._region.leave(call, scope)
+
+
+class _RecomputeMode(_Mode):
+    """Gives kept calls again."""
+
+    def __init__(self, region: _Region) -> None:
+        super().__init__(region)
+        self._calls: Counter[Operator] = Counter()
+
+    def __enter__(self) -> _RecomputeMode:
+        self._calls.clear()  # every pass counts from 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        region = self._region
+        if not region.keep.numbers(func) or region.engine.at_work():
+            return func(*args, **kwargs)
+        number = self._calls[func]
+        self._calls[func] += 1
+        call = region.kept.get((func, number))
+        if call is None:
+            if number >= region.calls[func] and any(operator is func for operator, _ in region.kept):
+                raise OffloadError(
+                    f"{func} was called {region.calls[func]:,} times in the forward of a checkpointed region and once more in its "
+                    "recompute, so it is not known which call is which; make the region repeat itself, or take the operator off keep_ops"
+                )
+            return func(*args, **kwargs)
+        with region.engine.lock:
+            return call.again(args, kwargs, region.engine.hooks.unpack)
