@@ -2,8 +2,9 @@
 
 One invariant: a plan only says what stays and how far ahead to fetch; a step that is unlike the planned one runs all the same.
 
-Under a device limit there are two plans. The first, after the first step, knows sizes and order only and keeps an equal part of every
-chunk. The second, after the third step, also knows how long each action computes and what the link carries, and simulates the step.
+Under a device limit there are more plans. The first, after the first step, knows sizes and order only and keeps an equal part of every
+chunk. After the third step it is also known how long each action computes and what the link carries: timed.py simulates the step and
+tries the best plans, a step each.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import cast
 from offload.config import OffloadConfig
 from offload.engine import DEFAULT_IN_FLIGHT_BYTES, OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
-from offload.groups.units import Stays, Unit, cut_into_units, stays_of
-from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Kind
+from offload.groups.timed import TimedPlan, Trial, timed_plans
+from offload.groups.units import Stays
+from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Kind
 from offload.policy.keeps import all_of, fraction_keeps, kept_peak_bytes, limit_keeps, margin_keeps, summary_bytes
 from offload.policy.lookahead import ActionKey
-from offload.policy.plan import choose_keeps
 
 __all__ = ["PlanSettings", "SeenStep", "StepPlanner"]
 
@@ -81,7 +82,7 @@ class StepPlanner:
         self.summary: dict[str, int] = {}
         self._engine = engine
         self._signature: object = None
-        self._timed = False
+        self._trial: Trial | None = None
         self._steady_steps = 0
         self._actions: tuple[ActionKey, ...] = ()  # of the planned step
         self._looked_cut_short: object = None
@@ -101,17 +102,25 @@ class StepPlanner:
                 return False
             self._signature = signature
             self._actions = tuple(seen.actions)
-            self._timed = self._trimmed_shape = False
+            self._trial = None
+            self._trimmed_shape = False
             self._steady_steps = 0
             first, self.is_warmup = self.is_warmup, False
             self._install(seen, self._untimed(seen))
             return first
         self._steady_steps += 1
-        if self._steady_steps >= 2 and not self._timed and self._timed_plan(seen):
-            self._timed = True
-            self._trimmed_shape = False  # another plan needs another amount
+        trial = self._trial
+        if trial is None:
+            if self._steady_steps >= 2 and self._try_timed(seen):
+                self._trimmed_shape = False  # another plan needs another amount
+                self._steady_steps = 2
+                return False
+        elif not trial.settled:
+            trial.step_ended(self._engine.last_stats.stall_ms if seen.seconds is not None else None)
+            self._follow(seen, trial.plan)
             self._steady_steps = 2
-        elif self._steady_steps >= (3 if self._timed else 4) and self._engine.config.trim_host and not self._trimmed_shape:
+            return False
+        if self._steady_steps >= (4 if trial is None else 3) and self._engine.config.trim_host and not self._trimmed_shape:
             self._trim()
         return False
 
@@ -178,8 +187,8 @@ class StepPlanner:
         if config.max_restoring_bytes is None:
             limits.max_restoring_bytes = window_bytes
 
-    def _timed_plan(self, seen: SeenStep) -> bool:
-        """Simulate the step with its measured times and install the best plan; False where something is not known."""
+    def _try_timed(self, seen: SeenStep) -> bool:
+        """Simulate the step with its measured times and begin a trial of the best plans; False where something is not known."""
         limits, rates = self._engine.limits, self._engine.rates
         if limits.device_limit_bytes is None or rates is None or seen.seconds is None:
             return False
@@ -188,33 +197,15 @@ class StepPlanner:
         compute_s = [seconds for seconds in times if seconds is not None]
         if len(compute_s) != len(known) or sum(compute_s) <= 0:
             return False
-        units: dict[ChunkKey, list[Unit]] = {
-            chunk.id: cut_into_units(chunk.groups, self._engine.config.piece_bytes) for chunk in seen.backward_order
-        }
-        sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
-        plan = choose_keeps(known, sizes, compute_s, rates, limits.device_limit_bytes)
-        if not plan.fits:
-            logger.warning(
-                "no plan keeps saved tensors within device_limit_bytes %s: the best one peaks at %s; raise the limit",
-                f"{limits.device_limit_bytes:,}",
-                f"{plan.predicted_peak_bytes:,}",
-            )
-        if self._engine.config.max_restoring_bytes is None:
-            limits.max_restoring_bytes = plan.restoring_room_bytes
-        logger.info(
-            "plan: %d of %d units stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
-            len(plan.keeps),
-            sum(len(groups) for groups in sizes.values()),
-            f"{plan.restoring_room_bytes:,}",
-            plan.predicted_step_s * 1000,
-            sum(compute_s) * 1000,
-        )
-        kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
-        for key in plan.keeps:
-            kept[key.chunk].add(key.position)
-        parts = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
-        self._install(seen, frozenset(GroupKey(chunk, at) for chunk, stays in parts.items() for at in stays.whole), parts)
+        piece_bytes = self._engine.config.piece_bytes
+        self._trial = Trial(timed_plans(seen.backward_order, known, compute_s, rates, limits.device_limit_bytes, piece_bytes))
+        self._follow(seen, self._trial.plan)
         return True
+
+    def _follow(self, seen: SeenStep, plan: TimedPlan) -> None:
+        if self._engine.config.max_restoring_bytes is None:
+            self._engine.limits.max_restoring_bytes = plan.restoring_room_bytes
+        self._install(seen, plan.keeps, plan.parts)
 
 
 def _once_each(seen: Sequence[ActionKey], sizes: Collection[ChunkKey]) -> list[Action]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,11 +11,12 @@ from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
+from offload.groups.timed import TimedPlan, Trial
 from offload.groups.units import Unit, cut_into_units, stays_of
 from offload.policy.actions import GroupSize, Rates
 from offload.policy.lookahead import ActionKey
 from tests.unit.groups.stack import Driver, assert_same, baseline, build_manager, build_stages, installed, one_f_one_b
-from tests.unit.groups.test_plan import chunks_of
+from tests.unit.groups.test_plan import chunks_of, seen
 
 KIB = 1024
 
@@ -66,9 +69,7 @@ def test_timed_plan_keeps_part_of_a_group_that_is_too_large_to_stay_whole() -> N
     (chunk,) = chunks_of(engine, "a", nbytes=8 * KIB)
     chunk.groups[0].slot_bytes = tuple((slot, 2 * KIB) for slot in range(4))
     actions: list[ActionKey] = [("F", 0, 0), ("B", 0, 0)]
-    step = SeenStep(
-        chunks=[chunk], forward_order=[chunk], backward_order=[chunk], actions=actions, seconds=dict.fromkeys(actions, 1e-3)
-    )
+    step = SeenStep(chunks=[chunk], forward_order=[chunk], backward_order=[chunk], actions=actions, seconds=dict.fromkeys(actions, 1e-3))
     for _ in range(3):
         planner.after_step(step)
     assert chunk.stays == frozenset()
@@ -95,3 +96,62 @@ def test_what_a_plan_keeps_of_a_group_never_moves_and_the_rest_does(stays_from: 
         assert manager.stats.saved == whole.saved
         found.append(driver.step(order))
     assert_same(expected, found)
+
+
+def _plans(*room_bytes: int) -> list[TimedPlan]:
+    return [TimedPlan(keeps=frozenset(), parts={}, restoring_room_bytes=room) for room in room_bytes]
+
+
+def test_each_plan_runs_one_step_and_the_one_that_stalled_least_stays() -> None:
+    trial = Trial(_plans(1, 2))
+    followed = []
+    for stall_ms_of_the_step_before in (99.0, 30.0, 20.0):
+        followed.append(trial.plan.restoring_room_bytes)
+        assert not trial.settled
+        trial.step_ended(stall_ms_of_the_step_before)
+    assert followed == [1, 2, 2]  # the third step runs while the second's stall is not known yet
+    assert trial.settled
+    assert trial.plan.restoring_room_bytes == 2
+
+
+def test_plan_whose_stall_is_not_known_is_not_chosen_unless_none_is() -> None:
+    for stalls, chosen in (((None, 30.0), 2), ((30.0, None), 1), ((None, None), 1), ((10.0, 10.0), 1)):
+        trial = Trial(_plans(1, 2))
+        trial.step_ended(0.0)
+        for stall_ms in stalls:
+            trial.step_ended(stall_ms)
+        assert trial.settled
+        assert trial.plan.restoring_room_bytes == chosen
+
+
+def test_a_single_plan_needs_no_trial() -> None:
+    trial = Trial(_plans(7))
+    assert trial.settled
+    assert trial.plan.restoring_room_bytes == 7
+
+
+def test_planner_tries_both_plans_and_then_gives_back_what_the_chosen_one_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OffloadEngine(OffloadConfig(device_limit_bytes=24 * KIB, piece_bytes=KIB), device=SimDevice())
+    engine.rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
+    planner = StepPlanner(engine, PlanSettings.of(engine.config))
+    chunks = chunks_of(engine, "ab", "ab", nbytes=8 * KIB)
+    for chunk in chunks:
+        for group in chunk.groups:
+            group.slot_bytes = tuple((slot, 2 * KIB) for slot in range(4))
+    step = dataclasses.replace(
+        seen(chunks, "F0 F1 B0 B1"), seconds={("F", 0, 0): 1e-3, ("F", 0, 1): 1e-3, ("B", 0, 0): 2e-3, ("B", 0, 1): 2e-3}
+    )
+    trims: list[int] = []
+    monkeypatch.setattr(engine.arena, "trim", trims.append)
+    stays, stalls = [], iter([5.0, 5.0, 5.0, 5.0, 9.0, 1.0, 5.0])
+    for stall_ms in stalls:
+        engine.last_stats = dataclasses.replace(engine.last_stats, stall_ms=stall_ms)
+        planner.after_step(step)
+        stays.append([(chunk.stays, dict(chunk.stays_from)) for chunk in chunks])
+        if len(stays) < 6:
+            assert not trims
+    first, second = stays[2], stays[3]
+    assert first != second, "two plans were tried"
+    assert stays[4] == second
+    assert stays[5] == stays[6] == second  # 9 ms against 1
+    assert len(trims) == 1

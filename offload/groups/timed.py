@@ -1,0 +1,103 @@
+"""Plans for a step whose times are known: two from simulation, and a trial of both.
+
+The simulation is within a few percent of a real step, and so are its best plans of each other: on one H200 the plan by parts of groups was
+predicted 4% shorter than the plan by whole groups and was 1% longer (workload W2 at 22 GB, November 2026). So each runs for one step, and
+the one that was seen to stall less stays. One invariant: a trial changes what stays and how far ahead to fetch, never a result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.units import Stays, cut_into_units, stays_of
+from offload.policy.actions import Action, ChunkKey, GroupKey, Keeps, Rates
+from offload.policy.plan import Plan, choose_keeps
+
+__all__ = ["TimedPlan", "Trial", "timed_plans"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedPlan:
+    """keeps: whole groups that stay. parts: what stays of the others, by chunk. restoring_room_bytes: how far ahead to fetch."""
+
+    keeps: Keeps
+    parts: Mapping[ChunkKey, Stays]
+    restoring_room_bytes: int
+
+
+class Trial:
+    """Runs each plan for one step and settles on the one with the least stall; with a single plan there is nothing to try."""
+
+    def __init__(self, plans: Sequence[TimedPlan]) -> None:
+        self._plans = plans
+        self._steps = 0
+        self._stalls_ms: list[float] = []
+
+    @property
+    def settled(self) -> bool:
+        return len(self._plans) == 1 or len(self._stalls_ms) == len(self._plans)
+
+    @property
+    def plan(self) -> TimedPlan:
+        """What the next step is to follow."""
+        if self.settled:
+            return self._plans[self._stalls_ms.index(min(self._stalls_ms)) if self._stalls_ms else 0]
+        return self._plans[min(self._steps, len(self._plans) - 1)]
+
+    def step_ended(self, stall_ms: float | None) -> None:
+        """stall_ms: of the step BEFORE the one that ends, because reading it sooner would block the host; None if it is not known even
+        now: that plan is not chosen, unless none is known."""
+        if self._steps > 0:
+            self._stalls_ms.append(float("inf") if stall_ms is None else stall_ms)
+            if self.settled:
+                logger.info("plans tried: stalls of %s ms", ", ".join(f"{stall:.1f}" for stall in self._stalls_ms))
+        self._steps += 1
+
+
+def timed_plans(
+    chunks: Sequence[ChunkOffloadHandler],
+    actions: Sequence[Action],
+    compute_s: Sequence[float],
+    rates: Rates,
+    limit_bytes: int,
+    piece_bytes: int,
+) -> list[TimedPlan]:
+    """The plans with the shortest simulated step by parts of groups and by whole groups, the shorter first; one if they are the same.
+
+    chunks: that a backward read. actions, compute_s: the schedule and how long each action computes. piece_bytes: the smallest part.
+    """
+    found: list[tuple[Plan, TimedPlan]] = []
+    for least_bytes in (piece_bytes, max(sum(group.total_offload_bytes for group in chunk.groups) for chunk in chunks) + 1):
+        units = {chunk.id: cut_into_units(chunk.groups, least_bytes) for chunk in chunks}
+        chosen = choose_keeps(actions, {chunk: [unit.size for unit in own] for chunk, own in units.items()}, compute_s, rates, limit_bytes)
+        kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
+        for key in chosen.keeps:
+            kept[key.chunk].add(key.position)
+        parts: dict[ChunkKey, Stays] = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
+        whole = frozenset(GroupKey(chunk, at) for chunk, stays in parts.items() for at in stays.whole)
+        plan = TimedPlan(keeps=whole, parts=parts, restoring_room_bytes=chosen.restoring_room_bytes)
+        logger.info(
+            "plan: %d of %d units stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
+            len(chosen.keeps),
+            sum(len(own) for own in units.values()),
+            f"{chosen.restoring_room_bytes:,}",
+            chosen.predicted_step_s * 1000,
+            sum(compute_s) * 1000,
+        )
+        if all(plan != other for _, other in found):
+            found.append((chosen, plan))
+    fitting = [pair for pair in found if pair[0].fits]
+    if not fitting:
+        least, plan = min(found, key=lambda pair: pair[0].predicted_peak_bytes)
+        logger.warning(
+            "no plan keeps saved tensors within device_limit_bytes %s: the best one peaks at %s; raise the limit",
+            f"{limit_bytes:,}",
+            f"{least.predicted_peak_bytes:,}",
+        )
+        return [plan]
+    return [plan for _, plan in sorted(fitting, key=lambda pair: pair[0].predicted_step_s)]
