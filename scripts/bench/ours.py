@@ -207,6 +207,8 @@ class OursSelective(OursBlockInputs):
     def __init__(self, context: RowContext) -> None:
         self._kept = kept_operators()
         self._block_bytes = probe_kept_bytes(context, self._kept)
+        if context.device.type == "cuda":
+            torch.cuda.empty_cache()  # the probe's blocks, as after the probe of every row
         self.chunk_bytes = self._block_bytes * context.workload.shape.layers
         self.bound_cap_bytes = saved_limit_bytes(context.options, context.resident_bytes)
         super().__init__(context)
