@@ -2,7 +2,8 @@
 
 The sanitizer knows kernels (every operation that torch dispatches, on the current stream), events and waits; here the simulated device
 tells it of its lanes, events and copies as CUDA's hooks would. One invariant: it is told nothing that it would not learn on a GPU. It is
-stricter here: CPU memory that is freed is not reported, so it never forgets what touched an address.
+stricter here: CPU memory that is freed is not reported, so it never forgets what touched an address. Hence one compute lane only: two would
+get each other's freed memory, which CUDA's allocator keeps apart.
 """
 
 from __future__ import annotations

@@ -70,22 +70,3 @@ def test_an_edge_between_kernels_that_is_left_out_is_reported(order: str, monkey
 @pytest.mark.parametrize("order", UNSEEN)
 def test_an_edge_over_host_memory_that_is_left_out_is_not_reported(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_once(SanitizedDevice(without={order}, check=False), monkeypatch)
-
-
-def test_a_reader_on_another_stream_raises_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = SanitizedDevice()
-    rig = Rig(device=device)
-    side = device.new_compute_lane("side")
-    with sanitized(device, monkeypatch):
-        value = torch.randn(256) * 2
-        with rig.group():
-            packed = rig.engine.hooks.pack(value)
-        expected = value.clone()
-        del value
-        rig.leave()
-        with device.use_lane(side):
-            found = rig.engine.hooks.unpack(packed) * 1
-        device.wait(device.compute, device.record(side), "test")
-        assert torch.equal(found, expected)
-    del packed
-    rig.end()

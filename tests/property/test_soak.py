@@ -48,7 +48,6 @@ def manager(request: pytest.FixtureRequest, device: CountingDevice, monkeypatch:
         return build_manager(device, piece_bytes=PIECE, **CAPS[request.param])
 
 
-@pytest.mark.req("S2-57")
 def test_three_periods_of_changing_shapes_leave_nothing_behind(manager: PipelineOffloadManager, device: CountingDevice) -> None:
     """Counted: entries of every list and table that the manager can reach, living objects of this project by type, pinned bytes held and
     lent, device bytes, and allocations of host memory."""
