@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["Rank", "Ranks", "choose_device", "end_with_launcher", "launched", "ranks_from_environment", "run_rank"]
+__all__ = ["Rank", "Ranks", "choose_device", "launched", "ranks_from_environment", "run_rank"]
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 _SIGNS_OF_LOSS = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out", "remote process exited")
@@ -97,7 +97,7 @@ def launched(ranks: Ranks, device: torch.device, *, timeout: float = 300.0, stor
     After an exception nothing is torn down: whoever catches it has to end the process (`run_rank` does), since a group whose other ranks
     may be gone can only be waited for.
     """
-    end_with_launcher(ranks)
+    _end_with_launcher(ranks)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -219,7 +219,7 @@ def _watch_interrupts(ranks: Ranks, leaving: threading.Event) -> None:
     threading.Thread(target=watch, name="interrupt-watch", daemon=True).start()
 
 
-def end_with_launcher(ranks: Ranks) -> None:
+def _end_with_launcher(ranks: Ranks) -> None:
     """Ask Linux to end this process when torchrun dies, so that no rank stays behind as an orphan."""
     if not ranks.under_torchrun or not sys.platform.startswith("linux"):
         return

@@ -113,7 +113,18 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
         f"pinned, out, back, refused in {unit}; h/lent: pinned held over most lent",
         tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))),
         *reasons,
+        *(_start_line(result, scale, unit) for result in results if result["row"]["kind"] in TIMED and result["status"] == "ok"),
     ]
+
+
+def _start_line(result: Mapping[str, Any], scale: float, unit: str) -> str:
+    """What came before the timed steps."""
+    ranks = result["ranks"]
+    line = f"{result['label']}: first step {max(rank['first_ms'] for rank in ranks):.0f} ms"
+    if all("reserve_bytes" in rank for rank in ranks):
+        pinned = " + ".join(f"{rank['reserve_bytes'] / scale:.1f}" for rank in ranks)
+        line += f"; {pinned} {unit} pinned before it, and the link measured, in {max(rank['reserve_ms'] for rank in ranks) / 1e3:.1f} s"
+    return line
 
 
 def _rank_cells(rank: Mapping[str, Any], scale: float) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +22,13 @@ from offload import OffloadConfig, PipelineOffloadManager, configure
 from parallel.host import line_up, reserve_host_together
 from parallel.launch import Rank
 from parallel.order import Action
+from parallel.schedules import schedule_named
 from pipelines.job import PipelineJob
 from pipelines.machine import empty_device, machine_facts, rates_json
 from pipelines.memory import BlockFacts
 from pipelines.requests import DELTA_FRACTION, JobShape, Request, RowRequest
 
 __all__ = ["Bench", "SkippedError", "delta_of"]
-
-GB = 1e9
-
 
 class SkippedError(Exception):
     """No rank runs this row, and why."""
@@ -147,7 +144,7 @@ class Bench:
     def _verify(self, row: RowRequest) -> dict[str, Any]:
         """Every gradient of several steps with offload, beside those without: a model small enough for both, deterministic kernels."""
         shape = self.request.shape
-        layers = shape.verify_layers * (1 if row.schedule == "1f1b" else 2)
+        layers = shape.verify_layers * schedule_named(row.schedule).default_virtual_stages
         with deterministic():
             job = PipelineJob(shape, row.schedule, layers, self.rank)
             expected, again = self._prints(job), self._prints(job)
@@ -206,10 +203,11 @@ class Bench:
         wanted = job.live_chunks * job.layers_of_chunk * self._movable_bytes(groups)
         everybody: list[Any] = [None] * self.rank.ranks.world
         dist.all_gather_object(everybody, wanted, group=self.rank.group)
-        share = min(1.0, self.request.host_limit_bytes / max(1, sum(everybody)))
-        began = time.perf_counter()
         assert job.manager is not None
-        reserved = int(wanted * share) // 4096 * 4096  # whole pages, so that the shares add up to no more than the limit
+        rounding = len(everybody) * job.manager.engine.arena.registration_bytes  # each rank pins whole registrations
+        share = min(1.0, max(0, self.request.host_limit_bytes - rounding) / max(1, sum(everybody)))
+        reserved = int(wanted * share)
+        began = time.perf_counter()
         reserve_host_together(job.manager, reserved, self.rank.group)
         self._reserved_bytes, self._reserve_ms = reserved, (time.perf_counter() - began) * 1e3
 
@@ -233,7 +231,7 @@ class Bench:
 
     def with_shape(self, shape: JobShape) -> None:
         """From now on rows are of this shape."""
-        self.request = replace(self.request, shape=shape)
+        self.request = self.request.with_(shape=shape)
 
 
 def delta_of(peaks: Sequence[float]) -> int:

@@ -177,7 +177,7 @@ def rank_of(walls_ms: list[float], active: int, **more: Any) -> dict[str, Any]:
         "restore_bytes": 19 * GB,
         "refused_bytes": 0,
     }
-    timed = {"walls_ms": walls_ms, "active_bytes": active, "reserved_bytes": active + GB, "action_ms": [100.0, 200.0], "engine": engine}
+    timed = {"first_ms": 500.0, "walls_ms": walls_ms, "active_bytes": active, "reserved_bytes": active + GB, "action_ms": [100.0, 200.0], "engine": engine}
     return timed | more
 
 
@@ -188,11 +188,13 @@ def row_of(kind: str, ranks: list[dict[str, Any]], schedule: str = "1f1b", **mor
 
 def test_a_step_is_as_long_as_its_slowest_rank_and_ratios_are_to_rows_of_this_run() -> None:
     nothing = row_of("nothing", [rank_of([100, 90], 100 * GB, engine={}), rank_of([80, 100], 50 * GB, engine={})])
-    ours = row_of("ours", [rank_of([125, 120], 60 * GB), rank_of([110, 125], 50 * GB)])
+    reserved = [{"reserve_bytes": nbytes * GB, "reserve_ms": 1000.0 * nbytes} for nbytes in (3, 2)]
+    ours = row_of("ours", [rank_of([125, 120], 60 * GB, **reserved[0]), rank_of([110, 125], 50 * GB, **reserved[1])])
     other = row_of("ours", [rank_of([200, 200], 60 * GB), rank_of([200, 200], 60 * GB)], schedule="zbv")
     full = row_of("nothing", [], schedule="zbv", status="out of memory", reason="rank 0: out of memory with 139.0 GB active")
     lines = "\n".join(report.steps_lines([nothing, ours, other, full], tokens=1000)).splitlines()
     cells = {line.split("  ")[0]: line.split() for line in lines}
+    assert "1f1b ours: first step 500 ms; 3.0 + 2.0 GB pinned before it, and the link measured, in 3.0 s" in lines
     assert cells["1f1b nothing"][2:7] == ["100", "100..100", "10,000", "1.000", "1.000"]
     assert cells["1f1b ours"][2:7] == ["125", "125..125", "8,000", "1.250", "1.250"]
     assert cells["zbv ours"][2:7] == ["200", "200..200", "5,000", "-", "2.000"]
