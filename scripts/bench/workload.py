@@ -68,9 +68,9 @@ class Workload:
 
 _ONE_PASS = one_f_one_b(0, 1, 1)
 _WORKLOADS = {
-    "W1": Workload(name="W1", shape=StackShape(layers=12, sequence=16384), actions=_ONE_PASS, keep_gradients=False, samples=10, warmup=6),
+    "W1": Workload(name="W1", shape=StackShape(layers=12, sequence=16384), actions=_ONE_PASS, keep_gradients=False, samples=10, warmup=8),
     "W2": Workload(
-        name="W2", shape=StackShape(layers=8, sequence=16384), actions=one_f_one_b(0, 4, 8), keep_gradients=True, samples=5, warmup=5
+        name="W2", shape=StackShape(layers=8, sequence=16384), actions=one_f_one_b(0, 4, 8), keep_gradients=True, samples=5, warmup=7
     ),
     "W3": Workload(name="W3", shape=StackShape(layers=8, sequence=65536), actions=_ONE_PASS, keep_gradients=True, samples=5, warmup=1),
 }
