@@ -108,6 +108,7 @@ class StepPlanner:
             first, self.is_warmup = self.is_warmup, False
             self._install(seen, self._untimed(seen))
             return first
+        self._looked_cut_short = None
         self._steady_steps += 1
         trial = self._trial
         if trial is None:
@@ -128,7 +129,7 @@ class StepPlanner:
         """Whether the step looks like the planned one, ended early by an exception: it did the first of its actions and no others.
 
         A plan for it would keep more than the next whole step has room for, and a step that ran out of memory would do so again. A step
-        with fewer microbatches may look the same: it is planned when it comes a second time, if all of its chunks were read.
+        with fewer microbatches may look the same: it is planned when it comes twice in a row, if all of its chunks were read.
         """
         actions = tuple(seen.actions)
         if len(actions) >= len(self._actions) or actions != self._actions[: len(actions)]:

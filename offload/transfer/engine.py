@@ -199,9 +199,9 @@ class TransferEngine:
             compute = leaving[0].lane or device.compute
             sources, event = self._copy_out(leaving, blocks, compute)
         except BaseException:
-            if leaving:  # all of them stay; some copies may have been issued
+            if blocks:  # all records stay; some copies may have been issued
                 broken_off = device.record(d2h)
-                device.wait(leaving[0].lane or device.compute, broken_off, "settle")
+                device.wait(records[0].lane or device.compute, broken_off, "settle")
                 for block in blocks:
                     self.arena.give_back(block, broken_off)
             raise
