@@ -1,0 +1,714 @@
+"""HybridDeviceOptimizer: a torch optimizer whose state lies on the host and whose step hides beside the compute.
+
+    optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=1.0, lr=1e-4, model=model)
+    with optimizer.no_sync(): loss_of(first).backward()
+    loss_of(last).backward()                 # gradients leave as they are made
+    optimizer.step()                         # returns at once; each module waits for its own weights in the next forward
+    optimizer.zero_grad()
+
+A parameter's state is in one of three places, see places.py. Parameters, moments and masters are the same bits with and without overlap,
+for one layout.
+
+One invariant: between two calls of this class every parameter and its state belong to the same step, or an error has said why not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from offload.config import check_bytes, check_fraction
+from offload.engine import OffloadEngine
+from offload.errors import OffloadError
+from offload.optim.arrival import Arrivals, parameters_outside
+from offload.optim.backward import BackwardWatch, Stamp, stamp_of
+from offload.optim.classes import checked_class, defaults_of, is_fused_adam, made_for_cpu
+from offload.optim.cpu_step import CpuBucket, HostScalars
+from offload.optim.mover import Mover
+from offload.optim.norms import ScalarDesk, clip_factor, total_norm
+from offload.optim.parameters import Managed, local_of, settle_versions
+from offload.optim.parts import CpuPart, GroupCopies, HostOptions, StreamedPart, values_of
+from offload.optim.places import Place, choose_offloaded, choose_places
+from offload.optim.resident import ResidentPart
+from offload.optim.split import measured_cpu_share
+from offload.optim.state import MASTER, fill_state, layouts_of, load_resident, load_state, state_dict_of
+from offload.optim.stepping import HostBucket, HostedSteps
+from offload.optim.streamed_step import StreamedBucket
+
+__all__ = ["HybridDeviceOptimizer"]
+
+logger = logging.getLogger(__name__)
+
+
+class HybridDeviceOptimizer(Optimizer):
+    """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of this name."""
+
+    def __init__(
+        self,
+        params: Any,
+        offload_fraction: float = 0.5,
+        cpu_optimizer_cls: type[Optimizer] | None = None,
+        gpu_optimizer_cls: type[Optimizer] | None = None,
+        param_update_in_fp32: bool = False,
+        pin_cpu_grads: bool = True,
+        pin_cpu_params: bool = True,
+        overlap_cpu_optimizer_d2h_h2d: bool = True,
+        *,
+        engine: OffloadEngine | None = None,
+        model: nn.Module | None = None,
+        cpu_share: float | Literal["auto"] = "auto",
+        bucket_bytes: int = 64 << 20,
+        overlap_backward: bool | None = None,
+        step_in_backward: bool = False,
+        atomic_step: bool | None = None,
+        max_grad_norm: float | None = None,
+        cpu_threads: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Build the host side: pins its memory and fetches masters, which blocks the host.
+
+        offload_fraction: share of the elements whose state leaves the device, in order.
+        cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
+        param_update_in_fp32: float32 masters of bf16 and fp16 parameters, in every place.
+        pin_cpu_grads, pin_cpu_params: False takes pageable memory, whose copies block the thread that issues them.
+        overlap_cpu_optimizer_d2h_h2d: False does everything within step(), on the calling thread, with one CPU optimizer.
+        engine: whose lanes and host memory are used; None makes one on the parameters' device (simulated for CPU parameters).
+        model: whose modules wait for their own weights. None: step() waits for all of them.
+        cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device. "auto" measures it once, where
+            both
+            classes are torch's Adam or AdamW, and is 1 elsewhere. The state dict says what was chosen.
+        bucket_bytes: master weights of one bucket.
+        overlap_backward: let gradients land as the backward makes them. They must be final then. None: True unless there are several
+            ranks and parameters that are not DTensors, since an all-reduce may come after the backward.
+        step_in_backward: also step a bucket as soon as its gradients are final. A promise: step() follows, with the param groups as they
+            are during the backward and the gradients as it made them, without clipping. A promise that is broken is an error.
+        atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the last whole step; without
+            overlap and for 2 to 3 times the memory traffic. None: for classes other than torch's Adam, AdamW, SGD and Adagrad, whose
+            fused kernels check everything before they write.
+        max_grad_norm: clip by the global norm in every step. The norm is `last_grad_norm`; gradients in offloaded places stay unclipped in
+            .grad.
+        cpu_threads: of the CPU optimizer. None: one a core near the device, as torch would use.
+
+        Raises ValueError or HostBudgetError before anything has moved.
+        """
+        check_fraction("offload_fraction", offload_fraction)
+        if cpu_share != "auto":
+            check_fraction("cpu_share", cpu_share)
+        check_bytes("bucket_bytes", bucket_bytes, least=1024)
+        cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
+        gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
+        self._cpu_cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs)
+        self._gpu_cls = checked_class("gpu_optimizer_cls", gpu_cls, kwargs)
+        defaults = {**defaults_of(self._cpu_cls, kwargs), **defaults_of(self._gpu_cls, kwargs)}
+        del defaults["params"]
+        if kwargs.get("capturable") and offload_fraction > 0:
+            raise ValueError("capturable=True is for an optimizer that lives on the device; leave it out, or set offload_fraction=0")
+        self.offload_fraction = float(offload_fraction)
+        self.param_update_in_fp32 = param_update_in_fp32
+        self.pin_cpu_grads, self.pin_cpu_params = pin_cpu_grads, pin_cpu_params
+        self.overlap_cpu_optimizer_d2h_h2d = overlap_cpu_optimizer_d2h_h2d
+        self.max_grad_norm = max_grad_norm
+        self.last_grad_norm: Tensor | None = None
+        self.sub_optimizer_kwargs = dict(kwargs)
+        self._atomic = self._cpu_step_may_fail(atomic_step)
+        self._overlaps = overlap_cpu_optimizer_d2h_h2d and not self._atomic
+        if self._atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
+            logger.warning(
+                "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the last whole step; "
+                "atomic_step=False overlaps it",
+                self._cpu_cls.__name__,
+            )
+        if step_in_backward and (not self._overlaps or max_grad_norm is not None):
+            raise ValueError(
+                "step_in_backward needs overlap, and no max_grad_norm: the norm is known only after the backward; leave one out"
+            )
+        self._step_in_backward = step_in_backward
+        self._overlap_backward = overlap_backward
+        self._cpu_share_asked = cpu_share
+        self._cpu_share: float | None = None if cpu_share == "auto" else float(cpu_share)
+        self._bucket_bytes = bucket_bytes
+        self._cpu_threads = cpu_threads
+        self._given_engine = engine
+        self._built = False
+        self._managed: list[Managed] = []
+        self._place: dict[int, Place] = {}
+        self._state: defaultdict[Tensor, Any] = defaultdict(dict)
+        super().__init__(params, defaults)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
+        self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
+        self._build()
+        self._arrivals: Arrivals | None = None
+        self._model: nn.Module | None = None
+        if model is not None:
+            self.attach(model)
+
+    # -- building -----------------------------------------------------------------------------------------------------
+    def _cpu_step_may_fail(self, asked: bool | None) -> bool:
+        if asked is not None:
+            return asked
+        known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+        return not (self._cpu_cls in known and made_for_cpu(self._cpu_cls, self.sub_optimizer_kwargs).get("fused"))
+
+    def _device_name(self) -> str:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.device.type == "cuda":
+                    return str(parameter.device)
+        return "sim"
+
+    def _build(self) -> None:
+        engine = self._engine
+        options = HostOptions(
+            bucket_bytes=self._bucket_bytes,
+            pin_grads=self.pin_cpu_grads,
+            pin_params=self.pin_cpu_params,
+            masters_in_fp32=self.param_update_in_fp32,
+            overlap=self._overlaps,
+        )
+        self._copies = GroupCopies()
+        self._cpu = CpuPart(engine, options, self._copies, self._cpu_cls, self.sub_optimizer_kwargs)
+        self._streamed = StreamedPart(engine, options, self._copies)
+        self._on_gpu = ResidentPart(self._gpu_cls, self.sub_optimizer_kwargs, masters=self.param_update_in_fp32)
+        at_home = made_for_cpu(self._cpu_cls, self.sub_optimizer_kwargs)
+        self._at_home = ResidentPart(self._cpu_cls, at_home, masters=self.param_update_in_fp32)
+        self._steps = HostedSteps(engine, self._cpu, self._streamed, self._cpu_threads)
+        self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
+        self._watch = BackwardWatch(self._gradient_is_final)
+        self._landed: dict[int, Stamp] = {}
+        self._final: dict[int, int] = {}  # id of a bucket: parameters whose gradients are final in the backward under way
+        self._early: dict[int, HostBucket] = {}
+        self._clip: Tensor | None = None
+        self._place_groups(self.param_groups)
+        self._built = True
+
+    def _place_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Choose a place for every parameter of the groups, refuse what cannot be, then build."""
+        device = self._engine.device
+        group_of: dict[int, dict[str, Any]] = {}
+        members: list[Managed] = []
+        for group in groups:
+            for parameter in group["params"]:
+                index = len(self._managed) + len(members)
+                name = self._names.get(id(parameter), "")
+                member = Managed(parameter, index, device, name)
+                here = device.owns(local_of(parameter).detach())
+                if not here and parameter.device.type != "cpu":
+                    raise ValueError(
+                        f"{member} is on {parameter.device}, and the optimizer's device is {device.name}; move it, or build one a device"
+                    )
+                if not parameter.is_floating_point():
+                    raise ValueError(f"{member} is not of a floating-point type; leave it out, as a buffer")
+                self._place[index] = Place.GPU if here else Place.HOME
+                group_of[index] = group
+                members.append(member)
+        movable = [member for member in members if self._place[member.index] is Place.GPU]
+        before = [member for member in self._managed if self._place[member.index] is not Place.HOME]
+        leaves = choose_offloaded(
+            [member.numel for member in movable],
+            self.offload_fraction,
+            offloaded=sum(member.numel for member in before if self._place[member.index] is not Place.GPU),
+            total=sum(member.numel for member in before),
+        )
+        offloaded = [member for member, goes in zip(movable, leaves, strict=True) if goes]
+        share = self._share(offloaded) if offloaded else 1.0
+        for member, place in zip(offloaded, choose_places([member.nbytes for member in offloaded], share), strict=True):
+            self._place[member.index] = place if member.numel else Place.CPU
+        chosen = {place: [member for member in members if self._place[member.index] is place] for place in Place}
+        self._managed.extend(members)
+        with self._engine.lock:
+            self._engine.externals.register_parameters([member.parameter for member in members])
+        self._cpu.add(chosen[Place.CPU], group_of)
+        self._streamed.add(chosen[Place.STREAMED], group_of)
+        for part, place in ((self._on_gpu, Place.GPU), (self._at_home, Place.HOME)):
+            for group in groups:
+                mine = [member for member in chosen[place] if group_of[member.index] is group]
+                if mine:
+                    self._copies.add(part.add(mine, values_of(group)), group)
+        self._steps.index()
+        if self._backward_is_watched():
+            self._watch.watch(offloaded)
+
+    def _share(self, offloaded: Sequence[Managed]) -> float:
+        streams = (
+            is_fused_adam(self._cpu_cls)
+            and self._gpu_cls is self._cpu_cls
+            and not any(self.sub_optimizer_kwargs.get(key) for key in ("foreach", "differentiable"))
+        )
+        if not streams:
+            if self._cpu_share_asked != "auto" and self._cpu_share != 1.0:
+                raise ValueError(
+                    f"cpu_share is {self._cpu_share}, but only torch's Adam and AdamW, the same on both sides and not foreach, can be "
+                    "streamed; "
+                    "use one of them, or cpu_share=1"
+                )
+            return 1.0
+        if self._cpu_share is None:
+            self._cpu_share = measured_cpu_share(self._engine, offloaded, masters=self.param_update_in_fp32, threads=self._cpu_threads)
+        return self._cpu_share
+
+    def _backward_is_watched(self) -> bool:
+        if not self._overlaps:
+            return False
+        if self._overlap_backward is not None:
+            return self._overlap_backward or self._step_in_backward
+        several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if several and any(local_of(member.parameter) is member.parameter for member in self._managed):
+            logger.info(
+                "gradients leave at step(): with several ranks they may be reduced after the backward; overlap_backward=True if not"
+            )
+            return self._step_in_backward
+        return True
+
+    def attach(self, model: nn.Module) -> None:
+        """From now on each module of `model` waits for its own weights just before its forward, and step() does not.
+
+        A weight that another module reads than the one that owns it (a tied output layer that calls no module) needs
+        `synchronize_parameters()` before.
+        """
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._names.update((id(parameter), name) for name, parameter in model.named_parameters())
+        for member in self._managed:
+            member.name = self._names.get(id(member.parameter), member.name)
+        indices = {id(member.parameter): member.index for member in self._managed}
+        self._arrivals = Arrivals(model, indices, self._steps.arrive)
+        self._model = model
+        self._outside = parameters_outside(model, [member.parameter for member in self._managed])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host for pinning."""
+        super().add_param_group(param_group)
+        if not getattr(self, "_built", False):
+            return
+        try:
+            self._steps.settle_host()
+            self._place_groups(self.param_groups[-1:])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        if self._model is not None:
+            self.attach(self._model)
+
+    # -- Megatron's attributes ----------------------------------------------------------------------------------------
+    @property
+    def cpu_optimizers(self) -> list[Optimizer]:
+        """Of the host's parameters: one a bucket with overlap, one in all without; and one for parameters that live on the host."""
+        return self._cpu.optimizers + ([self._at_home.optimizer] if self._at_home.optimizer is not None else [])
+
+    @property
+    def gpu_optimizer(self) -> Optimizer | None:
+        """Of the parameters that stay; None if there are none."""
+        return self._on_gpu.optimizer
+
+    @property
+    def sub_optimizers(self) -> list[Optimizer]:
+        """CPU optimizers, then the GPU's. Streamed parameters have none of their own."""
+        return self.cpu_optimizers + ([self.gpu_optimizer] if self.gpu_optimizer is not None else [])
+
+    @property
+    def engine(self) -> OffloadEngine:
+        return self._engine
+
+    @property
+    def cpu_share(self) -> float | None:
+        """Of the offloaded elements, what the host steps; None if that was never asked or measured."""
+        return self._cpu_share
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of state, masters and gradients."""
+        return self._cpu.host_bytes + self._streamed.host_bytes
+
+    def place_of(self, parameter: Tensor) -> Place:
+        for member in self._managed:
+            if member.parameter is parameter:
+                return self._place[member.index]
+        raise ValueError("the tensor is not one of the optimizer's parameters")
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+    @property
+    def last_microbatch(self) -> bool | None:
+        """Whether the backward to come is its step's last: for a schedule to set. None: as many as in the step before are expected."""
+        return self._watch.last_microbatch
+
+    @last_microbatch.setter
+    def last_microbatch(self, last: bool | None) -> None:
+        self._watch.last_microbatch = last
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside only accumulate; the first one after it is the step's last."""
+        return self._watch.no_sync()
+
+    def _gradient_is_final(self, member: Managed) -> None:
+        """On the backward's thread. Blocks the host only if the last step is not yet issued."""
+        if self._place[member.index] not in (Place.CPU, Place.STREAMED) or member.parameter.grad is None:
+            return
+        if getattr(member.parameter, "decoupled_grad", None) is not None:
+            return
+        self._steps.let_go()
+        for bucket in self._steps.buckets_of[member.index]:
+            if id(bucket) in self._early:
+                raise OffloadError(
+                    f"{member} got a gradient after its bucket had been stepped in this backward; use no_sync() before the last one"
+                )
+            count = self._final.get(id(bucket), 0) + 1
+            self._final[id(bucket)] = count
+            if count < len(bucket.members):
+                continue
+            self._final[id(bucket)] = 0
+            gradients = {
+                known.index: known.flat_gradient(known.parameter.grad) for known in bucket.members if known.parameter.grad is not None
+            }
+            if isinstance(bucket, CpuBucket):
+                bucket.land(gradients)
+                for known in bucket.members:
+                    assert known.parameter.grad is not None
+                    self._landed[known.index] = stamp_of(known.parameter.grad)
+            if self._step_in_backward:
+                self._step_early(bucket, gradients)
+
+    def _step_early(self, bucket: HostBucket, gradients: Mapping[int, Tensor]) -> None:
+        if not self._early:
+            self._steps.settle()
+            self._refresh_changed()
+            self._copies.refresh()
+        if isinstance(bucket, StreamedBucket):
+            bucket.hold(gradients)
+            for known in bucket.members:
+                assert known.parameter.grad is not None
+                self._landed[known.index] = stamp_of(known.parameter.grad)
+        self._early[id(bucket)] = bucket
+        self._steps.submit(bucket, self._steps.release([bucket]), HostScalars(), None)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient. closure: evaluated once.
+
+        With overlap and a model it returns when the work is issued; without a model it waits for the weights. Blocks the host while the
+        last step is not yet issued, and for weights that somebody changed since. Raises OffloadError if a worker failed, or if a gradient
+        cannot be used, before anything is stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._early:
+            self._steps.settle()
+        self._steps.raise_failure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        gradients = {member.index: gradient for member in self._managed if (gradient := member.gradient) is not None}
+        hosted = [member for member in self._managed if self._place[member.index] in (Place.CPU, Place.STREAMED)]
+        flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
+        early = self._checked_early(gradients)
+        if not early:
+            self._refresh_changed()
+            self._copies.refresh()
+        factor = self._factor(gradients)
+        if self._overlaps:
+            self._step_overlapped(gradients, flats, factor, early)
+        else:
+            on_cpu = any(self._place[index] is Place.CPU for index in flats)
+            scalars = self._desk.send(factor) if factor is not None and on_cpu else HostScalars()
+            self._steps.step_inline(
+                flats, scalars, factor, atomic=self._atomic, step_resident=lambda: self._step_resident(gradients, factor)
+            )
+        stepped = [member for member in hosted if member.index in gradients]
+        settle_versions(stepped)
+        for member in self._managed:
+            member.version = member.parameter._version
+        self._landed.clear()
+        self._final.clear()
+        self._early = {}
+        self._watch.end_step()
+
+    def _checked_early(self, gradients: Mapping[int, Tensor]) -> dict[int, HostBucket]:
+        """The buckets stepped in the backward, if the promise was kept that made that right."""
+        if not self._early:
+            return {}
+        changed = self._copies.changed()
+        if changed or self._clip is not None:
+            self._break(f"the param groups' {', '.join(changed)} changed" if changed else "clip_grad_norm_ was called")
+        for bucket in self._early.values():
+            for member in bucket.members:
+                gradient, stamp = gradients.get(member.index), self._landed[member.index]
+                if gradient is None or not _is(gradient, stamp):
+                    self._break(f"the gradient of {member} changed")
+        return dict(self._early)
+
+    def _break(self, what: str) -> None:
+        self._steps.fail(
+            f"{what} after {len(self._early)} buckets had been stepped in the backward; they are a step ahead of the rest. Load the "
+            "last state "
+            "dict, and change param groups and gradients before the backward, or leave out step_in_backward"
+        )
+
+    def _factor(self, gradients: Mapping[int, Tensor]) -> Tensor | None:
+        factor, self._clip = self._clip, None
+        if factor is None and self.max_grad_norm is not None:
+            self.last_grad_norm = total_norm(list(gradients.values()), 2.0, self._engine.device.torch_device)
+            factor = clip_factor(self.max_grad_norm, self.last_grad_norm)
+        return factor
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None) -> Tensor:
+        """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host: never.
+
+        total: the norm, where it is known better, as over the stages of a pipeline. Unlike torch's function of this name it leaves .grad
+        alone and scales what is stepped, so that gradients which have already left need not leave again.
+        """
+        if self._early:
+            self._break("clip_grad_norm_ was called")
+        gradients = [gradient for member in self._managed if (gradient := member.gradient) is not None]
+        norm = total if total is not None else total_norm(gradients, norm_type, self._engine.device.torch_device)
+        self.last_grad_norm = norm
+        self._clip = clip_factor(max_norm, norm)
+        return norm
+
+    def _step_overlapped(
+        self, gradients: Mapping[int, Tensor], flats: Mapping[int, Tensor], factor: Tensor | None, early: Mapping[int, HostBucket]
+    ) -> None:
+        steps = self._steps
+        self._step_resident(gradients, factor)
+        chosen = [bucket for bucket in steps.in_order if id(bucket) not in early and any(m.index in flats for m in bucket.members)]
+        scalars = self._desk.send(factor) if factor is not None and any(isinstance(b, CpuBucket) for b in chosen) else HostScalars()
+        for bucket in chosen:
+            mine = {member.index: flats[member.index] for member in bucket.members if member.index in flats}
+            if isinstance(bucket, StreamedBucket):
+                bucket.hold(mine)
+            elif not self._has_landed(bucket, gradients):
+                bucket.land(mine)
+        released = steps.release(chosen)
+        for bucket in chosen:
+            steps.submit(bucket, released, scalars, factor)
+        for bucket in (*early.values(), *chosen):
+            if isinstance(bucket, StreamedBucket):
+                steps.hold(bucket, gradients)
+        if self._cpu.buckets:
+            steps.order_gradients()
+        if self._model is None:
+            steps.arrive(None)
+        elif self._outside:
+            steps.arrive(self._outside)
+
+    def _has_landed(self, bucket: CpuBucket, gradients: Mapping[int, Tensor]) -> bool:
+        for member in bucket.members:
+            gradient, stamp = gradients.get(member.index), self._landed.get(member.index)
+            if gradient is None or stamp is None or not _is(gradient, stamp):
+                return False
+        return True
+
+    def _step_resident(self, gradients: Mapping[int, Tensor], factor: Tensor | None) -> None:
+        self._on_gpu.step(gradients, factor)
+        self._at_home.step(gradients, factor)
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+    def synchronize_parameters(self) -> None:
+        """Let the current lane's work from here on see the new weights. Blocks the host until the step under way has been issued."""
+        self._steps.arrive(None)
+
+    def _refresh_changed(self) -> None:
+        """Masters follow weights that somebody else wrote: a loaded state dict, an initialisation. Blocks the host where there are any."""
+        changed = [member for member in self._managed if member.changed_outside()]
+        if not changed:
+            return
+        by_place = {place: [member for member in changed if self._place[member.index] is place] for place in Place}
+        if by_place[Place.CPU]:
+            self._cpu.fetch_masters(by_place[Place.CPU])
+        if by_place[Place.STREAMED]:
+            self._streamed.fetch_masters(by_place[Place.STREAMED])
+        for part, place in ((self._on_gpu, Place.GPU), (self._at_home, Place.HOME)):
+            for member in by_place[place]:
+                part.refresh(member)
+        for member in changed:
+            member.version = member.parameter._version
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
+        self._steps.settle_host()
+        for member in self._managed:
+            member.version = -1
+        self._refresh_changed()
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, for `decoupled_grad` too. Zeroing in place first orders compute behind what still reads the gradients."""
+        if self._early:
+            self._break("zero_grad was called without step()")
+        self._landed.clear()
+        self._final.clear()
+        if not set_to_none:
+            self._steps.arrive(None)
+            self._steps.order_gradients()
+        for member in self._managed:
+            decoupled = getattr(member.parameter, "decoupled_grad", None)
+            if decoupled is not None:
+                if set_to_none:
+                    member.parameter.decoupled_grad = None  # type: ignore[attr-defined]
+                else:
+                    decoupled.zero_()
+        super().zero_grad(set_to_none)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32. Blocks the host for the step
+        under way.
+
+        Of offloaded parameters these are views of host memory that later steps change; `state_dict()` copies.
+        """
+        if not getattr(self, "_built", False):
+            return self._state
+        self._steps.settle_host()
+        self._state.clear()
+        for member in self._managed:
+            found = dict(self.state_of(member))
+            if found and self.param_update_in_fp32:
+                found[MASTER] = self.master_of(member)
+            if found:
+                self._state[member.parameter] = found
+        return self._state
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        self._state = defaultdict(dict, value)
+
+    def state_of(self, member: Managed) -> Mapping[Any, Any]:
+        place = self._place[member.index]
+        if place in (Place.CPU, Place.STREAMED):
+            part = self._cpu if place is Place.CPU else self._streamed
+            return part.state_of(member)
+        resident = self._on_gpu if place is Place.GPU else self._at_home
+        assert resident.optimizer is not None
+        return cast(Mapping[Any, Any], resident.optimizer.state.get(resident.inner[member.index], {}))
+
+    def master_of(self, member: Managed) -> Tensor:
+        """What the optimizer steps: the float32 master, or the weights themselves."""
+        place = self._place[member.index]
+        if place is Place.CPU:
+            return self._cpu.master(member)
+        if place is Place.STREAMED:
+            return self._streamed.master(member) if self._streamed.has_master(member) else member.parameter
+        return (self._on_gpu if place is Place.GPU else self._at_home).inner[member.index]
+
+    def dummy_step(self) -> None:
+        """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded in place."""
+        self._steps.settle_host()
+        self._copies.refresh()
+        fill_state(self.sub_optimizers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers, strings and tensors only."""
+        packed = super().state_dict()
+        return state_dict_of(self, packed)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """State of the same parameters, from any split and any fraction, or from a plain torch optimizer of the class.
+
+        Everything is checked before anything is changed; ValueError names the parameter. Blocks the host.
+        """
+        load_state(self, state_dict)
+
+    # -- what state.py needs ------------------------------------------------------------------------------------------
+    @property
+    def members(self) -> Sequence[Managed]:
+        return self._managed
+
+    def place_at(self, member: Managed) -> Place:
+        return self._place[member.index]
+
+    @property
+    def needed_names(self) -> tuple[str, ...]:
+        """State that a parameter cannot be without once it has any."""
+        return ("step", "exp_avg", "exp_avg_sq") if self._cpu.flat else ()
+
+    @property
+    def shaped_names(self) -> tuple[str, ...]:
+        """State that has the shape of its parameter."""
+        return (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+    def describe(self) -> dict[str, Any]:
+        """Where everything is: what a continuation with the same bits has to have again."""
+        return {
+            "version": 1,
+            "offload_fraction": self.offload_fraction,
+            "cpu_share": self._cpu_share,
+            "bucket_bytes": self._bucket_bytes,
+            "places": [self._place[member.index].value for member in self._managed],
+            "layout": layouts_of(self._cpu, self._streamed),
+        }
+
+    def begin_load(self, saved: Mapping[str, Any] | None) -> None:
+        """Come to rest, whatever was under way, and take over a measured share."""
+        if self._steps.failed:
+            self._steps.forgive()
+        self._early = {}
+        self._steps.settle_host()
+        self._landed.clear()
+        share = saved.get("cpu_share") if saved else None
+        if saved and self._cpu_share_asked == "auto" and share != self._cpu_share and saved["offload_fraction"] == self.offload_fraction:
+            self._cpu_share = share
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Place everything anew, by the share that is set now. State is lost: one is being loaded."""
+        self._close_parts()
+        self._managed, self._place = [], {}
+        self._build()
+        if self._model is not None:
+            self.attach(self._model)
+
+    def load_member(self, member: Managed, state: Mapping[Any, Any], master: Tensor | None) -> None:
+        place = self._place[member.index]
+        member = self._managed[member.index]  # placed anew since it was matched
+        if place in (Place.CPU, Place.STREAMED):
+            part = self._cpu if place is Place.CPU else self._streamed
+            part.set_state(member, {key: local_of(value) if isinstance(value, Tensor) else value for key, value in state.items()})
+        else:
+            resident = self._on_gpu if place is Place.GPU else self._at_home
+            assert resident.optimizer is not None
+            load_resident(resident.optimizer, resident.inner[member.index], state)
+        if master is None or self.master_of(member).dtype == member.dtype:
+            member.version = -1  # the weights are all there is: masters follow them at the next step
+        else:
+            target = self.master_of(member)
+            local_of(target).copy_(local_of(master))
+            member.version = member.parameter._version
+
+    def end_load(self) -> None:
+        self._copies.refresh()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End the workers and give the host memory back; an engine that was made here is closed too. Blocks the host."""
+        if not self._steps.failed:
+            try:
+                self._steps.settle_host()
+            except OffloadError as error:
+                logger.warning("closing after a failed step: %s", error)
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._close_parts()
+        if self._given_engine is None:
+            self._engine.close()
+
+    def _close_parts(self) -> None:
+        self._watch.close()
+        self._steps.close()
+        self._cpu.close()
+        self._streamed.close()
+        self._desk.close()
+
+
+def _is(gradient: Tensor, stamp: Stamp) -> bool:
+    reference, version, local_version = stamp
+    return reference() is gradient and gradient._version == version and local_of(gradient)._version == local_version
