@@ -241,7 +241,7 @@ class CudaDevice:
         try:
             event = free.pop()
         except IndexError:
-            event = torch.cuda.Event(enable_timing=timed)
+            event = torch.cuda.Event(enable_timing=timed, blocking=True)  # a thread that waits sleeps, and leaves its core to others
         event.record(cast(CudaLane, lane).stream)
         return _CudaEvent(event, free)
 

@@ -103,7 +103,7 @@ def _even_cuts(numel: int, bucket_numel: int) -> list[int]:
 def _cuts_between(parameters: list[tuple[int, int, int]], numel: int, bucket_numel: int) -> list[int]:
     cuts = [0]
     for _, start, length in parameters:
-        if start > cuts[-1] and start + length - cuts[-1] > bucket_numel:
+        if length and start > cuts[-1] and start + length - cuts[-1] > bucket_numel:
             cuts.append(start)
     return [*cuts, numel]
 

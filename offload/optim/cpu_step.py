@@ -6,8 +6,8 @@ its weights' return, on one thread.
 
 # [Order: land]
 # hazard  RAW: `d2h` copies a gradient that `compute` is still writing.
-# edge    land records an event on the lane that made the gradients, after them; d2h waits for it.
-# alive   the bucket holds the gradients until the copy's event has passed (`let_go`), and the optimizer orders compute behind it.
+# edge    an event is recorded on the lane that made the gradients, after them; d2h waits for it.
+# alive   the bucket holds the gradients until the copy's event has passed (`let_go`).
 # proof   tests/property/test_optim_edges.py, edge "land"
 #
 # [Order: slot]
@@ -86,7 +86,8 @@ class CpuBucket:
         self.returned: Event | None = None
         self.done = threading.Event()  # no worker has it
         self.done.set()
-        self._sources: list[Tensor] = []
+        self._sources: list[Tensor] = []  # gradients on the device, until their copy has passed
+        self._outward: list[CopyPair] = []
         self._gradients: list[Tensor | None] = [None] * len(self.leaves)  # where they landed
         self._home: list[Tensor] = []  # of the step under way: device bytes of each piece that has a gradient, found on the training thread
         self._home_of: list[int] = []
@@ -108,15 +109,16 @@ class CpuBucket:
             optimizer.state[leaf] = {"step": step, **moments}
 
     # -- gradients in -----------------------------------------------------------------------------------------------------
-    def land(self, gradients: Mapping[int, Tensor]) -> None:
-        """Copy the gradients to the host. gradients: flat, by parameter; one that is missing is not stepped.
+    def hold(self, gradients: Mapping[int, Tensor]) -> None:
+        """Step these when told to. gradients: flat, by parameter, made on the current lane; one that is missing is not stepped.
 
-        Blocks the host only while the step before is still at this bucket. Order: [Order: land], [Order: slot].
+        Blocks the host only while the step before is still at this bucket.
         """
         self.done.wait()
-        device = self.device
-        pairs: list[CopyPair] = []
-        self._sources, self._home, self._home_of = [], [], []
+        if not self.let_go() and self.landed is not None:  # landed before, and not stepped: its sources go back to compute's allocator
+            self.device.wait(self.device.compute, self.landed, "gradients read")
+        self._sources, self._home, self._home_of, self._outward = [], [], [], []
+        self.landed = None
         for place, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
             gradient = gradients.get(member.index)
             if gradient is None:
@@ -131,17 +133,17 @@ class CpuBucket:
             self._home.append(member.flat().narrow(0, piece.first, piece.numel))
             self._home_of.append(place)
             source_bytes = source.view(torch.uint8)
-            device.note_write(device.compute, source_bytes)
-            pairs.append((landing.view(torch.uint8), source_bytes))
+            self.device.note_write(self.device.compute, source_bytes)
+            self._outward.append((landing.view(torch.uint8), source_bytes))
+
+    def land(self, made: Event) -> None:
+        """Copy the gradients held to the host. made: recorded after them. Blocks the host: never. Order: [Order: land], [Order: slot]."""
+        device = self.device
         if self.returned is not None:
             device.wait(device.d2h, self.returned, "slot")
-        device.wait(device.d2h, device.record(device.compute), "land")
-        self.mover.send(pairs)
+        device.wait(device.d2h, made, "land")
+        self.mover.send(self._outward)
         self.landed = device.record(device.d2h)
-
-    @property
-    def has_gradients(self) -> bool:
-        return bool(self._home_of)
 
     def weights(self) -> list[Tensor]:
         """The bucket's part of the device's weights, a 1-D tensor a piece."""
@@ -151,20 +153,15 @@ class CpuBucket:
         """Drop the gradients if their copy has passed. Whether it had. Blocks the host: never."""
         if self._sources and (self.landed is None or not self.device.poll(self.landed)):
             return False
-        self._sources = []
+        self._sources, self._outward = [], []
         return True
-
-    def forget(self) -> None:
-        """What landed is not stepped after all. Its sources stay until the copy has passed."""
-        self._gradients = [None] * len(self.leaves)
-        self._home, self._home_of = [], []
 
     # -- the step ---------------------------------------------------------------------------------------------------------
     def load_gradients(self, scalars: HostScalars, scratch: Tensor | None) -> None:
         """Give each leaf its gradient, scaled. Blocks the host until it has landed and the last return has been read."""
         device = self.device
-        if self.landed is not None:
-            device.synchronize(self.landed)
+        assert self.landed is not None
+        device.synchronize(self.landed)
         if self.returned is not None:
             device.synchronize(self.returned)
         if scalars.event is not None and scalars.factor is not None:
@@ -204,8 +201,6 @@ class CpuBucket:
         device.wait(device.h2d, released, "weights out")
         self.mover.fetch(pairs)
         self.returned = device.record(device.h2d)
-        self.forget()
-        self.landed = None
 
     def step(self, released: Event, scalars: HostScalars, scratch: Tensor | None) -> None:
         """Everything between landing and return, for an optimizer of this bucket alone: the job of a worker."""
@@ -242,8 +237,10 @@ class CpuBucket:
     def take_masters(self, arriving: Sequence[tuple[int, Tensor]]) -> None:
         """Make the fetched weights masters, but keep a master whose rounding is the very weight: it knows more than the weight does."""
         for place, weights in arriving:
+            self.device.note_read(self.device.host, weights.view(torch.uint8))
             flat = self.section.view("master", self.layout.pieces[place].start, weights.numel(), self.master_dtype)
             if not same_bits(flat.to(weights.dtype), weights):
+                self.device.note_write(self.device.host, flat.view(torch.uint8))
                 flat.copy_(weights)
 
     def reset_state(self, place: int) -> None:

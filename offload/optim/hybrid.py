@@ -181,6 +181,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._steps = HostedSteps(engine, self._cpu, self._streamed, self._cpu_threads)
         self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
         self._watch = BackwardWatch(self._gradient_is_final)
+        self._in_backward = False  # a gradient has become final since the last step
         self._landed: dict[int, Stamp] = {}
         self._final: dict[int, int] = {}  # id of a bucket: parameters whose gradients are final in the backward under way
         self._early: dict[int, HostBucket] = {}
@@ -352,7 +353,15 @@ class HybridDeviceOptimizer(Optimizer):
             return
         if getattr(member.parameter, "decoupled_grad", None) is not None:
             return
-        self._steps.let_go()
+        with torch.no_grad():
+            self._land(member)
+
+    def _land(self, member: Managed) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._steps.settle()
+            self._refresh_changed()  # it fetches weights into the gradients' slots, so it comes before any landing
+            self._copies.refresh()
         for bucket in self._steps.buckets_of[member.index]:
             if id(bucket) in self._early:
                 raise OffloadError(
@@ -363,29 +372,26 @@ class HybridDeviceOptimizer(Optimizer):
             if count < len(bucket.members):
                 continue
             self._final[id(bucket)] = 0
+            self._steps.let_go()
             gradients = {
                 known.index: known.flat_gradient(known.parameter.grad) for known in bucket.members if known.parameter.grad is not None
             }
             if isinstance(bucket, CpuBucket):
-                bucket.land(gradients)
-                for known in bucket.members:
-                    assert known.parameter.grad is not None
-                    self._landed[known.index] = stamp_of(known.parameter.grad)
-            if self._step_in_backward:
-                self._step_early(bucket, gradients)
-
-    def _step_early(self, bucket: HostBucket, gradients: Mapping[int, Tensor]) -> None:
-        if not self._early:
-            self._steps.settle()
-            self._refresh_changed()
-            self._copies.refresh()
-        if isinstance(bucket, StreamedBucket):
-            bucket.hold(gradients)
+                bucket.hold(gradients)
+                bucket.land(self._engine.device.record(self._engine.device.compute))
+            elif self._step_in_backward:
+                bucket.hold(gradients)
             for known in bucket.members:
                 assert known.parameter.grad is not None
                 self._landed[known.index] = stamp_of(known.parameter.grad)
-        self._early[id(bucket)] = bucket
-        self._steps.submit(bucket, self._steps.release([bucket]), HostScalars(), None)
+            if self._step_in_backward:
+                self._early[id(bucket)] = bucket
+                self._steps.submit([bucket], self._steps.release([bucket]), HostScalars(), None)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._landed.clear()
+        self._final.clear()
 
     # -- the step -----------------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -412,7 +418,8 @@ class HybridDeviceOptimizer(Optimizer):
         flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
         early = self._checked_early(gradients)
         if not early:
-            self._refresh_changed()
+            if self._refresh_changed():
+                self._landed.clear()
             self._copies.refresh()
         factor = self._factor(gradients)
         if self._overlaps:
@@ -427,8 +434,7 @@ class HybridDeviceOptimizer(Optimizer):
         settle_versions(stepped)
         for member in self._managed:
             member.version = member.parameter._version
-        self._landed.clear()
-        self._final.clear()
+        self._end_backward()
         self._early = {}
         self._watch.end_step()
 
@@ -441,6 +447,8 @@ class HybridDeviceOptimizer(Optimizer):
             self._break(f"the param groups' {', '.join(changed)} changed" if changed else "clip_grad_norm_ was called")
         for bucket in self._early.values():
             for member in bucket.members:
+                if member.changed_outside():
+                    self._break(f"the weights of {member} were written")
                 gradient, stamp = gradients.get(member.index), self._landed[member.index]
                 if gradient is None or not _is(gradient, stamp):
                     self._break(f"the gradient of {member} changed")
@@ -483,18 +491,11 @@ class HybridDeviceOptimizer(Optimizer):
         scalars = self._desk.send(factor) if factor is not None and any(isinstance(b, CpuBucket) for b in chosen) else HostScalars()
         for bucket in chosen:
             mine = {member.index: flats[member.index] for member in bucket.members if member.index in flats}
-            if isinstance(bucket, StreamedBucket):
+            if isinstance(bucket, StreamedBucket) or not self._has_landed(bucket, gradients):
                 bucket.hold(mine)
-            elif not self._has_landed(bucket, gradients):
-                bucket.land(mine)
-        released = steps.release(chosen)
-        for bucket in chosen:
-            steps.submit(bucket, released, scalars, factor)
+        steps.submit(chosen, steps.release(chosen), scalars, factor)
         for bucket in (*early.values(), *chosen):
-            if isinstance(bucket, StreamedBucket):
-                steps.hold(bucket, gradients)
-        if self._cpu.buckets:
-            steps.order_gradients()
+            steps.hold(bucket, gradients)
         if self._model is None:
             steps.arrive(None)
         elif self._outside:
@@ -516,11 +517,16 @@ class HybridDeviceOptimizer(Optimizer):
         """Let the current lane's work from here on see the new weights. Blocks the host until the step under way has been issued."""
         self._steps.arrive(None)
 
-    def _refresh_changed(self) -> None:
-        """Masters follow weights that somebody else wrote: a loaded state dict, an initialisation. Blocks the host where there are any."""
+    def _refresh_changed(self) -> bool:
+        """Masters follow weights that somebody else wrote: a loaded state dict, an initialisation. Whether there were any; blocks the host
+        then.
+
+        What has landed is lost: weights arrive in the gradients' slots.
+        """
         changed = [member for member in self._managed if member.changed_outside()]
         if not changed:
-            return
+            return False
+        self._steps.settle_host()
         by_place = {place: [member for member in changed if self._place[member.index] is place] for place in Place}
         if by_place[Place.CPU]:
             self._cpu.fetch_masters(by_place[Place.CPU])
@@ -531,6 +537,7 @@ class HybridDeviceOptimizer(Optimizer):
                 part.refresh(member)
         for member in changed:
             member.version = member.parameter._version
+        return True
 
     def update_fp32_param_by_new_param(self) -> None:
         """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
@@ -544,8 +551,7 @@ class HybridDeviceOptimizer(Optimizer):
         """As torch's, for `decoupled_grad` too. Zeroing in place first orders compute behind what still reads the gradients."""
         if self._early:
             self._break("zero_grad was called without step()")
-        self._landed.clear()
-        self._final.clear()
+        self._end_backward()
         if not set_to_none:
             self._steps.arrive(None)
             self._steps.order_gradients()
@@ -653,7 +659,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._steps.forgive()
         self._early = {}
         self._steps.settle_host()
-        self._landed.clear()
+        self._end_backward()
         share = saved.get("cpu_share") if saved else None
         if saved and self._cpu_share_asked == "auto" and share != self._cpu_share and saved["offload_fraction"] == self.offload_fraction:
             self._cpu_share = share

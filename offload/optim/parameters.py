@@ -29,7 +29,7 @@ class Managed:
     device: whose lanes move it. name: for messages. Raises ValueError for a parameter whose memory has gaps or overlaps.
     """
 
-    __slots__ = ("_address", "_flat", "device", "index", "name", "parameter", "shape", "stride", "version")
+    __slots__ = ("_address", "_flat", "device", "dtype", "index", "name", "numel", "parameter", "shape", "stride", "version")
 
     def __init__(self, parameter: Tensor, index: int, device: Device, name: str) -> None:
         self.parameter = parameter
@@ -38,6 +38,7 @@ class Managed:
         self.name = name
         local = local_of(parameter).detach()
         self.shape, self.stride = tuple(local.shape), tuple(local.stride())
+        self.numel, self.dtype = local.numel(), local.dtype
         if torch.empty_like(local, device="meta").stride() != self.stride:
             raise ValueError(
                 f"{self} has strides {self.stride} for shape {self.shape}, which leave gaps or overlap; make it contiguous first"
@@ -50,16 +51,8 @@ class Managed:
         return f"parameter {self.index} ({self.name + ', ' if self.name else ''}{self.numel:,} elements of {self.dtype})"
 
     @property
-    def numel(self) -> int:
-        return self._flat.numel()
-
-    @property
     def nbytes(self) -> int:
-        return self._flat.numel() * self._flat.element_size()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._flat.dtype
+        return self.numel * self.dtype.itemsize
 
     def flat(self) -> Tensor:
         """The elements in the order of memory, 1-D. A write through it moves no version counter."""

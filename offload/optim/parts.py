@@ -317,6 +317,8 @@ class StreamedPart(_Part):
                 master = self.master(member)
                 weights = member.shaped(member.flat()).to("cpu")
                 if not same_bits(_flat(master.to(member.dtype)), _flat(weights)):
+                    device = self.engine.device
+                    device.note_write(device.host, _flat(master).view(torch.uint8))
                     master.copy_(weights)
 
     def master(self, member: Managed) -> Tensor:

@@ -141,10 +141,6 @@ class StreamedBucket:
                 self._gradients.append((place, part, weights))
                 self.device.note_write(self.device.compute, part.view(torch.uint8))
 
-    @property
-    def has_gradients(self) -> bool:
-        return bool(self._gradients)
-
     def weights(self) -> list[Tensor]:
         """The bucket's part of the device's weights, a 1-D tensor a piece."""
         return [member.flat().narrow(0, piece.first, piece.numel) for piece, member in zip(self.layout.pieces, self.members, strict=True)]
