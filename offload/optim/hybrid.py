@@ -327,6 +327,11 @@ class HybridDeviceOptimizer(Optimizer):
         """Host memory of state, masters and gradients."""
         return self._cpu.host_bytes + self._streamed.host_bytes
 
+    @property
+    def ring_bytes(self) -> int:
+        """Device memory of the streamed buckets."""
+        return self._streamed.ring.nbytes if self._streamed.ring is not None else 0
+
     def place_of(self, parameter: Tensor) -> Place:
         for member in self._managed:
             if member.parameter is parameter:

@@ -263,7 +263,7 @@ def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was() -> None:
     model = net()
     optimizer = hybrid(model, params=list(model.parameters())[:2], offload_fraction=1.0)
     wrong = nn.Parameter(torch.zeros(4, 4).expand(4, 4).as_strided((4, 4), (0, 1)))
-    with pytest.raises(ValueError, match="parameter 2 .* leave gaps or overlap"):
+    with pytest.raises(ValueError, match=r"parameter 2 .* leave gaps or overlap"):
         optimizer.add_param_group({"params": [wrong]})
     assert len(optimizer.param_groups) == 1
     train(model, optimizer, 2)
