@@ -10,12 +10,6 @@ its weights' return, on one thread.
 # alive   the bucket holds the gradients until the copy's event has passed (`let_go`).
 # proof   tests/property/test_optim_edges.py, edge "land"
 #
-# [Order: slot]
-# hazard  WAR: `h2d` still reads weights that were rounded into a gradient's slot while `d2h` writes the next gradient there.
-# edge    the bucket keeps the event of its last return; landing makes d2h wait for it.
-# alive   the section owns the slot.
-# proof   tests/property/test_optim_edges.py, edge "slot"
-#
 # [Order: weights out]
 # hazard  WAR: `h2d` writes a weight that `compute` still reads, in the backward or forward before the step.
 # edge    the event recorded on compute when the step was asked for; h2d waits for it before the return.
@@ -116,7 +110,7 @@ class CpuBucket:
         """
         self.done.wait()
         if not self.let_go() and self.landed is not None:  # landed before, and not stepped: its sources go back to compute's allocator
-            self.device.wait(self.device.compute, self.landed, "gradients read")
+            self.device.wait(self.device.compute, self.landed, "gradients read")  # see stepping.py
         self._sources, self._home, self._home_of, self._outward = [], [], [], []
         self.landed = None
         for place, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
@@ -137,10 +131,12 @@ class CpuBucket:
             self._outward.append((landing.view(torch.uint8), source_bytes))
 
     def land(self, made: Event) -> None:
-        """Copy the gradients held to the host. made: recorded after them. Blocks the host: never. Order: [Order: land], [Order: slot]."""
+        """Copy the gradients held to the host. Blocks the host: never. Order: [Order: land].
+
+        made: recorded after them, on a lane that has waited for the bucket's last return: so the slots, where half-precision weights are
+            rounded on their way back, are free too.
+        """
         device = self.device
-        if self.returned is not None:
-            device.wait(device.d2h, self.returned, "slot")
         device.wait(device.d2h, made, "land")
         self.mover.send(self._outward)
         self.landed = device.record(device.d2h)
@@ -214,7 +210,7 @@ class CpuBucket:
     def fetch(self, chosen: Collection[int]) -> list[tuple[int, Tensor]]:
         """Start to copy the device's weights of the parameters `chosen` to the host; (place, where they arrive).
 
-        They are there once an event recorded on d2h after this has passed. Order: [Order: land], [Order: slot].
+        They are there once an event recorded on d2h after this has passed. Order: [Order: land].
         """
         device = self.device
         pairs: list[CopyPair] = []
@@ -228,8 +224,6 @@ class CpuBucket:
             pairs.append((landing.view(torch.uint8), source))
             arriving.append((place, landing))
         if pairs:
-            if self.returned is not None:
-                device.wait(device.d2h, self.returned, "slot")
             device.wait(device.d2h, device.record(device.compute), "land")
             self.mover.send(pairs)
         return arriving

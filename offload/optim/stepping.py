@@ -97,9 +97,10 @@ class HostedSteps:
         self._held[id(bucket)] = [(gradient, gradient._version, str(member)) for gradient, member in held]
 
     # [Order: gradients read]
-    # hazard  WAR, allocator reuse: `compute` zeroes, accumulates into or frees a gradient that `d2h` still copies to the host.
-    # edge    before the optimizer zeroes gradients, and after a step on the calling thread, compute waits for an event recorded on d2h.
-    # alive   the bucket, until the copy's event has passed.
+    # hazard  WAR, allocator reuse: `compute` zeroes or frees a gradient that landed, and was not stepped, while `d2h` still copies it.
+    # edge    before the optimizer zeroes gradients, and before a bucket takes others, compute waits for an event recorded on d2h.
+    # alive   the bucket, until the copy's event has passed. Gradients that are stepped need no edge of their own: their weights' return comes
+    #         after their landing.
     # proof   tests/property/test_optim_edges.py, edge "gradients read"
 
     def order_gradients(self) -> None:
@@ -146,7 +147,6 @@ class HostedSteps:
             other.step(self._streamed.ring, released, factor, paced=False)
         self._pending += [*buckets, *streamed]
         self._lent.extend(self._pending)
-        self.order_gradients()
         self.settle()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
