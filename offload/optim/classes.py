@@ -33,7 +33,8 @@ def checked_class(name: str, cls: object, kwargs: Mapping[str, Any]) -> type[Opt
     try:
         signature.bind([], **kwargs)
     except TypeError as error:
-        raise ValueError(f"{name} {cls.__name__}{signature} cannot be made with {_written(kwargs)}: {error}") from error
+        known = ", ".join(key for key in signature.parameters if key != "params")
+        raise ValueError(f"{name} {cls.__name__} cannot be made with {_written(kwargs)}: {error}; it takes {known}") from error
     return cls
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -203,8 +205,7 @@ def test_only_what_is_asked_for_is_pinned(params: bool, grads: bool) -> None:
 
 @pytest.mark.parametrize("masters", [True, False])
 def test_closing_gives_every_byte_back_and_leaves_no_thread(masters: bool) -> None:
-    import threading
-
+    gc.collect()
     before = threading.active_count()
     model = net(torch.bfloat16)
     optimizer = hybrid(model, offload_fraction=1.0, param_update_in_fp32=masters, model=model, max_grad_norm=1.0)
