@@ -29,7 +29,7 @@ class Managed:
     device: whose lanes move it. name: for messages. Raises ValueError for a parameter whose memory has gaps or overlaps.
     """
 
-    __slots__ = ("_address", "_flat", "device", "dtype", "index", "name", "numel", "parameter", "shape", "stride", "version")
+    __slots__ = ("_address", "_flat", "device", "dtype", "index", "name", "numel", "parameter", "shape", "stride", "version", "where")
 
     def __init__(self, parameter: Tensor, index: int, device: Device, name: str) -> None:
         self.parameter = parameter
@@ -45,6 +45,7 @@ class Managed:
             )
         self._flat = _flat_of(local)
         self._address = local.data_ptr()
+        self.where = local.device
         self.version = parameter._version
 
     def __str__(self) -> str:
@@ -58,7 +59,7 @@ class Managed:
         """The elements in the order of memory, 1-D. A write through it moves no version counter."""
         local = local_of(self.parameter)
         if local.data_ptr() != self._address:  # `p.data = ...`, or FSDP2 made its shard anew
-            if local.numel() != self.numel or local.dtype != self.dtype or not self.device.owns(local.detach()):
+            if local.numel() != self.numel or local.dtype != self.dtype or local.device != self.where:
                 raise OffloadError(
                     f"{self} is now {local.numel():,} elements of {local.dtype} on {local.device}; build the optimizer after moving or "
                     "converting"
@@ -89,7 +90,7 @@ class Managed:
                 f"{self} has a {local.layout} gradient, and offloaded parameters take dense ones; use offload_fraction=0 or a dense "
                 "gradient"
             )
-        if tuple(local.shape) != self.shape or not self.device.owns(local):
+        if tuple(local.shape) != self.shape or local.device != self.where:
             raise OffloadError(
                 f"{self} has a gradient of shape {tuple(local.shape)} on {local.device}; the parameter's shape is {self.shape}"
             )

@@ -257,10 +257,11 @@ def _like_leaf(value: Any, key: Any, leaf: Tensor) -> Any:
 
 
 class StreamedPart(_Part):
-    """Parameters whose state is streamed through the device."""
+    """Parameters whose state is streamed through the device. weights_on_host: the parameters themselves too."""
 
-    def __init__(self, engine: OffloadEngine, options: HostOptions, copies: GroupCopies) -> None:
+    def __init__(self, engine: OffloadEngine, options: HostOptions, copies: GroupCopies, *, weights_on_host: bool = False) -> None:
         super().__init__(engine, options, copies)
+        self._weights_on_host = weights_on_host
         self.buckets: list[StreamedBucket] = []
         self.ring: Ring | None = None
         self._pieces_of: dict[int, list[tuple[StreamedBucket, int]]] = {}
@@ -290,7 +291,7 @@ class StreamedPart(_Part):
         for section, (layout, _, master) in zip(self._make(plan, "the streamed parameters"), layouts, strict=True):
             for cut in layout.buckets:
                 mover = Mover(self.engine, "optimizer", len(self.buckets) + len(made))
-                made.append(StreamedBucket(mover, section, cut, self.members, master, values))
+                made.append(StreamedBucket(mover, section, cut, self.members, master, values, weights_on_host=self._weights_on_host))
         made.sort(key=lambda bucket: bucket.layout.pieces[0].parameter)
         for bucket in made:
             for place, member in enumerate(bucket.members):
@@ -304,7 +305,8 @@ class StreamedPart(_Part):
         numel = max(bucket.layout.numel for bucket in self.buckets)
         names = {name for bucket in self.buckets for name in bucket.names()}
         size = max(bucket.master_dtype.itemsize for bucket in self.buckets)
-        flats = [(name, size) for name in sorted(names)] + ([("grad", size)] if "master" in names else [])
+        also = ["weights", "grad"] if self._weights_on_host else ["grad"] if "master" in names else []
+        flats = [(name, size) for name in (*sorted(names), *also)]
         self.ring = Ring(self.engine.device, numel, flats)
 
     def has_master(self, member: Managed) -> bool:

@@ -23,7 +23,7 @@ from offload.optim.places import Place
 if TYPE_CHECKING:
     from offload.optim.hybrid import HybridDeviceOptimizer
 
-__all__ = ["fill_state", "load_state", "state_dict_of"]
+__all__ = ["fill_state", "layouts_of", "load_resident", "load_state", "sharded_like", "state_dict_of"]
 
 MASTER = "master_param"
 
@@ -108,13 +108,13 @@ def load_resident(optimizer: Optimizer, inner: Tensor, state: Mapping[Any, Any])
         elif key == "step":
             placed[key] = value.detach().to(device=inner.device if on_device else "cpu", dtype=torch.float32, copy=True)
         elif value.is_floating_point():
-            placed[key] = _sharded_like(inner, value.detach()).to(dtype=inner.dtype, device=inner.device, copy=True)
+            placed[key] = sharded_like(inner, value.detach()).to(dtype=inner.dtype, device=inner.device, copy=True)
         else:
             placed[key] = value.detach().to(device=inner.device, copy=True)
     optimizer.state[inner] = placed
 
 
-def _sharded_like(inner: Tensor, value: Tensor) -> Tensor:
+def sharded_like(inner: Tensor, value: Tensor) -> Tensor:
     """A DTensor again, where the parameter is one and the value is its local shard, as offloaded places keep it."""
     if local_of(inner) is inner or local_of(value) is not value or value.shape != local_of(inner).shape:
         return value

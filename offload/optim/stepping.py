@@ -99,8 +99,8 @@ class HostedSteps:
     # [Order: gradients read]
     # hazard  WAR, allocator reuse: `compute` zeroes or frees a gradient that landed, and was not stepped, while `d2h` still copies it.
     # edge    before the optimizer zeroes gradients, and before a bucket takes others, compute waits for an event recorded on d2h.
-    # alive   the bucket, until the copy's event has passed. Gradients that are stepped need no edge of their own: their weights' return comes
-    #         after their landing.
+    # alive   the bucket, until the copy's event has passed. Gradients that are stepped need no edge of their own: their weights' return
+    # comes after their landing.
     # proof   tests/property/test_optim_edges.py, edge "gradients read"
 
     def order_gradients(self) -> None:

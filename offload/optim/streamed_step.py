@@ -101,6 +101,7 @@ class StreamedBucket:
 
     master_dtype: of the arithmetic. Where it is the parameters' own the weights are stepped in place, else masters travel with the state.
     group_of: the param group of each parameter, whose values are read at every step.
+    weights_on_host: weights and gradients live there too, as FSDP2's CPUOffloadPolicy keeps them, and travel with the state.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class StreamedBucket:
         members: Mapping[int, Managed],
         master_dtype: torch.dtype,
         group_of: Mapping[int, dict[str, Any]],
+        *,
+        weights_on_host: bool = False,
     ) -> None:
         self.mover = mover
         self.device = mover.device
@@ -121,6 +124,7 @@ class StreamedBucket:
         self.groups = [group_of[piece.parameter] for piece in layout.pieces]
         self.steps = [torch.zeros((), dtype=torch.float32, device=mover.device.torch_device) for _ in layout.pieces]
         self.has_master = section.has("master")
+        self.weights_on_host = weights_on_host
         self.stepped: Event | None = None
         self.left: Event | None = None
         self.done = threading.Event()
@@ -172,6 +176,14 @@ class StreamedBucket:
         here = {name: section.slot(name, layout.start, layout.numel) for name in names}
         inward: list[CopyPair] = [(there[name], here[name]) for name in names]
         outward: list[CopyPair] = [(here[name], there[name]) for name in names]
+        if self.weights_on_host:
+            device.wait(device.h2d, released, "gradients made")
+            for place, gradient, weights in self._gradients:
+                piece = layout.pieces[place]
+                of_slot = self._piece_of(slot.flats["weights"], piece), self._piece_of(slot.flats["grad"], piece)
+                inward.append((of_slot[0].view(torch.uint8), weights.view(torch.uint8)))
+                inward.append((of_slot[1].view(torch.uint8), gradient.view(torch.uint8)))
+                outward.append((weights.view(torch.uint8), of_slot[0].view(torch.uint8)))
         self.mover.fetch(inward)
         arrived = device.record(device.h2d)
         device.wait(ring.lane, arrived, "state here")
@@ -185,12 +197,19 @@ class StreamedBucket:
         self.mover.send(outward)
         self.left = slot.free = device.record(device.d2h)
 
+    def _piece_of(self, flat: Tensor, piece: Piece) -> Tensor:
+        """The piece's elements in a flat of the slot."""
+        size = self.master_dtype.itemsize
+        return flat.narrow(0, (piece.start - self.layout.start) * size, piece.numel * size).view(self.master_dtype)
+
     def _compute(self, there: Mapping[str, Tensor], slot: _Slot, factor: Tensor | None) -> None:
         """On the ring's lane: one call of torch's Adam for each param group in the bucket."""
-        device, start = self.device, self.layout.start
-        flats = {name: flat.view(self.master_dtype) for name, flat in there.items()}
+        device = self.device
         groups: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
         for place, gradient, weights in self._gradients:
+            if self.weights_on_host:
+                piece = self.layout.pieces[place]
+                gradient, weights = self._piece_of(slot.flats["grad"], piece), self._piece_of(slot.flats["weights"], piece)
             device.note_read(device.compute, gradient.view(torch.uint8))
             device.note_write(device.compute, weights.view(torch.uint8))
             groups.setdefault(id(self.groups[place]), []).append((place, gradient, weights))
@@ -199,14 +218,13 @@ class StreamedBucket:
             group = self.groups[chosen[0][0]]
 
             def part(name: str, pieces: Sequence[Piece] = pieces) -> list[Tensor]:
-                return [flats[name].narrow(0, piece.start - start, piece.numel) for piece in pieces]
+                return [self._piece_of(there[name], piece) for piece in pieces]
 
             homes = [weights for _, _, weights in chosen]
             gradients = [gradient for _, gradient, _ in chosen]
             targets = part("master") if self.has_master else homes
-            if "grad" in slot.flats:
-                wide = slot.flats["grad"].view(self.master_dtype)
-                widened = [wide.narrow(0, piece.start - start, piece.numel) for piece in pieces]
+            if "grad" in slot.flats and not self.weights_on_host:
+                widened = [self._piece_of(slot.flats["grad"], piece) for piece in pieces]
                 torch._foreach_copy_(widened, gradients)
                 gradients = widened
             else:

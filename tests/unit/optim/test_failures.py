@@ -56,7 +56,7 @@ def test_parameters_that_cannot_be_stepped_are_refused_by_name() -> None:
     holes = nn.Parameter(torch.zeros(8, 8)[:, ::2])
     with pytest.raises(ValueError, match=r"parameter 1 \(32 elements of torch.float32\) has strides \(8, 2\) for shape \(8, 4\)"):
         HybridDeviceOptimizer([nn.Parameter(torch.zeros(3)), holes], 1.0, lr=0.1)
-    with pytest.raises(ValueError, match="parameter 0 .* is not of a floating-point type"):
+    with pytest.raises(ValueError, match=r"parameter 0 .* is not of a floating-point type"):
         HybridDeviceOptimizer([torch.zeros(3, dtype=torch.int32)], 1.0, lr=0.1)
     with pytest.raises(ValueError, match=r"parameter 0 .* is on meta, and the optimizer's device is sim"):
         HybridDeviceOptimizer([nn.Parameter(torch.zeros(3, device="meta"))], 1.0, lr=0.1)
