@@ -45,6 +45,7 @@ from offload.groups.interface import (
 from offload.groups.manager import PipelineOffloadManager
 from offload.memory.size_class_pool import CPUSpillBackend
 from offload.memory.tensor_pool import GPUTensorPool, TensorPool
+from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
 
@@ -55,11 +56,13 @@ __all__ = [
     "CPUSpillBackend",
     "ChunkOffloadHandler",
     "DeviceLimitError",
+    "FSDPGPUOptimizerWrapper",
     "FineGrainedActivationOffloadingInterface",
     "GPUTensorPool",
     "GroupOrderError",
     "HazardError",
     "HostBudgetError",
+    "HybridDeviceOptimizer",
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",

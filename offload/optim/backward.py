@@ -67,6 +67,10 @@ class BackwardWatch:
         if self._seen:
             self._expected, self._seen = self._seen, {}
 
+    def start_over(self) -> None:
+        """The gradients are thrown away unused."""
+        self._seen = {}
+
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -101,6 +101,7 @@ class FSDPGPUOptimizerWrapper:
         for bucket in buckets:
             bucket.let_go()
         settle_versions([member for member in self._members if member.index in flats])
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler of it looks at, to warn of a wrong order
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

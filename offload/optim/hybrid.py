@@ -557,6 +557,7 @@ class HybridDeviceOptimizer(Optimizer):
         if self._early:
             self._break("zero_grad was called without step()")
         self._end_backward()
+        self._watch.start_over()
         if not set_to_none:
             self._steps.arrive(None)
             self._steps.order_gradients()
