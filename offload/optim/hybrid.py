@@ -471,6 +471,9 @@ class HybridDeviceOptimizer(Optimizer):
         if factor is None and self.max_grad_norm is not None:
             self.last_grad_norm = total_norm(list(gradients.values()), 2.0, self._engine.device.torch_device)
             factor = clip_factor(self.max_grad_norm, self.last_grad_norm)
+        if factor is not None:
+            device = self._engine.device
+            device.note_write(device.compute, factor.reshape(1).view(torch.uint8))
         return factor
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None) -> Tensor:

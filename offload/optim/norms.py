@@ -66,7 +66,6 @@ class ScalarDesk:
         landing = self._block.extents[0].narrow(0, 4 * self._turn, 4)
         self._turn = 1 - self._turn
         source = factor.detach().reshape(1).view(torch.uint8)
-        device.note_write(device.compute, source)
         device.wait(device.d2h, device.record(device.compute), "factor")
         self._mover.send([(landing, source)])
         event = device.record(device.d2h)

@@ -41,7 +41,8 @@ class HostedSteps:
         self._stepper = Worker("optimizer-cpu", cores=engine.device.near_cores, threads=cpu_threads)
         self._streamer = Worker("optimizer-stream", threads=1)
         self._pending: list[HostBucket] = []  # of the last step: issued or about to be
-        self._lent: deque[HostBucket] = deque()  # with gradients that a lane may still read, oldest first
+        self._lent: tuple[deque[HostBucket], deque[HostBucket]] = deque(), deque()  # CPU's and streamed: their gradients may be read
+        self._factor: Tensor | None = None  # of the last step: the optimizer's lane reads it, and its memory is compute's
         self._arrived: set[tuple[int, int]] = set()  # (bucket, lane) by id
         self._held: dict[int, list[tuple[Tensor, int, str]]] = {}  # by bucket: gradients read in place, and the version they must keep
         self._failed: OffloadError | None = None
@@ -74,8 +75,10 @@ class HostedSteps:
         for bucket in buckets:
             bucket.done.clear()
         self._pending += buckets
-        self._lent.extend(buckets)
+        self._factor = factor
         on_cpu = [bucket for bucket in buckets if isinstance(bucket, CpuBucket)]
+        self._lent[0].extend(on_cpu)
+        self._lent[1].extend(bucket for bucket in buckets if isinstance(bucket, StreamedBucket))
         scratch = self._cpu.scratch
         for place, mine in enumerate(on_cpu):
             leaving = on_cpu[:LANDING_LEAD] if place == 0 else on_cpu[place + LANDING_LEAD - 1 : place + LANDING_LEAD]
@@ -146,7 +149,8 @@ class HostedSteps:
             assert self._streamed.ring is not None
             other.step(self._streamed.ring, released, factor, paced=False)
         self._pending += [*buckets, *streamed]
-        self._lent.extend(self._pending)
+        self._lent[0].extend(buckets)
+        self._lent[1].extend(streamed)
         self.settle()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -157,6 +161,7 @@ class HostedSteps:
         """
         if not self._pending:
             return
+        self.let_go()
         device = self._engine.device
         lane = device.compute
         pending = {id(bucket) for bucket in self._pending}
@@ -186,6 +191,7 @@ class HostedSteps:
         self.arrive(None)
         self.raise_failure()
         self._pending = []
+        self._factor = None
         self._arrived.clear()
         self.let_go()
 
@@ -199,8 +205,9 @@ class HostedSteps:
 
     def let_go(self) -> None:
         """Drop gradients that no lane reads any more. Blocks the host: never."""
-        while self._lent and self._lent[0].done.is_set() and self._lent[0].let_go():
-            self._lent.popleft()
+        for lent in self._lent:
+            while lent and lent[0].done.is_set() and lent[0].let_go():
+                lent.popleft()
 
     # -- failures -----------------------------------------------------------------------------------------------------
     @property

@@ -230,6 +230,7 @@ class StreamedBucket:
             else:
                 gradients = [gradient.to(self.master_dtype) for gradient in gradients]  # themselves, unless somebody gave another dtype
             if factor is not None:
+                device.note_read(device.compute, factor.reshape(1).view(torch.uint8))
                 torch._foreach_mul_(gradients, factor)
             amsgrad = bool(group["amsgrad"])
             adam(

@@ -32,8 +32,8 @@ class _Shared:
 class Worker:
     """Starts its thread with the first job.
 
-    cores: the processor cores it and the kernels it starts run on. threads: how many of torch's threads one kernel uses; None is torch's
-    own number, or as many as there are cores where they are fewer.
+    cores: the processor cores it and the kernels it starts run on. threads: how many of torch's threads one kernel uses; None leaves the
+    training thread its cores.
     """
 
     def __init__(self, name: str, *, cores: Collection[int] = (), threads: int | None = None) -> None:
@@ -75,7 +75,7 @@ class Worker:
             self._thread = None
 
     def _start(self) -> None:
-        count = self._threads if self._threads is not None else min(torch.get_num_threads(), len(self._cores) or torch.get_num_threads())
+        count = self._threads if self._threads is not None else _default_threads(len(self._cores))
         started = threading.Event()
         thread = threading.Thread(target=_run, args=(self._shared, self._cores, count, started), name=self.name, daemon=True)
         before = torch.get_num_threads()
@@ -84,6 +84,13 @@ class Worker:
         torch.set_num_threads(before)  # the thread's own number has also become that of threads to come
         self._thread = thread
         self._end = weakref.finalize(self, _finish, self._shared, thread)  # at exit too: a kernel must not outlive the interpreter
+
+
+def _default_threads(cores: int) -> int:
+    """As many as torch would use on these cores, less two where there are many: the training thread and the autograd thread need theirs,
+    and a kernel is as slow as the one of its threads that has to share a core."""
+    count = min(torch.get_num_threads(), cores or torch.get_num_threads())
+    return count - 2 if count > 4 else count
 
 
 def _finish(shared: _Shared, thread: threading.Thread) -> None:
