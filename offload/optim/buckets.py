@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGN", "Bucket", "Piece", "Section", "lay_out", "layout_from_json", "layout_to_json"]
+__all__ = ["ALIGN", "Bucket", "Piece", "Section", "lay_out", "layout_to_json"]
 
 ALIGN = 16
 """Elements: a 64-byte cache line of float32, and the widest vector of the CPU kernels (AVX-512)."""
@@ -114,10 +114,3 @@ def layout_to_json(sections: Sequence[Section]) -> list[dict[str, list[list[int]
         {"parameters": [list(known) for known in section.parameters], "cuts": [[b.start, b.end] for b in section.buckets]}
         for section in sections
     ]
-
-
-def layout_from_json(
-    written: Sequence[dict[str, list[list[int]]]],
-) -> list[tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]]:
-    """What `layout_to_json` wrote, comparable with what it would write now."""
-    return [(tuple(tuple(p) for p in part["parameters"]), tuple(tuple(c) for c in part["cuts"])) for part in written]

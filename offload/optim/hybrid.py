@@ -18,7 +18,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,15 @@ from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.arrival import Arrivals, parameters_outside
 from offload.optim.backward import BackwardWatch, Stamp, stamp_of
-from offload.optim.classes import checked_class, defaults_of, is_fused_adam, made_for_cpu
+from offload.optim.classes import checked_class, defaults_of
 from offload.optim.cpu_step import CpuBucket, HostScalars
 from offload.optim.mover import Mover
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
 from offload.optim.parameters import Managed, local_of, settle_versions
-from offload.optim.parts import CpuPart, GroupCopies, HostOptions, StreamedPart, values_of
-from offload.optim.places import Place, choose_offloaded, choose_places
-from offload.optim.resident import ResidentPart
-from offload.optim.split import measured_cpu_share
-from offload.optim.state import MASTER, fill_state, layouts_of, load_resident, load_state, state_dict_of
+from offload.optim.parts import HostOptions
+from offload.optim.places import Place
+from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
+from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
 from offload.optim.stepping import HostBucket, HostedSteps
 from offload.optim.streamed_step import StreamedBucket
 
@@ -104,9 +103,8 @@ class HybridDeviceOptimizer(Optimizer):
         check_bytes("bucket_bytes", bucket_bytes, least=1024)
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
-        self._cpu_cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs)
-        self._gpu_cls = checked_class("gpu_optimizer_cls", gpu_cls, kwargs)
-        defaults = {**defaults_of(self._cpu_cls, kwargs), **defaults_of(self._gpu_cls, kwargs)}
+        cpu_cls, gpu_cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs), checked_class("gpu_optimizer_cls", gpu_cls, kwargs)
+        defaults = {**defaults_of(cpu_cls, kwargs), **defaults_of(gpu_cls, kwargs)}
         del defaults["params"]
         if kwargs.get("capturable") and offload_fraction > 0:
             raise ValueError("capturable=True is for an optimizer that lives on the device; leave it out, or set offload_fraction=0")
@@ -117,13 +115,13 @@ class HybridDeviceOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self.last_grad_norm: Tensor | None = None
         self.sub_optimizer_kwargs = dict(kwargs)
-        self._atomic = self._cpu_step_may_fail(atomic_step)
+        self._atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
         self._overlaps = overlap_cpu_optimizer_d2h_h2d and not self._atomic
         if self._atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
             logger.warning(
                 "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the last whole step; "
                 "atomic_step=False overlaps it",
-                self._cpu_cls.__name__,
+                cpu_cls.__name__,
             )
         if step_in_backward and (not self._overlaps or max_grad_norm is not None):
             raise ValueError(
@@ -131,31 +129,34 @@ class HybridDeviceOptimizer(Optimizer):
             )
         self._step_in_backward = step_in_backward
         self._overlap_backward = overlap_backward
-        self._cpu_share_asked = cpu_share
-        self._cpu_share: float | None = None if cpu_share == "auto" else float(cpu_share)
-        self._bucket_bytes = bucket_bytes
-        self._cpu_threads = cpu_threads
+        self._placing = PlacingOptions(
+            offload_fraction=self.offload_fraction,
+            cpu_share=cpu_share if cpu_share == "auto" else float(cpu_share),
+            cpu_cls=cpu_cls,
+            gpu_cls=gpu_cls,
+            kwargs=self.sub_optimizer_kwargs,
+            cpu_threads=cpu_threads,
+            host=HostOptions(
+                bucket_bytes=bucket_bytes,
+                pin_grads=pin_cpu_grads,
+                pin_params=pin_cpu_params,
+                masters_in_fp32=param_update_in_fp32,
+                overlap=self._overlaps,
+            ),
+        )
         self._given_engine = engine
         self._built = False
-        self._managed: list[Managed] = []
-        self._place: dict[int, Place] = {}
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         super().__init__(params, defaults)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
         self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
-        self._build()
+        self._build(None if cpu_share == "auto" else float(cpu_share))
         self._arrivals: Arrivals | None = None
         self._model: nn.Module | None = None
         if model is not None:
             self.attach(model)
 
     # -- building -----------------------------------------------------------------------------------------------------
-    def _cpu_step_may_fail(self, asked: bool | None) -> bool:
-        if asked is not None:
-            return asked
-        known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-        return not (self._cpu_cls in known and made_for_cpu(self._cpu_cls, self.sub_optimizer_kwargs).get("fused"))
-
     def _device_name(self) -> str:
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -163,22 +164,11 @@ class HybridDeviceOptimizer(Optimizer):
                     return str(parameter.device)
         return "sim"
 
-    def _build(self) -> None:
+    def _build(self, share: float | None) -> None:
+        """share: of the host; None measures it."""
         engine = self._engine
-        options = HostOptions(
-            bucket_bytes=self._bucket_bytes,
-            pin_grads=self.pin_cpu_grads,
-            pin_params=self.pin_cpu_params,
-            masters_in_fp32=self.param_update_in_fp32,
-            overlap=self._overlaps,
-        )
-        self._copies = GroupCopies()
-        self._cpu = CpuPart(engine, options, self._copies, self._cpu_cls, self.sub_optimizer_kwargs)
-        self._streamed = StreamedPart(engine, options, self._copies)
-        self._on_gpu = ResidentPart(self._gpu_cls, self.sub_optimizer_kwargs, masters=self.param_update_in_fp32)
-        at_home = made_for_cpu(self._cpu_cls, self.sub_optimizer_kwargs)
-        self._at_home = ResidentPart(self._cpu_cls, at_home, masters=self.param_update_in_fp32)
-        self._steps = HostedSteps(engine, self._cpu, self._streamed, self._cpu_threads)
+        self._placed = Placement(engine, self._placing, share)
+        self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
         self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
         self._watch = BackwardWatch(self._gradient_is_final)
         self._in_backward = False  # a gradient has become final since the last step
@@ -190,69 +180,10 @@ class HybridDeviceOptimizer(Optimizer):
         self._built = True
 
     def _place_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Choose a place for every parameter of the groups, refuse what cannot be, then build."""
-        device = self._engine.device
-        group_of: dict[int, dict[str, Any]] = {}
-        members: list[Managed] = []
-        for group in groups:
-            for parameter in group["params"]:
-                index = len(self._managed) + len(members)
-                name = self._names.get(id(parameter), "")
-                member = Managed(parameter, index, device, name)
-                here = device.owns(local_of(parameter).detach())
-                if not here and parameter.device.type != "cpu":
-                    raise ValueError(
-                        f"{member} is on {parameter.device}, and the optimizer's device is {device.name}; move it, or build one a device"
-                    )
-                if not parameter.is_floating_point():
-                    raise ValueError(f"{member} is not of a floating-point type; leave it out, as a buffer")
-                self._place[index] = Place.GPU if here else Place.HOME
-                group_of[index] = group
-                members.append(member)
-        movable = [member for member in members if self._place[member.index] is Place.GPU]
-        before = [member for member in self._managed if self._place[member.index] is not Place.HOME]
-        leaves = choose_offloaded(
-            [member.numel for member in movable],
-            self.offload_fraction,
-            offloaded=sum(member.numel for member in before if self._place[member.index] is not Place.GPU),
-            total=sum(member.numel for member in before),
-        )
-        offloaded = [member for member, goes in zip(movable, leaves, strict=True) if goes]
-        share = self._share(offloaded) if offloaded else 1.0
-        for member, place in zip(offloaded, choose_places([member.nbytes for member in offloaded], share), strict=True):
-            self._place[member.index] = place if member.numel else Place.CPU
-        chosen = {place: [member for member in members if self._place[member.index] is place] for place in Place}
-        self._managed.extend(members)
-        with self._engine.lock:
-            self._engine.externals.register_parameters([member.parameter for member in members])
-        self._cpu.add(chosen[Place.CPU], group_of)
-        self._streamed.add(chosen[Place.STREAMED], group_of)
-        for part, place in ((self._on_gpu, Place.GPU), (self._at_home, Place.HOME)):
-            for group in groups:
-                mine = [member for member in chosen[place] if group_of[member.index] is group]
-                if mine:
-                    self._copies.add(part.add(mine, values_of(group)), group)
+        offloaded = self._placed.add(groups, self._names)
         self._steps.index()
         if self._backward_is_watched():
             self._watch.watch(offloaded)
-
-    def _share(self, offloaded: Sequence[Managed]) -> float:
-        streams = (
-            is_fused_adam(self._cpu_cls)
-            and self._gpu_cls is self._cpu_cls
-            and not any(self.sub_optimizer_kwargs.get(key) for key in ("foreach", "differentiable"))
-        )
-        if not streams:
-            if self._cpu_share_asked != "auto" and self._cpu_share != 1.0:
-                raise ValueError(
-                    f"cpu_share is {self._cpu_share}, but only torch's Adam and AdamW, the same on both sides and not foreach, can be "
-                    "streamed; "
-                    "use one of them, or cpu_share=1"
-                )
-            return 1.0
-        if self._cpu_share is None:
-            self._cpu_share = measured_cpu_share(self._engine, offloaded, masters=self.param_update_in_fp32, threads=self._cpu_threads)
-        return self._cpu_share
 
     def _backward_is_watched(self) -> bool:
         if not self._overlaps:
@@ -260,7 +191,7 @@ class HybridDeviceOptimizer(Optimizer):
         if self._overlap_backward is not None:
             return self._overlap_backward or self._step_in_backward
         several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        if several and any(local_of(member.parameter) is member.parameter for member in self._managed):
+        if several and any(local_of(member.parameter) is member.parameter for member in self._placed.members):
             logger.info(
                 "gradients leave at step(): with several ranks they may be reduced after the backward; overlap_backward=True if not"
             )
@@ -276,12 +207,12 @@ class HybridDeviceOptimizer(Optimizer):
         if self._arrivals is not None:
             self._arrivals.close()
         self._names.update((id(parameter), name) for name, parameter in model.named_parameters())
-        for member in self._managed:
+        for member in self._placed.members:
             member.name = self._names.get(id(member.parameter), member.name)
-        indices = {id(member.parameter): member.index for member in self._managed}
+        indices = {id(member.parameter): member.index for member in self._placed.members}
         self._arrivals = Arrivals(model, indices, self._steps.arrive)
         self._model = model
-        self._outside = parameters_outside(model, [member.parameter for member in self._managed])
+        self._outside = parameters_outside(model, [member.parameter for member in self._placed.members])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host for pinning."""
@@ -301,12 +232,12 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def cpu_optimizers(self) -> list[Optimizer]:
         """Of the host's parameters: one a bucket with overlap, one in all without; and one for parameters that live on the host."""
-        return self._cpu.optimizers + ([self._at_home.optimizer] if self._at_home.optimizer is not None else [])
+        return self._placed.sub_optimizers_on_host()
 
     @property
     def gpu_optimizer(self) -> Optimizer | None:
         """Of the parameters that stay; None if there are none."""
-        return self._on_gpu.optimizer
+        return self._placed.on_gpu.optimizer
 
     @property
     def sub_optimizers(self) -> list[Optimizer]:
@@ -320,22 +251,23 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def cpu_share(self) -> float | None:
         """Of the offloaded elements, what the host steps; None if that was never asked or measured."""
-        return self._cpu_share
+        return self._placed.share
 
     @property
     def host_bytes(self) -> int:
         """Host memory of state, masters and gradients."""
-        return self._cpu.host_bytes + self._streamed.host_bytes
+        return self._placed.cpu.host_bytes + self._placed.streamed.host_bytes
 
     @property
     def ring_bytes(self) -> int:
         """Device memory of the streamed buckets."""
-        return self._streamed.ring.nbytes if self._streamed.ring is not None else 0
+        ring = self._placed.streamed.ring
+        return ring.nbytes if ring is not None else 0
 
     def place_of(self, parameter: Tensor) -> Place:
-        for member in self._managed:
+        for member in self._placed.members:
             if member.parameter is parameter:
-                return self._place[member.index]
+                return self._placed[member]
         raise ValueError("the tensor is not one of the optimizer's parameters")
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -354,7 +286,7 @@ class HybridDeviceOptimizer(Optimizer):
 
     def _gradient_is_final(self, member: Managed) -> None:
         """On the backward's thread. Blocks the host only if the last step is not yet issued."""
-        if self._place[member.index] not in (Place.CPU, Place.STREAMED) or member.parameter.grad is None:
+        if member.parameter.grad is None:
             return
         if getattr(member.parameter, "decoupled_grad", None) is not None:
             return
@@ -366,7 +298,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._in_backward = True
             self._steps.settle()
             self._refresh_changed()  # it fetches weights into the gradients' slots, so it comes before any landing
-            self._copies.refresh()
+            self._placed.copies.refresh()
         for bucket in self._steps.buckets_of[member.index]:
             if id(bucket) in self._early:
                 raise OffloadError(
@@ -418,26 +350,25 @@ class HybridDeviceOptimizer(Optimizer):
         return loss
 
     def _step(self) -> None:
-        gradients = {member.index: gradient for member in self._managed if (gradient := member.gradient) is not None}
-        hosted = [member for member in self._managed if self._place[member.index] in (Place.CPU, Place.STREAMED)]
+        gradients = {member.index: gradient for member in self._placed.members if (gradient := member.gradient) is not None}
+        hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
         flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
         early = self._checked_early(gradients)
         if not early:
             if self._refresh_changed():
                 self._landed.clear()
-            self._copies.refresh()
+            self._placed.copies.refresh()
         factor = self._factor(gradients)
         if self._overlaps:
             self._step_overlapped(gradients, flats, factor, early)
         else:
-            on_cpu = any(self._place[index] is Place.CPU for index in flats)
-            scalars = self._desk.send(factor) if factor is not None and on_cpu else HostScalars()
+            scalars = self._desk.send(factor) if factor is not None and self._placed.cpu.buckets else HostScalars()
             self._steps.step_inline(
-                flats, scalars, factor, atomic=self._atomic, step_resident=lambda: self._step_resident(gradients, factor)
+                flats, scalars, factor, atomic=self._atomic, step_resident=lambda: self._placed.step_resident(gradients, factor)
             )
         stepped = [member for member in hosted if member.index in gradients]
         settle_versions(stepped)
-        for member in self._managed:
+        for member in self._placed.members:
             member.version = member.parameter._version
         self._end_backward()
         self._early = {}
@@ -447,7 +378,7 @@ class HybridDeviceOptimizer(Optimizer):
         """The buckets stepped in the backward, if the promise was kept that made that right."""
         if not self._early:
             return {}
-        changed = self._copies.changed()
+        changed = self._placed.copies.changed()
         if changed or self._clip is not None:
             self._break(f"the param groups' {', '.join(changed)} changed" if changed else "clip_grad_norm_ was called")
         for bucket in self._early.values():
@@ -484,7 +415,7 @@ class HybridDeviceOptimizer(Optimizer):
         """
         if self._early:
             self._break("clip_grad_norm_ was called")
-        gradients = [gradient for member in self._managed if (gradient := member.gradient) is not None]
+        gradients = [gradient for member in self._placed.members if (gradient := member.gradient) is not None]
         norm = total if total is not None else total_norm(gradients, norm_type, self._engine.device.torch_device)
         self.last_grad_norm = norm
         self._clip = clip_factor(max_norm, norm)
@@ -494,7 +425,7 @@ class HybridDeviceOptimizer(Optimizer):
         self, gradients: Mapping[int, Tensor], flats: Mapping[int, Tensor], factor: Tensor | None, early: Mapping[int, HostBucket]
     ) -> None:
         steps = self._steps
-        self._step_resident(gradients, factor)
+        self._placed.step_resident(gradients, factor)
         chosen = [bucket for bucket in steps.in_order if id(bucket) not in early and any(m.index in flats for m in bucket.members)]
         scalars = self._desk.send(factor) if factor is not None and any(isinstance(b, CpuBucket) for b in chosen) else HostScalars()
         for bucket in chosen:
@@ -516,10 +447,6 @@ class HybridDeviceOptimizer(Optimizer):
                 return False
         return True
 
-    def _step_resident(self, gradients: Mapping[int, Tensor], factor: Tensor | None) -> None:
-        self._on_gpu.step(gradients, factor)
-        self._at_home.step(gradients, factor)
-
     # -- waiting ------------------------------------------------------------------------------------------------------
     def synchronize_parameters(self) -> None:
         """Let the current lane's work from here on see the new weights. Blocks the host until the step under way has been issued."""
@@ -531,26 +458,17 @@ class HybridDeviceOptimizer(Optimizer):
 
         What has landed is lost: weights arrive in the gradients' slots.
         """
-        changed = [member for member in self._managed if member.changed_outside()]
+        changed = [member for member in self._placed.members if member.changed_outside()]
         if not changed:
             return False
         self._steps.settle_host()
-        by_place = {place: [member for member in changed if self._place[member.index] is place] for place in Place}
-        if by_place[Place.CPU]:
-            self._cpu.fetch_masters(by_place[Place.CPU])
-        if by_place[Place.STREAMED]:
-            self._streamed.fetch_masters(by_place[Place.STREAMED])
-        for part, place in ((self._on_gpu, Place.GPU), (self._at_home, Place.HOME)):
-            for member in by_place[place]:
-                part.refresh(member)
-        for member in changed:
-            member.version = member.parameter._version
+        self._placed.refresh(changed)
         return True
 
     def update_fp32_param_by_new_param(self) -> None:
         """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
         self._steps.settle_host()
-        for member in self._managed:
+        for member in self._placed.members:
             member.version = -1
         self._refresh_changed()
 
@@ -564,7 +482,7 @@ class HybridDeviceOptimizer(Optimizer):
         if not set_to_none:
             self._steps.arrive(None)
             self._steps.order_gradients()
-        for member in self._managed:
+        for member in self._placed.members:
             decoupled = getattr(member.parameter, "decoupled_grad", None)
             if decoupled is not None:
                 if set_to_none:
@@ -585,10 +503,10 @@ class HybridDeviceOptimizer(Optimizer):
             return self._state
         self._steps.settle_host()
         self._state.clear()
-        for member in self._managed:
-            found = dict(self.state_of(member))
+        for member in self._placed.members:
+            found = dict(self._placed.state_of(member))
             if found and self.param_update_in_fp32:
-                found[MASTER] = self.master_of(member)
+                found[MASTER] = self._placed.master_of(member)
             if found:
                 self._state[member.parameter] = found
         return self._state
@@ -597,28 +515,10 @@ class HybridDeviceOptimizer(Optimizer):
     def state(self, value: Mapping[Tensor, Any]) -> None:
         self._state = defaultdict(dict, value)
 
-    def state_of(self, member: Managed) -> Mapping[Any, Any]:
-        place = self._place[member.index]
-        if place in (Place.CPU, Place.STREAMED):
-            part = self._cpu if place is Place.CPU else self._streamed
-            return part.state_of(member)
-        resident = self._on_gpu if place is Place.GPU else self._at_home
-        assert resident.optimizer is not None
-        return cast(Mapping[Any, Any], resident.optimizer.state.get(resident.inner[member.index], {}))
-
-    def master_of(self, member: Managed) -> Tensor:
-        """What the optimizer steps: the float32 master, or the weights themselves."""
-        place = self._place[member.index]
-        if place is Place.CPU:
-            return self._cpu.master(member)
-        if place is Place.STREAMED:
-            return self._streamed.master(member) if self._streamed.has_master(member) else member.parameter
-        return (self._on_gpu if place is Place.GPU else self._at_home).inner[member.index]
-
     def dummy_step(self) -> None:
         """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded in place."""
         self._steps.settle_host()
-        self._copies.refresh()
+        self._placed.copies.refresh()
         fill_state(self.sub_optimizers)
 
     def state_dict(self) -> dict[str, Any]:
@@ -636,31 +536,21 @@ class HybridDeviceOptimizer(Optimizer):
     # -- what state.py needs ------------------------------------------------------------------------------------------
     @property
     def members(self) -> Sequence[Managed]:
-        return self._managed
+        return self._placed.members
 
-    def place_at(self, member: Managed) -> Place:
-        return self._place[member.index]
+    @property
+    def placed(self) -> Placement:
+        return self._placed
 
     @property
     def needed_names(self) -> tuple[str, ...]:
         """State that a parameter cannot be without once it has any."""
-        return ("step", "exp_avg", "exp_avg_sq") if self._cpu.flat else ()
+        return ("step", "exp_avg", "exp_avg_sq") if self._placed.cpu.flat else ()
 
     @property
     def shaped_names(self) -> tuple[str, ...]:
         """State that has the shape of its parameter."""
         return (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-
-    def describe(self) -> dict[str, Any]:
-        """Where everything is: what a continuation with the same bits has to have again."""
-        return {
-            "version": 1,
-            "offload_fraction": self.offload_fraction,
-            "cpu_share": self._cpu_share,
-            "bucket_bytes": self._bucket_bytes,
-            "places": [self._place[member.index].value for member in self._managed],
-            "layout": layouts_of(self._cpu, self._streamed),
-        }
 
     def begin_load(self, saved: Mapping[str, Any] | None) -> None:
         """Come to rest, whatever was under way, and take over a measured share."""
@@ -669,38 +559,13 @@ class HybridDeviceOptimizer(Optimizer):
         self._early = {}
         self._steps.settle_host()
         self._end_backward()
-        share = saved.get("cpu_share") if saved else None
-        if saved and self._cpu_share_asked == "auto" and share != self._cpu_share and saved["offload_fraction"] == self.offload_fraction:
-            self._cpu_share = share
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        """Place everything anew, by the share that is set now. State is lost: one is being loaded."""
-        self._close_parts()
-        self._managed, self._place = [], {}
-        self._build()
-        if self._model is not None:
-            self.attach(self._model)
-
-    def load_member(self, member: Managed, state: Mapping[Any, Any], master: Tensor | None) -> None:
-        place = self._place[member.index]
-        member = self._managed[member.index]  # placed anew since it was matched
-        if place in (Place.CPU, Place.STREAMED):
-            part = self._cpu if place is Place.CPU else self._streamed
-            part.set_state(member, {key: local_of(value) if isinstance(value, Tensor) else value for key, value in state.items()})
-        else:
-            resident = self._on_gpu if place is Place.GPU else self._at_home
-            assert resident.optimizer is not None
-            load_resident(resident.optimizer, resident.inner[member.index], state)
-        if master is None or self.master_of(member).dtype == member.dtype:
-            member.version = -1  # the weights are all there is: masters follow them at the next step
-        else:
-            target = self.master_of(member)
-            local_of(target).copy_(local_of(master))
-            member.version = member.parameter._version
-
-    def end_load(self) -> None:
-        self._copies.refresh()
+        if saved is not None and self._placing.cpu_share == "auto" and saved["offload_fraction"] == self.offload_fraction:
+            share = saved["cpu_share"]
+            if share != self._placed.share:
+                self._close_parts()  # placed anew: the state that is lost is about to be loaded
+                self._build(share)
+                if self._model is not None:
+                    self.attach(self._model)
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def close(self) -> None:
@@ -719,8 +584,7 @@ class HybridDeviceOptimizer(Optimizer):
     def _close_parts(self) -> None:
         self._watch.close()
         self._steps.close()
-        self._cpu.close()
-        self._streamed.close()
+        self._placed.close()
         self._desk.close()
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from statistics import median
 
 import torch
 
-from offload.device import CopyPair, Device
+from offload.device import CopyPair, Device, Event
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.optim.parameters import Managed
@@ -26,7 +27,7 @@ GRID = 0.05
 UNMEASURED_SHARE = 0.5
 """Where no time passes (the simulated device): both places work, and are checked."""
 COPY_BYTES = 64 << 20
-COPIES = 24  # each way: 1.6 GB, 30 ms and more
+COPIES = 48  # each way: 3.2 GB, 60 ms and more, longer than the steps on the CPU beside them
 NUMEL = 32 << 20  # of the CPU's trial: 16 bytes each, beyond any cache; 10 ms a step at 3.3 G a second
 
 
@@ -80,13 +81,13 @@ def measure(engine: OffloadEngine, *, threads: int | None) -> OffloadRates:
             device.wait(lane, device.record(device.compute), "land")
         out: list[CopyPair] = [(blocks[0].extents[0], there[0])]
         back: list[CopyPair] = [(there[1], blocks[1].extents[0])]
-        cpu_s: list[float] = []
-        worker.submit(lambda: _steps_of_adamw(cpu_s), lambda: None)  # warms the threads up, and the memory
+        trial = _Trial()
+        worker.submit(trial.steps, lambda: None)  # warms the threads up, and the memory
         worker.synchronize()
-        cpu_s.clear()
-        spans = _copies(device, out, back, 2)
+        trial.seconds.clear()
+        _copies(device, out, back, 2)
         starts = [device.record(lane, timed=True) for lane in (device.d2h, device.h2d)]
-        worker.submit(lambda: _steps_of_adamw(cpu_s), lambda: None)
+        worker.submit(trial.steps, lambda: None)
         spans = _copies(device, out, back, COPIES)
         for event in spans:
             device.synchronize(event)
@@ -100,35 +101,43 @@ def measure(engine: OffloadEngine, *, threads: int | None) -> OffloadRates:
             arena.give_back(block, None)
         arena.trim(held_bytes)
     moved = COPIES * COPY_BYTES
-    return OffloadRates(cpu_elements_per_s=NUMEL / min(cpu_s), d2h_bytes_per_s=moved / seconds[0], h2d_bytes_per_s=moved / seconds[1])
+    return OffloadRates(
+        cpu_elements_per_s=NUMEL / median(trial.seconds), d2h_bytes_per_s=moved / seconds[0], h2d_bytes_per_s=moved / seconds[1]
+    )
 
 
-def _copies(device: Device, out: Sequence[CopyPair], back: Sequence[CopyPair], count: int) -> list[object]:
+def _copies(device: Device, out: Sequence[CopyPair], back: Sequence[CopyPair], count: int) -> list[Event]:
     for _ in range(count):
         device.copy(device.d2h, out)
         device.copy(device.h2d, back)
     return [device.record(lane, timed=True) for lane in (device.d2h, device.h2d)]
 
 
-def _steps_of_adamw(cpu_s: list[float]) -> None:
-    """Three steps of AdamW on memory of the trial's own; their seconds."""
-    flats = [torch.zeros(NUMEL) for _ in range(4)]
-    step = torch.zeros(())
-    for _ in range(3):
-        began = time.perf_counter()
-        torch._fused_adamw_(
-            [flats[0]],
-            [flats[1]],
-            [flats[2]],
-            [flats[3]],
-            [],
-            [step],
-            lr=1e-4,
-            beta1=0.9,
-            beta2=0.95,
-            weight_decay=0.1,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
-        cpu_s.append(time.perf_counter() - began)
+class _Trial:
+    """Steps of AdamW on memory of its own, and the seconds that each took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._flats = [torch.zeros(NUMEL) for _ in range(4)]
+        self._count = torch.zeros(())
+
+    def steps(self) -> None:
+        weights, gradients, first, second = self._flats
+        for _ in range(3):
+            began = time.perf_counter()
+            torch._fused_adamw_(
+                [weights],
+                [gradients],
+                [first],
+                [second],
+                [],
+                [self._count],
+                lr=1e-4,
+                beta1=0.9,
+                beta2=0.95,
+                weight_decay=0.1,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
+            )
+            self.seconds.append(time.perf_counter() - began)

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from offload.optim.buckets import layout_to_json
 from offload.optim.parameters import Managed, local_of
-from offload.optim.places import Place
 
 if TYPE_CHECKING:
     from offload.optim.hybrid import HybridDeviceOptimizer
@@ -30,13 +29,13 @@ MASTER = "master_param"
 
 def state_dict_of(optimizer: HybridDeviceOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """`packed`, torch's own, with what lies in host buckets copied: the next step writes there."""
-    for member in optimizer.members:
-        if optimizer.place_at(member) in (Place.CPU, Place.STREAMED) and member.index in packed["state"]:
+    for member in optimizer.placed.members:
+        if optimizer.placed.is_hosted(member) and member.index in packed["state"]:
             found = packed["state"][member.index]
             packed["state"][member.index] = {
                 key: value.detach().clone().to("cpu") if isinstance(value, Tensor) else deepcopy(value) for key, value in found.items()
             }
-    packed["hybrid"] = optimizer.describe()
+    packed["hybrid"] = optimizer.placed.describe()
     return packed
 
 
@@ -55,8 +54,9 @@ def load_state(optimizer: HybridDeviceOptimizer, given: Mapping[str, Any]) -> No
     with torch.no_grad():
         for key, member in order.items():
             state = dict(loaded["state"].get(key, {}))
-            optimizer.load_member(member, state, state.pop(MASTER, None))
-    optimizer.end_load()
+            master = state.pop(MASTER, None)
+            optimizer.placed.load(optimizer.placed.members[member.index], state, master)  # placed anew, perhaps, since it was matched
+    optimizer.placed.copies.refresh()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -75,7 +75,7 @@ def _matched(optimizer: HybridDeviceOptimizer, loaded: Mapping[str, Any]) -> dic
                 f"param group {place} has {len(other['params'])} parameters in the state dict and {len(group['params'])} in the optimizer; "
                 "it is of another model"
             )
-    of = {id(member.parameter): member for member in optimizer.members}
+    of = {id(member.parameter): member for member in optimizer.placed.members}
     keys = chain.from_iterable(group["params"] for group in saved)
     mine = chain.from_iterable(group["params"] for group in groups)
     order = {key: of[id(parameter)] for key, parameter in zip(keys, mine, strict=True)}

@@ -162,7 +162,7 @@ def test_a_measured_split_is_taken_over_from_the_state_dict() -> None:
     assert loader.cpu_share == 0.5
     loader.load_state_dict(optimizer.state_dict())
     assert loader.cpu_share == 0.25
-    assert loader.describe() == optimizer.describe()
+    assert loader.placed.describe() == optimizer.placed.describe()
     assert_same_bits(train(other, loader, 2, first=2), train(model, optimizer, 2, first=2))
 
 
