@@ -1,14 +1,14 @@
 """Offload engine: saved activations leave for pinned host memory and come back, beside the compute, without changing a bit.
 
-    from offload import configure, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
+from offload import configure, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
 
-    init_chunk_handler(None, None)              # a forward begins
-    x = group_start(x, "core_attn")
-    with offload_hooks():
-        y = attention(x)
-    y = group_commit(y, "core_attn")
-    ...                                         # backward, optimizer
-    step_end()
+init_chunk_handler(None, None)              # a forward begins
+x = group_start(x, "core_attn")
+with offload_hooks():
+    y = attention(x)
+y = group_commit(y, "core_attn")
+...                                         # backward, optimizer
+step_end()
 """
 
 from offload.config import OffloadConfig
@@ -46,6 +46,7 @@ from offload.groups.manager import PipelineOffloadManager
 from offload.groups.selective import selective_contexts
 from offload.memory.size_class_pool import CPUSpillBackend
 from offload.memory.tensor_pool import GPUTensorPool, TensorPool
+from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
 
@@ -56,11 +57,13 @@ __all__ = [
     "CPUSpillBackend",
     "ChunkOffloadHandler",
     "DeviceLimitError",
+    "FSDPGPUOptimizerWrapper",
     "FineGrainedActivationOffloadingInterface",
     "GPUTensorPool",
     "GroupOrderError",
     "HazardError",
     "HostBudgetError",
+    "HybridDeviceOptimizer",
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",

@@ -12,6 +12,7 @@ Blocking is in the name: `wait(lane, event)` orders lanes and never blocks the h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -74,6 +75,20 @@ class Device(Protocol):
 
     @property
     def h2d(self) -> Lane: ...
+
+    @property
+    def host(self) -> Lane:
+        """The host as a lane, for `note_read` and `note_write` of host memory that host code itself touches. Takes no waits, no copies."""
+
+    def new_compute_lane(self, name: str) -> Lane:
+        """A further lane to compute on, unordered with `compute` until events say otherwise."""
+
+    def use_lane(self, lane: Lane) -> AbstractContextManager[None]:
+        """The calling thread computes on `lane` inside. lane: `compute`, or one of `new_compute_lane`."""
+
+    @property
+    def near_cores(self) -> frozenset[int]:
+        """The processor cores this process may use that are on the device's side of the machine; all it may use where that is not known."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's bytes are in this device's memory (and not already on the host side)."""

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -27,6 +31,7 @@ __all__ = ["CudaDevice", "CudaLane"]
 _PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _TOUCH_THREADS = 8
+_TOUCH_BYTES = 64 << 20  # one task of a touching thread: a piece may be the whole mapping
 
 
 class CudaLane:
@@ -41,6 +46,13 @@ class CudaLane:
 
     def __repr__(self) -> str:
         return f"CudaLane({self.name}, stream {self.stream.cuda_stream:#x})"
+
+
+@dataclass(frozen=True, slots=True)
+class _HostLane:
+    """Only a name: what the host does is not queued."""
+
+    name: str = "host"
 
 
 class _CudaEvent:
@@ -83,7 +95,7 @@ class _PinnedMemory:
         self._registration_bytes = registration_bytes
         self._registered: set[int] = set()  # indices of pieces
         with ThreadPoolExecutor(_TOUCH_THREADS) as threads:
-            list(threads.map(_touch, self._pieces))
+            list(threads.map(_touch, [part for piece in self._pieces for part in piece.split(_TOUCH_BYTES)]))
         runtime = torch.cuda.cudart()
         for index, piece in enumerate(self._pieces):
             code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
@@ -156,6 +168,22 @@ def _touch(piece: torch.Tensor) -> None:
     piece[::_PAGE].zero_()  # one write a page: the kernel clears the page itself
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # a container without that part of /sys
+        return ""
+
+
+def cores_in(text: str) -> frozenset[int]:
+    """The cores of a list as Linux writes it: `0-3,8`. Empty for an empty one."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
 class CudaDevice:
     """One GPU. Lanes: the calling thread's current stream, and one stream for each direction of copies."""
 
@@ -166,6 +194,7 @@ class CudaDevice:
         self._index = index
         self._d2h = CudaLane("d2h", torch.cuda.Stream(self._device))
         self._h2d = CudaLane("h2d", torch.cuda.Stream(self._device))
+        self._host = _HostLane()
         self._compute_lanes: dict[int, CudaLane] = {}
         self._free_events: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}  # by whether they are timed
 
@@ -195,6 +224,32 @@ class CudaDevice:
         return self._h2d
 
     @property
+    def host(self) -> Lane:
+        return self._host
+
+    def new_compute_lane(self, name: str) -> CudaLane:
+        lane = CudaLane(name, torch.cuda.Stream(self._device))
+        self._compute_lanes[lane.stream.cuda_stream] = lane
+        return lane
+
+    @contextmanager
+    def use_lane(self, lane: Lane) -> Iterator[None]:
+        before = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(cast(CudaLane, lane).stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(before)
+
+    @property
+    def near_cores(self) -> frozenset[int]:
+        allowed = frozenset(os.sched_getaffinity(0))
+        about = torch.cuda.get_device_properties(self._device)
+        domain, bus, slot = (getattr(about, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+        address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+        return cores_in(_text_of(Path("/sys/bus/pci/devices") / address / "local_cpulist")) & allowed or allowed
+
+    @property
     def pins(self) -> bool:
         return True
 
@@ -207,7 +262,7 @@ class CudaDevice:
         try:
             event = free.pop()
         except IndexError:
-            event = torch.cuda.Event(enable_timing=timed)
+            event = torch.cuda.Event(enable_timing=timed, blocking=True)  # a thread that waits sleeps, and leaves its core to others
         event.record(cast(CudaLane, lane).stream)
         return _CudaEvent(event, free)
 

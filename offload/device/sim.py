@@ -16,6 +16,7 @@ what other lanes do with them must be ordered before that.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -107,6 +108,10 @@ class SimDevice:
         """A further lane to compute on, unordered with `compute` until events say otherwise."""
         with self._lock:
             return self._lanes.new_compute(name)
+
+    @property
+    def near_cores(self) -> frozenset[int]:
+        return frozenset(os.sched_getaffinity(0))
 
     @contextmanager
     def use_lane(self, lane: Lane) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload import configure
+from offload import HybridDeviceOptimizer, configure
 from parallel.host import reserve_host_together
 from parallel.launch import Rank
 from parallel.order import actions_of, peak_chunks
 from parallel.schedules import build_schedule, stages_of
 from parallel.stage import OffloadPipelineStage
 from parallel.transformer import build_stage_module, stage_examples
-from training.options import Options
+from training.options import Options, fraction_without_room
 from training.text import Text
 
 __all__ = ["Job", "RankFigures", "VerificationError"]
@@ -45,6 +45,8 @@ class RankFigures:
     reserved_bytes: int | None
     engine: dict[str, Any]
     """The engine's StepStats."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Where the optimizer's state is, if some of it is on the host."""
 
 
 class Job:
@@ -80,6 +82,7 @@ class Job:
 
     def start_again(self) -> None:
         """Put parameters, optimizer and peaks back to where the run began, for the second arm of a comparison."""
+        self._close_optimizer()
         with torch.no_grad():
             for parameter, initial in zip(self._parameters(), self._initial, strict=True):
                 parameter.copy_(initial)
@@ -108,6 +111,7 @@ class Job:
             active_bytes=active,
             reserved_bytes=reserved,
             engine=self.manager.stats.to_json(),
+            optimizer=self._optimizer_figures(),
         )
 
     def evaluate(self) -> float:
@@ -197,7 +201,44 @@ class Job:
         )
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self._parameters(), lr=self.options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        recipe: dict[str, Any] = {"lr": self.options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        asked = self.options.optimizer_fraction
+        if asked is None:
+            return torch.optim.AdamW(self._parameters(), **recipe)
+        return HybridDeviceOptimizer(
+            self._parameters(),
+            self._fraction_without_room() if asked == "auto" else asked,
+            param_update_in_fp32=self.options.dtype is not torch.float32,
+            engine=self.manager.engine,
+            model=nn.ModuleList(self.modules.values()),
+            overlap_backward=True,  # no gradient is reduced after its backward here: ranks are stages, not replicas
+            **recipe,
+        )
+
+    def _fraction_without_room(self) -> float:
+        """Of the optimizer's state, given what the marks save if all of it stays. All of it where the device has no memory of its own."""
+        if self.rank.device.type != "cuda":
+            return 1.0
+        numel = sum(parameter.numel() for parameter in self._parameters())
+        masters = self.options.dtype is not torch.float32
+        layers = max(len(module.blocks) for module in self.modules.values())
+        saved = peak_chunks(self.actions) * layers * self.options.saved_bytes_of_layer
+        limit = self.options.device_limit_bytes
+        return fraction_without_room(
+            state_bytes=(12 if masters else 8) * numel,
+            other_bytes=2 * self.options.dtype.itemsize * numel + (saved if limit is None else min(saved, limit)),
+            device_bytes=torch.cuda.get_device_properties(self.rank.device).total_memory,
+        )
+
+    def _close_optimizer(self) -> None:
+        if isinstance(self.optimizer, HybridDeviceOptimizer):
+            self.optimizer.close()
+
+    def _optimizer_figures(self) -> dict[str, Any]:
+        optimizer = self.optimizer
+        if not isinstance(optimizer, HybridDeviceOptimizer):
+            return {}
+        return {"fraction": optimizer.offload_fraction, "cpu_share": optimizer.cpu_share, "host_bytes": optimizer.host_bytes}
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._named_parameters()]

@@ -7,9 +7,10 @@ the stages; all of that is found out from numbers and names, before a process gr
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -18,7 +19,7 @@ from parallel.launch import Ranks
 from parallel.schedules import SCHEDULES, ScheduleSpec, check_counts, schedule_named
 from parallel.transformer import GROUP_NAMES, PRESETS, TransformerConfig, group_names, layers_of_stage, saved_bytes_of_layer
 
-__all__ = ["Options", "read_options"]
+__all__ = ["Options", "fraction_without_room", "read_options"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MB = 1 << 20
@@ -66,6 +67,8 @@ class Options:
     min_elements: int
     fraction: float
     device_limit_bytes: int | None
+    optimizer_fraction: float | Literal["auto"] | None
+    """Share of the optimizer's state that lives on the host; None is torch's own optimizer, on the device."""
     verify: bool
     compare: bool
     telemetry: Path | None
@@ -141,6 +144,7 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         min_elements=_or(given.min_offloaded_tensor_size, recipe.min_elements),
         fraction=given.offload_fraction,
         device_limit_bytes=None if given.device_limit_mb is None else given.device_limit_mb * MB,
+        optimizer_fraction=given.optimizer_offload_fraction,
         verify=given.verify,
         compare=given.compare,
         telemetry=given.telemetry,
@@ -197,6 +201,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     offload.add_argument("--device-limit-mb", type=int, metavar="MB", help="saved activations on the device at once, at most")
 
+    offload.add_argument(
+        "--optimizer-offload-fraction",
+        type=_fraction_or_auto,
+        metavar="F",
+        help="share of the optimizer's state on the host, 0 to 1; auto: what finds no room on the device (default: all stays)",
+    )
+
     proof = parser.add_argument_group("proof")
     proof.add_argument("--verify", action="store_true", help="compare every step's gradients with those without offload, bit for bit")
     proof.add_argument(
@@ -210,6 +221,28 @@ def _model(given: argparse.Namespace) -> TransformerConfig:
     sizes = {name: getattr(given, name) for name in ("layers", "dim", "heads", "kv_heads", "ffn", "sequence")}
     changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     return PRESETS[given.preset].with_(**changes, seed=given.seed, offload_modules=group_names(given.offload_modules))
+
+
+def _fraction_or_auto(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = -1.0
+    if not 0 <= fraction <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a number from 0 to 1, or auto")
+    return fraction
+
+
+def fraction_without_room(*, state_bytes: int, other_bytes: int, device_bytes: int) -> float:
+    """The share of the optimizer's state for which a device has no room, with a tenth of its memory kept free; in steps of 0.05, upwards.
+
+    other_bytes: weights, gradients, and activations at their peak.
+    """
+    room = max(0.0, 0.9 * device_bytes - other_bytes)
+    missing = 1 - room / state_bytes if state_bytes else 0.0
+    return min(1.0, math.ceil(max(0.0, missing) * 20 - 1e-9) / 20)
 
 
 def _enough(schedule: ScheduleSpec, usual: int, stages: int) -> int:

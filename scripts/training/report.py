@@ -136,8 +136,21 @@ def summary(options: Options, arm: Arm, source: str) -> str:
     ]
     if options.verify:
         lines.append(f"verified   every gradient of all {len(arm.steps)} steps is bit for bit what it is without offload")
+    lines += _optimizer(arm)
     lines += _offloaded(options, arm, ranks)
     return "\n".join(lines)
+
+
+def _optimizer(arm: Arm) -> list[str]:
+    last = [figures.optimizer for figures in arm.steps[-1]]
+    if not any(last):
+        return []
+    each = ", ".join(
+        f"rank {rank} {100 * of['fraction']:.0f}%: {_mb(of['host_bytes'])}"
+        + (f", {100 * of['cpu_share']:.0f}% of it stepped by the host" if of["cpu_share"] is not None else "")
+        for rank, of in enumerate(last)
+    )
+    return [f"optimizer  its state on the host ({each})"]
 
 
 def _offloaded(options: Options, arm: Arm, ranks: Sequence[int]) -> list[str]:

@@ -26,7 +26,7 @@ class _Stream:
 class _Event:
     made = 0
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         type(self).made += 1
         self.timed = enable_timing
         self.recorded_on: list[_Stream] = []

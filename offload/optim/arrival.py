@@ -1,0 +1,69 @@
+"""Who waits for a weight's return: the first module that uses it, just before its forward.
+
+One invariant: a module of the model never computes with a weight that is still on its way. Whoever reads weights past the modules (a print,
+a norm, a functional call) asks `synchronize_parameters()` first.
+
+# [Order: weights back]
+# hazard  RAW: `compute` reads a weight before `h2d`, or the optimizer's lane, has written it.
+# edge    the bucket keeps the event of its return or step; the lane of the first user waits for it, each lane once a step.
+# alive   the parameter is the model's.
+# proof   tests/property/test_optim_edges.py, edge "weights back"
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.optim.parameters import local_of
+
+__all__ = ["Arrivals"]
+
+
+class Arrivals:
+    """Hooks on a model's modules. arrive: given the indices of parameters, makes the current lane wait for them; may block the host.
+
+    A sharded parameter is read by whatever gathers it, ahead of its module: those are waited for at the model's own forward.
+    """
+
+    def __init__(self, model: nn.Module, indices: Mapping[int, int], arrive: Callable[[Sequence[int] | None], None]) -> None:
+        """indices: of each parameter of the optimizer, by id. Hooks hold `arrive`'s owner weakly."""
+        self._handles: list[Any] = []
+        method = weakref.WeakMethod(arrive)
+        sharded: list[int] = []
+        for module in model.modules():
+            mine = [(parameter, indices[id(parameter)]) for parameter in module.parameters(recurse=False) if id(parameter) in indices]
+            plain = [index for parameter, index in mine if local_of(parameter) is parameter]
+            sharded += [index for parameter, index in mine if local_of(parameter) is not parameter]
+            if plain:
+                self._handles.append(module.register_forward_pre_hook(_hook(method, plain), prepend=True))
+        if sharded:
+            self._handles.append(model.register_forward_pre_hook(_hook(method, sharded), prepend=True))
+        everything = _hook(method, None)
+        self._handles.append(model.register_state_dict_pre_hook(everything))
+        self._handles.append(model.register_load_state_dict_pre_hook(everything))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _hook(method: weakref.WeakMethod[Callable[[Sequence[int] | None], None]], indices: Sequence[int] | None) -> Callable[..., None]:
+    def wait(*_: object, **__: object) -> None:
+        arrive = method()
+        if arrive is not None:
+            arrive(indices)
+
+    untraced: Callable[..., None] = torch.compiler.disable(wait)
+    return untraced
+
+
+def parameters_outside(model: nn.Module, parameters: Sequence[Tensor]) -> list[int]:
+    """Places of the parameters that no module of the model owns."""
+    owned = {id(parameter) for parameter in model.parameters()}
+    return [place for place, parameter in enumerate(parameters) if id(parameter) not in owned]

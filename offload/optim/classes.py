@@ -1,0 +1,78 @@
+"""What can be known of an optimizer class before it is used: its arguments, its defaults, and how its step treats a tensor.
+
+One invariant: nothing is guessed. Only torch's own Adam and AdamW, exactly, are taken apart; any other class gets whole tensors of its own
+and its own state, which is right for every class that steps one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["IMPLEMENTATION_KEYS", "checked_class", "defaults_of", "is_fused_adam", "made_for_cpu", "state_names", "zero_step"]
+
+IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Keys of a param group that say how a class computes, and differ between the CPU's optimizer and the GPU's."""
+
+
+def checked_class(name: str, cls: object, kwargs: Mapping[str, Any]) -> type[Optimizer]:
+    """The class, if it can be made with `kwargs` and stepped without a closure. Raises ValueError that says which argument is wrong."""
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise ValueError(f"{name} is {cls!r}, must be a class derived from torch.optim.Optimizer, such as torch.optim.AdamW")
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{name} {cls.__name__} needs a closure in every step and calls it several times; give a class that steps once a gradient"
+        )
+    signature = inspect.signature(cls)
+    try:
+        signature.bind([], **kwargs)
+    except TypeError as error:
+        known = ", ".join(key for key in signature.parameters if key != "params")
+        raise ValueError(f"{name} {cls.__name__} cannot be made with {_written(kwargs)}: {error}; it takes {known}") from error
+    return cls
+
+
+def _written(kwargs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "no further arguments"
+
+
+def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the class puts into a param group that says nothing. Raises ValueError for a value that the class refuses."""
+    try:
+        return dict(cls([torch.zeros(1)], **kwargs).param_groups[0]) | {"params": None}
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{cls.__name__} cannot be made with {_written(kwargs)}: {error}") from error
+
+
+def is_fused_adam(cls: type[Optimizer]) -> bool:
+    """Whether the step treats each element alone, and state of this class is known by name and starts as zeros, so that a parameter may be
+    cut, its state may lie in flat memory and either side may step it. A subclass may do anything, and is not one."""
+    return cls in (torch.optim.Adam, torch.optim.AdamW)
+
+
+def state_names(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The moments of an Adam of torch, one number an element each, all zero before the first step."""
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group.get("amsgrad") else ("exp_avg", "exp_avg_sq")
+
+
+def made_for_cpu(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """`kwargs` with torch's fused CPU kernel asked for, where the class has one and the user did not say how to compute.
+
+    The fused step is one pass over memory and lets go of the interpreter's lock; the plain one is a pass for each operation.
+    """
+    chosen = dict(kwargs)
+    asked = any(kwargs.get(key) for key in ("foreach", "fused", "differentiable", "capturable"))
+    if "fused" in inspect.signature(cls).parameters and not asked and kwargs.get("fused") is None:
+        chosen["fused"] = True
+    return chosen
+
+
+def zero_step(*, like: Tensor) -> Tensor:
+    """The step count of torch's fused Adam: a float32 scalar beside its parameter."""
+    return torch.zeros((), dtype=torch.float32, device=like.device)

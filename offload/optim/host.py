@@ -1,0 +1,98 @@
+"""The host memory of one section: master weights, gradients and moments, one unbroken range each, in as few blocks as their pinning allows.
+
+One invariant: the bytes of a section belong to it from its making to `close`; nothing is allocated in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload.errors import HostBudgetError
+from offload.memory.arena import Block, HostArena
+from offload.optim.buckets import ALIGN, Section
+
+__all__ = ["FlatSpec", "HostSection", "check_budget"]
+
+
+class FlatSpec:
+    """One flat of every section: its name, the bytes of one element, and whether it is pinned."""
+
+    __slots__ = ("element_bytes", "name", "pinned", "zero")
+
+    def __init__(self, name: str, element_bytes: int, *, pinned: bool, zero: bool = False) -> None:
+        self.name = name
+        self.element_bytes = element_bytes
+        self.pinned = pinned
+        self.zero = zero
+
+
+def check_budget(arena: HostArena, nbytes: int, what: str) -> None:
+    """Raises HostBudgetError, before anything is pinned, if the budget has not `nbytes` left."""
+    left = arena.budget.limit_bytes - arena.budget.used_bytes + max(0, arena.held_bytes - arena.lent_bytes)
+    if nbytes > left:
+        raise HostBudgetError(
+            f"{what} need {nbytes:,} bytes of host memory, and {left:,} of the host's {arena.budget.limit_bytes:,} bytes are free; raise "
+            "host_limit_bytes, or lower offload_fraction"
+        )
+
+
+class HostSection:
+    """A section's flats as uint8 tensors, `bytes_of` a part of one as a typed view."""
+
+    def __init__(self, arena: HostArena, layout: Section, specs: Sequence[FlatSpec]) -> None:
+        """Blocks the host for the pinning. Raises HostBudgetError."""
+        self.layout = layout
+        self._arena = arena
+        self._blocks: list[Block] = []
+        self._flats: dict[str, tuple[Tensor, int]] = {}
+        numel = max(ALIGN, layout.numel)
+        for pinned in (True, False):
+            chosen = [spec for spec in specs if spec.pinned is pinned]
+            if not chosen:
+                continue
+            total = sum(spec.element_bytes for spec in chosen) * numel
+            if pinned:
+                block = arena.contiguous(total)
+                self._blocks.append(block)
+                memory = block.extents[0]
+            else:
+                memory = torch.empty(total, dtype=torch.uint8)
+            at = 0
+            for spec in chosen:
+                flat = memory.narrow(0, at, spec.element_bytes * numel)
+                at += spec.element_bytes * numel
+                if spec.zero:
+                    flat.zero_()  # a block may have been used before
+                self._flats[spec.name] = flat, spec.element_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.numel() for flat, _ in self._flats.values())
+
+    def has(self, name: str) -> bool:
+        return name in self._flats
+
+    def slot(self, name: str, start: int, numel: int) -> Tensor:
+        """The bytes kept for elements [start, start + numel): uint8, 1-D."""
+        flat, size = self._flats[name]
+        return flat.narrow(0, start * size, numel * size)
+
+    def view(self, name: str, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Elements of `dtype` from the beginning of the slot on, 1-D."""
+        return self.slot(name, start, numel).narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    def second_half(self, name: str, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Elements of `dtype`, half as wide as the slot's, at the slot's end."""
+        slot = self.slot(name, start, numel)
+        nbytes = numel * dtype.itemsize
+        return slot.narrow(0, slot.numel() - nbytes, nbytes).view(dtype)
+
+    def close(self) -> None:
+        """Give the blocks back. Nothing may use them any more."""
+        self._flats.clear()
+        for block in self._blocks:
+            self._arena.give_back(block, None)
+        self._blocks.clear()

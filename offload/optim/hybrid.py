@@ -1,0 +1,593 @@
+"""HybridDeviceOptimizer: a torch optimizer whose state lies on the host and whose step hides beside the compute.
+
+    optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=1.0, lr=1e-4, model=model)
+    with optimizer.no_sync(): loss_of(first).backward()
+    loss_of(last).backward()                 # gradients leave as they are made
+    optimizer.step()                         # returns at once; each module waits for its own weights in the next forward
+    optimizer.zero_grad()
+
+A parameter's state is in one of three places, see places.py. Parameters, moments and masters are the same bits with and without overlap,
+for one layout.
+
+One invariant: between two calls of this class every parameter and its state belong to the same step, or an error has said why not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from offload.config import check_bytes, check_fraction
+from offload.engine import OffloadEngine
+from offload.errors import OffloadError
+from offload.optim.arrival import Arrivals, parameters_outside
+from offload.optim.backward import BackwardWatch, Stamp, stamp_of
+from offload.optim.classes import checked_class, defaults_of
+from offload.optim.cpu_step import CpuBucket, HostScalars
+from offload.optim.mover import Mover
+from offload.optim.norms import ScalarDesk, clip_factor, total_norm
+from offload.optim.parameters import Managed, local_of, settle_versions
+from offload.optim.parts import HostOptions
+from offload.optim.places import Place
+from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
+from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
+from offload.optim.stepping import HostBucket, HostedSteps
+from offload.optim.streamed_step import StreamedBucket
+
+__all__ = ["HybridDeviceOptimizer"]
+
+logger = logging.getLogger(__name__)
+
+
+class HybridDeviceOptimizer(Optimizer):
+    """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of this name."""
+
+    def __init__(
+        self,
+        params: Any,
+        offload_fraction: float = 0.5,
+        cpu_optimizer_cls: type[Optimizer] | None = None,
+        gpu_optimizer_cls: type[Optimizer] | None = None,
+        param_update_in_fp32: bool = False,
+        pin_cpu_grads: bool = True,
+        pin_cpu_params: bool = True,
+        overlap_cpu_optimizer_d2h_h2d: bool = True,
+        *,
+        engine: OffloadEngine | None = None,
+        model: nn.Module | None = None,
+        cpu_share: float | Literal["auto"] = "auto",
+        bucket_bytes: int = 64 << 20,
+        overlap_backward: bool | None = None,
+        step_in_backward: bool = False,
+        atomic_step: bool | None = None,
+        max_grad_norm: float | None = None,
+        cpu_threads: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Build the host side: pins its memory and fetches masters, which blocks the host.
+
+        offload_fraction: share of the elements whose state leaves the device, in order.
+        cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
+        param_update_in_fp32: float32 masters of bf16 and fp16 parameters, in every place.
+        pin_cpu_grads, pin_cpu_params: False takes pageable memory, whose copies block the thread that issues them.
+        overlap_cpu_optimizer_d2h_h2d: False does everything within step(), on the calling thread, with one CPU optimizer.
+        engine: whose lanes and host memory are used; None makes one on the parameters' device (simulated for CPU parameters).
+        model: whose modules wait for their own weights. None: step() waits for all of them.
+        cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device. "auto" measures it once, where
+            both
+            classes are torch's Adam or AdamW, and is 1 elsewhere. The state dict says what was chosen.
+        bucket_bytes: master weights of one bucket.
+        overlap_backward: let gradients land as the backward makes them. They must be final then. None: True unless there are several
+            ranks and parameters that are not DTensors, since an all-reduce may come after the backward.
+        step_in_backward: also step a bucket as soon as its gradients are final. A promise: step() follows, with the param groups as they
+            are during the backward and the gradients as it made them, without clipping. A promise that is broken is an error.
+        atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the last whole step; without
+            overlap and for 2 to 3 times the memory traffic. None: for classes other than torch's Adam, AdamW, SGD and Adagrad, whose
+            fused kernels check everything before they write.
+        max_grad_norm: clip by the global norm in every step. The norm is `last_grad_norm`; gradients in offloaded places stay unclipped in
+            .grad.
+        cpu_threads: of the CPU optimizer. None: one a core near the device, as torch would use.
+
+        Raises ValueError or HostBudgetError before anything has moved.
+        """
+        check_fraction("offload_fraction", offload_fraction)
+        if cpu_share != "auto":
+            check_fraction("cpu_share", cpu_share)
+        check_bytes("bucket_bytes", bucket_bytes, least=1024)
+        cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
+        gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
+        cpu_cls, gpu_cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs), checked_class("gpu_optimizer_cls", gpu_cls, kwargs)
+        defaults = {**defaults_of(cpu_cls, kwargs), **defaults_of(gpu_cls, kwargs)}
+        del defaults["params"]
+        if kwargs.get("capturable") and offload_fraction > 0:
+            raise ValueError("capturable=True is for an optimizer that lives on the device; leave it out, or set offload_fraction=0")
+        self.offload_fraction = float(offload_fraction)
+        self.param_update_in_fp32 = param_update_in_fp32
+        self.pin_cpu_grads, self.pin_cpu_params = pin_cpu_grads, pin_cpu_params
+        self.overlap_cpu_optimizer_d2h_h2d = overlap_cpu_optimizer_d2h_h2d
+        self.max_grad_norm = max_grad_norm
+        self.last_grad_norm: Tensor | None = None
+        self.sub_optimizer_kwargs = dict(kwargs)
+        self._atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
+        self._overlaps = overlap_cpu_optimizer_d2h_h2d and not self._atomic
+        if self._atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
+            logger.warning(
+                "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the last whole step; "
+                "atomic_step=False overlaps it",
+                cpu_cls.__name__,
+            )
+        if step_in_backward and (not self._overlaps or max_grad_norm is not None):
+            raise ValueError(
+                "step_in_backward needs overlap, and no max_grad_norm: the norm is known only after the backward; leave one out"
+            )
+        self._step_in_backward = step_in_backward
+        self._overlap_backward = overlap_backward
+        self._placing = PlacingOptions(
+            offload_fraction=self.offload_fraction,
+            cpu_share=cpu_share if cpu_share == "auto" else float(cpu_share),
+            cpu_cls=cpu_cls,
+            gpu_cls=gpu_cls,
+            kwargs=self.sub_optimizer_kwargs,
+            cpu_threads=cpu_threads,
+            host=HostOptions(
+                bucket_bytes=bucket_bytes,
+                pin_grads=pin_cpu_grads,
+                pin_params=pin_cpu_params,
+                masters_in_fp32=param_update_in_fp32,
+                overlap=self._overlaps,
+            ),
+        )
+        self._given_engine = engine
+        self._built = False
+        self._state: defaultdict[Tensor, Any] = defaultdict(dict)
+        super().__init__(params, defaults)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
+        self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
+        self._build(None if cpu_share == "auto" else float(cpu_share))
+        self._arrivals: Arrivals | None = None
+        self._model: nn.Module | None = None
+        if model is not None:
+            self.attach(model)
+
+    # -- building -----------------------------------------------------------------------------------------------------
+    def _device_name(self) -> str:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.device.type == "cuda":
+                    return str(parameter.device)
+        return "sim"
+
+    def _build(self, share: float | None) -> None:
+        """share: of the host; None measures it."""
+        engine = self._engine
+        self._placed = Placement(engine, self._placing, share)
+        self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
+        self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
+        self._watch = BackwardWatch(self._gradient_is_final)
+        self._in_backward = False  # a gradient has become final since the last step
+        self._landed: dict[int, Stamp] = {}
+        self._final: dict[int, int] = {}  # id of a bucket: parameters whose gradients are final in the backward under way
+        self._early: dict[int, HostBucket] = {}
+        self._clip: Tensor | None = None
+        self._place_groups(self.param_groups)
+        self._built = True
+
+    def _place_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        offloaded = self._placed.add(groups, self._names)
+        self._steps.index()
+        if self._backward_is_watched():
+            self._watch.watch(offloaded)
+
+    def _backward_is_watched(self) -> bool:
+        if not self._overlaps:
+            return False
+        if self._overlap_backward is not None:
+            return self._overlap_backward or self._step_in_backward
+        several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if several and any(local_of(member.parameter) is member.parameter for member in self._placed.members):
+            logger.info(
+                "gradients leave at step(): with several ranks they may be reduced after the backward; overlap_backward=True if not"
+            )
+            return self._step_in_backward
+        return True
+
+    def attach(self, model: nn.Module) -> None:
+        """From now on each module of `model` waits for its own weights just before its forward, and step() does not.
+
+        A weight that another module reads than the one that owns it (a tied output layer that calls no module) needs
+        `synchronize_parameters()` before.
+        """
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._names.update((id(parameter), name) for name, parameter in model.named_parameters())
+        for member in self._placed.members:
+            member.name = self._names.get(id(member.parameter), member.name)
+        indices = {id(member.parameter): member.index for member in self._placed.members}
+        self._arrivals = Arrivals(model, indices, self._steps.arrive)
+        self._model = model
+        self._outside = parameters_outside(model, [member.parameter for member in self._placed.members])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host for pinning."""
+        super().add_param_group(param_group)
+        if not getattr(self, "_built", False):
+            return
+        try:
+            self._steps.settle_host()
+            self._place_groups(self.param_groups[-1:])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        if self._model is not None:
+            self.attach(self._model)
+
+    # -- Megatron's attributes ----------------------------------------------------------------------------------------
+    @property
+    def cpu_optimizers(self) -> list[Optimizer]:
+        """Of the host's parameters: one a bucket with overlap, one in all without; and one for parameters that live on the host."""
+        return self._placed.sub_optimizers_on_host()
+
+    @property
+    def gpu_optimizer(self) -> Optimizer | None:
+        """Of the parameters that stay; None if there are none."""
+        return self._placed.on_gpu.optimizer
+
+    @property
+    def sub_optimizers(self) -> list[Optimizer]:
+        """CPU optimizers, then the GPU's. Streamed parameters have none of their own."""
+        return self.cpu_optimizers + ([self.gpu_optimizer] if self.gpu_optimizer is not None else [])
+
+    @property
+    def engine(self) -> OffloadEngine:
+        return self._engine
+
+    @property
+    def cpu_share(self) -> float | None:
+        """Of the offloaded elements, what the host steps; None if that was never asked or measured."""
+        return self._placed.share
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of state, masters and gradients."""
+        return self._placed.cpu.host_bytes + self._placed.streamed.host_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """Device memory of the streamed buckets."""
+        ring = self._placed.streamed.ring
+        return ring.nbytes if ring is not None else 0
+
+    def place_of(self, parameter: Tensor) -> Place:
+        for member in self._placed.members:
+            if member.parameter is parameter:
+                return self._placed[member]
+        raise ValueError("the tensor is not one of the optimizer's parameters")
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+    @property
+    def last_microbatch(self) -> bool | None:
+        """Whether the backward to come is its step's last: for a schedule to set. None: as many as in the step before are expected."""
+        return self._watch.last_microbatch
+
+    @last_microbatch.setter
+    def last_microbatch(self, last: bool | None) -> None:
+        self._watch.last_microbatch = last
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside only accumulate; the first one after it is the step's last."""
+        return self._watch.no_sync()
+
+    def _gradient_is_final(self, member: Managed) -> None:
+        """On the backward's thread. Blocks the host only if the last step is not yet issued."""
+        if member.parameter.grad is None:
+            return
+        if getattr(member.parameter, "decoupled_grad", None) is not None:
+            return
+        with torch.no_grad():
+            self._land(member)
+
+    def _land(self, member: Managed) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._steps.settle()
+            self._refresh_changed()  # it fetches weights into the gradients' slots, so it comes before any landing
+            self._placed.copies.refresh()
+        for bucket in self._steps.buckets_of[member.index]:
+            if id(bucket) in self._early:
+                raise OffloadError(
+                    f"{member} got a gradient after its bucket had been stepped in this backward; use no_sync() before the last one"
+                )
+            count = self._final.get(id(bucket), 0) + 1
+            self._final[id(bucket)] = count
+            if count < len(bucket.members):
+                continue
+            self._final[id(bucket)] = 0
+            self._steps.let_go()
+            gradients = {
+                known.index: known.flat_gradient(known.parameter.grad) for known in bucket.members if known.parameter.grad is not None
+            }
+            if isinstance(bucket, CpuBucket):
+                bucket.hold(gradients)
+                bucket.land(self._engine.device.record(self._engine.device.compute))
+            elif self._step_in_backward:
+                bucket.hold(gradients)
+            for known in bucket.members:
+                assert known.parameter.grad is not None
+                self._landed[known.index] = stamp_of(known.parameter.grad)
+            if self._step_in_backward:
+                self._early[id(bucket)] = bucket
+                self._steps.submit([bucket], self._steps.release([bucket]), HostScalars(), None)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._landed.clear()
+        self._final.clear()
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient. closure: evaluated once.
+
+        With overlap and a model it returns when the work is issued; without a model it waits for the weights. Blocks the host while the
+        last step is not yet issued, and for weights that somebody changed since. Raises OffloadError if a worker failed, or if a gradient
+        cannot be used, before anything is stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._early:
+            self._steps.settle()
+        self._steps.raise_failure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        gradients = {member.index: gradient for member in self._placed.members if (gradient := member.gradient) is not None}
+        hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
+        flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
+        early = self._checked_early(gradients)
+        if not early:
+            if self._refresh_changed():
+                self._landed.clear()
+            self._placed.copies.refresh()
+        factor = self._factor(gradients)
+        if self._overlaps:
+            self._step_overlapped(gradients, flats, factor, early)
+        else:
+            scalars = self._desk.send(factor) if factor is not None and self._placed.cpu.buckets else HostScalars()
+            self._steps.step_inline(
+                flats, scalars, factor, atomic=self._atomic, step_resident=lambda: self._placed.step_resident(gradients, factor)
+            )
+        stepped = [member for member in hosted if member.index in gradients]
+        settle_versions(stepped)
+        for member in self._placed.members:
+            member.version = member.parameter._version
+        self._end_backward()
+        self._early = {}
+        self._watch.end_step()
+
+    def _checked_early(self, gradients: Mapping[int, Tensor]) -> dict[int, HostBucket]:
+        """The buckets stepped in the backward, if the promise was kept that made that right."""
+        if not self._early:
+            return {}
+        changed = self._placed.copies.changed()
+        if changed or self._clip is not None:
+            self._break(f"the param groups' {', '.join(changed)} changed" if changed else "clip_grad_norm_ was called")
+        for bucket in self._early.values():
+            for member in bucket.members:
+                if member.changed_outside():
+                    self._break(f"the weights of {member} were written")
+                gradient, stamp = gradients.get(member.index), self._landed[member.index]
+                if gradient is None or not _is(gradient, stamp):
+                    self._break(f"the gradient of {member} changed")
+        return dict(self._early)
+
+    def _break(self, what: str) -> None:
+        self._steps.fail(
+            f"{what} after {len(self._early)} buckets had been stepped in the backward; they are a step ahead of the rest. Load the "
+            "last state "
+            "dict, and change param groups and gradients before the backward, or leave out step_in_backward"
+        )
+
+    def _factor(self, gradients: Mapping[int, Tensor]) -> Tensor | None:
+        factor, self._clip = self._clip, None
+        if factor is None and self.max_grad_norm is not None:
+            self.last_grad_norm = total_norm(list(gradients.values()), 2.0, self._engine.device.torch_device)
+            factor = clip_factor(self.max_grad_norm, self.last_grad_norm)
+        if factor is not None:
+            device = self._engine.device
+            device.note_write(device.compute, factor.reshape(1).view(torch.uint8))
+        return factor
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None) -> Tensor:
+        """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host: never.
+
+        total: the norm, where it is known better, as over the stages of a pipeline. Unlike torch's function of this name it leaves .grad
+        alone and scales what is stepped, so that gradients which have already left need not leave again.
+        """
+        if self._early:
+            self._break("clip_grad_norm_ was called")
+        gradients = [gradient for member in self._placed.members if (gradient := member.gradient) is not None]
+        norm = total if total is not None else total_norm(gradients, norm_type, self._engine.device.torch_device)
+        self.last_grad_norm = norm
+        self._clip = clip_factor(max_norm, norm)
+        return norm
+
+    def _step_overlapped(
+        self, gradients: Mapping[int, Tensor], flats: Mapping[int, Tensor], factor: Tensor | None, early: Mapping[int, HostBucket]
+    ) -> None:
+        steps = self._steps
+        self._placed.step_resident(gradients, factor)
+        chosen = [bucket for bucket in steps.in_order if id(bucket) not in early and any(m.index in flats for m in bucket.members)]
+        scalars = self._desk.send(factor) if factor is not None and any(isinstance(b, CpuBucket) for b in chosen) else HostScalars()
+        for bucket in chosen:
+            mine = {member.index: flats[member.index] for member in bucket.members if member.index in flats}
+            if isinstance(bucket, StreamedBucket) or not self._has_landed(bucket, gradients):
+                bucket.hold(mine)
+        steps.submit(chosen, steps.release(chosen), scalars, factor)
+        for bucket in (*early.values(), *chosen):
+            steps.hold(bucket, gradients)
+        if self._model is None:
+            steps.arrive(None)
+        elif self._outside:
+            steps.arrive(self._outside)
+
+    def _has_landed(self, bucket: CpuBucket, gradients: Mapping[int, Tensor]) -> bool:
+        for member in bucket.members:
+            gradient, stamp = gradients.get(member.index), self._landed.get(member.index)
+            if gradient is None or stamp is None or not _is(gradient, stamp):
+                return False
+        return True
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+    def synchronize_parameters(self) -> None:
+        """Let the current lane's work from here on see the new weights. Blocks the host until the step under way has been issued."""
+        self._steps.arrive(None)
+
+    def _refresh_changed(self) -> bool:
+        """Masters follow weights that somebody else wrote: a loaded state dict, an initialisation. Whether there were any; blocks the host
+        then.
+
+        What has landed is lost: weights arrive in the gradients' slots.
+        """
+        changed = [member for member in self._placed.members if member.changed_outside()]
+        if not changed:
+            return False
+        self._steps.settle_host()
+        self._placed.refresh(changed)
+        return True
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
+        self._steps.settle_host()
+        for member in self._placed.members:
+            member.version = -1
+        self._refresh_changed()
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, for `decoupled_grad` too. Zeroing in place first orders compute behind what still reads the gradients."""
+        if self._early:
+            self._break("zero_grad was called without step()")
+        self._end_backward()
+        self._watch.start_over()
+        if not set_to_none:
+            self._steps.arrive(None)
+            self._steps.order_gradients()
+        for member in self._placed.members:
+            decoupled = getattr(member.parameter, "decoupled_grad", None)
+            if decoupled is not None:
+                if set_to_none:
+                    member.parameter.decoupled_grad = None  # type: ignore[attr-defined]
+                else:
+                    decoupled.zero_()
+        super().zero_grad(set_to_none)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32. Blocks the host for the step
+        under way.
+
+        Of offloaded parameters these are views of host memory that later steps change; `state_dict()` copies.
+        """
+        if not getattr(self, "_built", False):
+            return self._state
+        self._steps.settle_host()
+        self._state.clear()
+        for member in self._placed.members:
+            found = dict(self._placed.state_of(member))
+            if found and self.param_update_in_fp32:
+                found[MASTER] = self._placed.master_of(member)
+            if found:
+                self._state[member.parameter] = found
+        return self._state
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        self._state = defaultdict(dict, value)
+
+    def dummy_step(self) -> None:
+        """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded in place."""
+        self._steps.settle_host()
+        self._placed.copies.refresh()
+        fill_state(self.sub_optimizers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers, strings and tensors only."""
+        packed = super().state_dict()
+        return state_dict_of(self, packed)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """State of the same parameters, from any split and any fraction, or from a plain torch optimizer of the class.
+
+        Everything is checked before anything is changed; ValueError names the parameter. Blocks the host.
+        """
+        load_state(self, state_dict)
+
+    # -- what state.py needs ------------------------------------------------------------------------------------------
+    @property
+    def members(self) -> Sequence[Managed]:
+        return self._placed.members
+
+    @property
+    def placed(self) -> Placement:
+        return self._placed
+
+    @property
+    def needed_names(self) -> tuple[str, ...]:
+        """State that a parameter cannot be without once it has any."""
+        return ("step", "exp_avg", "exp_avg_sq") if self._placed.cpu.flat else ()
+
+    @property
+    def shaped_names(self) -> tuple[str, ...]:
+        """State that has the shape of its parameter."""
+        return (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+    def begin_load(self, saved: Mapping[str, Any] | None) -> None:
+        """Come to rest, whatever was under way, and take over a measured share."""
+        if self._steps.failed:
+            self._steps.forgive()
+        self._early = {}
+        self._steps.settle_host()
+        self._end_backward()
+        if saved is not None and self._placing.cpu_share == "auto" and saved["offload_fraction"] == self.offload_fraction:
+            share = saved["cpu_share"]
+            if share != self._placed.share:
+                self._close_parts()  # placed anew: the state that is lost is about to be loaded
+                self._build(share)
+                if self._model is not None:
+                    self.attach(self._model)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End the workers and give the host memory back; an engine that was made here is closed too. Blocks the host."""
+        if not self._steps.failed:
+            try:
+                self._steps.settle_host()
+            except OffloadError as error:
+                logger.warning("closing after a failed step: %s", error)
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._close_parts()
+        if self._given_engine is None:
+            self._engine.close()
+
+    def _close_parts(self) -> None:
+        self._watch.close()
+        self._steps.close()
+        self._placed.close()
+        self._desk.close()
+
+
+def _is(gradient: Tensor, stamp: Stamp) -> bool:
+    reference, version, local_version = stamp
+    return reference() is gradient and gradient._version == version and local_of(gradient)._version == local_version

@@ -1,0 +1,78 @@
+"""The norm of all gradients and the factor that clips them, on the device, without the host ever learning either.
+
+One invariant: one factor, float32, made once a step; every place multiplies its gradients by that very number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload.memory.arena import Block, HostArena
+from offload.optim.cpu_step import HostScalars
+from offload.optim.mover import Mover
+from offload.optim.parameters import local_of
+
+__all__ = ["ScalarDesk", "clip_factor", "total_norm"]
+
+
+def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of all gradients as one vector, float32, 0-dim, as torch.nn.utils.get_total_norm for float32 ones. Blocks the host: never.
+
+    A DTensor counts whole: its norm is reduced over its mesh.
+    """
+    if not gradients:
+        return torch.zeros((), device=device)
+    plain = [gradient for gradient in gradients if local_of(gradient) is gradient]
+    norms: list[Tensor] = []
+    for where in dict.fromkeys(gradient.device for gradient in plain):
+        norms += torch._foreach_norm([gradient for gradient in plain if gradient.device == where], norm_type, dtype=torch.float32)
+    for gradient in gradients:
+        if local_of(gradient) is not gradient:
+            norms.append(torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32).full_tensor())
+    joined: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    return joined
+
+
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """What torch.nn.utils.clip_grads_with_norm_ multiplies with: max_norm / (norm + 1e-6), at most 1."""
+    return torch.clamp(max_norm / (norm.float() + 1e-6), max=1.0)
+
+
+class ScalarDesk:
+    """Sends a step's factor to the host. Two places in host memory, used in turn: a worker may still read the last step's.
+
+    # [Order: factor]
+    # hazard  RAW: `d2h` copies the factor that `compute` is still making; then a worker reads what `d2h` is still writing.
+    # edge    d2h waits for an event recorded on compute; the worker synchronizes the event of the copy.
+    # alive   the desk holds the device's number until the next one.
+    # proof   tests/property/test_optim_edges.py, edge "factor"
+    """
+
+    def __init__(self, mover: Mover, arena: HostArena) -> None:
+        self._mover = mover
+        self._block: Block | None = None
+        self._arena = arena
+        self._source: Tensor | None = None
+        self._turn = 0
+
+    def send(self, factor: Tensor) -> HostScalars:
+        """factor: float32, 0-dim, on the device. Blocks the host: never, but for its memory at the first call."""
+        device = self._mover.device
+        if self._block is None:
+            self._block = self._arena.contiguous(8)
+        landing = self._block.extents[0].narrow(0, 4 * self._turn, 4)
+        self._turn = 1 - self._turn
+        source = factor.detach().reshape(1).view(torch.uint8)
+        device.wait(device.d2h, device.record(device.compute), "factor")
+        self._mover.send([(landing, source)])
+        event = device.record(device.d2h)
+        self._source = source
+        return HostScalars(landing.view(torch.float32)[0], event)
+
+    def close(self) -> None:
+        if self._block is not None:
+            self._arena.give_back(self._block, None)
+            self._block = None

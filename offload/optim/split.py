@@ -1,0 +1,143 @@
+"""How much of the offloaded part the host steps: measured once, with everything running that will run, before the first step.
+
+One invariant: the answer is a multiple of 0.05, so that the noise of a measurement rarely changes a layout, and with it the bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+
+from offload.device import CopyPair, Device, Event
+from offload.engine import OffloadEngine
+from offload.errors import HostBudgetError
+from offload.optim.parameters import Managed
+from offload.optim.places import OffloadRates, best_cpu_share
+from offload.optim.worker import Worker
+
+__all__ = ["measured_cpu_share"]
+
+logger = logging.getLogger(__name__)
+
+GRID = 0.05
+UNMEASURED_SHARE = 0.5
+"""Where no time passes (the simulated device): both places work, and are checked."""
+COPY_BYTES = 64 << 20
+COPIES = 48  # each way: 3.2 GB, 60 ms and more, longer than the steps on the CPU beside them
+NUMEL = 32 << 20  # of the CPU's trial: 16 bytes each, beyond any cache; 10 ms a step at 3.3 G a second
+
+
+def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, masters: bool, threads: int | None) -> float:
+    """The share of elements for the CPU that makes the step shortest. Blocks the host for about 0.2 s, once.
+
+    Takes 128 MiB of the engine's host memory for the time, and 128 MiB on the device.
+    """
+    if not engine.device.pins:
+        return UNMEASURED_SHARE
+    if sum(member.numel for member in offloaded) < NUMEL:  # a step of a few milliseconds: not worth a measurement or a ring
+        return 1.0
+    try:
+        rates = measure(engine, threads=threads)
+    except HostBudgetError:
+        logger.warning("no 128 MiB of host memory for a measurement: the host steps all offloaded parameters; give cpu_share")
+        return 1.0
+    numel = sum(member.numel for member in offloaded)
+    weight_bytes = sum(member.nbytes for member in offloaded) / numel
+    master_bytes = sum(4 * member.numel for member in offloaded if masters and member.dtype.itemsize == 2) / numel
+    moment_bytes = 2 * max(weight_bytes, master_bytes)
+    share, seconds = best_cpu_share(
+        rates,
+        cpu_out_bytes=weight_bytes,
+        cpu_in_bytes=weight_bytes,
+        streamed_out_bytes=moment_bytes + master_bytes,
+        streamed_in_bytes=moment_bytes + master_bytes,
+    )
+    share = round(round(share / GRID) * GRID, 2)
+    logger.info(
+        "the host steps %.0f%% of the offloaded parameters: CPU %.2f G/s beside copies of %.1f GB/s out and %.1f GB/s in; %.0f ms a step",
+        100 * share,
+        rates.cpu_elements_per_s / 1e9,
+        rates.d2h_bytes_per_s / 1e9,
+        rates.h2d_bytes_per_s / 1e9,
+        1e3 * seconds * numel,
+    )
+    return share
+
+
+def measure(engine: OffloadEngine, *, threads: int | None) -> OffloadRates:
+    """AdamW on the host beside copies both ways. Raises HostBudgetError if its memory may not be pinned."""
+    device, arena = engine.device, engine.arena
+    held_bytes = arena.held_bytes
+    blocks = [arena.contiguous(COPY_BYTES), arena.contiguous(COPY_BYTES)]
+    worker = Worker("optimizer-trial", cores=device.near_cores, threads=threads)
+    try:
+        there = [device.empty(COPY_BYTES) for _ in blocks]
+        device.note_write(device.compute, there[0])
+        for lane in (device.d2h, device.h2d):
+            device.wait(lane, device.record(device.compute), "land")
+        out: list[CopyPair] = [(blocks[0].extents[0], there[0])]
+        back: list[CopyPair] = [(there[1], blocks[1].extents[0])]
+        trial = _Trial()
+        worker.submit(trial.steps, lambda: None)  # warms the threads up, and the memory
+        worker.synchronize()
+        trial.seconds.clear()
+        _copies(device, out, back, 2)
+        starts = [device.record(lane, timed=True) for lane in (device.d2h, device.h2d)]
+        worker.submit(trial.steps, lambda: None)
+        spans = _copies(device, out, back, COPIES)
+        for event in spans:
+            device.synchronize(event)
+        worker.synchronize()
+        if worker.error is not None:
+            raise worker.error
+        seconds = [device.elapsed_ms(start, end) / 1e3 for start, end in zip(starts, spans, strict=True)]
+    finally:
+        worker.close()
+        for block in blocks:
+            arena.give_back(block, None)
+        arena.trim(held_bytes)
+    moved = COPIES * COPY_BYTES
+    return OffloadRates(
+        cpu_elements_per_s=NUMEL / median(trial.seconds), d2h_bytes_per_s=moved / seconds[0], h2d_bytes_per_s=moved / seconds[1]
+    )
+
+
+def _copies(device: Device, out: Sequence[CopyPair], back: Sequence[CopyPair], count: int) -> list[Event]:
+    for _ in range(count):
+        device.copy(device.d2h, out)
+        device.copy(device.h2d, back)
+    return [device.record(lane, timed=True) for lane in (device.d2h, device.h2d)]
+
+
+class _Trial:
+    """Steps of AdamW on memory of its own, and the seconds that each took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._flats = [torch.zeros(NUMEL) for _ in range(4)]
+        self._count = torch.zeros(())
+
+    def steps(self) -> None:
+        weights, gradients, first, second = self._flats
+        for _ in range(3):
+            began = time.perf_counter()
+            torch._fused_adamw_(
+                [weights],
+                [gradients],
+                [first],
+                [second],
+                [],
+                [self._count],
+                lr=1e-4,
+                beta1=0.9,
+                beta2=0.95,
+                weight_decay=0.1,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
+            )
+            self.seconds.append(time.perf_counter() - began)

@@ -1,0 +1,254 @@
+"""Parameters whose state lives on the host and is stepped on the device: bucket by bucket through a ring of slots.
+
+State comes in on `h2d` while the bucket before is stepped and the one before that goes out on `d2h`, so both directions of the link and the
+optimizer's own lane work at once. For float32 weights the weights themselves are the masters and only the moments travel: 8 bytes an
+element each way. One invariant: the host's bytes of a bucket are read by `h2d` only after `d2h` wrote them in the step before.
+
+# [Order: state in]
+# hazard  RAW: `h2d` reads a bucket's state that `d2h` has not finished writing in the last step.
+# edge    the bucket keeps the event of its state's way out; h2d waits for it before the state's way in.
+# alive   the section owns the host bytes.
+# proof   tests/property/test_optim_edges.py, edge "state in"
+#
+# [Order: ring]
+# hazard  WAR: `h2d` writes a slot of the ring while `d2h` still reads the bucket that was in it.
+# edge    the slot keeps the event of the last way out; h2d waits for it.
+# alive   the ring owns the slot.
+# proof   tests/property/test_optim_edges.py, edge "ring"
+#
+# [Order: state here]
+# hazard  RAW: the optimizer's lane steps with state that `h2d` has not finished writing.
+# edge    the event of the way in; the optimizer's lane waits for it.
+# alive   the ring.
+# proof   tests/property/test_optim_edges.py, edge "state here"
+#
+# [Order: gradients made]
+# hazard  RAW and WAR: the optimizer's lane reads gradients that `compute` still writes, and writes weights that it still reads.
+# edge    the event recorded on compute when the step was asked for; the optimizer's lane waits for it.
+# alive   the bucket holds the gradients until its step's event has passed.
+# proof   tests/property/test_optim_edges.py, edge "gradients made"
+#
+# [Order: state out]
+# hazard  RAW: `d2h` copies state that the optimizer's lane is still writing.
+# edge    the event recorded on the optimizer's lane after the step; d2h waits for it.
+# alive   the ring.
+# proof   tests/property/test_optim_edges.py, edge "state out"
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from offload.device import CopyPair, Device, Event, Lane
+from offload.optim.buckets import Bucket, Piece
+from offload.optim.classes import state_names
+from offload.optim.host import HostSection
+from offload.optim.mover import Mover
+from offload.optim.parameters import Managed
+
+__all__ = ["RING_SLOTS", "Ring", "StreamedBucket"]
+
+RING_SLOTS = 3
+"""Buckets on the device: one coming in, one being stepped, one going out."""
+
+
+class _Slot:
+    """Device memory for one bucket, and the event after which it may be written again."""
+
+    __slots__ = ("flats", "free")
+
+    def __init__(self) -> None:
+        self.flats: dict[str, Tensor] = {}
+        self.free: Event | None = None
+
+
+class Ring:
+    """RING_SLOTS slots on the device, each as large as the largest bucket, and the lane that steps them.
+
+    flats: (name, bytes of one element). Allocated on `compute`; the first use of each slot is ordered behind that.
+    """
+
+    def __init__(self, device: Device, numel: int, flats: Sequence[tuple[str, int]]) -> None:
+        self.device = device
+        self.lane: Lane = device.new_compute_lane("optimizer")
+        self.slots = [_Slot() for _ in range(RING_SLOTS)]
+        self._next = 0
+        for slot in self.slots:
+            slot.flats = {name: device.empty(max(1, numel) * size) for name, size in flats}
+        allocated = device.record(device.compute)
+        for slot in self.slots:
+            slot.free = allocated
+
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.numel() for slot in self.slots for flat in slot.flats.values())
+
+    def take(self) -> _Slot:
+        """The slot used longest ago."""
+        slot = self.slots[self._next]
+        self._next = (self._next + 1) % RING_SLOTS
+        return slot
+
+
+class StreamedBucket:
+    """One bucket: its state on the host, its weights and gradients on the device.
+
+    master_dtype: of the arithmetic. Where it is the parameters' own the weights are stepped in place, else masters travel with the state.
+    group_of: the param group of each parameter, whose values are read at every step.
+    weights_on_host: weights and gradients live there too, as FSDP2's CPUOffloadPolicy keeps them, and travel with the state.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        section: HostSection,
+        layout: Bucket,
+        members: Mapping[int, Managed],
+        master_dtype: torch.dtype,
+        group_of: Mapping[int, dict[str, Any]],
+        *,
+        weights_on_host: bool = False,
+    ) -> None:
+        self.mover = mover
+        self.device = mover.device
+        self.section = section
+        self.layout = layout
+        self.members = [members[piece.parameter] for piece in layout.pieces]
+        self.master_dtype = master_dtype
+        self.groups = [group_of[piece.parameter] for piece in layout.pieces]
+        self.steps = [torch.zeros((), dtype=torch.float32, device=mover.device.torch_device) for _ in layout.pieces]
+        self.has_master = section.has("master")
+        self.weights_on_host = weights_on_host
+        self.stepped: Event | None = None
+        self.left: Event | None = None
+        self.done = threading.Event()
+        self.done.set()
+        self._gradients: list[tuple[int, Tensor, Tensor]] = []  # place, gradient, weights
+
+    def names(self) -> tuple[str, ...]:
+        return (*state_names(self.groups[0]), "master") if self.has_master else state_names(self.groups[0])
+
+    def hold(self, gradients: Mapping[int, Tensor]) -> None:
+        """Step these when told to. gradients: flat, by parameter; one that is missing is not stepped."""
+        self._gradients = []
+        for place, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
+            gradient = gradients.get(member.index)
+            if gradient is not None:
+                part = gradient.narrow(0, piece.first, piece.numel)
+                weights = member.flat().narrow(0, piece.first, piece.numel)
+                self._gradients.append((place, part, weights))
+                self.device.note_write(self.device.compute, part.view(torch.uint8))
+
+    def weights(self) -> list[Tensor]:
+        """The bucket's part of the device's weights, a 1-D tensor a piece."""
+        return [member.flat().narrow(0, piece.first, piece.numel) for piece, member in zip(self.layout.pieces, self.members, strict=True)]
+
+    def let_go(self) -> bool:
+        """Drop the gradients if their step has passed. Whether it had. Blocks the host: never."""
+        if not self.done.is_set() or (self._gradients and self.stepped is not None and not self.device.poll(self.stepped)):
+            return False
+        self._gradients = []
+        return True
+
+    def step(self, ring: Ring, released: Event, factor: Tensor | None, *, paced: bool) -> None:
+        """State in, step, state out: the job of a worker, or of the calling thread. factor: a device scalar that scales the gradients.
+
+        paced: block the host until the slot is free, so that no more than RING_SLOTS buckets are queued in front of others' copies.
+        Order: [Order: ring], [Order: state in], [Order: state here], [Order: gradients made], [Order: state out].
+        """
+        device, section, layout = self.device, self.section, self.layout
+        slot = ring.take()
+        names = self.names()
+        if slot.free is not None:
+            device.wait(device.h2d, slot.free, "ring")
+            if paced:
+                device.synchronize(slot.free)
+        if self.left is not None:
+            device.wait(device.h2d, self.left, "state in")
+        size = {name: self.master_dtype.itemsize * layout.numel for name in names}
+        there = {name: slot.flats[name].narrow(0, 0, size[name]) for name in names}
+        here = {name: section.slot(name, layout.start, layout.numel) for name in names}
+        inward: list[CopyPair] = [(there[name], here[name]) for name in names]
+        outward: list[CopyPair] = [(here[name], there[name]) for name in names]
+        if self.weights_on_host:
+            device.wait(device.h2d, released, "gradients made")
+            for place, gradient, weights in self._gradients:
+                piece = layout.pieces[place]
+                of_slot = self._piece_of(slot.flats["weights"], piece), self._piece_of(slot.flats["grad"], piece)
+                inward.append((of_slot[0].view(torch.uint8), weights.view(torch.uint8)))
+                inward.append((of_slot[1].view(torch.uint8), gradient.view(torch.uint8)))
+                outward.append((weights.view(torch.uint8), of_slot[0].view(torch.uint8)))
+        self.mover.fetch(inward)
+        arrived = device.record(device.h2d)
+        device.wait(ring.lane, arrived, "state here")
+        device.wait(ring.lane, released, "gradients made")
+        with device.use_lane(ring.lane), torch.no_grad():
+            for name in names:
+                device.note_write(ring.lane, there[name])
+            self._compute(there, slot, factor)
+            self.stepped = device.record(ring.lane)
+        device.wait(device.d2h, self.stepped, "state out")
+        self.mover.send(outward)
+        self.left = slot.free = device.record(device.d2h)
+
+    def _piece_of(self, flat: Tensor, piece: Piece) -> Tensor:
+        """The piece's elements in a flat of the slot."""
+        size = self.master_dtype.itemsize
+        return flat.narrow(0, (piece.start - self.layout.start) * size, piece.numel * size).view(self.master_dtype)
+
+    def _compute(self, there: Mapping[str, Tensor], slot: _Slot, factor: Tensor | None) -> None:
+        """On the ring's lane: one call of torch's Adam for each param group in the bucket."""
+        device = self.device
+        groups: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
+        for place, gradient, weights in self._gradients:
+            if self.weights_on_host:
+                piece = self.layout.pieces[place]
+                gradient, weights = self._piece_of(slot.flats["grad"], piece), self._piece_of(slot.flats["weights"], piece)
+            device.note_read(device.compute, gradient.view(torch.uint8))
+            device.note_write(device.compute, weights.view(torch.uint8))
+            groups.setdefault(id(self.groups[place]), []).append((place, gradient, weights))
+        for chosen in groups.values():
+            pieces = [self.layout.pieces[place] for place, _, _ in chosen]
+            group = self.groups[chosen[0][0]]
+
+            def part(name: str, pieces: Sequence[Piece] = pieces) -> list[Tensor]:
+                return [self._piece_of(there[name], piece) for piece in pieces]
+
+            homes = [weights for _, _, weights in chosen]
+            gradients = [gradient for _, gradient, _ in chosen]
+            targets = part("master") if self.has_master else homes
+            if "grad" in slot.flats and not self.weights_on_host:
+                widened = [self._piece_of(slot.flats["grad"], piece) for piece in pieces]
+                torch._foreach_copy_(widened, gradients)
+                gradients = widened
+            else:
+                gradients = [gradient.to(self.master_dtype) for gradient in gradients]  # themselves, unless somebody gave another dtype
+            if factor is not None:
+                device.note_read(device.compute, factor.reshape(1).view(torch.uint8))
+                torch._foreach_mul_(gradients, factor)
+            amsgrad = bool(group["amsgrad"])
+            adam(
+                targets,
+                gradients,
+                part("exp_avg"),
+                part("exp_avg_sq"),
+                part("max_exp_avg_sq") if amsgrad else [],
+                [self.steps[place] for place, _, _ in chosen],
+                fused=True,
+                amsgrad=amsgrad,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+                decoupled_weight_decay=group["decoupled_weight_decay"],
+            )
+            if self.has_master:
+                torch._foreach_copy_(homes, targets)

@@ -1,0 +1,160 @@
+"""Every ordering note of the optimizer: a program that needs its edge, and the same program without it, which must fail.
+
+One invariant, as in test_edges.py: titles in the notes, in the code and here are one set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from offload import OffloadEngine
+from offload.device.sim import ExecutorName, SimDevice
+from offload.errors import HazardError, OffloadError
+from offload.optim import HybridDeviceOptimizer
+from tests.property.test_edges import edge_titles
+from tests.unit.optim.rig import assert_same_bits, backward, net, weights
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "offload" / "optim").rglob("*.py"))
+STEPS = 4
+
+
+def program(
+    device: SimDevice,
+    *,
+    share: float,
+    attached: bool = True,
+    dtype: torch.dtype = torch.float32,
+    early: Callable[[HybridDeviceOptimizer], None] = lambda _: None,
+    zero_in_place: bool = False,
+    **options: Any,
+) -> list[Tensor]:
+    """Four steps of all parameters; the weights after them. early: before each backward. Raises the hazard itself if a worker met it."""
+    model = net(dtype)
+    made = {"lr": 1e-2, "cpu_share": share, "engine": OffloadEngine(device=device), "model": model if attached else None, **options}
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, **made)
+    try:
+        for step in range(STEPS):
+            early(optimizer)
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not zero_in_place)
+        found = weights(model, optimizer)
+        optimizer.close()
+        return found
+    except OffloadError as error:
+        raise error.__cause__ if isinstance(error.__cause__, HazardError) else error from error
+
+
+def expected(clip: float | None = None) -> list[Tensor]:
+    model = net()
+    optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
+    for step in range(STEPS):
+        backward(model, step)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model, optimizer)
+
+
+def last_microbatch(optimizer: HybridDeviceOptimizer) -> None:
+    optimizer.last_microbatch = True
+
+
+def changed_after_landing(device: SimDevice) -> None:
+    """Gradients land in the backward, are doubled by the user, and so must land again: the first landing's sources are still being read."""
+    model = net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=1e-2, cpu_share=1.0, engine=OffloadEngine(device=device), model=model)
+    optimizer.last_microbatch = True
+    backward(model, 0)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+    optimizer.step()
+    reference = net()
+    other = AdamW(reference.parameters(), lr=1e-2, fused=True)
+    backward(reference, 0)
+    for parameter in reference.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+    other.step()
+    assert_same_bits(weights(model, optimizer), weights(reference, other))
+
+
+def plain(share: float, **options: Any) -> Callable[[SimDevice], None]:
+    def run(device: SimDevice) -> None:
+        assert_same_bits(program(device, share=share, **options), expected(options.get("max_grad_norm")))
+
+    return run
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One note. hazard: its kind, as the error says it without the edge; sides: the two lanes it names."""
+
+    run: Callable[[SimDevice], None]
+    hazard: str
+    sides: tuple[str, str]
+    executor: ExecutorName = "late"
+
+
+EDGES = {
+    "land": Edge(plain(1.0), "RAW", ("d2h", "compute")),
+    "weights out": Edge(plain(1.0, early=last_microbatch), "WAR", ("h2d", "compute")),
+    "weights back": Edge(plain(1.0), "RAW", ("compute", "h2d")),
+    "factor": Edge(plain(1.0, max_grad_norm=0.1), "RAW", ("d2h", "compute")),
+    "gradients read": Edge(changed_after_landing, "WAR", ("compute", "d2h")),
+    "state in": Edge(plain(0.0), "RAW", ("h2d", "d2h")),  # one bucket: with three and more the ring orders it
+    "ring": Edge(
+        plain(0.0, bucket_bytes=2048, overlap_cpu_optimizer_d2h_h2d=False), "allocator reuse", ("h2d", "compute")
+    ),  # the first use
+    "state here": Edge(plain(0.0), "WAW", ("optimizer", "h2d")),
+    "gradients made": Edge(plain(0.0), "RAW", ("optimizer", "compute")),
+    "state out": Edge(plain(0.0), "RAW", ("d2h", "optimizer")),
+}
+TITLES = tuple(EDGES)
+
+
+@pytest.mark.req("S3-32")
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+@pytest.mark.parametrize("title", TITLES)
+def test_with_all_its_edges_a_step_has_no_hazard_and_the_bits_of_torchs(title: str, executor: ExecutorName) -> None:
+    for seed in range(5 if executor == "random" else 1):
+        device = SimDevice(executor=executor, seed=seed)
+        EDGES[title].run(device)
+        assert device.waits[title] > 0 or executor != EDGES[title].executor, "the scenario does not use its edge"
+
+
+@pytest.mark.parametrize("title", TITLES)
+@pytest.mark.xfail(strict=True, raises=HazardError, reason="the edge is left out")
+def test_without_its_edge_the_same_step_has_a_hazard(title: str) -> None:
+    EDGES[title].run(SimDevice(executor=EDGES[title].executor, without={title}))
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_the_hazard_names_both_sides_and_the_edge(title: str) -> None:
+    edge = EDGES[title]
+    with pytest.raises(HazardError) as caught:
+        edge.run(SimDevice(executor=edge.executor, without={title}))
+    message = str(caught.value)
+    later, earlier = edge.sides
+    assert message.startswith(f"{edge.hazard} hazard on bytes ")
+    assert re.search(rf"of {later}\).*of {earlier}\)", message), message
+    assert f"'{title}'" in message.split("edges left out of ", 1)[1], message
+
+
+def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> None:
+    texts = [path.read_text() for path in SOURCES]
+    noted = [title for text in texts for title in re.findall(r"^ *# \[Order: (.+)\]$", text, re.MULTILINE)]
+    assert sorted(noted) == sorted(set(noted)), "two notes of one title"
+    assert set(noted) == edge_titles(texts) == set(EDGES)

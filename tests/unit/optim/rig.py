@@ -1,0 +1,78 @@
+"""What the optimizer's tests share: a small net of parameters of uneven sizes, batches by number, and a run of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadConfig, OffloadEngine
+from offload.device.sim import ExecutorName, SimDevice
+from offload.optim import HybridDeviceOptimizer
+
+WIDTH = 33
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Six parameters, none of whose sizes is a multiple of 16 but one; the same weights each time."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 70), nn.Tanh(), nn.Linear(70, 48), nn.Tanh(), nn.Linear(48, 7)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def batch(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 + number)).to(dtype)
+
+
+def backward(model: nn.Module, number: int) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    loss: Tensor = model(batch(number, dtype)).float().square().mean()
+    loss.backward()
+    return loss
+
+
+def engine(executor: ExecutorName = "late", *, seed: int = 0, without: set[str] | None = None, **config: Any) -> OffloadEngine:
+    return OffloadEngine(OffloadConfig(**config), device=SimDevice(executor=executor, seed=seed, without=without or set()))
+
+
+def hybrid(parameters_of: nn.Module, /, **options: Any) -> HybridDeviceOptimizer:
+    return HybridDeviceOptimizer(options.pop("params", None) or parameters_of.parameters(), **{"lr": 1e-2, "bucket_bytes": 4096, **options})
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, first: int = 0, microbatches: int = 1) -> list[Tensor]:
+    """Copies of the weights after `steps` steps."""
+    for step in range(first, first + steps):
+        for microbatch in range(microbatches):
+            backward(model, step * microbatches + microbatch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model, optimizer)
+
+
+def weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        optimizer.synchronize_parameters()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def run(
+    make: Callable[[nn.Module], torch.optim.Optimizer], steps: int = 4, *, dtype: torch.dtype = torch.float32, **how: Any
+) -> list[Tensor]:
+    model = net(dtype)
+    optimizer = make(model)
+    found = train(model, optimizer, steps, **how)
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        optimizer.close()
+    return found
+
+
+def assert_same_bits(mine: list[Tensor], other: list[Tensor]) -> None:
+    assert len(mine) == len(other)
+    for place, (one, two) in enumerate(zip(mine, other, strict=True)):
+        assert one.dtype == two.dtype
+        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), f"tensor {place} differs by {(one - two).abs().max()}"

@@ -1,0 +1,227 @@
+"""What a bad argument, a bad gradient or a step that breaks off leaves behind: an error that says what, and never half a step unsaid."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, Adam, AdamW, Optimizer
+
+from offload import HostBudgetError, OffloadConfig, OffloadEngine
+from offload.device.sim import SimDevice
+from offload.errors import OffloadError
+from offload.optim import HybridDeviceOptimizer
+from offload.optim.worker import Worker
+from tests.unit.optim.rig import assert_same_bits, backward, hybrid, net, train, weights
+
+FUSED = {"lr": 1e-2, "fused": True}
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload_fraction": 1.5}, "offload_fraction is 1.5, must be a number between 0 and 1"),
+        ({"offload_fraction": -0.1}, "offload_fraction is -0.1"),
+        ({"offload_fraction": True}, "offload_fraction is True"),
+        ({"cpu_share": 2}, "cpu_share is 2"),
+        ({"bucket_bytes": 10}, "bucket_bytes is 10"),
+        ({"cpu_optimizer_cls": nn.Linear}, r"cpu_optimizer_cls is <class .*Linear'>, must be a class derived from torch.optim.Optimizer"),
+        ({"cpu_optimizer_cls": Adam, "gpu_optimizer_cls": "AdamW"}, "gpu_optimizer_cls is 'AdamW', must be a class"),
+        ({"cpu_optimizer_cls": LBFGS}, "cpu_optimizer_cls LBFGS needs a closure in every step and calls it several times"),
+        (
+            {"cpu_optimizer_cls": torch.optim.SGD, "betas": (0.9, 0.99)},
+            r"cpu_optimizer_cls SGD cannot be made with lr=0.01, betas=\(0.9, 0.99\): .*; it takes lr, momentum",
+        ),
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"capturable": True}, "capturable=True is for an optimizer that lives on the device"),
+        (
+            {"cpu_optimizer_cls": torch.optim.SGD, "cpu_share": 0.5, "offload_fraction": 1.0},
+            "cpu_share is 0.5, but only torch's Adam and AdamW",
+        ),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused_before_anything_is_pinned(options: dict[str, Any], message: str) -> None:
+    engine = OffloadEngine(device=SimDevice())
+    with pytest.raises(ValueError, match=message):
+        hybrid(net(), engine=engine, **options)
+    assert engine.arena.held_bytes == 0
+
+
+def test_parameters_that_cannot_be_stepped_are_refused_by_name() -> None:
+    holes = nn.Parameter(torch.zeros(8, 8)[:, ::2])
+    with pytest.raises(ValueError, match=r"parameter 1 \(32 elements of torch.float32\) has strides \(8, 2\) for shape \(8, 4\)"):
+        HybridDeviceOptimizer([nn.Parameter(torch.zeros(3)), holes], 1.0, lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter 0 .* is not of a floating-point type"):
+        HybridDeviceOptimizer([torch.zeros(3, dtype=torch.int32)], 1.0, lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter 0 .* is on meta, and the optimizer's device is sim"):
+        HybridDeviceOptimizer([nn.Parameter(torch.zeros(3, device="meta"))], 1.0, lr=0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_too_little_host_memory_is_said_with_both_numbers_and_nothing_stays_pinned(share: float) -> None:
+    engine = OffloadEngine(OffloadConfig(host_limit_bytes=10_000), device=SimDevice())
+    padded = sum(-(-parameter.numel() // 16) * 16 for parameter in net().parameters())
+    needed = padded * (16 if share else 8)
+    with pytest.raises(
+        HostBudgetError, match=rf"parameters need {needed:,} bytes of host memory, and 10,000 of the host's 10,000 bytes are free"
+    ):
+        hybrid(net(), offload_fraction=1.0, cpu_share=share, engine=engine)
+    assert engine.arena.stats().lent_bytes == 0
+
+
+# -- gradients ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_sparse_gradient_is_refused_by_name_before_anything_is_stepped(share: float) -> None:
+    embedding, linear = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
+    model = nn.Sequential(embedding, linear)
+    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=share, model=model)
+    before = weights(model, optimizer)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(
+        OffloadError, match=r"parameter 0 \(0.weight, .*\) has a torch.sparse_coo gradient, and offloaded parameters take dense"
+    ):
+        optimizer.step()
+    assert_same_bits(weights(model, optimizer), before)
+    assert all(float(state["step"]) == 0 for state in optimizer.state.values())
+
+
+# -- a step that breaks off ---------------------------------------------------------------------------------------------
+class Breaks(AdamW):
+    """Fails at its step number `at`, when half of its parameters are stepped."""
+
+    at = -1
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).calls += 1
+        if type(self).calls == type(self).at:
+            leaves = [leaf for group in self.param_groups for leaf in group["params"]]
+            for leaf in leaves[: max(1, len(leaves) // 2)]:
+                leaf.add_(1000.0)
+                self.state[leaf] = {"step": torch.tensor(99.0), "exp_avg": torch.ones_like(leaf), "exp_avg_sq": torch.ones_like(leaf)}
+            raise MemoryError("no more")
+        return super().step(closure)
+
+
+@pytest.fixture
+def breaks() -> type[Breaks]:
+    Breaks.at, Breaks.calls = -1, 0
+    return Breaks
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("bucket", [4, 0])
+def test_a_class_that_may_fail_leaves_weights_and_state_of_the_last_whole_step(
+    breaks: type[Breaks], overlap: bool, masters: bool, bucket: int
+) -> None:
+    """In the third step one bucket's optimizer fails, the first or the last; then the step is made again."""
+    model, reference = net(torch.bfloat16), net(torch.bfloat16)
+    common: dict[str, Any] = {"offload_fraction": 1.0, "cpu_share": 1.0, "param_update_in_fp32": masters, "fused": True}
+    expected = hybrid(reference, **common)
+    optimizer = hybrid(
+        model, cpu_optimizer_cls=breaks, atomic_step=True, overlap_cpu_optimizer_d2h_h2d=overlap, model=model, bucket_bytes=8192, **common
+    )
+    train(model, optimizer, 2)
+    before = weights(model, optimizer)
+    state = optimizer.state_dict()["state"]
+    breaks.at = breaks.calls + 1 + min(bucket, len(optimizer.cpu_optimizers) - 1)
+    backward(model, 2)
+    with pytest.raises(
+        OffloadError, match=r"the step failed in Breaks \(MemoryError: no more\); weights and state are those of the last whole"
+    ):
+        optimizer.step()
+    assert_same_bits(weights(model, optimizer), before)
+    for index, of in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state[index][key]) for key, value in of.items())
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, 1, first=3)
+    assert_same_bits(weights(model, optimizer), train(reference, expected, 4))
+
+
+def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_nothing_hangs(breaks: type[Breaks]) -> None:
+    model, reference = net(), net()
+    optimizer = hybrid(model, offload_fraction=1.0, cpu_optimizer_cls=breaks, atomic_step=False, model=model, bucket_bytes=8192)
+    train(model, optimizer, 2)
+    saved = {"model": {key: value.clone() for key, value in model.state_dict().items()}, "optimizer": optimizer.state_dict()}
+    breaks.at = breaks.calls + 2
+    backward(model, 2)
+    optimizer.step()
+    message = (
+        r"a step failed on a worker \(MemoryError: no more\), one of \d+ buckets in it; weights and state of different parameters may be"
+    )
+    with pytest.raises(OffloadError, match=message):
+        model(torch.zeros(1, 33))
+    for call in (optimizer.step, optimizer.synchronize_parameters, optimizer.state_dict):
+        with pytest.raises(OffloadError, match=message):
+            call()
+    breaks.at = -1
+    optimizer.load_state_dict(saved["optimizer"])
+    model.load_state_dict(saved["model"])
+    optimizer.zero_grad()
+    found = train(model, optimizer, 2, first=2)
+    expected = train(reference, AdamW(reference.parameters(), lr=1e-2), 4)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    optimizer.close()
+
+
+def test_an_optimizer_that_failed_can_be_closed(breaks: type[Breaks]) -> None:
+    model = net()
+    optimizer = hybrid(model, offload_fraction=1.0, cpu_optimizer_cls=breaks, atomic_step=False, model=model)
+    breaks.at = 1
+    backward(model, 0)
+    optimizer.step()
+    optimizer.close()
+
+
+# -- threads ------------------------------------------------------------------------------------------------------------
+def test_an_optimizer_that_is_dropped_leaves_no_thread_and_no_hook_that_does_anything() -> None:
+    gc.collect()
+    before = threading.active_count()
+    model = net()
+    optimizer: Optimizer | None = hybrid(model, offload_fraction=1.0, model=model)
+    assert optimizer is not None
+    train(model, optimizer, 2)
+    assert threading.active_count() == before + 2
+    optimizer = None
+    gc.collect()
+    assert threading.active_count() == before
+    backward(model, 0)
+
+
+def test_a_worker_runs_jobs_in_order_and_drops_those_after_an_error() -> None:
+    worker, seen = Worker("test"), []
+
+    def fails() -> None:
+        raise KeyError("lost")
+
+    worker.submit(lambda: seen.append("one"), lambda: seen.append("after one"))
+    worker.submit(fails, lambda: seen.append("after failure"))
+    worker.submit(lambda: seen.append("never"), lambda: seen.append("after never"))
+    worker.synchronize()
+    assert seen == ["one", "after one", "after failure", "after never"]
+    assert isinstance(worker.error, KeyError)
+    worker.forgive()
+    worker.submit(lambda: seen.append("again"), lambda: None)
+    worker.synchronize()
+    assert seen[-1] == "again"
+    worker.close()
+    worker.close()
+
+
+def test_a_worker_leaves_the_caller_its_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    found: list[int] = []
+    worker = Worker("test", threads=1)
+    worker.submit(lambda: found.append(torch.get_num_threads()), lambda: None)
+    worker.synchronize()
+    worker.close()
+    assert found == [1]
+    assert torch.get_num_threads() == before

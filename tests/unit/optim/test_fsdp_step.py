@@ -1,0 +1,167 @@
+"""Shards on the host, stepped on the device: the bits of the optimizer itself, three buckets, and what FSDP2 must keep doing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from offload import OffloadEngine
+from offload.device.sim import ExecutorName, SimDevice
+from offload.optim import FSDPGPUOptimizerWrapper
+from tests.unit.optim.rig import assert_same_bits, backward, batch, net
+
+
+def trained(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> list[torch.Tensor]:
+    for step in range(first, first + steps):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def wrapped(model: nn.Module, cls: type[Optimizer] = Adam, *, executor: ExecutorName = "late", **options: Any) -> FSDPGPUOptimizerWrapper:
+    engine = OffloadEngine(device=SimDevice(executor=executor))
+    return FSDPGPUOptimizerWrapper(cls(model.parameters(), **{"lr": 1e-2, **options}), "cpu", engine=engine, bucket_bytes=2048)
+
+
+@pytest.mark.req("S3-47")
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+@pytest.mark.parametrize(("cls", "options"), [(Adam, {}), (Adam, {"amsgrad": True}), (AdamW, {"weight_decay": 0.1})])
+def test_ten_steps_equal_the_optimizer_itself(cls: type[Optimizer], options: dict[str, Any], executor: ExecutorName) -> None:
+    reference, model = net(), net()
+    expected = trained(reference, cls(reference.parameters(), lr=1e-2, fused=True, **options), 10)  # type: ignore[call-arg]
+    assert_same_bits(trained(model, wrapped(model, cls, executor=executor, **options), 10), expected)
+
+
+@pytest.mark.req("S3-47")
+def test_the_device_holds_three_buckets_whatever_the_number_of_parameters() -> None:
+    """A bucket of 2048 bytes of weights: those, their gradients and two moments. Uneven sections make no bucket longer than that."""
+    model = net()
+    optimizer = wrapped(model)
+    assert optimizer.ring_bytes <= 3 * 4 * 2048
+    device = optimizer._engine.device
+    assert isinstance(device, SimDevice)
+    before = device.active_bytes()
+    trained(model, optimizer, 1)
+    leaves = sum(4 * parameter.numel() for parameter in model.parameters())
+    assert device.active_bytes() <= before + 2 * leaves, "weights and gradients are host memory that the checker has met"
+
+
+@pytest.mark.req("S3-46")
+def test_param_groups_zero_grad_and_schedulers_are_the_optimizers_own() -> None:
+    def run(model: nn.Module, optimizer: Any, scheduled: Optimizer) -> list[torch.Tensor]:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.8)
+        for step in range(5):
+            backward(model, step)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            assert all(p.grad is None if step % 2 == 0 else not p.grad.any() for p in model.parameters())
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    reference, model = net(), net()
+    plain = AdamW(reference.parameters(), lr=1e-2, fused=True)
+    optimizer = wrapped(model, AdamW)
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    assert_same_bits(run(model, optimizer, optimizer.optimizer), run(reference, plain, plain))
+
+
+@pytest.mark.req("S3-46")
+def test_state_goes_out_and_in_again_and_a_plain_optimizers_state_is_taken_over() -> None:
+    reference, model = net(), net()
+    plain = AdamW(reference.parameters(), lr=1e-2, fused=True)
+    trained(reference, plain, 2)
+    model.load_state_dict(reference.state_dict())
+    optimizer = wrapped(model, AdamW)
+    optimizer.load_state_dict(plain.state_dict())
+    expected = trained(reference, plain, 2, first=2)
+    assert_same_bits(trained(model, optimizer, 2, first=2), expected)
+
+    again = net()
+    again.load_state_dict(model.state_dict())
+    other = wrapped(again, AdamW)
+    other.load_state_dict(optimizer.state_dict())
+    assert_same_bits(trained(again, other, 2, first=4), trained(reference, plain, 2, first=4))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        other.load_state_dict({"state": {}, "param_groups": []})
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    reference, model = net(), net()
+    plain, optimizer = AdamW(reference.parameters(), lr=1e-2, fused=True), wrapped(model, AdamW)
+    for step in range(4):
+        for each, steps in ((reference, plain), (model, optimizer)):
+            backward(each, step)
+            list(each.parameters())[step].grad = None
+            steps.step()
+            steps.zero_grad()
+    assert_same_bits([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
+
+
+def test_what_cannot_be_streamed_is_refused() -> None:
+    with pytest.raises(ValueError, match="optimizer is a SGD, and only torch's Adam and AdamW can be streamed"):
+        wrapped(net(), SGD)
+    with pytest.raises(ValueError, match=r"parameter 0 .* is on meta, not on the host"):
+        FSDPGPUOptimizerWrapper(Adam([nn.Parameter(torch.zeros(3, device="meta"))]), "cpu")
+
+
+# -- FSDP2 ----------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.req("S3-46")
+@pytest.mark.usefixtures("alone")
+def test_sharded_parameters_are_stepped_and_their_state_is_sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    reference, model = net(), net()
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = wrapped(model, AdamW)
+    expected = trained(reference, AdamW(reference.parameters(), lr=1e-2, fused=True), 3)
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        found.append(parameter.full_tensor().detach())
+    assert_same_bits(found, expected)
+    state = optimizer.state_dict()["state"]
+    assert all(isinstance(of["exp_avg"], DTensor) for of in state.values())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state_dict()["state"][0]["exp_avg"].to_local().equal(state[0]["exp_avg"].to_local())
+
+
+@pytest.mark.req("S3-48")
+def test_fsdp2_still_does_what_the_wrapper_relies_on() -> None:
+    """Read from torch's source: copies in on one stream, gradients out on another under an event that the host waits for, memory freed by
+    resizing to nothing. A torch that does otherwise fails here, not in somebody's weights."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
+
+    gather, reduce = inspect.getsource(_fsdp_collectives.foreach_all_gather), inspect.getsource(_fsdp_collectives.foreach_reduce)
+    assert "with device_handle.stream(all_gather_copy_in_stream)" in gather
+    assert "all_gather_stream.wait_stream(all_gather_copy_in_stream)" in gather
+    assert "post_reduce_stream = reduce_scatter_stream" in reduce
+    assert "grad_offload_event = post_reduce_stream.record_event()" in reduce
+    assert "grad_offload_event.synchronize()" in inspect.getsource(_fsdp_param_group.FSDPParamGroup)
+    assert "resize_(0)" in inspect.getsource(_fsdp_param.free_storage)
+    assert "_post_accumulate_grad_hooks" in reduce, "and the hybrid optimizer's gradients land from there"
