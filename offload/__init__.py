@@ -14,6 +14,7 @@
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import (
+    CaptureError,
     DeviceLimitError,
     GroupOrderError,
     HazardError,
@@ -29,6 +30,7 @@ from offload.groups.interface import (
     ActivationOffloadContext,
     FineGrainedActivationOffloadingInterface,
     backward_record,
+    capturing,
     configure,
     disable_offload,
     enable_offload,
@@ -47,12 +49,15 @@ from offload.memory.size_class_pool import CPUSpillBackend
 from offload.memory.tensor_pool import GPUTensorPool, TensorPool
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
+from offload.transfer.captures import CapturedRegion
 
 OffloadManager = PipelineOffloadManager
 
 __all__ = [
     "ActivationOffloadContext",
     "CPUSpillBackend",
+    "CaptureError",
+    "CapturedRegion",
     "ChunkOffloadHandler",
     "DeviceLimitError",
     "FineGrainedActivationOffloadingInterface",
@@ -72,6 +77,7 @@ __all__ = [
     "StepStats",
     "TensorPool",
     "backward_record",
+    "capturing",
     "configure",
     "disable_offload",
     "enable_offload",

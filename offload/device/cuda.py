@@ -1,6 +1,7 @@
 """The CUDA device: streams as lanes, pinned memory that costs what it holds.
 
-One invariant: no call here but `synchronize`, `host_memory` and a copy from unpinned memory can block the host.
+One invariant: no call here but `synchronize`, `host_memory` and a copy from unpinned memory can block the host. While a watched capture is
+under way, the calls that would end it with a CUDA error raise CaptureError instead, before they reach CUDA.
 
 Pinning: anonymous memory with huge pages, touched by several threads, then registered in pieces: 17.5 GB/s on an H200 host
 against 1.7 GB/s for `torch.empty(pin_memory=True)` (November 2026). A registration blocks every kernel launch while it runs,
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 
-from offload.device.base import CopyPair, Event, Lane
-from offload.errors import HostBudgetError, OffloadError
+from offload.device._cuda_graphs import replace_replay, replaced_captures
+from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
+from offload.errors import CaptureError, HostBudgetError, OffloadError
 
 __all__ = ["CudaDevice", "CudaLane"]
 
@@ -148,6 +151,8 @@ class CudaDevice:
         self._h2d = CudaLane("h2d", torch.cuda.Stream(self._device))
         self._compute_lanes: dict[int, CudaLane] = {}
         self._free_events: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}  # by whether they are timed
+        self._watched = False
+        self.capturing = False  # a watched capture is under way
 
     @property
     def name(self) -> str:
@@ -182,6 +187,8 @@ class CudaDevice:
 
     # -- order ----------------------------------------------------------------------------------------------------
     def record(self, lane: Lane, *, timed: bool = False) -> Event:
+        if timed:
+            self._refuse_in_capture("a timed event")
         free = self._free_events[timed]
         try:
             event = free.pop()
@@ -194,9 +201,11 @@ class CudaDevice:
         cast(CudaLane, lane).stream.wait_event(cast(_CudaEvent, event).event)
 
     def poll(self, event: Event) -> bool:
+        self._refuse_in_capture("a poll")
         return bool(cast(_CudaEvent, event).event.query())
 
     def synchronize(self, event: Event) -> None:
+        self._refuse_in_capture("a synchronize")
         cast(_CudaEvent, event).event.synchronize()
 
     def elapsed_ms(self, start: Event, end: Event) -> float:
@@ -217,6 +226,7 @@ class CudaDevice:
             torch.cuda.set_stream(before)
 
     def host_memory(self, nbytes: int, registration_bytes: int) -> _PinnedMemory:
+        self._refuse_in_capture(f"pinning {nbytes:,} bytes")
         return _PinnedMemory(nbytes, registration_bytes)
 
     # -- declarations: only the simulated device checks them ---------------------------------------------------------
@@ -229,9 +239,51 @@ class CudaDevice:
     def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
         return
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- graphs ---------------------------------------------------------------------------------------------------
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    @contextmanager
+    def watch_captures(self, watcher: CaptureWatcher) -> Iterator[None]:
+        if self._watched:
+            raise CaptureError(f"captures on {self.name} are watched already; close the open region before another is opened")
+        self._watched = True
+        try:
+            with replaced_captures(_OnDevice(self, watcher)):
+                yield
+        finally:
+            self._watched = False
+
+    def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
+        replace_replay(graph, before, after)
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self.capturing:
+            raise CaptureError(f"{what} on {self.name} while a CUDA graph is captured, which would end the capture; do it before or after")
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
     def active_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
+
+
+class _OnDevice:
+    """Passes on what happens on one device, and keeps in mind whether it is being captured."""
+
+    def __init__(self, device: CudaDevice, watcher: CaptureWatcher) -> None:
+        self._device = device
+        self._watcher = watcher
+
+    def concerns(self) -> bool:
+        return torch.cuda.current_device() == self._device.torch_device.index
+
+    def capture_begins(self, graph: Graph) -> None:
+        self._watcher.capture_begins(graph)
+        self._device.capturing = True
+
+    def capture_ends(self, graph: Graph) -> None:
+        self._watcher.capture_ends(graph)
+
+    def capture_over(self, graph: Graph, complete: bool) -> None:
+        self._device.capturing = False
+        self._watcher.capture_over(graph, complete)

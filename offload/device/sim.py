@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import get_args
@@ -27,13 +27,14 @@ import torch
 
 from offload.device._sim_bytes import Operation, TrackedBytes, byte_range
 from offload.device._sim_clock import SimEvent, SimLane, SimLanes, order_after
+from offload.device._sim_graph import AccessStep, CopyStep, LaunchStep, Program, RecordStep, SimGraph, WaitStep
 from offload.device._sim_hazards import HazardChecker
 from offload.device._sim_memory import PlainMemory
 from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, PendingWait, copied_bytes_of
-from offload.device.base import CopyPair, Event, Lane
-from offload.errors import HazardError
+from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
+from offload.errors import CaptureError, HazardError
 
-__all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimLane"]
+__all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimGraph", "SimLane"]
 
 
 class SimDevice:
@@ -76,6 +77,8 @@ class SimDevice:
         self._stall_s = 0.0
         self._blocked_s = 0.0
         self._of_thread = _OfThread()
+        self._program: Program | None = None  # of the capture under way
+        self._watcher: CaptureWatcher | None = None
 
     # -- lanes ----------------------------------------------------------------------------------------------------
     @property
@@ -124,7 +127,13 @@ class SimDevice:
     # -- order ----------------------------------------------------------------------------------------------------
     def record(self, lane: Lane, *, timed: bool = False) -> SimEvent:
         with self._lock:
-            return SimEvent(self._enter(lane), timed=timed)
+            mine, program = self._enter(lane), self._program
+            if timed:
+                self._forbid_in_capture("a timed event")
+            event = SimEvent(mine, timed=timed, program=program if program is not None and program.has(mine) else None)
+            if program is not None:
+                program.add(RecordStep(mine, event))
+            return event
 
     def wait(self, lane: Lane, event: Event, order: str) -> None:
         with self._lock:
@@ -137,6 +146,11 @@ class SimDevice:
             if order in self._without:
                 mine.left_out[order] = None
                 return
+            if point.program is not None and point.program is not self._program:
+                raise HazardError(f"capture: {waiter} waits for {point}, which was recorded in a capture that is over: it is no event any more")
+            if self._program is not None:
+                self._program.wait(mine, point, order)
+                self._program.add(WaitStep(mine, point, order))
             if mine.eager:
                 self._executor.reach(point.lane, point.number, waiter)
                 if not point.lane.eager:
@@ -149,6 +163,7 @@ class SimDevice:
 
     def poll(self, event: Event) -> bool:
         with self._lock:
+            self._forbid_in_capture("a poll")
             self._enter(self._lanes.host)
             point = self._lanes.reachable(event, "poll")
             if not self._executor.passed(point, self.compute.time_s):
@@ -158,6 +173,7 @@ class SimDevice:
 
     def synchronize(self, event: Event) -> None:
         with self._lock:
+            self._forbid_in_capture("a synchronize")
             self._enter(self._lanes.host)
             point = self._lanes.reachable(event, "synchronize")
             self._executor.reach(point.lane, point.number, "synchronize")
@@ -199,18 +215,31 @@ class SimDevice:
             operation = Operation(lane, "empty", nbytes)
             self._checker.stamp(operation, tracked, 0, nbytes, writing=True)
             self._issue(operation)
+            if self._program is not None:
+                self._program.add(AccessStep(lane, tracked, 0, nbytes, "empty", True))
             return tensor
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """Compute: call `kernel` now, and again in each replay of the capture under way."""
+        with self._lock:
+            lane = self._enter(self.compute)
+            if self._program is not None:
+                self._program.add(LaunchStep(lane, kernel))
+        kernel()
 
     def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
         with self._lock:
             mine = self._enter(lane)
             if mine is self._lanes.host:
                 raise ValueError("the host is not a lane for copies; issue them to d2h, h2d or a compute lane")
+            if self._program is not None:
+                self._program.copy(mine)
             for destination, source in pairs:
                 self._copy(mine, destination, source)
 
     def host_memory(self, nbytes: int, registration_bytes: int) -> PlainMemory:
         with self._lock:
+            self._forbid_in_capture(f"pinning {nbytes:,} bytes")
             memory = PlainMemory(nbytes, registration_bytes, self._release)
             for piece in memory.pieces:
                 self._checker.track(piece.untyped_storage(), self._lanes.host, host=True)
@@ -245,9 +274,74 @@ class SimDevice:
             self._enter(self._lanes.host)
             self._checker.locate(tensor, self.compute).name(*byte_range(tensor), label)
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- graphs: _sim_graph.py ------------------------------------------------------------------------------------
+    @property
+    def strict(self) -> bool:
+        return self._checker.strict
+
     def is_capturing(self) -> bool:
-        return False
+        return self._program is not None and self._program.has(self.compute)
+
+    @contextmanager
+    def capture(self) -> Iterator[SimGraph]:
+        """What is issued inside, on the calling thread's compute lane and on lanes that come to wait for it, becomes the graph.
+
+        Raises HazardError at the end if a lane was not joined; the graph cannot be replayed then.
+        """
+        self._forbid_in_capture("another capture")
+        graph, watcher, complete = SimGraph(self), self._watcher, False
+        if watcher is not None:
+            watcher.capture_begins(graph)
+        program = self._program = Program(self.compute)
+        try:
+            try:
+                yield graph
+            finally:
+                if watcher is not None:
+                    watcher.capture_ends(graph)
+            program.check_joined()
+            graph.complete(program, {lane: self._lanes.new_branch(lane) for lane in program.branches()})
+            complete = True
+        finally:
+            self._program = None
+            if watcher is not None:
+                watcher.capture_over(graph, complete)
+
+    @contextmanager
+    def watch_captures(self, watcher: CaptureWatcher) -> Iterator[None]:
+        if self._watcher is not None:
+            raise CaptureError(f"captures on {self.name} are watched already; close the open region before another is opened")
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
+
+    def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
+        replay = graph.replay
+
+        def watched() -> None:
+            before()
+            replay()
+            after()
+
+        graph.replay = watched
+
+    def replay_access(self, step: AccessStep, lane: SimLane) -> None:
+        with self._lock:
+            self._access(self._enter(lane), step.tracked, step.start, step.end, step.verb, writing=step.writing)
+
+    def replay_copy(self, copy: Copy) -> None:
+        with self._lock:
+            self._enter(copy.lane)
+            copy.number = copy.lane.issued + 1
+            self._issue_copy(copy)
+
+    def _forbid_in_capture(self, what: str) -> None:
+        if self._program is not None:
+            raise HazardError(f"capture: {what} while a graph is captured, which ends the capture on a GPU; do it before or after")
+
+    # -- state ----------------------------------------------------------------------------------------------------
 
     def active_bytes(self) -> int:
         """Bytes of living storages that came from `empty` or were declared by `note_write`, and not freed whole by `note_free`."""
@@ -324,35 +418,47 @@ class SimDevice:
 
     def _release(self, pieces: Sequence[torch.Tensor]) -> None:
         with self._lock:
+            self._forbid_in_capture("unpinning")
             self._enter(self._lanes.host)
             self._checker.release(pieces)
 
     def _note(self, lane: Lane, tensor: torch.Tensor, verb: str, *, writing: bool) -> TrackedBytes:
         mine = self._enter(lane)
         tracked, (start, end) = self._checker.locate(tensor, self.compute), byte_range(tensor)
-        operation = Operation(mine, verb, end - start)
+        self._access(mine, tracked, start, end, verb, writing=writing)
+        if self._program is not None:
+            self._program.add(AccessStep(mine, tracked, start, end, verb, writing))
+        return tracked
+
+    def _access(self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, verb: str, *, writing: bool) -> None:
+        operation = Operation(lane, verb, end - start)
         self._checker.check(operation, tracked, start, end, writing=writing)
         self._checker.stamp(operation, tracked, start, end, writing=writing)
         self._issue(operation)
-        return tracked
 
     def _copy(self, lane: SimLane, destination: torch.Tensor, source: torch.Tensor) -> None:
         nbytes = copied_bytes_of(destination, source)
         to, at = self._checker.locate(destination, self.compute), int(destination.storage_offset())
         from_, start = self._checker.locate(source, self.compute), int(source.storage_offset())
-        operation = Copy(lane, nbytes, to, at, from_, start, strict=self._checker.strict)
-        self._checker.check(operation, from_, start, start + nbytes, writing=False)
-        self._checker.check(operation, to, at, at + nbytes, writing=True)
+        if self._program is not None:
+            self._program.add(CopyStep(lane, to, at, from_, start, nbytes))
+        self._issue_copy(Copy(lane, nbytes, to, at, from_, start, strict=self._checker.strict))
+
+    def _issue_copy(self, copy: Copy) -> None:
+        lane, nbytes = copy.lane, copy.nbytes
+        sides = [(copy.source, copy.source_start, False), (copy.destination, copy.destination_start, True)]
+        for tracked, start, writing in sides:
+            self._checker.check(copy, tracked, start, start + nbytes, writing=writing)
         if self._poison:
-            self._executor.poison(operation)
-        seconds = nbytes / (self._d2h_bytes_per_s if to.host else self._h2d_bytes_per_s)
+            self._executor.poison(copy)
+        seconds = nbytes / (self._d2h_bytes_per_s if copy.destination.host else self._h2d_bytes_per_s)
         lane.time_s += seconds
         lane.busy_s += seconds
         lane.copies += 1
         lane.copied_bytes += nbytes
-        self._checker.stamp(operation, from_, start, start + nbytes, writing=False)
-        self._checker.stamp(operation, to, at, at + nbytes, writing=True)
-        self._issue(operation)
+        for tracked, start, writing in sides:
+            self._checker.stamp(copy, tracked, start, start + nbytes, writing=writing)
+        self._issue(copy)
 
 
 class _OfThread(threading.local):

@@ -115,6 +115,7 @@ class HostArena:
         self._lent: dict[int, Block] = {}
         self._returned: deque[tuple[Block, Event | None]] = deque()  # appended to by finalisers, without the lock
         self._marks = Marks(device)
+        self._all_passed = False  # every event that was ever recorded outside of the capture under way
         self._asked = self._missing = self._missing_bytes = 0
         self._lent_bytes = self._lent_peak_bytes = 0
         self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
@@ -213,6 +214,21 @@ class HostArena:
         finally:
             with self._lock:
                 self._growth.resume()
+
+    def begin_capture(self) -> None:
+        """A graph is captured from here to `end_capture`: nothing may be pinned or polled. Blocks the host until the growth asked for so
+        far is done and the last users of every free byte have ended: no event is kept with bytes that are lent in the capture."""
+        with self._lock:
+            self._growth.synchronize()
+            self._growth.pause()
+            self._settle()
+            self._marks.synchronize_all()
+            self._all_passed = True
+
+    def end_capture(self) -> None:
+        with self._lock:
+            self._all_passed = False
+            self._growth.resume()
 
     def synchronize_growth(self) -> None:
         """Block the host until the growth asked for so far is done or refused."""
@@ -325,7 +341,7 @@ class HostArena:
                 f"{len(self._lent)} blocks of {self._lent_bytes:,} bytes lent; give each block back once, where it was taken"
             )
         self._lent_bytes -= block.nbytes
-        new = () if after is None else (self._marks.of(after),)
+        new = () if after is None or self._all_passed else (self._marks.of(after),)
         for part in block.ranges:
             self._free.put(part.piece, part.start, part.end, join_marks((*part.marks, *new)))
 

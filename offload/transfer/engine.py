@@ -48,6 +48,14 @@ something can be waited for: before bytes are added, the oldest spill is settled
 # edge    the compute lane that owns the buffer waits for the restore's event before the last reference goes.
 # alive   the Transfer.
 # proof   tests/property/test_edges.py, edge "abandon"
+#
+# [Order: join]
+# hazard  RAW, WAR: what is replayed after a graph touches bytes that the graph's copies still read or write; CUDA refuses such a graph.
+# edge    before a capture ends its compute lane waits for the last point of each copy lane that is part of it.
+# alive   the graph's region holds host blocks, its memory pool device buffers (captures.py).
+# proof   tests/property/test_edges.py, edge "join"
+
+What is captured into a graph waits for events of the same capture only; captures.py says why that is enough.
 """
 
 from __future__ import annotations
@@ -56,14 +64,15 @@ import logging
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from offload.device import CopyPair, Device, Event, Lane
-from offload.errors import OffloadError
+from offload.errors import CaptureError, OffloadError
 from offload.memory.arena import Block, HostArena
+from offload.transfer.captures import CapturedGraph
 from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
 from offload.transfer.layout import WeakStorage, bytes_of
 from offload.transfer.ranges import transfer_range
@@ -88,6 +97,8 @@ class TransferCounts:
     wanted_peak_bytes: int = 0  # lent and refused together, at a refusal: what the host would have to hold
     stall_count: int = 0
     device_bytes_peak: int = 0
+    replays: int = 0
+    replayed_bytes: int = 0
 
 
 class TransferEngine:
@@ -105,6 +116,8 @@ class TransferEngine:
         self.audit = audit
         self.estate: deque[Remains] = deque()  # appended to by finalisers of records, on any thread
         self.counts = TransferCounts()
+        self.capture: CapturedGraph | None = None  # the one under way; captures.py
+        self._joined: Lane | None = None  # comes after every copy of the capture so far
         self.resident_bytes = 0
         self.spilling_bytes = 0
         self.restoring_bytes = 0
@@ -133,6 +146,7 @@ class TransferEngine:
         self.bury()
         self._make_room(record.nbytes)
         record.lane = self.device.compute
+        record.capture = self.capture
         self.counts.saved += 1
         self.resident_bytes += record.nbytes
         self._note_peak()
@@ -153,7 +167,7 @@ class TransferEngine:
     def bury(self) -> None:
         """Settle what dead records left behind: their share of the counts and their blocks."""
         while self.estate:
-            state, nbytes, block, event, transfer, refused = self.estate.popleft()
+            state, nbytes, block, event, transfer, refused, capture = self.estate.popleft()
             if refused:
                 self._refused_bytes -= nbytes
             if state is RecordState.RESIDENT:
@@ -165,7 +179,7 @@ class TransferEngine:
                 assert transfer is not None
                 self._settle_restore(transfer, "abandon")
                 self.restoring_bytes -= nbytes
-            if block is not None:
+            if block is not None and capture is None:  # else its region holds it
                 self.arena.give_back(block, event)
 
     # -- out ------------------------------------------------------------------------------------------------------
@@ -173,17 +187,22 @@ class TransferEngine:
         """Send the records' bytes to the host, as one piece under one event. Blocks the host: never.
 
         records: saved on one lane, which need not be the current one. RESIDENT ones leave; others are passed over. One that gets no host
-            block, or that the door denies, stays RESIDENT and is counted as refused.
-        Returns the transfer in flight, None if nothing left. Order: [Order: spill], [Order: reuse].
+            block, or that the door denies, stays RESIDENT and is counted as refused. So does one saved on the other side of a capture's
+            boundary: a graph copies what was computed in it.
+        Returns the transfer in flight, None if nothing left. Raises CaptureError in a capture that no region watches.
+        Order: [Order: spill], [Order: reuse].
         """
+        self.check_capture("a spill")
         self.bury()
-        device, d2h = self.device, self.device.d2h
+        device, d2h, capture = self.device, self.device.d2h, self.capture
         leaving: list[Record] = []
         blocks: list[Block] = []
         for record in records:
             if record.state is not RecordState.RESIDENT:
                 continue
-            denied = isinstance(self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied)
+            denied = record.capture is not capture or isinstance(
+                self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied
+            )
             block = None if denied else self.arena.take(record.nbytes)
             if block is None:
                 self._refuse(record, for_want_of_memory=not denied)
@@ -202,6 +221,10 @@ class TransferEngine:
                 device.note_write(compute, source)
             self._sources[key] += 1
             sources.append(source)
+        if capture is not None:
+            capture.forked[d2h] = None
+            capture.blocks.extend(blocks)
+            capture.records.extend(weakref.ref(record) for record in leaving)
         device.wait(d2h, device.record(compute), "spill")
         pairs: list[CopyPair] = []
         for last_use in {id(event): event for block in blocks for event in block.after}.values():
@@ -212,12 +235,12 @@ class TransferEngine:
         with transfer_range("spill", leaving[0].label.group.name):
             device.copy(d2h, pairs)
         event = device.record(d2h)
-        transfer = Transfer([weakref.ref(record) for record in leaving], sources, compute, event, nbytes, str(leaving[0].label))
+        transfer = Transfer([weakref.ref(record) for record in leaving], sources, compute, event, nbytes, str(leaving[0].label), capture)
         for record, block in zip(leaving, blocks, strict=True):
             record.move_to(RecordState.SPILLING)
             record.device_bytes = None
             record.block, record.event, record.transfer = block, event, transfer
-            if self.audit:
+            if self.audit and capture is None:  # every replay writes other bytes
                 device.synchronize(event)
                 record.checksum = _checksum(block)
         self._spilling.append(transfer)
@@ -225,12 +248,16 @@ class TransferEngine:
         self.spilling_bytes += nbytes
         self.counts.spilled += len(leaving)
         self.counts.spill_bytes += nbytes
+        if capture is not None:
+            capture.spill_bytes += nbytes
         self._make_room(0)
         return transfer
 
     def _refuse(self, record: Record, *, for_want_of_memory: bool) -> None:
         self.counts.refused += 1
         self.counts.refused_bytes += record.nbytes
+        if self.capture is not None:
+            self.capture.kept_bytes += record.nbytes
         if not for_want_of_memory:
             return
         if not record.refused:
@@ -282,14 +309,15 @@ class TransferEngine:
         self.spilling_bytes -= record.nbytes
         self.resident_bytes += record.nbytes
         if record.block is not None:
-            self.arena.give_back(record.block, record.event)
+            if record.capture is None:  # else each replay writes it all the same
+                self.arena.give_back(record.block, record.event)
             record.block = None
 
     def settle_spill(self, transfer: Transfer) -> None:
         """Make compute wait for this spill and let its source go. A settled transfer is passed over. Order: [Order: settle]."""
         if transfer.settled:
             return
-        self._await(transfer.lane, transfer.event, "settle")
+        self._await(transfer, "settle")
         transfer.settled = True
         self._spilling.remove(transfer)  # nearly always the first
         self.spilling_bytes -= transfer.nbytes
@@ -312,13 +340,21 @@ class TransferEngine:
         """Fetch SPILLED records back as one piece under one event. Blocks the host: never.
 
         Each gets a new storage of span.nbytes, allocated on compute. Readers go through `ready`.
-        Returns None, with nothing moved, if the door or the device limit denies a speculative restore; a required one goes ahead.
+        Returns None, with nothing moved, if the door or the device limit denies a speculative restore; a required one goes ahead. A
+        speculative one across a capture's boundary is denied too. Raises CaptureError for a required one of bytes that were saved outside
+        into a graph, whose replays would read a block that is lent to others by then.
         Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in compute's own pool, so that
         reserved stays near active (hard-parts.md 4.2).
         """
+        self.check_capture("a restore")
         self.bury()
         nbytes = sum(record.nbytes for record in records)
         required = priority >= Priority.REQUIRED
+        capture = self.capture
+        if not required and any((record.capture is None) is not (capture is None) for record in records):
+            return None
+        for record in records:
+            self._check_saved_in_capture(record)
         granted = not isinstance(self.door.admit(nbytes, Direction.H2D, records[0].label, priority), Denied)
         if not (granted or required):
             return None
@@ -327,16 +363,22 @@ class TransferEngine:
         device, h2d = self.device, self.device.h2d
         compute = device.compute
         homes = [device.empty(record.nbytes) for record in records]
+        if capture is not None:
+            capture.forked[h2d] = None
+            capture.records.extend(weakref.ref(record) for record in records)
         device.wait(h2d, device.record(compute), "allocate")
         pairs: list[CopyPair] = []
         waited: set[int] = set()
         for record, home in zip(records, homes, strict=True):
             assert record.block is not None
             assert record.event is not None
-            if id(record.event) not in waited:
+            assert record.transfer is not None
+            if record.transfer.capture is capture and id(record.event) not in waited:  # else it is on the other side of a boundary
                 waited.add(id(record.event))
                 device.wait(h2d, record.event, "restore")
-            if self.audit and record.checksum != _checksum(record.block):
+            if capture is not None and record.capture is not None:
+                capture.reads(record.capture)
+            if self.audit and record.checksum is not None and record.checksum != _checksum(record.block):
                 raise OffloadError(
                     f"{record.label}: the {record.nbytes:,} bytes in host memory are not the ones that were written there "
                     f"(checksum {_checksum(record.block):#x}, was {record.checksum:#x}); something else wrote to the block"
@@ -345,7 +387,7 @@ class TransferEngine:
         with transfer_range("restore", records[0].label.group.name):
             device.copy(h2d, pairs)
         event = device.record(h2d)
-        transfer = Transfer([weakref.ref(record) for record in records], homes, compute, event, nbytes, str(records[0].label))
+        transfer = Transfer([weakref.ref(record) for record in records], homes, compute, event, nbytes, str(records[0].label), capture)
         for record, home in zip(records, homes, strict=True):
             record.move_to(RecordState.RESTORING)
             record.device_bytes = home.untyped_storage()
@@ -359,6 +401,8 @@ class TransferEngine:
         self.restoring_bytes += nbytes
         self.counts.restored += len(records)
         self.counts.restore_bytes += nbytes
+        if capture is not None:
+            capture.restore_bytes += nbytes
         self._note_peak()
         return transfer
 
@@ -366,14 +410,16 @@ class TransferEngine:
         """The restored storage of a RESTORING or RESTORED record, safe to read on the calling thread's compute lane.
 
         Order: [Order: read]. A reader on another compute lane than the one that allocated the buffer gets a copy of its own there,
-        so that the buffer never has to be protected from two lanes.
+        so that the buffer never has to be protected from two lanes. Across a capture's boundary there is one buffer, as there is of every
+        tensor that two graphs share. Raises CaptureError for bytes that were saved outside the graph that reads them.
         """
         transfer = record.transfer
         assert transfer is not None
+        self._check_saved_in_capture(record)
         self._settle_restore(transfer, "read")
         assert record.device_bytes is not None
         lane = self.device.compute
-        if lane is transfer.lane:
+        if lane is transfer.lane or transfer.capture is not self.capture:
             return record.device_bytes
         self.device.wait(lane, self.device.record(transfer.lane), "read")
         own = self.device.empty(record.nbytes)
@@ -384,14 +430,14 @@ class TransferEngine:
     def _settle_restore(self, transfer: Transfer, order: str) -> None:
         if transfer.settled:
             return
-        self._await(transfer.lane, transfer.event, order)
+        self._await(transfer, order)
         transfer.settled = True
         self._restoring.remove(transfer)  # readers come in about the order of issue: near the front
         if order == "read":  # what is abandoned only goes back to the allocator
             for home in transfer.keepalive:
                 self.device.note_read(transfer.lane, home)
         transfer.keepalive.clear()
-        for record in _living(transfer):
+        for record in _living(transfer.records):
             if record.state is RecordState.RESTORING:
                 record.move_to(RecordState.RESTORED)
 
@@ -402,11 +448,12 @@ class TransferEngine:
         self.restoring_bytes -= record.nbytes
 
     # -- lanes ----------------------------------------------------------------------------------------------------
-    def _await(self, lane: Lane, event: Event, order: str) -> None:
-        """Order `lane` after `event`; where it had not passed yet, time the wait."""
-        device = self.device
-        if device.is_capturing():
-            device.wait(lane, event, order)
+    def _await(self, transfer: Transfer, order: str) -> None:
+        """Order the transfer's lane after it; where it had not passed yet, time the wait."""
+        device, lane, event = self.device, transfer.lane, transfer.event
+        if transfer.capture is not None:
+            if transfer.capture is self.capture and lane is not self._joined:
+                device.wait(lane, event, order)
             return
         if device.poll(event):
             return
@@ -414,6 +461,78 @@ class TransferEngine:
         device.wait(lane, event, order)
         self.stalls.append((before, device.record(lane, timed=True)))
         self.counts.stall_count += 1
+
+    # -- captures: captures.py ------------------------------------------------------------------------------------
+    def check_capture(self, what: str) -> None:
+        """Raise CaptureError if a graph is captured and no region watches it. what: asks, for the error."""
+        if self.capture is None and self.device.is_capturing():
+            raise CaptureError(
+                f"{what} in a graph under capture, outside of a region: its replays would copy to and from host blocks that are lent to "
+                "others by then; put the capture, and its warm-up, inside `with offload.capturing():`"
+            )
+
+    def _check_saved_in_capture(self, record: Record) -> None:
+        if self.capture is not None and record.capture is None:
+            raise CaptureError(
+                f"{record.label} ({record.nbytes:,} bytes) was saved before {self.capture.name} was captured, and has left the device; "
+                "capture the forward that saves it as well, in the same region, or keep its group with disable_offload()"
+            )
+
+    def begin_capture(self, capture: CapturedGraph) -> None:
+        """Settle everything in flight: nothing issued so far can be waited for in the capture. Blocks the host until the copies so far
+        have passed and the arena has stopped growing. Order: [Order: capture] in captures.py."""
+        self.bury()
+        self._settle_all()
+        for record in _living(self._ahead):
+            fetched_by = None if record.transfer is None else record.transfer.capture
+            if record.capture is not None and fetched_by is None and record.state is RecordState.RESTORED:
+                self.drop(record)  # no replay would write that buffer
+        for lane in (self.device.d2h, self.device.h2d):
+            self.device.synchronize(self.device.record(lane))
+        self.arena.begin_capture()
+        self.capture = capture
+
+    def join(self) -> None:
+        """Settle what was captured so far, and order the capturing lane after its copy lanes. Order: [Order: join]."""
+        assert self.capture is not None
+        compute = self.device.compute
+        for lane in self.capture.forked:
+            self.device.wait(compute, self.device.record(lane), "join")
+        self._joined = compute
+        self._settle_all(restores_as="read")  # whoever reads them in another graph has no event to wait for
+        self._joined = None
+
+    def end_capture(self, complete: bool) -> CapturedGraph | None:
+        """The capture is over. complete: it became a graph; else what it moved is undone: its saves are released, its restores dropped."""
+        capture, self.capture = self.capture, None
+        self.arena.end_capture()
+        if capture is None or complete:
+            return capture
+        for transfers in (self._spilling, self._restoring):
+            for transfer in [transfer for transfer in transfers if transfer.capture is capture]:  # whose join CUDA refused
+                transfers.remove(transfer)
+                transfer.settled = True
+                if transfers is self._spilling:
+                    self.spilling_bytes -= transfer.nbytes
+                    self._sources -= Counter(source.untyped_storage()._cdata for source in transfer.keepalive)
+                transfer.keepalive.clear()
+        for record in _living(capture.records):
+            if record.transfer is not None and record.transfer.capture is capture:
+                if record.state is RecordState.RESTORING:
+                    record.move_to(RecordState.RESTORED)
+                if record.state is RecordState.RESTORED:
+                    self.drop(record)
+            if record.capture is capture and record.state is not RecordState.RELEASED:
+                self.release(record)
+        for block in capture.blocks:
+            self.arena.give_back(block, None)
+        return capture
+
+    def _settle_all(self, restores_as: str = "abandon") -> None:
+        while self._spilling:
+            self.settle_spill(self._spilling[0])
+        while self._restoring:
+            self._settle_restore(self._restoring[0], restores_as)
 
     # -- step -----------------------------------------------------------------------------------------------------
     def release(self, record: Record) -> None:
@@ -428,10 +547,7 @@ class TransferEngine:
         """Settle everything in flight and start new counts. Returns the step's counts and the stall of the step BEFORE it, in ms:
         a stall is read one step late, so that reading it never blocks the host."""
         self.bury()
-        while self._spilling:
-            self.settle_spill(self._spilling[0])
-        while self._restoring:
-            self._settle_restore(self._restoring[0], "abandon")
+        self._settle_all()
         self._ahead.clear()
         stall_ms = self._read_stalls(self._stalls_before)
         self._stalls_before, self.stalls = self.stalls, []
@@ -455,8 +571,8 @@ def _parts(block: Block, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, t
         start = stop
 
 
-def _living(transfer: Transfer) -> Iterator[Record]:
-    for reference in transfer.records:
+def _living(references: Iterable[weakref.ref[Record]]) -> Iterator[Record]:
+    for reference in references:
         record = reference()
         if record is not None:
             yield record
