@@ -147,7 +147,7 @@ class SimDevice:
                 mine.left_out[order] = None
                 return
             if point.program is not None and point.program is not self._program:
-                raise HazardError(f"capture: {waiter} waits for {point}, which was recorded in a capture that is over: it is no event any more")
+                raise HazardError(f"capture: {waiter} waits for {point}, which was recorded in a capture that is over: it never passes")
             if self._program is not None:
                 self._program.wait(mine, point, order)
                 self._program.add(WaitStep(mine, point, order))

@@ -46,7 +46,7 @@ class CapturedGraph:
     """One capture, and the graph that it became.
 
     spill_bytes, restore_bytes: copied by each replay. kept_bytes: should have left at the capture, and stay in the graph's memory.
-    blocks: of host memory, that its spills write. sources: other graphs, whose spills its restores read. records: that it moved.
+    blocks: of host memory, that its spills write. sources: graphs whose spills its restores read. records: that it moved.
     """
 
     __slots__ = (
@@ -78,9 +78,12 @@ class CapturedGraph:
 
     def reads(self, other: CapturedGraph) -> None:
         """A restore captured here reads what `other` spills."""
+        self.sources[other] = None
         if other is not self:
-            self.sources[other] = None
             other.read_elsewhere = True
+
+    def has_read(self, other: CapturedGraph | None) -> bool:
+        return other in self.sources
 
 
 class CapturedRegion:
@@ -146,7 +149,7 @@ class CapturedRegion:
         with self._lock:
             for _, ends in self._boundaries:
                 ends()
-            self._transfers.join()
+            self._transfers.finish_capture()
 
     def capture_over(self, graph: Graph, complete: bool) -> None:
         with self._lock:
@@ -165,7 +168,7 @@ class CapturedRegion:
                 "capture it again, or release the region later"
             )
         if graph.unread:
-            readers = " and ".join(other.name for other in self.graphs if graph in other.sources)
+            readers = " and ".join(other.name for other in self.graphs if other is not graph and graph in other.sources)
             raise CaptureError(
                 f"{graph.name} is replayed for the {_ordinal(graph.replays + 1)} time before {readers}, which reads back what it sent: its "
                 f"{len(graph.blocks)} host blocks of {graph.spill_bytes:,} bytes hold one forward. Run that forward's backward first, "

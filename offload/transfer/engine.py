@@ -340,8 +340,9 @@ class TransferEngine:
         """Fetch SPILLED records back as one piece under one event. Blocks the host: never.
 
         Each gets a new storage of span.nbytes, allocated on compute. Readers go through `ready`.
-        Returns None, with nothing moved, if the door or the device limit denies a speculative restore; a required one goes ahead. A
-        speculative one across a capture's boundary is denied too. Raises CaptureError for a required one of bytes that were saved outside
+        Returns None, with nothing moved, if the door or the device limit denies a speculative restore; a required one goes ahead. In a
+        capture a speculative one is denied until its graph has read something of the same forward: who replays it may not need the rest.
+        Raises CaptureError for a required one of bytes that were saved outside
         into a graph, whose replays would read a block that is lent to others by then.
         Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in compute's own pool, so that
         reserved stays near active (hard-parts.md 4.2).
@@ -351,7 +352,7 @@ class TransferEngine:
         nbytes = sum(record.nbytes for record in records)
         required = priority >= Priority.REQUIRED
         capture = self.capture
-        if not required and any((record.capture is None) is not (capture is None) for record in records):
+        if not required and not all(capture.has_read(record.capture) if capture else record.capture is None for record in records):
             return None
         for record in records:
             self._check_saved_in_capture(record)
@@ -410,8 +411,7 @@ class TransferEngine:
         """The restored storage of a RESTORING or RESTORED record, safe to read on the calling thread's compute lane.
 
         Order: [Order: read]. A reader on another compute lane than the one that allocated the buffer gets a copy of its own there,
-        so that the buffer never has to be protected from two lanes. Across a capture's boundary there is one buffer, as there is of every
-        tensor that two graphs share. Raises CaptureError for bytes that were saved outside the graph that reads them.
+        so that the buffer never has to be protected from two lanes. Raises CaptureError in a capture for bytes that were saved outside.
         """
         transfer = record.transfer
         assert transfer is not None
@@ -419,7 +419,7 @@ class TransferEngine:
         self._settle_restore(transfer, "read")
         assert record.device_bytes is not None
         lane = self.device.compute
-        if lane is transfer.lane or transfer.capture is not self.capture:
+        if lane is transfer.lane:
             return record.device_bytes
         self.device.wait(lane, self.device.record(transfer.lane), "read")
         own = self.device.empty(record.nbytes)
@@ -484,9 +484,8 @@ class TransferEngine:
         self.bury()
         self._settle_all()
         for record in _living(self._ahead):
-            fetched_by = None if record.transfer is None else record.transfer.capture
-            if record.capture is not None and fetched_by is None and record.state is RecordState.RESTORED:
-                self.drop(record)  # no replay would write that buffer
+            if record.capture is not None and record.state is RecordState.RESTORED:
+                self.drop(record)  # fetched eagerly: no replay would write that buffer
         for lane in (self.device.d2h, self.device.h2d):
             self.device.synchronize(self.device.record(lane))
         self.arena.begin_capture()
@@ -499,8 +498,17 @@ class TransferEngine:
         for lane in self.capture.forked:
             self.device.wait(compute, self.device.record(lane), "join")
         self._joined = compute
-        self._settle_all(restores_as="read")  # whoever reads them in another graph has no event to wait for
+        self._settle_all(restores_as="read")
         self._joined = None
+
+    def finish_capture(self) -> None:
+        """`join`, and drop what was fetched and not read: each graph fetches for itself, so that graphs may be replayed in any order that
+        their data allows."""
+        assert self.capture is not None
+        self.join()
+        for record in _living(self.capture.records):
+            if record.state is RecordState.RESTORED:
+                self.drop(record)
 
     def end_capture(self, complete: bool) -> CapturedGraph | None:
         """The capture is over. complete: it became a graph; else what it moved is undone: its saves are released, its restores dropped."""
