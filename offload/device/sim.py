@@ -146,8 +146,7 @@ class SimDevice:
             if order in self._without:
                 mine.left_out[order] = None
                 return
-            if point.program is not None and point.program is not self._program:
-                raise HazardError(f"capture: {waiter} waits for {point}, which was recorded in a capture that is over: it never passes")
+            self._check_event_of_capture(point, waiter)
             if self._program is not None:
                 self._program.wait(mine, point, order)
                 self._program.add(WaitStep(mine, point, order))
@@ -166,6 +165,7 @@ class SimDevice:
             self._forbid_in_capture("a poll")
             self._enter(self._lanes.host)
             point = self._lanes.reachable(event, "poll")
+            self._check_event_of_capture(point, "poll")
             if not self._executor.passed(point, self.compute.time_s):
                 return False
             self._lanes.host_sees(point)
@@ -176,6 +176,7 @@ class SimDevice:
             self._forbid_in_capture("a synchronize")
             self._enter(self._lanes.host)
             point = self._lanes.reachable(event, "synchronize")
+            self._check_event_of_capture(point, "synchronize")
             self._executor.reach(point.lane, point.number, "synchronize")
             lane = self.compute  # has nothing to do while the host, which feeds it, is blocked
             self._blocked_s += max(0.0, point.time_s - lane.time_s)
@@ -340,6 +341,10 @@ class SimDevice:
     def _forbid_in_capture(self, what: str) -> None:
         if self._program is not None:
             raise HazardError(f"capture: {what} while a graph is captured, which ends the capture on a GPU; do it before or after")
+
+    def _check_event_of_capture(self, event: SimEvent, waiter: str) -> None:
+        if event.program is not None and event.program is not self._program:
+            raise HazardError(f"capture: {waiter} waits for {event}, which was recorded in a capture that is over: it never passes")
 
     # -- state ----------------------------------------------------------------------------------------------------
 
