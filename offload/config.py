@@ -83,7 +83,8 @@ class OffloadConfig:
     """Give pinned memory back that a steady step does not use, once after the plan has settled. Blocks the host then, once."""
 
     audit: bool = False
-    """Compare a checksum of every host copy before and after its life there. Blocks the host: for debugging."""
+    """Compare a checksum of every host copy before and after its life there, but for those of captured graphs, which each replay writes
+    anew. Blocks the host: for debugging."""
 
     def __post_init__(self) -> None:
         check_min_elements(self.min_offloaded_tensor_size)

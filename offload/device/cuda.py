@@ -47,7 +47,8 @@ class _CudaEvent:
     """A CUDA event on loan: with the last reference to it, it goes back to the events that wait to be recorded anew.
 
     Safe because a wait refers to the record that was current when it was issued, never to a later one
-    (CUDA runtime API, cudaStreamWaitEvent), and because nobody is left who could ask for the old point.
+    (CUDA runtime API, cudaStreamWaitEvent), and because nobody is left who could ask for the old point. An event may be recorded in a
+    capture, then outside of one, and again: each record replaces the last (run on an H200, torch 2.11, CUDA 13.0).
     """
 
     __slots__ = ("_free", "event")

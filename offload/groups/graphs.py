@@ -10,7 +10,8 @@ of its own, and records an external event where its compute ends: the main strea
     with torch.cuda.stream(side): forward.replay()
     torch.cuda.current_stream().wait_event(event)
 
-Which waits a capture leaves out, and why, is transfer/captures.py's.
+The backward's graph is replayed on the same stream: it reads what the forward's copies write. Which waits a capture leaves out, and why, is
+transfer/captures.py's.
 """
 
 from __future__ import annotations

@@ -195,13 +195,12 @@ class CapturedRegion:
     def warn_of_kept(self) -> None:
         """Say what should have left and could not, once the captures are done."""
         if self.kept_bytes:
-            wanted = self.kept_bytes + self.host_bytes
             logger.warning(
-                "%s bytes that should have left stay in the memory of the captured graphs, for want of pinned memory at the capture; the "
-                "region holds %s. Nothing is pinned during a capture: call reserve_host(%s) before it, and capture again",
+                "%s bytes that should have left stay in the memory of the captured graphs, for want of pinned memory; the region holds %s. "
+                "Nothing is pinned during a capture: call reserve_host(%s) before it, and capture again",
                 f"{self.kept_bytes:,}",
                 f"{self.host_bytes:,}",
-                f"{self._arena.lent_bytes + self.kept_bytes:,}" if self._arena.lent_bytes else f"{wanted:,}",
+                f"{self._arena.lent_bytes + self.kept_bytes:,}",
             )
 
     def release(self) -> None:

@@ -256,10 +256,10 @@ class TransferEngine:
     def _refuse(self, record: Record, *, for_want_of_memory: bool) -> None:
         self.counts.refused += 1
         self.counts.refused_bytes += record.nbytes
-        if self.capture is not None:
-            self.capture.kept_bytes += record.nbytes
         if not for_want_of_memory:
             return
+        if self.capture is not None:
+            self.capture.kept_bytes += record.nbytes
         if not record.refused:
             record.refused = True
             self._refused_bytes += record.nbytes
@@ -341,9 +341,8 @@ class TransferEngine:
 
         Each gets a new storage of span.nbytes, allocated on compute. Readers go through `ready`.
         Returns None, with nothing moved, if the door or the device limit denies a speculative restore; a required one goes ahead. In a
-        capture a speculative one is denied until its graph has read something of the same forward: who replays it may not need the rest.
-        Raises CaptureError for a required one of bytes that were saved outside
-        into a graph, whose replays would read a block that is lent to others by then.
+            capture a speculative one is denied until its graph has read something of the same forward: it may need nothing of another.
+        Raises CaptureError in a capture for bytes that were saved outside: their block will be lent to others when the graph is replayed.
         Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in compute's own pool, so that
         reserved stays near active (hard-parts.md 4.2).
         """
@@ -514,7 +513,10 @@ class TransferEngine:
         """The capture is over. complete: it became a graph; else what it moved is undone: its saves are released, its restores dropped."""
         capture, self.capture = self.capture, None
         self.arena.end_capture()
-        if capture is None or complete:
+        if capture is None:
+            return None
+        if complete:
+            capture.records.clear()
             return capture
         for transfers in (self._spilling, self._restoring):
             for transfer in [transfer for transfer in transfers if transfer.capture is capture]:  # whose join CUDA refused

@@ -49,8 +49,9 @@ def eager(model: Model, x: Tensor, gradient: Tensor, parameters: Sequence[Tensor
 
 @dataclass
 class ByHand:
-    """One graph of forward and backward, or one of each. Its tensors are the graphs' own."""
+    """One graph of forward and backward, or one of each. Its tensors are the graphs' own, and replays read the model's parameters."""
 
+    model: Model
     x: Tensor
     gradient: Tensor
     found: list[Tensor]
@@ -89,7 +90,7 @@ class ByHand:
         if not one_graph:
             with torch.cuda.graph(graphs[1], pool=graphs[0].pool()):
                 gradients = torch.autograd.grad(y, inputs, gradient)
-        return cls(x, gradient, [y.detach(), *gradients], graphs, events)
+        return cls(model, x, gradient, [y.detach(), *gradients], graphs, events)
 
     def run(self, x: Tensor, gradient: Tensor, *, stream: torch.cuda.Stream | None = None) -> list[Tensor]:
         """stream: replay there, and wait for the events only."""

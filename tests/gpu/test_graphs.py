@@ -1,6 +1,7 @@
 """Groups inside CUDA graphs: replays give the bits of eager without offload, from less device memory; nobody else gets their host blocks.
 
-Kernels are deterministic, so a bit that differs is the engine's. Inputs change with each replay.
+Kernels are deterministic, so a bit that differs is the engine's. Inputs change with each replay. No garbage is collected in a test: torch's
+graphs of an earlier one may be in it, and a graph that is destroyed while another is captured ends that capture (torch 2.11).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.gpu.captured import SHAPE, ByHand, eager, numbers, parameters_of, poo
 from tests.gpu.widened import WidenedDevice
 from tests.gpu.workbench import DEVICE, Program, assert_same_bits, build_manager, installed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator", "deterministic")]
 
 REPLAYS = 10
 CAPS: dict[str, dict[str, Any]] = {
@@ -339,8 +340,9 @@ def test_external_events_let_the_main_stream_run_beside_the_copies_of_a_graph(ma
 
 @pytest.mark.req("S2-86", "S2-101")
 def test_delayed_groups_are_flushed_after_a_replay(managed: Any) -> None:
-    """An eager group around a captured layer: its commit waits until the graph has been launched."""
-    wanted = [[*results] for results in expected()]
+    """Eager groups before a captured layer: their commits wait until the graph has been launched. The plan keeps the last one from the
+    second step on."""
+    wanted = expected()
     manager = managed(**CAPS["tiny"])
     model = stages()[0]
     manager.register_parameters(model)
@@ -350,20 +352,17 @@ def test_delayed_groups_are_flushed_after_a_replay(managed: Any) -> None:
     for replay in range(3):
         init_chunk_handler(1, 0, 1)
         x = ends(replay)[0].clone().requires_grad_()
-        marked = group_start(x, "mlp_act")
-        with offload_hooks():
-            tanh = torch.tanh(marked * 1.0)
-        y = group_commit(tanh, "mlp_act", delay_offload=True)
-        sent = manager.engine.transfers.counts.spilled
+        loss = chain(x, 3, delay=True).sum()
         found = by_hand.run(*ends(replay))
-        assert manager.engine.transfers.counts.spilled == sent
+        assert manager.engine.transfers.counts.spilled == 0
         flush_delayed_groups()
-        assert manager.engine.transfers.counts.spilled > sent
+        assert manager.engine.transfers.counts.spilled == (3 if replay == 0 else 2)
         assert_same_bits(wanted[replay], found)
-        (gradient,) = torch.autograd.grad(y.sum(), x)
+        gradients = torch.autograd.grad(loss, x)
+        manager.disable_offload()
         plain = ends(replay)[0].clone().requires_grad_()
-        assert_same_bits([*torch.autograd.grad(torch.tanh(plain * 1.0).sum(), plain)], [gradient])
-        del tanh, marked, y
+        assert_same_bits(torch.autograd.grad(chain(plain, 3).sum(), plain), gradients)
+        manager.enable_offload()
         step_end()
 
 
@@ -374,13 +373,13 @@ N = 16 * MIB  # of each tensor; the allocator gives it a segment of its own
 DEPTH = 10
 
 
-def chain(x: Tensor, depth: int) -> Tensor:
+def chain(x: Tensor, depth: int, *, delay: bool = False) -> Tensor:
     """So many tanh, each a group. One saves its result and nothing else."""
     for _ in range(depth):
         x = group_start(x, "mlp_act")
         with offload_hooks():
             x = torch.tanh(x)
-        x = group_commit(x, "mlp_act")
+        x = group_commit(x, "mlp_act", delay_offload=delay)
     return x
 
 
@@ -390,7 +389,6 @@ def captured_bytes(depth: int, *, one_graph: bool) -> tuple[int, ByHand]:
 
 
 @pytest.mark.req("S2-101")
-@pytest.mark.usefixtures("clean_allocator")
 @pytest.mark.parametrize("one_graph", [True, False], ids=["one graph", "a graph each"])
 def test_memory_of_the_graphs_does_not_grow_with_depth(managed: Any, one_graph: bool) -> None:
     """Without offload each tanh holds its result until the backward: a graph of DEPTH more needs N bytes more for each. With one piece in
@@ -412,7 +410,6 @@ def test_memory_of_the_graphs_does_not_grow_with_depth(managed: Any, one_graph: 
 
 
 @pytest.mark.req("S2-101")
-@pytest.mark.usefixtures("clean_allocator")
 def test_active_memory_between_forward_and_backward_falls_by_what_the_table_says(managed: Any) -> None:
     """Between the two graphs the saved tensors are all that is held. What left is gone, unless it is somebody's input or output."""
 

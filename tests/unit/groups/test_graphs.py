@@ -37,6 +37,7 @@ CAPS: dict[str, dict[str, Any]] = {
     "one at a time": {"max_spilling_bytes": 1, "max_restoring_bytes": 1024},
     "device limit": {"device_limit_bytes": 4096},
     "wait at each commit": {"max_inflight_offloads": 0},
+    "audit": {"audit": True, "max_spilling_bytes": 1},
 }
 
 
