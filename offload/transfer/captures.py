@@ -24,20 +24,22 @@ from __future__ import annotations
 
 import logging
 import weakref
+from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from offload.errors import CaptureError
+from offload.transfer.record import Record, RecordState, Transfer, living
 
 if TYPE_CHECKING:
     from offload.device import Device, Event, Graph, Lane
     from offload.memory.arena import Block, HostArena
     from offload.transfer.engine import TransferEngine
-    from offload.transfer.record import Record
 
-__all__ = ["CapturedGraph", "CapturedRegion"]
+__all__ = ["CaptureSide", "CapturedGraph", "CapturedRegion"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,107 @@ class CapturedGraph:
 
     def has_read(self, other: CapturedGraph | None) -> bool:
         return other in self.sources
+
+
+class CaptureSide(ABC):
+    """The transfer engine's part in a capture: what it settles before one begins, and how the copy lanes are joined before it ends."""
+
+    device: Device
+    arena: HostArena
+    capture: CapturedGraph | None  # the one under way
+    spilling_bytes: int
+    _joined: Lane | None  # comes after every copy of the capture so far
+    _spilling: deque[Transfer]
+    _restoring: deque[Transfer]
+    _ahead: deque[weakref.ref[Record]]
+    _sources: Counter[int]
+
+    @abstractmethod
+    def bury(self) -> None: ...
+    @abstractmethod
+    def drop(self, record: Record) -> None: ...
+    @abstractmethod
+    def release(self, record: Record) -> None: ...
+    @abstractmethod
+    def _settle_all(self, restores_as: str = "abandon") -> None: ...
+
+    def check_capture(self, what: str) -> None:
+        """Raise CaptureError if a graph is captured and no region watches it. what: asks, for the error."""
+        if self.capture is None and self.device.is_capturing():
+            raise CaptureError(
+                f"{what} in a graph under capture, outside of a region: its replays would copy to and from host blocks that are lent to "
+                "others by then; put the capture, and its warm-up, inside `with offload.capturing():`"
+            )
+
+    def _check_saved_in_capture(self, record: Record) -> None:
+        if self.capture is not None and record.capture is None:
+            raise CaptureError(
+                f"{record.label} ({record.nbytes:,} bytes) was saved before {self.capture.name} was captured, and has left the device; "
+                "capture the forward that saves it as well, in the same region, or keep its group with disable_offload()"
+            )
+
+    def begin_capture(self, capture: CapturedGraph) -> None:
+        """Settle everything in flight: nothing issued so far can be waited for in the capture. Blocks the host until the copies so far
+        have passed and the arena has stopped growing. Order: [Order: capture] in captures.py."""
+        self.bury()
+        self._settle_all()
+        for record in living(self._ahead):
+            if record.capture is not None and record.state is RecordState.RESTORED:
+                self.drop(record)  # fetched eagerly: no replay would write that buffer
+        for lane in (self.device.d2h, self.device.h2d):
+            self.device.synchronize(self.device.record(lane))
+        self.arena.begin_capture()
+        self.capture = capture
+
+    def join(self) -> None:
+        """Settle what was captured so far, and order the capturing lane after its copy lanes. Order: [Order: join]."""
+        assert self.capture is not None
+        compute = self.device.compute
+        for lane in self.capture.forked:
+            self.device.wait(compute, self.device.record(lane), "join")
+        self._joined = compute
+        try:
+            self._settle_all(restores_as="read")
+        finally:
+            self._joined = None
+
+    def finish_capture(self) -> None:
+        """`join`, and drop what was fetched and not read: each graph fetches for itself, so that graphs may be replayed in any order that
+        their data allows."""
+        assert self.capture is not None
+        self.join()
+        for record in living(self.capture.records):
+            if record.state is RecordState.RESTORED:
+                self.drop(record)
+
+    def end_capture(self, complete: bool) -> CapturedGraph | None:
+        """The capture is over. complete: it became a graph; else what it moved is undone: its saves are released, its restores dropped."""
+        capture, self.capture = self.capture, None
+        self.arena.end_capture()
+        if capture is None:
+            return None
+        if complete:
+            capture.records.clear()
+            return capture
+        for transfers in (self._spilling, self._restoring):
+            for transfer in [transfer for transfer in transfers if transfer.capture is capture]:  # whose join CUDA refused
+                transfers.remove(transfer)
+                transfer.settled = True
+                if transfers is self._spilling:
+                    self.spilling_bytes -= transfer.nbytes
+                    self._sources -= Counter(source.untyped_storage()._cdata for source in transfer.keepalive)
+                transfer.keepalive.clear()
+        for record in living(capture.records):
+            if record.transfer is not None and record.transfer.capture is capture:
+                if record.state is RecordState.RESTORING:
+                    record.move_to(RecordState.RESTORED)
+                if record.state is RecordState.RESTORED:
+                    self.drop(record)
+            if record.capture is capture and record.state is not RecordState.RELEASED:
+                self.release(record)
+        for block in capture.blocks:
+            self.arena.give_back(block, None)
+        return capture
 
 
 class CapturedRegion:

@@ -64,19 +64,19 @@ import logging
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from offload.device import CopyPair, Device, Event, Lane
-from offload.errors import CaptureError, OffloadError
+from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
-from offload.transfer.captures import CapturedGraph
+from offload.transfer.captures import CapturedGraph, CaptureSide
 from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
 from offload.transfer.layout import WeakStorage, bytes_of
 from offload.transfer.ranges import transfer_range
-from offload.transfer.record import Record, RecordState, Remains, Transfer
+from offload.transfer.record import Record, RecordState, Remains, Transfer, living
 
 __all__ = ["TransferCounts", "TransferEngine"]
 
@@ -101,7 +101,7 @@ class TransferCounts:
     replayed_bytes: int = 0
 
 
-class TransferEngine:
+class TransferEngine(CaptureSide):
     """Moves records. It never asks why; callers hold the engine's lock.
 
     device: whose lanes the copies run on. arena: lends the host blocks. limits: caps in bytes, read at every call, so they may change
@@ -436,7 +436,7 @@ class TransferEngine:
             for home in transfer.keepalive:
                 self.device.note_read(transfer.lane, home)
         transfer.keepalive.clear()
-        for record in _living(transfer.records):
+        for record in living(transfer.records):
             if record.state is RecordState.RESTORING:
                 record.move_to(RecordState.RESTORED)
 
@@ -460,83 +460,6 @@ class TransferEngine:
         device.wait(lane, event, order)
         self.stalls.append((before, device.record(lane, timed=True)))
         self.counts.stall_count += 1
-
-    # -- captures: captures.py ------------------------------------------------------------------------------------
-    def check_capture(self, what: str) -> None:
-        """Raise CaptureError if a graph is captured and no region watches it. what: asks, for the error."""
-        if self.capture is None and self.device.is_capturing():
-            raise CaptureError(
-                f"{what} in a graph under capture, outside of a region: its replays would copy to and from host blocks that are lent to "
-                "others by then; put the capture, and its warm-up, inside `with offload.capturing():`"
-            )
-
-    def _check_saved_in_capture(self, record: Record) -> None:
-        if self.capture is not None and record.capture is None:
-            raise CaptureError(
-                f"{record.label} ({record.nbytes:,} bytes) was saved before {self.capture.name} was captured, and has left the device; "
-                "capture the forward that saves it as well, in the same region, or keep its group with disable_offload()"
-            )
-
-    def begin_capture(self, capture: CapturedGraph) -> None:
-        """Settle everything in flight: nothing issued so far can be waited for in the capture. Blocks the host until the copies so far
-        have passed and the arena has stopped growing. Order: [Order: capture] in captures.py."""
-        self.bury()
-        self._settle_all()
-        for record in _living(self._ahead):
-            if record.capture is not None and record.state is RecordState.RESTORED:
-                self.drop(record)  # fetched eagerly: no replay would write that buffer
-        for lane in (self.device.d2h, self.device.h2d):
-            self.device.synchronize(self.device.record(lane))
-        self.arena.begin_capture()
-        self.capture = capture
-
-    def join(self) -> None:
-        """Settle what was captured so far, and order the capturing lane after its copy lanes. Order: [Order: join]."""
-        assert self.capture is not None
-        compute = self.device.compute
-        for lane in self.capture.forked:
-            self.device.wait(compute, self.device.record(lane), "join")
-        self._joined = compute
-        self._settle_all(restores_as="read")
-        self._joined = None
-
-    def finish_capture(self) -> None:
-        """`join`, and drop what was fetched and not read: each graph fetches for itself, so that graphs may be replayed in any order that
-        their data allows."""
-        assert self.capture is not None
-        self.join()
-        for record in _living(self.capture.records):
-            if record.state is RecordState.RESTORED:
-                self.drop(record)
-
-    def end_capture(self, complete: bool) -> CapturedGraph | None:
-        """The capture is over. complete: it became a graph; else what it moved is undone: its saves are released, its restores dropped."""
-        capture, self.capture = self.capture, None
-        self.arena.end_capture()
-        if capture is None:
-            return None
-        if complete:
-            capture.records.clear()
-            return capture
-        for transfers in (self._spilling, self._restoring):
-            for transfer in [transfer for transfer in transfers if transfer.capture is capture]:  # whose join CUDA refused
-                transfers.remove(transfer)
-                transfer.settled = True
-                if transfers is self._spilling:
-                    self.spilling_bytes -= transfer.nbytes
-                    self._sources -= Counter(source.untyped_storage()._cdata for source in transfer.keepalive)
-                transfer.keepalive.clear()
-        for record in _living(capture.records):
-            if record.transfer is not None and record.transfer.capture is capture:
-                if record.state is RecordState.RESTORING:
-                    record.move_to(RecordState.RESTORED)
-                if record.state is RecordState.RESTORED:
-                    self.drop(record)
-            if record.capture is capture and record.state is not RecordState.RELEASED:
-                self.release(record)
-        for block in capture.blocks:
-            self.arena.give_back(block, None)
-        return capture
 
     def _settle_all(self, restores_as: str = "abandon") -> None:
         while self._spilling:
@@ -579,13 +502,6 @@ def _parts(block: Block, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, t
         stop = start + extent.numel()
         yield extent, tensor[start:stop]
         start = stop
-
-
-def _living(references: Iterable[weakref.ref[Record]]) -> Iterator[Record]:
-    for reference in references:
-        record = reference()
-        if record is not None:
-            yield record
 
 
 def _checksum(block: Block) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from offload.memory.arena import Block
     from offload.transfer.captures import CapturedGraph
 
-__all__ = ["LEGAL_MOVES", "Record", "RecordState", "Remains", "Transfer"]
+__all__ = ["LEGAL_MOVES", "Record", "RecordState", "Remains", "Transfer", "living"]
 
 
 class RecordState(Enum):
@@ -176,3 +177,11 @@ class Record:
 
     def __repr__(self) -> str:
         return f"Record({self.label}, {self.nbytes:,} bytes, {self.state.name})"
+
+
+def living(references: Iterable[weakref.ref[Record]]) -> Iterator[Record]:
+    """The records that a graph still holds."""
+    for reference in references:
+        record = reference()
+        if record is not None:
+            yield record
