@@ -14,20 +14,21 @@ by the order of issue does not hold between a replay and anything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from offload.device._sim_bytes import TrackedBytes
-from offload.device._sim_clock import SimEvent, SimLane
+from offload.device._sim_clock import SimEvent, SimLane, SimLanes
+from offload.device._sim_hazards import HazardChecker
 from offload.device._sim_queue import Copy
-from offload.errors import HazardError
+from offload.device.base import CaptureWatcher, Event, Graph, Lane
+from offload.errors import CaptureError, HazardError
 
-if TYPE_CHECKING:
-    from offload.device.sim import SimDevice
-
-__all__ = ["Program", "SimGraph"]
+__all__ = ["AccessStep", "CopyStep", "LaunchStep", "RecordStep", "SimCaptures", "SimGraph", "WaitStep"]
 
 
 class RecordStep(NamedTuple):
@@ -144,7 +145,7 @@ class ReplayedCopy(Copy):
 class SimGraph:
     """A captured program. `replay` issues it again, on the calling thread's compute lane and on branches of its own."""
 
-    def __init__(self, device: SimDevice) -> None:
+    def __init__(self, device: SimCaptures) -> None:
         self.replay: Callable[[], None] = self._replay
         self._device = device
         self._program: Program | None = None
@@ -175,3 +176,100 @@ class SimGraph:
                 device.replay_copy(copy)
             else:
                 step.kernel()
+
+
+class SimCaptures(ABC):
+    """The simulated device's part in captures."""
+
+    _lock: AbstractContextManager[Any]
+    _checker: HazardChecker
+    _lanes: SimLanes
+    _program: Program | None  # of the capture under way
+    _watcher: CaptureWatcher | None
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+    @property
+    @abstractmethod
+    def compute(self) -> SimLane: ...
+    @abstractmethod
+    def record(self, lane: Lane, *, timed: bool = False) -> SimEvent: ...
+    @abstractmethod
+    def wait(self, lane: Lane, event: Event, order: str) -> None: ...
+    @abstractmethod
+    def _enter(self, lane: Lane) -> SimLane: ...
+    @abstractmethod
+    def _access(self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, verb: str, *, writing: bool) -> None: ...
+    @abstractmethod
+    def _issue_copy(self, copy: Copy) -> None: ...
+
+    @property
+    def strict(self) -> bool:
+        return self._checker.strict
+
+    def is_capturing(self) -> bool:
+        return self._program is not None and self._program.has(self.compute)
+
+    @contextmanager
+    def capture(self) -> Iterator[SimGraph]:
+        """What is issued inside, on the calling thread's compute lane and on lanes that come to wait for it, becomes the graph.
+
+        Raises HazardError at the end if a lane was not joined; the graph cannot be replayed then.
+        """
+        self._forbid_in_capture("another capture")
+        graph, watcher, complete = SimGraph(self), self._watcher, False
+        if watcher is not None:
+            watcher.capture_begins(graph)
+        program = self._program = Program(self.compute)
+        try:
+            try:
+                yield graph
+            finally:
+                if watcher is not None:
+                    watcher.capture_ends(graph)
+            program.check_joined()
+            graph.complete(program, {lane: self._lanes.new_branch(lane) for lane in program.branches()})
+            complete = True
+        finally:
+            self._program = None
+            if watcher is not None:
+                watcher.capture_over(graph, complete)
+
+    @contextmanager
+    def watch_captures(self, watcher: CaptureWatcher) -> Iterator[None]:
+        if self._watcher is not None:
+            raise CaptureError(f"captures on {self.name} are watched already; close the open region before another is opened")
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
+
+    def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
+        replay = graph.replay
+
+        def watched() -> None:
+            before()
+            replay()
+            after()
+
+        graph.replay = watched
+
+    def replay_access(self, step: AccessStep, lane: SimLane) -> None:
+        with self._lock:
+            self._access(self._enter(lane), step.tracked, step.start, step.end, step.verb, writing=step.writing)
+
+    def replay_copy(self, copy: Copy) -> None:
+        with self._lock:
+            self._enter(copy.lane)
+            copy.number = copy.lane.issued + 1
+            self._issue_copy(copy)
+
+    def _forbid_in_capture(self, what: str) -> None:
+        if self._program is not None:
+            raise HazardError(f"capture: {what} while a graph is captured, which ends the capture on a GPU; do it before or after")
+
+    def _check_event_of_capture(self, event: SimEvent, waiter: str) -> None:
+        if event.program is not None and event.program is not self._program:
+            raise HazardError(f"capture: {waiter} waits for {event}, which was recorded in a capture that is over: it never passes")

@@ -27,17 +27,17 @@ import torch
 
 from offload.device._sim_bytes import Operation, TrackedBytes, byte_range
 from offload.device._sim_clock import SimEvent, SimLane, SimLanes, order_after
-from offload.device._sim_graph import AccessStep, CopyStep, LaunchStep, Program, RecordStep, SimGraph, WaitStep
+from offload.device._sim_graph import AccessStep, CopyStep, LaunchStep, RecordStep, SimCaptures, SimGraph, WaitStep
 from offload.device._sim_hazards import HazardChecker
 from offload.device._sim_memory import PlainMemory
 from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, PendingWait, copied_bytes_of
-from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
-from offload.errors import CaptureError, HazardError
+from offload.device.base import CopyPair, Event, Lane
+from offload.errors import HazardError
 
 __all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimGraph", "SimLane"]
 
 
-class SimDevice:
+class SimDevice(SimCaptures):
     """A device of lanes, events and copies without a GPU. One lock: autograd may call from a thread of its own."""
 
     def __init__(
@@ -77,8 +77,8 @@ class SimDevice:
         self._stall_s = 0.0
         self._blocked_s = 0.0
         self._of_thread = _OfThread()
-        self._program: Program | None = None  # of the capture under way
-        self._watcher: CaptureWatcher | None = None
+        self._program = None
+        self._watcher = None
 
     # -- lanes ----------------------------------------------------------------------------------------------------
     @property
@@ -274,77 +274,6 @@ class SimDevice:
         with self._lock:
             self._enter(self._lanes.host)
             self._checker.locate(tensor, self.compute).name(*byte_range(tensor), label)
-
-    # -- graphs: _sim_graph.py ------------------------------------------------------------------------------------
-    @property
-    def strict(self) -> bool:
-        return self._checker.strict
-
-    def is_capturing(self) -> bool:
-        return self._program is not None and self._program.has(self.compute)
-
-    @contextmanager
-    def capture(self) -> Iterator[SimGraph]:
-        """What is issued inside, on the calling thread's compute lane and on lanes that come to wait for it, becomes the graph.
-
-        Raises HazardError at the end if a lane was not joined; the graph cannot be replayed then.
-        """
-        self._forbid_in_capture("another capture")
-        graph, watcher, complete = SimGraph(self), self._watcher, False
-        if watcher is not None:
-            watcher.capture_begins(graph)
-        program = self._program = Program(self.compute)
-        try:
-            try:
-                yield graph
-            finally:
-                if watcher is not None:
-                    watcher.capture_ends(graph)
-            program.check_joined()
-            graph.complete(program, {lane: self._lanes.new_branch(lane) for lane in program.branches()})
-            complete = True
-        finally:
-            self._program = None
-            if watcher is not None:
-                watcher.capture_over(graph, complete)
-
-    @contextmanager
-    def watch_captures(self, watcher: CaptureWatcher) -> Iterator[None]:
-        if self._watcher is not None:
-            raise CaptureError(f"captures on {self.name} are watched already; close the open region before another is opened")
-        self._watcher = watcher
-        try:
-            yield
-        finally:
-            self._watcher = None
-
-    def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
-        replay = graph.replay
-
-        def watched() -> None:
-            before()
-            replay()
-            after()
-
-        graph.replay = watched
-
-    def replay_access(self, step: AccessStep, lane: SimLane) -> None:
-        with self._lock:
-            self._access(self._enter(lane), step.tracked, step.start, step.end, step.verb, writing=step.writing)
-
-    def replay_copy(self, copy: Copy) -> None:
-        with self._lock:
-            self._enter(copy.lane)
-            copy.number = copy.lane.issued + 1
-            self._issue_copy(copy)
-
-    def _forbid_in_capture(self, what: str) -> None:
-        if self._program is not None:
-            raise HazardError(f"capture: {what} while a graph is captured, which ends the capture on a GPU; do it before or after")
-
-    def _check_event_of_capture(self, event: SimEvent, waiter: str) -> None:
-        if event.program is not None and event.program is not self._program:
-            raise HazardError(f"capture: {waiter} waits for {event}, which was recorded in a capture that is over: it never passes")
 
     # -- state ----------------------------------------------------------------------------------------------------
 
