@@ -240,10 +240,13 @@ def capturing() -> AbstractContextManager[CapturedRegion]:
     """Groups may be captured into CUDA graphs inside: `with capturing() as region:` around the captures and their warm-up.
 
     With torch.cuda.graph, torch.cuda.make_graphed_callables, or anything else that captures by torch.cuda.CUDAGraph. A forward and the
-    backward that reads it belong in one region, in one graph or in two. Replays come after, of a forward and its backward in turn; they
-    copy between device and host as the captured program did, through blocks that `region` holds until region.release(). Host memory must
-    be there before: `reserve_host` the bytes of every capture together. What the program decided, it decided at the capture: the plan, the
-    window of the prefetch and the caps. Blocks the host at each capture's begin. Raises CaptureError if a region is open.
+    backward that reads it belong in one region, in one graph or in two, with no step_end() between their captures. Replays come after, of
+    a forward and its backward in turn, on one stream or on streams that the caller orders. They copy between device and host as the
+    captured program did, through blocks that `region` holds until region.release().
+
+    Host memory must be there before: `reserve_host` the bytes of every capture together, since no two share a block. What was decided, was
+    decided at the capture: the plan, the window of the prefetch, the caps. The step's figures count it once; `StepStats.replays` and
+    `replayed_bytes` count what runs. Blocks the host at each capture's begin. Raises CaptureError if a region is open.
     """
     return PipelineOffloadManager.get_instance().engine.capturing()
 
