@@ -179,6 +179,8 @@ class PipelineOffloadManager(ChunkTracker):
         forced = checked_tensors(forced_released_tensors)
         with self.engine.lock:
             group = handler.close(name)
+            if self.is_capturing:
+                self._captured.add(handler)
             if delay_offload:
                 self._delayed.append((self.engine.transfers.capture, partial(self._send, handler, group, forced)))
             else:
@@ -363,6 +365,8 @@ class PipelineOffloadManager(ChunkTracker):
             stats = self.engine.end_step([*self._retired, *(handler.saved for handler in handlers)])
             for handler in handlers:
                 handler.end_recording()
+            for handler in self._captured:
+                handler.groups.clear()
             planned = self.do_offload and self._planner.after_step(self._seen(seconds))
             if planned:
                 self._cached_forward = list(self._forward_order)

@@ -176,6 +176,21 @@ def test_graph_of_a_group_that_the_plan_keeps_copies_nothing(manager: PipelineOf
     assert [graph.spill_bytes for graph in region.graphs] == [bytes_of(leaf())]
 
 
+def test_chunk_that_was_captured_is_no_part_of_the_plan(manager: PipelineOffloadManager) -> None:
+    """Its marks run in no step to come: the next step is the first one, and all of it leaves."""
+    captured_pair(manager)
+    step_end()
+    assert manager.is_warmup
+    for leaving in (3, 2):
+        init_chunk_handler(None, None, 1)
+        x = leaf()
+        y = one_group(one_group(one_group(x)))
+        assert manager.engine.transfers.counts.spilled == leaving
+        y.sum().backward()
+        step_end()
+    assert manager.offload_summary_bytes == {"act": 2 * bytes_of(leaf())}
+
+
 # -- boundaries -------------------------------------------------------------------------------------------------------------
 
 
