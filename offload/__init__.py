@@ -14,6 +14,7 @@ step_end()
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import (
+    CaptureError,
     DeviceLimitError,
     GroupOrderError,
     HazardError,
@@ -29,6 +30,7 @@ from offload.groups.interface import (
     ActivationOffloadContext,
     FineGrainedActivationOffloadingInterface,
     backward_record,
+    capturing,
     configure,
     disable_offload,
     enable_offload,
@@ -49,12 +51,15 @@ from offload.memory.tensor_pool import GPUTensorPool, TensorPool
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
+from offload.transfer.captures import CapturedRegion
 
 OffloadManager = PipelineOffloadManager
 
 __all__ = [
     "ActivationOffloadContext",
     "CPUSpillBackend",
+    "CaptureError",
+    "CapturedRegion",
     "ChunkOffloadHandler",
     "DeviceLimitError",
     "FSDPGPUOptimizerWrapper",
@@ -76,6 +81,7 @@ __all__ = [
     "StepStats",
     "TensorPool",
     "backward_record",
+    "capturing",
     "configure",
     "disable_offload",
     "enable_offload",

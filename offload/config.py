@@ -84,7 +84,8 @@ class OffloadConfig:
     another shape, needs again is kept from then on."""
 
     audit: bool = False
-    """Compare a checksum of every host copy before and after its life there. Blocks the host: for debugging."""
+    """Compare a checksum of every host copy before and after its life there, but for those of captured graphs, which each replay writes
+    anew. Blocks the host: for debugging."""
 
     def __post_init__(self) -> None:
         check_min_elements(self.min_offloaded_tensor_size)

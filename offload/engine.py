@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from offload.config import OffloadConfig
 from offload.device import Device, select_device
+from offload.errors import CaptureError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
 from offload.policy.actions import Rates
@@ -27,6 +29,7 @@ from offload.saved.hooks import SavedTensorHooks
 from offload.saved.prefetch import Prefetcher
 from offload.saved.store import Handle, SavedChunk, TensorStore
 from offload.telemetry.records import StepStats
+from offload.transfer.captures import CapturedRegion
 from offload.transfer.door import Door, Limits
 from offload.transfer.engine import TransferEngine
 from offload.transfer.link import LINK_TEST_BYTES, measure_rates
@@ -67,6 +70,8 @@ class OffloadEngine:
         self.store = TensorStore(self.device, self.transfers, self.externals, piece_bytes=self.config.piece_bytes)
         self.prefetch = Prefetcher(self.transfers, piece_bytes=self.config.piece_bytes)
         self._readers: list[Callable[[Handle], None]] = []
+        self._at_boundary: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self.regions: list[CapturedRegion] = []  # not released
         self.hooks = SavedTensorHooks(self.store, self.externals, self.lock, self.device, self._tell_readers)
         self.step = 0
         self.last_stats = StepStats(step=-1)
@@ -86,6 +91,10 @@ class OffloadEngine:
     def at_work(self) -> bool:
         """Whether the calling thread is inside a call of the engine: what it computes now is the engine's, and no model's."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # what threading.Condition asks of a lock
+
+    def on_capture(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
+        """Call `begins` before each capture, when events may still be waited for, and `ends` before it ends, under the engine's lock."""
+        self._at_boundary.append((begins, ends))
 
     # -- set up -----------------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
@@ -129,14 +138,41 @@ class OffloadEngine:
         with self.lock:
             self.externals.register(tensor, ExternalKind.OPTED_OUT)
 
+    # -- captures -----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def capturing(self) -> Iterator[CapturedRegion]:
+        """What is captured inside may copy; its host blocks belong to the region from then on. Eager work inside is as outside.
+
+        Host memory for every block must be held before: a capture pins nothing, and no two graphs share a block. Raises CaptureError if a
+        region is open. Each capture blocks the host until the copies before it have passed. An exception that leaves it releases the
+        region.
+        """
+        region = CapturedRegion(self.device, self.arena, self.transfers, self.lock, self._at_boundary)
+        with self.device.watch_captures(region):
+            self.regions = [known for known in self.regions if not known.released]
+            self.regions.append(region)
+            try:
+                yield region
+            except BaseException:
+                region.release()
+                raise
+        region.warn_of_kept()
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise CaptureError while a graph is captured. what: cannot be replayed."""
+        if self.device.is_capturing():
+            raise CaptureError(f"{what} inside a graph under capture, whose replays could not repeat it; call it outside of the capture")
+
     # -- lifecycle --------------------------------------------------------------------------------------------------
     def end_step(self, chunks: Iterable[SavedChunk]) -> StepStats:
         """End the step: drop leftover records, settle what is in flight, report. Blocks the host: never.
 
         A leftover is a saved tensor whose backward has not run; it is dropped with one warning, and reading it later raises
-        StaleHandleError. So nothing of one step holds device or pinned bytes in the next.
+        StaleHandleError. So nothing of one step holds device or pinned bytes in the next, but for what captured graphs own.
+        Raises CaptureError while a graph is captured.
         """
         with self.lock:
+            self.refuse_in_capture("a step's end")
             self.transfers.bury()
             leftovers = leftover_bytes = 0
             for chunk in chunks:
@@ -172,6 +208,8 @@ class OffloadEngine:
                 device_bytes_peak=counts.device_bytes_peak,
                 host_bytes_lent_peak=arena.lent_peak_bytes,
                 host_bytes_held=arena.held_bytes,
+                replays=counts.replays,
+                replayed_bytes=counts.replayed_bytes,
             )
             if counts.refused_bytes:
                 self.arena.reserve_later(counts.wanted_peak_bytes)
@@ -180,9 +218,13 @@ class OffloadEngine:
             return self.last_stats
 
     def close(self, chunks: Iterable[SavedChunk] = ()) -> None:
-        """End the step and return every pinned byte to the system. Blocks the host until the copies in flight have passed."""
+        """End the step, release every captured region, and return every pinned byte to the system. Blocks the host until the copies in
+        flight have passed."""
         with self.lock:
             self.end_step(chunks)
+            for region in self.regions:
+                region.release()
+            self.regions.clear()
             self.device.synchronize(self.device.record(self.device.d2h))
             self.device.synchronize(self.device.record(self.device.h2d))
             self.arena.clear()

@@ -7,6 +7,7 @@ an `OffloadError` for what a run met, `assert` for what a programmer broke.
 from __future__ import annotations
 
 __all__ = [
+    "CaptureError",
     "DeviceLimitError",
     "GroupOrderError",
     "HazardError",
@@ -44,6 +45,10 @@ class PoolError(OffloadError, ValueError):
 
 class GroupOrderError(OffloadError):
     """A group was committed that was never started, or left open."""
+
+
+class CaptureError(OffloadError):
+    """Something was asked for that a graph under capture, or one that was captured, cannot do; nothing has been captured or replayed."""
 
 
 class HazardError(OffloadError):

@@ -4,8 +4,8 @@ Core 0.16 commits a group by a static `group_commit(tensor, name)`, core 0.19 by
 order of the arguments that begin a microbatch differs too.
 
 One invariant: what a name answers depends on the arguments of the call; only a call that both generations would accept is read by the
-version of Megatron that is loaded. What the engine cannot do is refused: a group inside a CUDA graph that is being captured raises
-GraphCaptureError.
+version of Megatron that is loaded. What the engine cannot do is refused: a group inside a CUDA graph that is captured outside of
+`offload.capturing()` raises GraphCaptureError.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tensors = Sequence[torch.Tensor] | None
 
 
 class GraphCaptureError(OffloadError):
-    """A group was opened while a CUDA graph is captured: its replays would copy to pinned blocks that the engine has lent again."""
+    """A group was opened in a CUDA graph that no region owns: its replays would copy to pinned blocks that the engine has lent again."""
 
 
 def megatron_version() -> tuple[int, int] | None:
@@ -153,13 +153,15 @@ def get_context(flag: bool) -> AbstractContextManager[Any]:
 def group_start(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """Open group `name`: an identity. tensor: an input of the group's layers, any shape and dtype.
 
-    Raises GraphCaptureError inside a capture, unless offloading is switched off; ValueError for no name. Blocks the host: never.
+    Raises GraphCaptureError in a capture outside of `offload.capturing()`, unless offloading is switched off; ValueError for no name.
+    Blocks the host: never.
     """
     manager = PipelineOffloadManager.OFFLOAD_MGR
-    if manager is not None and manager.do_offload and engine_page.is_graph_capturing():
+    if manager is not None and manager.do_offload and engine_page.is_graph_capturing() and not manager.is_capturing:
         raise GraphCaptureError(
-            f"group {name!r} is opened while a CUDA graph is captured, and the engine cannot replay its copies; take the module of "
-            f"{name!r} out of the captured ones (cuda_graph_modules, or cuda_graph_scope) or out of offload_modules"
+            f"group {name!r} is opened while a CUDA graph is captured, and no region holds the host memory that its replays would copy to; "
+            f"make the graphs inside `with offload.capturing():`, or take the module of {name!r} out of the captured ones "
+            "(cuda_graph_modules, or cuda_graph_scope) or out of offload_modules"
         )
     return engine_page.fine_grained_offloading_group_start(tensor, name)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from offload.device.base import CopyPair, Device, Event, HostMemory, Lane
+from offload.device.base import CaptureWatcher, CopyPair, Device, Event, Graph, HostMemory, Lane
 
-__all__ = ["CopyPair", "Device", "Event", "HostMemory", "Lane", "select_device"]
+__all__ = ["CaptureWatcher", "CopyPair", "Device", "Event", "Graph", "HostMemory", "Lane", "select_device"]
 
 
 def select_device(name: str | None = None) -> Device:

@@ -86,9 +86,11 @@ class SimLane:
 class SimEvent:
     """A point recorded in a simulated lane: everything up to `number` there, and all that this came after."""
 
-    __slots__ = ("clock", "lane", "number", "time_s", "timed")
+    __slots__ = ("clock", "lane", "number", "program", "time_s", "timed")
 
-    def __init__(self, lane: SimLane, *, timed: bool) -> None:
+    def __init__(self, lane: SimLane, *, timed: bool, program: object = None) -> None:
+        """program: the capture that it is recorded in."""
+        self.program = program
         self.lane = lane
         self.number = lane.issued
         self.clock = tuple(lane.clock)
@@ -114,6 +116,10 @@ class SimLanes:
 
     def new_compute(self, name: str) -> SimLane:
         return self._new(name, eager=True, lags=self._lags)
+
+    def new_branch(self, lane: SimLane) -> SimLane:
+        """A lane of the same kind, for the branch of a graph that `lane` is in its capture."""
+        return self._new(f"a graph's {lane.name}", eager=lane.eager, lags=lane.eager and self._lags)
 
     def own(self, lane: Lane) -> SimLane:
         if isinstance(lane, SimLane) and lane.owner is self._owner:

@@ -64,8 +64,12 @@ class Copy(Operation):
         destination = self.destination.describe(self.destination_start, self.destination_start + self.nbytes)
         return f"{super().__str__()} from {source} to {destination}"
 
+    def storage_of(self, side: TrackedBytes) -> torch.UntypedStorage | None:
+        """The bytes of one side, if they are still there."""
+        return side.storage()
+
     def run(self) -> None:
-        destination, source = self.destination.storage(), self.source.storage()
+        destination, source = self.storage_of(self.destination), self.storage_of(self.source)
         if source is None or source.nbytes() < self.source_start + self.nbytes:
             return self._freed("source")
         if destination is None or destination.nbytes() < self.destination_start + self.nbytes:
@@ -103,7 +107,7 @@ class Executor:
         What touched the destination before, and is ordered before the copy, runs first: that is legal now, and poison would reach it.
         Without an event between nothing protects it.
         """
-        destination = copy.destination.storage()
+        destination = copy.storage_of(copy.destination)
         if self.name == "early" or copy.lane.eager or destination is None:
             return
         start, end = copy.destination_start, copy.destination_start + copy.nbytes

@@ -11,13 +11,13 @@ Blocking is in the name: `wait(lane, event)` orders lanes and never blocks the h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["CopyPair", "Device", "Event", "HostMemory", "Lane"]
+__all__ = ["CaptureWatcher", "CopyPair", "Device", "Event", "Graph", "HostMemory", "Lane"]
 
 CopyPair = tuple[torch.Tensor, torch.Tensor]
 """(destination, source): 1-D uint8 tensors of equal length, one on the host and one on the device."""
@@ -33,6 +33,25 @@ class Lane(Protocol):
 
 class Event(Protocol):
     """A point recorded in a lane. Opaque: only its device can wait for it."""
+
+
+class Graph(Protocol):
+    """Device work captured once and run again by each `replay`. Its copies go to and from the same addresses every time."""
+
+    replay: Callable[[], Any]
+
+
+class CaptureWatcher(Protocol):
+    """Who is told of captures."""
+
+    def capture_begins(self, graph: Graph) -> None:
+        """The capture begins after this: everything is still allowed, and must be prepared here."""
+
+    def capture_ends(self, graph: Graph) -> None:
+        """The capture ends after this, on the lane that it began on: its lanes must be joined here. Not called if it never began."""
+
+    def capture_over(self, graph: Graph, complete: bool) -> None:
+        """Nothing is captured any more. complete: the graph can be replayed. Must not raise."""
 
 
 class HostMemory(Protocol):
@@ -142,9 +161,20 @@ class Device(Protocol):
     def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
         """The engine lets go of the tensor: its bytes may be reused by work that is issued to `lane` from now on."""
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- graphs ---------------------------------------------------------------------------------------------------
+    # While a graph is captured, lanes that wait for one of its events become part of it, and must be joined again before it ends. It may
+    # wait for its own events only, and nobody else may ever wait for, poll or synchronize one of them. Nothing may be polled, synchronized,
+    # timed or pinned meanwhile, on any thread.
     def is_capturing(self) -> bool:
         """Whether the calling thread's compute lane is being captured into a graph."""
+
+    def watch_captures(self, watcher: CaptureWatcher) -> AbstractContextManager[None]:
+        """Inside, `watcher` is told of every capture on this device. Raises CaptureError if there is a watcher already."""
+
+    def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """From now on each `graph.replay()` calls `before` first, which may raise, and `after` last. Does not keep the graph alive."""
+
+    # -- state ----------------------------------------------------------------------------------------------------
 
     def active_bytes(self) -> int:
         """Bytes in live blocks of the device allocator now; what this engine lent out and knows of on the simulated device."""

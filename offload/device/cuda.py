@@ -1,6 +1,7 @@
 """The CUDA device: streams as lanes, pinned memory that costs what it holds.
 
-One invariant: no call here but `synchronize`, `host_memory` and a copy from unpinned memory can block the host.
+One invariant: no call here but `synchronize`, `host_memory` and a copy from unpinned memory can block the host. While a watched capture is
+under way, the calls that would end it with a CUDA error raise CaptureError instead, before they reach CUDA.
 
 Pinning: anonymous memory with huge pages, touched by several threads, then registered in pieces: 17.5 GB/s on an H200 host
 against 1.7 GB/s for `torch.empty(pin_memory=True)` (November 2026). A registration blocks every kernel launch while it runs,
@@ -13,7 +14,7 @@ import contextlib
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from typing import cast
 
 import torch
 
-from offload.device.base import CopyPair, Event, Lane
+from offload.device._cuda_graphs import replace_replay, replaced_captures
+from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
 from offload.device.sanitizer import polled
-from offload.errors import HostBudgetError, OffloadError
+from offload.errors import CaptureError, HostBudgetError, OffloadError
 
 __all__ = ["CudaDevice", "CudaLane"]
 
@@ -59,7 +61,8 @@ class _CudaEvent:
     """A CUDA event on loan: with the last reference to it, it goes back to the events that wait to be recorded anew.
 
     Safe because a wait refers to the record that was current when it was issued, never to a later one
-    (CUDA runtime API, cudaStreamWaitEvent), and because nobody is left who could ask for the old point.
+    (CUDA runtime API, cudaStreamWaitEvent), and because nobody is left who could ask for the old point. An event may be recorded in a
+    capture, then outside of one, and again: each record replaces the last (run on an H200, torch 2.11, CUDA 13.0).
     """
 
     __slots__ = ("_free", "event")
@@ -197,6 +200,8 @@ class CudaDevice:
         self._host = _HostLane()
         self._compute_lanes: dict[int, CudaLane] = {}
         self._free_events: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}  # by whether they are timed
+        self._watched = False
+        self.capturing = False  # a watched capture is under way
 
     @property
     def name(self) -> str:
@@ -258,6 +263,8 @@ class CudaDevice:
 
     # -- order ----------------------------------------------------------------------------------------------------
     def record(self, lane: Lane, *, timed: bool = False) -> Event:
+        if timed:
+            self._refuse_in_capture("a timed event")
         free = self._free_events[timed]
         try:
             event = free.pop()
@@ -270,10 +277,12 @@ class CudaDevice:
         cast(CudaLane, lane).stream.wait_event(cast(_CudaEvent, event).event)
 
     def poll(self, event: Event) -> bool:
+        self._refuse_in_capture("a poll")
         asked = cast(_CudaEvent, event).event
         return polled(asked.query(), asked.synchronize)
 
     def synchronize(self, event: Event) -> None:
+        self._refuse_in_capture("a synchronize")
         cast(_CudaEvent, event).event.synchronize()
 
     def elapsed_ms(self, start: Event, end: Event) -> float:
@@ -294,6 +303,7 @@ class CudaDevice:
             _make_current(before)
 
     def host_memory(self, nbytes: int, registration_bytes: int) -> _PinnedMemory:
+        self._refuse_in_capture(f"pinning {nbytes:,} bytes")
         return _PinnedMemory(nbytes, registration_bytes)
 
     # -- declarations: only the simulated device checks them ---------------------------------------------------------
@@ -306,9 +316,51 @@ class CudaDevice:
     def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
         return
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- graphs ---------------------------------------------------------------------------------------------------
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    @contextmanager
+    def watch_captures(self, watcher: CaptureWatcher) -> Iterator[None]:
+        if self._watched:
+            raise CaptureError(f"captures on {self.name} are watched already; close the open region before another is opened")
+        self._watched = True
+        try:
+            with replaced_captures(_OnDevice(self, watcher)):
+                yield
+        finally:
+            self._watched = False
+
+    def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
+        replace_replay(graph, before, after)
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self.capturing:
+            raise CaptureError(f"{what} on {self.name} while a CUDA graph is captured, which would end the capture; do it before or after")
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
     def active_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
+
+
+class _OnDevice:
+    """Passes on what happens on one device, and keeps in mind whether it is being captured."""
+
+    def __init__(self, device: CudaDevice, watcher: CaptureWatcher) -> None:
+        self._device = device
+        self._watcher = watcher
+
+    def concerns(self) -> bool:
+        return torch.cuda.current_device() == self._device.torch_device.index
+
+    def capture_begins(self, graph: Graph) -> None:
+        self._watcher.capture_begins(graph)
+        self._device.capturing = True
+
+    def capture_ends(self, graph: Graph) -> None:
+        self._watcher.capture_ends(graph)
+
+    def capture_over(self, graph: Graph, complete: bool) -> None:
+        self._device.capturing = False
+        self._watcher.capture_over(graph, complete)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import get_args
@@ -28,16 +28,17 @@ import torch
 
 from offload.device._sim_bytes import Operation, TrackedBytes, byte_range
 from offload.device._sim_clock import SimEvent, SimLane, SimLanes, order_after
+from offload.device._sim_graph import AccessStep, CopyStep, LaunchStep, RecordStep, SimCaptures, SimGraph, WaitStep
 from offload.device._sim_hazards import HazardChecker
 from offload.device._sim_memory import PlainMemory
 from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, PendingWait, copied_bytes_of
 from offload.device.base import CopyPair, Event, Lane
 from offload.errors import HazardError
 
-__all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimLane"]
+__all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimGraph", "SimLane"]
 
 
-class SimDevice:
+class SimDevice(SimCaptures):
     """A device of lanes, events and copies without a GPU. One lock: autograd may call from a thread of its own."""
 
     def __init__(
@@ -77,6 +78,8 @@ class SimDevice:
         self._stall_s = 0.0
         self._blocked_s = 0.0
         self._of_thread = _OfThread()
+        self._program = None
+        self._watcher = None
 
     # -- lanes ----------------------------------------------------------------------------------------------------
     @property
@@ -129,7 +132,13 @@ class SimDevice:
     # -- order ----------------------------------------------------------------------------------------------------
     def record(self, lane: Lane, *, timed: bool = False) -> SimEvent:
         with self._lock:
-            return SimEvent(self._enter(lane), timed=timed)
+            mine, program = self._enter(lane), self._program
+            if timed:
+                self._forbid_in_capture("a timed event")
+            event = SimEvent(mine, timed=timed, program=program if program is not None and program.has(mine) else None)
+            if program is not None:
+                program.add(RecordStep(mine, event))
+            return event
 
     def wait(self, lane: Lane, event: Event, order: str) -> None:
         with self._lock:
@@ -142,6 +151,10 @@ class SimDevice:
             if order in self._without:
                 mine.left_out[order] = None
                 return
+            self._check_event_of_capture(point, waiter)
+            if self._program is not None:
+                self._program.wait(mine, point, order)
+                self._program.add(WaitStep(mine, point, order))
             if mine.eager:
                 self._executor.reach(point.lane, point.number, waiter)
                 if not point.lane.eager:
@@ -154,8 +167,10 @@ class SimDevice:
 
     def poll(self, event: Event) -> bool:
         with self._lock:
+            self._forbid_in_capture("a poll")
             self._enter(self._lanes.host)
             point = self._lanes.reachable(event, "poll")
+            self._check_event_of_capture(point, "poll")
             if not self._executor.passed(point, self.compute.time_s):
                 return False
             self._lanes.host_sees(point)
@@ -163,8 +178,10 @@ class SimDevice:
 
     def synchronize(self, event: Event) -> None:
         with self._lock:
+            self._forbid_in_capture("a synchronize")
             self._enter(self._lanes.host)
             point = self._lanes.reachable(event, "synchronize")
+            self._check_event_of_capture(point, "synchronize")
             self._executor.reach(point.lane, point.number, "synchronize")
             lane = self.compute  # has nothing to do while the host, which feeds it, is blocked
             self._blocked_s += max(0.0, point.time_s - lane.time_s)
@@ -204,18 +221,31 @@ class SimDevice:
             operation = Operation(lane, "empty", nbytes)
             self._checker.stamp(operation, tracked, 0, nbytes, writing=True)
             self._issue(operation)
+            if self._program is not None:
+                self._program.add(AccessStep(lane, tracked, 0, nbytes, "empty", True))
             return tensor
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """Compute: call `kernel` now, and again in each replay of the capture under way."""
+        with self._lock:
+            lane = self._enter(self.compute)
+            if self._program is not None:
+                self._program.add(LaunchStep(lane, kernel))
+        kernel()
 
     def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
         with self._lock:
             mine = self._enter(lane)
             if mine is self._lanes.host:
                 raise ValueError("the host is not a lane for copies; issue them to d2h, h2d or a compute lane")
+            if self._program is not None:
+                self._program.copy(mine)
             for destination, source in pairs:
                 self._copy(mine, destination, source)
 
     def host_memory(self, nbytes: int, registration_bytes: int) -> PlainMemory:
         with self._lock:
+            self._forbid_in_capture(f"pinning {nbytes:,} bytes")
             memory = PlainMemory(nbytes, registration_bytes, self._release)
             for piece in memory.pieces:
                 self._checker.track(piece.untyped_storage(), self._lanes.host, host=True)
@@ -251,8 +281,6 @@ class SimDevice:
             self._checker.locate(tensor, self.compute).name(*byte_range(tensor), label)
 
     # -- state ----------------------------------------------------------------------------------------------------
-    def is_capturing(self) -> bool:
-        return False
 
     def active_bytes(self) -> int:
         """Bytes of living storages that came from `empty` or were declared by `note_write`, and not freed whole by `note_free`."""
@@ -329,35 +357,47 @@ class SimDevice:
 
     def _release(self, pieces: Sequence[torch.Tensor]) -> None:
         with self._lock:
+            self._forbid_in_capture("unpinning")
             self._enter(self._lanes.host)
             self._checker.release(pieces)
 
     def _note(self, lane: Lane, tensor: torch.Tensor, verb: str, *, writing: bool) -> TrackedBytes:
         mine = self._enter(lane)
         tracked, (start, end) = self._checker.locate(tensor, self.compute), byte_range(tensor)
-        operation = Operation(mine, verb, end - start)
+        self._access(mine, tracked, start, end, verb, writing=writing)
+        if self._program is not None:
+            self._program.add(AccessStep(mine, tracked, start, end, verb, writing))
+        return tracked
+
+    def _access(self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, verb: str, *, writing: bool) -> None:
+        operation = Operation(lane, verb, end - start)
         self._checker.check(operation, tracked, start, end, writing=writing)
         self._checker.stamp(operation, tracked, start, end, writing=writing)
         self._issue(operation)
-        return tracked
 
     def _copy(self, lane: SimLane, destination: torch.Tensor, source: torch.Tensor) -> None:
         nbytes = copied_bytes_of(destination, source)
         to, at = self._checker.locate(destination, self.compute), int(destination.storage_offset())
         from_, start = self._checker.locate(source, self.compute), int(source.storage_offset())
-        operation = Copy(lane, nbytes, to, at, from_, start, strict=self._checker.strict)
-        self._checker.check(operation, from_, start, start + nbytes, writing=False)
-        self._checker.check(operation, to, at, at + nbytes, writing=True)
+        if self._program is not None:
+            self._program.add(CopyStep(lane, to, at, from_, start, nbytes))
+        self._issue_copy(Copy(lane, nbytes, to, at, from_, start, strict=self._checker.strict))
+
+    def _issue_copy(self, copy: Copy) -> None:
+        lane, nbytes = copy.lane, copy.nbytes
+        sides = [(copy.source, copy.source_start, False), (copy.destination, copy.destination_start, True)]
+        for tracked, start, writing in sides:
+            self._checker.check(copy, tracked, start, start + nbytes, writing=writing)
         if self._poison:
-            self._executor.poison(operation)
-        seconds = nbytes / (self._d2h_bytes_per_s if to.host else self._h2d_bytes_per_s)
+            self._executor.poison(copy)
+        seconds = nbytes / (self._d2h_bytes_per_s if copy.destination.host else self._h2d_bytes_per_s)
         lane.time_s += seconds
         lane.busy_s += seconds
         lane.copies += 1
         lane.copied_bytes += nbytes
-        self._checker.stamp(operation, from_, start, start + nbytes, writing=False)
-        self._checker.stamp(operation, to, at, at + nbytes, writing=True)
-        self._issue(operation)
+        for tracked, start, writing in sides:
+            self._checker.stamp(copy, tracked, start, start + nbytes, writing=writing)
+        self._issue(copy)
 
 
 class _OfThread(threading.local):

@@ -66,7 +66,7 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
-    """An identity whose backward orders the current lane after the restores and records `event` there."""
+    """An identity whose backward records `event` on the current lane, and orders what comes next there after the restores."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, event: Any) -> torch.Tensor:

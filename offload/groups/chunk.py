@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -177,6 +178,12 @@ class ChunkOffloadHandler:
 
     def innermost_open(self) -> OffloadTensorGroup | None:
         return next((group for _, group in reversed(self._started) if group is not None), None)
+
+    def open_groups(self) -> Iterator[SavedGroup]:
+        """What the groups that are started and not committed have saved."""
+        for _, group in self._started:
+            if group is not None and group.saved is not None:
+                yield group.saved
 
     def close(self, name: str | None) -> OffloadTensorGroup:
         """Take the innermost open group (of that name) out of the open ones. Raises GroupOrderError if there is none."""
@@ -367,6 +374,7 @@ class ChunkOffloadHandler:
         device = self.engine.device
         if not isinstance(src_tensor, torch.Tensor):
             raise ValueError(f"offload of a {type(src_tensor).__name__}, must be a tensor on {device.name}")
+        self.engine.refuse_in_capture("offload of a tensor by hand")
         if not device.owns(src_tensor):
             raise ValueError(f"offload of a tensor on {src_tensor.device}, but this handler's device is {device.name}; move it there first")
         with torch.no_grad():
@@ -389,6 +397,7 @@ class ChunkOffloadHandler:
 
         non_blocking: None means: iff the host side is pinned; False makes the host wait for the copy.
         """
+        self.engine.refuse_in_capture("reload of a tensor by hand")
         device = self.engine.device
         host = state.cpu_tensor
         managed = self._manager is not None and self.cpu_tensor_pool is self._manager.cpu_tensor_pool

@@ -33,9 +33,13 @@ class StepClock:
         self._before: tuple[list[_Timed], Stalls] = ([], [])
 
     def start(self, action: ActionKey, stalls: Stalls) -> None:
+        if self._device.is_capturing():
+            return  # a captured event has no time
         self._timed.append(_Timed(action, self._device.record(self._device.compute, timed=True), len(stalls)))
 
     def stop(self, action: ActionKey, stalls: Stalls) -> None:
+        if self._device.is_capturing():
+            return
         if self._timed and self._timed[-1].action == action and self._timed[-1].end is None:
             self._timed[-1].end = self._device.record(self._device.compute, timed=True)
             self._timed[-1].last_stall = len(stalls)

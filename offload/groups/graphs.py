@@ -1,7 +1,17 @@
-"""Events around captured regions (S2-88, S2-89, S2-91).
+"""Events at the ends of captured regions (S2-88, S2-89, S2-91).
 
-A CUDA graph that holds a layer's forward must end after the layer's spills, and one that holds a backward must begin after its
-restores: the caller records an event at either point and the other graph waits for it.
+A graph ends with its copies, and what its stream is given next waits for the whole graph. So a graph that copies is replayed on a stream
+of its own, and records an external event where its compute ends: the main stream waits for the event and runs beside the copies.
+
+    with torch.cuda.graph(forward):
+        y = layer(x)
+        forward_record(event)                   # event = torch.cuda.Event(external=True)
+    ...
+    with torch.cuda.stream(side): forward.replay()
+    torch.cuda.current_stream().wait_event(event)
+
+The backward's graph is replayed on the same stream: it reads what the forward's copies write. Which waits a capture leaves out, and why, is
+transfer/captures.py's.
 """
 
 from __future__ import annotations
@@ -10,6 +20,7 @@ from typing import Any
 
 import torch
 
+from offload.device import Lane
 from offload.groups.manager import PipelineOffloadManager
 
 __all__ = ["check_event", "is_graph_capturing", "record_backward", "record_forward"]
@@ -27,19 +38,24 @@ def check_event(function: str, event: Any) -> None:
 
 
 def record_forward(event: Any) -> None:
-    """Order the current stream after what has been sent to d2h, and record `event` there. Blocks the host: never."""
+    """Record `event` on the current stream, and order what comes next there after what was sent to d2h. Blocks the host: never."""
     check_event("forward_record", event)
-    engine = PipelineOffloadManager.get_instance().engine
-    device = engine.device
-    with engine.lock:
-        device.wait(device.compute, device.record(device.d2h), "settle")
-    event.record()
+    manager = PipelineOffloadManager.get_instance()
+    _record(manager, event, manager.d2h_stream, "settle")
 
 
 def record_backward(event: Any) -> None:
-    """Record `event` on the current stream, ordered after what has been fetched on h2d. Blocks the host: never."""
-    engine = PipelineOffloadManager.get_instance().engine
-    device = engine.device
-    with engine.lock:
-        device.wait(device.compute, device.record(device.h2d), "read")
+    """Record `event` on the current stream, and order what comes next there after what was fetched on h2d. Blocks the host: never."""
+    manager = PipelineOffloadManager.get_instance()
+    _record(manager, event, manager.h2d_stream, "read")
+
+
+def _record(manager: PipelineOffloadManager, event: Any, copies: Lane, order: str) -> None:
+    engine = manager.engine
+    engine.transfers.check_capture("an event record")
     event.record()
+    with engine.lock:
+        if engine.transfers.capture is not None:
+            engine.transfers.join()  # the lanes that are part of it; to wait for another would end the capture
+        else:
+            engine.device.wait(engine.device.compute, engine.device.record(copies), order)

@@ -34,11 +34,13 @@ from offload.groups.tracing import untraced
 from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import StepStats
+from offload.transfer.captures import CapturedRegion
 
 __all__ = [
     "ActivationOffloadContext",
     "FineGrainedActivationOffloadingInterface",
     "backward_record",
+    "capturing",
     "configure",
     "disable_offload",
     "enable_offload",
@@ -144,7 +146,8 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
 
     tensor: any shape and dtype; an input of the group's layers, so that the mark's backward runs after theirs.
     hooks: install the hooks as well, until this group's commit; for a layer that torch.compile takes whole. After an exception in
-    between they stay until step_end() or reset(). Blocks the host: never.
+    between they stay until step_end() or reset(). Blocks the host: never. Raises CaptureError in a CUDA graph captured outside of
+    `capturing()`.
     """
     _check_mark("group_start", tensor, name)
     manager = _existing()
@@ -156,6 +159,7 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
         if muted is not None:
             muted.mute(name)
     else:
+        manager.engine.transfers.check_capture(f"group {name!r}")
         tensor = apply_mark(FineGrainedOffloadingGroupStartFunction, tensor, handler, name)
     if hooks:
         manager.open_until_commit(name)
@@ -208,7 +212,7 @@ def offload_hooks() -> Iterator[None]:
 
 @untraced
 def flush_delayed_groups() -> None:
-    """Send every delayed group, in the order of their commits."""
+    """Send every delayed group, in the order of their commits. In a capture, those that were delayed in it."""
     manager = _existing()
     if manager is not None:
         manager.flush_delayed_groups()
@@ -232,15 +236,37 @@ def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
     PipelineOffloadManager.get_instance().mark_not_offloadable(tensor)
 
 
+def capturing() -> AbstractContextManager[CapturedRegion]:
+    """Groups may be captured into CUDA graphs inside: `with capturing() as region:` around the captures and their warm-up.
+
+    With torch.cuda.graph, torch.cuda.make_graphed_callables, or anything else that captures by torch.cuda.CUDAGraph. A forward and the
+    backward that reads it belong in one region, in one graph or in two, with no step_end() between their captures. Replays come after, of
+    a forward and its backward in turn, on one stream or on streams that the caller orders. They copy between device and host as the
+    captured program did, through blocks that `region` holds until region.release().
+
+    Host memory must be there before: `reserve_host` the bytes of every capture together, since no two share a block. What was decided, was
+    decided at the capture: the plan, the window of the prefetch, the caps. The step's figures count it once; `StepStats.replays` and
+    `replayed_bytes` count what runs. Blocks the host at each capture's begin. Raises CaptureError if a region is open.
+    """
+    return PipelineOffloadManager.get_instance().engine.capturing()
+
+
 @untraced
 def forward_record(event: Any) -> None:
-    """Order the current stream after the spills so far and record `event` there."""
+    """Record `event` on the current stream, and order what comes next there after the spills so far; in a capture, end its copies here.
+
+    event: in a capture, torch.cuda.Event(external=True). Another stream that waits for it runs beside the copies that are still under
+    way, which the graph itself ends with.
+    """
     record_forward(event)
 
 
 @untraced
 def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
-    """An identity whose backward records `event` on the current stream, ordered after the restores so far."""
+    """An identity whose backward records `event` on the current stream, and orders what comes next there after the restores so far.
+
+    event: as `forward_record` takes it.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"backward_record got a {type(tensor).__name__}, must be a tensor that the layer works on")
     check_event("backward_record", event)

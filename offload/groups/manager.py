@@ -27,6 +27,7 @@ from offload.saved.hooks import InstalledScope, inside_checkpoint
 from offload.saved.store import Handle, Passed
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
+from offload.transfer.captures import CapturedGraph
 from offload.transfer.record import Transfer
 
 __all__ = ["PipelineOffloadManager"]
@@ -47,12 +48,13 @@ class PipelineOffloadManager(ChunkTracker):
             raise ValueError(f"engine is a {type(engine).__name__}, must be an OffloadEngine, or None for one with the default config")
         import_compiler()
         super().__init__(engine if engine is not None else OffloadEngine())
+        self.engine.on_capture(self._capture_begins, self._capture_ends)
         self._planner = StepPlanner(self.engine, PlanSettings.of(self.engine.config))
         self.print_summary = print_summary
         self.process_group = process_group
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
-        self._delayed: list[Callable[[], None]] = []
+        self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []  # with the capture of the commit
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._entered: list[InstalledScope | None] = []
         self._until_commit: list[tuple[str, InstalledScope | None]] = []  # by the name of the group whose commit closes it
@@ -179,8 +181,10 @@ class PipelineOffloadManager(ChunkTracker):
         forced = checked_tensors(forced_released_tensors)
         with self.engine.lock:
             group = handler.close(name)
+            if self.is_capturing:
+                self._captured.add(handler)
             if delay_offload:
-                self._delayed.append(partial(self._send, handler, group, forced))
+                self._delayed.append((self.engine.transfers.capture, partial(self._send, handler, group, forced)))
             else:
                 self._send(handler, group, forced)
 
@@ -201,14 +205,43 @@ class PipelineOffloadManager(ChunkTracker):
         """Queue a delayed offload: `group_hook(forced_released_tensors)` runs at the flush."""
         if not callable(group_hook):
             raise ValueError(f"push_offload_groups got a {type(group_hook).__name__}, must be a function of the tensors to release")
-        self._delayed.append(partial(group_hook, checked_tensors(forced_released_tensors)))
+        self._delayed.append((self.engine.transfers.capture, partial(group_hook, checked_tensors(forced_released_tensors))))
 
     def flush_delayed_groups(self) -> None:
-        """Send every delayed group, in the order of their commits."""
+        """Send every delayed group, in the order of their commits. In a capture, those that it delayed: a graph copies what it computed."""
         with self.engine.lock:
-            delayed, self._delayed = self._delayed, []
-            for send in delayed:
+            capture = self.engine.transfers.capture
+            due = [send for made_in, send in self._delayed if made_in is capture]
+            self._delayed = [entry for entry in self._delayed if entry[0] is not capture]
+            for send in due:
                 send()
+
+    # -- captures -----------------------------------------------------------------------------------------------------
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured in a region: its groups leave at every replay."""
+        return self.engine.transfers.capture is not None
+
+    def _capture_begins(self) -> None:
+        """A piece ends where a capture begins. A chunk that was read to its end, by the warm-up of this capture, begins anew: what the
+        capture saves is fetched back in its own order."""
+        self._commit_open_groups()
+        forward = self._forward
+        if forward is not None and forward.begun and not any(forward.open_groups()) and next(forward.saved.living(), None) is None:
+            forward.reset()
+            if self._backward is forward:
+                self._backward = None
+            self._look_ahead()
+
+    def _capture_ends(self) -> None:
+        """What was saved in the capture leaves in it, or never."""
+        self.flush_delayed_groups()
+        self._commit_open_groups()
+
+    def _commit_open_groups(self) -> None:
+        for handler in self._handlers.values():
+            for saved in handler.open_groups():
+                self.engine.store.commit(saved)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
     @untraced
@@ -236,6 +269,7 @@ class PipelineOffloadManager(ChunkTracker):
                     handler.id,
                 )
             return None
+        self.engine.transfers.check_capture(f"group {group.name!r}")
         return self.engine.hooks.push(GroupScope(self.engine, handler, group))
 
     @untraced
@@ -320,8 +354,9 @@ class PipelineOffloadManager(ChunkTracker):
     def step_end(self) -> StepStats:
         """End the step, once its gradients are final: drop leftovers with one warning, settle, count, and plan after warm-up.
 
-        Blocks the host: never (the summary after warm-up gathers over the process group, once).
+        Blocks the host: never (the summary after warm-up gathers over the process group, once). Raises CaptureError in a capture.
         """
+        self.engine.refuse_in_capture("a step's end")
         self._close_uncommitted()
         with self.engine.lock:
             self._delayed.clear()
@@ -332,6 +367,8 @@ class PipelineOffloadManager(ChunkTracker):
             stats = self.engine.end_step([*self._retired, *(handler.saved for handler in handlers)])
             for handler in handlers:
                 handler.end_recording()
+            for handler in self._captured:
+                handler.groups.clear()
             planned = self.do_offload and self._planner.after_step(self._seen(seconds))
             if planned:
                 self._cached_forward = list(self._forward_order)

@@ -43,6 +43,7 @@ class ChunkTracker(ABC):
         self._clock = StepClock(engine.device)
         self._handlers: dict[ChunkId, ChunkOffloadHandler] = {}
         self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
+        self._captured: set[ChunkOffloadHandler] = set()  # in this step, into graphs: no step to come runs their marks
         self._queue: VirtualPipelineQueue[ChunkOffloadHandler] = VirtualPipelineQueue()
         self._lookahead = Lookahead()
         self._forward: ChunkOffloadHandler | None = None
@@ -260,9 +261,9 @@ class ChunkTracker(ABC):
     # -- step ---------------------------------------------------------------------------------------------------------
     def _seen(self, seconds: dict[ActionKey, float] | None) -> SeenStep:
         return SeenStep(
-            chunks=[handler for handler in self._handlers.values() if handler.begun],
-            forward_order=self._forward_order,
-            backward_order=self._backward_order,
+            chunks=[handler for handler in self._handlers.values() if handler.begun and handler not in self._captured],
+            forward_order=[handler for handler in self._forward_order if handler not in self._captured],
+            backward_order=[handler for handler in self._backward_order if handler not in self._captured],
             actions=self._lookahead.seen,
             seconds=seconds,
         )
@@ -273,6 +274,7 @@ class ChunkTracker(ABC):
             if handler.begun:
                 handler.reset()
         self._retired.clear()
+        self._captured.clear()
         self._queue.clear()
         self._lookahead.end_step()
         self._forward = self._backward = None

@@ -123,6 +123,7 @@ class HostArena:
         self._lent: dict[int, Block] = {}
         self._returned: deque[tuple[Block, Event | None]] = deque()  # appended to by finalisers, without the lock
         self._marks = Marks(device)
+        self._all_passed = False  # every event that was ever recorded outside of the capture under way
         self._asked = self._missing = self._missing_bytes = 0
         self._lent_bytes = self._lent_peak_bytes = 0
         self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
@@ -226,6 +227,21 @@ class HostArena:
         finally:
             with self._lock:
                 self._growth.resume()
+
+    def begin_capture(self) -> None:
+        """A graph is captured from here to `end_capture`: nothing may be pinned or polled. Blocks the host until the growth asked for so
+        far is done and the last users of every free byte have ended: no event is kept with bytes that are lent in the capture."""
+        with self._lock:
+            self._growth.synchronize()
+            self._growth.pause()
+            self._settle()
+            self._marks.synchronize_all()
+            self._all_passed = True
+
+    def end_capture(self) -> None:
+        with self._lock:
+            self._all_passed = False
+            self._growth.resume()
 
     def synchronize_growth(self) -> None:
         """Block the host until the growth asked for so far is done or refused."""
@@ -367,7 +383,7 @@ class HostArena:
             )
         self._lent_bytes -= block.nbytes
         marks = tuple(mark for mark in block.marks if mark.event is not None)
-        if after is not None:
+        if after is not None and not self._all_passed:
             mark = self._marks.of(after)
             if mark not in marks:
                 marks = (*marks, mark)

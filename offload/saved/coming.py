@@ -63,6 +63,8 @@ class ComingReads:
             if record is not None:
                 if nbytes + record.nbytes > room and self.ahead_bytes + nbytes > 0:
                     break
+                if fetch and record.capture is not fetch[-1].capture:
+                    break  # a graph fetches what its own forward saved
                 nbytes += record.nbytes
                 if record.state is RecordState.SPILLING:
                     keep.append(record)

@@ -5,7 +5,7 @@ One invariant: a read gives the bytes, sizes, strides and dtype that were saved,
 # Note: [What may share a copy]
 # A save joins a record only if the record's storage object is the same (not merely its address), a handle of the record lives, the
 # chunk is the same and the version has not moved. Storages written from outside autograd (receive buffers: their version stands still)
-# never join. So x saved for w1 and w3 is copied once, and a buffer received into twice is copied twice.
+# never join. So x saved for w1 and w3 is copied once, and a buffer received into twice is copied twice. Captured graphs share none.
 """
 
 from __future__ import annotations
@@ -232,6 +232,8 @@ class TensorStore:
         record = None if reference is None else reference()
         if record is None or record.version != version or record.probe is None or record.probe._version != version:
             return None
+        if record.capture is not self._transfers.capture:  # a graph copies what it computed, and nothing else
+            return None
         if record.weak_storage.key != key:  # its bytes are a packed or a restored copy by now, and `key` may be a new storage's
             return None
         if not record.span.covers(span):
@@ -287,8 +289,7 @@ class TensorStore:
             return
         group.pending.append(weakref.ref(record))
         group.pending_bytes += record.nbytes
-        full = group.pending_bytes >= self._piece_bytes or self._transfers.over_limit
-        if full and not self._device.is_capturing():
+        if group.pending_bytes >= self._piece_bytes or self._transfers.over_limit:
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:

@@ -56,6 +56,12 @@ class StepStats:
     host_bytes_held: int = 0
     """Host bytes that the arena owned when the step ended, lent or not. `held - lent_peak` was pinned for nothing."""
 
+    replays: int = 0
+    """Replays of captured graphs that copy. What such a graph moves is counted above in the step of its capture, once."""
+
+    replayed_bytes: int = 0
+    """Bytes that those replays carried over the link, both directions together."""
+
     def to_json(self) -> dict[str, int | float]:
         """The fields by name, in the order above: one line of a telemetry file."""
         return asdict(self)

@@ -48,6 +48,14 @@ something can be waited for: before bytes are added, the oldest spill is settled
 # edge    the compute lane that owns the buffer waits for the restore's event before the last reference goes.
 # alive   the Transfer.
 # proof   tests/property/test_edges.py, edge "abandon"
+#
+# [Order: join]
+# hazard  RAW, WAR: what is replayed after a graph touches bytes that the graph's copies still read or write; CUDA refuses such a graph.
+# edge    before a capture ends its compute lane waits for the last point of each copy lane that is part of it.
+# alive   the graph's region holds host blocks, its memory pool device buffers (captures.py).
+# proof   tests/property/test_edges.py, edge "join"
+
+What is captured into a graph waits for events of the same capture only; captures.py says why that is enough.
 """
 
 from __future__ import annotations
@@ -55,7 +63,7 @@ from __future__ import annotations
 import logging
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -64,10 +72,11 @@ import torch
 from offload.device import CopyPair, Device, Event, Lane
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
+from offload.transfer.captures import CapturedGraph, CaptureSide
 from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
 from offload.transfer.layout import WeakStorage, bytes_of
 from offload.transfer.ranges import transfer_range
-from offload.transfer.record import Record, RecordState, Remains, Transfer
+from offload.transfer.record import Record, RecordState, Remains, Transfer, living
 
 __all__ = ["TransferCounts", "TransferEngine"]
 
@@ -88,9 +97,11 @@ class TransferCounts:
     wanted_peak_bytes: int = 0  # lent and refused together, at a refusal: what the host would have to hold
     stall_count: int = 0
     device_bytes_peak: int = 0
+    replays: int = 0
+    replayed_bytes: int = 0
 
 
-class TransferEngine:
+class TransferEngine(CaptureSide):
     """Moves records. It never asks why; callers hold the engine's lock.
 
     device: whose lanes the copies run on. arena: lends the host blocks. limits: caps in bytes, read at every call, so they may change
@@ -105,6 +116,8 @@ class TransferEngine:
         self.audit = audit
         self.estate: deque[Remains] = deque()  # appended to by finalisers of records, on any thread
         self.counts = TransferCounts()
+        self.capture: CapturedGraph | None = None  # the one under way; captures.py
+        self._joined: Lane | None = None  # comes after every copy of the capture so far
         self.resident_bytes = 0
         self.spilling_bytes = 0
         self.restoring_bytes = 0
@@ -112,7 +125,7 @@ class TransferEngine:
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
         self._ahead: deque[weakref.ref[Record]] = deque()  # fetched, in that order; the dead ones at its start are let go in passing
-        self._sources: dict[int, int] = {}  # spills in flight, by storage: two chunks may save one storage
+        self._sources: Counter[int] = Counter()  # spills in flight, by storage: two chunks may save one storage
         self.stalls: list[tuple[Event, Event]] = []  # timed events around the waits of this step
         self._stalls_before: list[tuple[Event, Event]] = []
         self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
@@ -135,6 +148,7 @@ class TransferEngine:
         self.bury()
         if record.lane is None:
             record.lane = self.device.compute
+        record.capture = self.capture
         self.resident_bytes += record.nbytes  # first: whatever fails below, a record that dies is counted out
         self._make_room(0)
         self.counts.saved += 1
@@ -155,7 +169,7 @@ class TransferEngine:
     def bury(self) -> None:
         """Settle what dead records left behind: their share of the counts and their blocks."""
         while self.estate:
-            state, nbytes, block, event, transfer, refused = self.estate[0]
+            state, nbytes, block, event, transfer, refused, capture = self.estate[0]
             if state in (RecordState.RESTORING, RecordState.RESTORED):
                 assert transfer is not None
                 self._settle_restore(transfer, "abandon")  # may raise: what a record left is taken off only then
@@ -168,7 +182,7 @@ class TransferEngine:
                 if transfer is not None and not transfer.settled:  # it was reclaimed, and its spill still holds the bytes
                     transfer.nbytes += nbytes
                     self.spilling_bytes += nbytes
-            if block is not None:
+            if block is not None and capture is None:  # else its region holds it
                 self.arena.give_back(block, event)
 
     # -- out ------------------------------------------------------------------------------------------------------
@@ -176,42 +190,51 @@ class TransferEngine:
         """Send the records' bytes to the host, as one piece under one event. Blocks the host: never.
 
         records: saved on one lane, which need not be the current one. RESIDENT ones leave; others are passed over. One that gets no host
-            block, or that the door denies, stays RESIDENT and is counted as refused.
-        Returns the transfer in flight, None if nothing left. Order: [Order: spill], [Order: reuse].
+            block, or that the door denies, stays RESIDENT and is counted as refused. So does one saved on the other side of a capture's
+            boundary: a graph copies what was computed in it.
+        Returns the transfer in flight, None if nothing left. Raises CaptureError in a capture that no region watches.
+        Order: [Order: spill], [Order: reuse].
         """
+        self.check_capture("a spill")
         self.bury()
-        device, d2h = self.device, self.device.d2h
+        device, d2h, capture = self.device, self.device.d2h, self.capture
         leaving: list[Record] = []
         blocks: list[Block] = []
         try:
             for record in records:
                 if record.state is not RecordState.RESIDENT:
                     continue
-                denied = isinstance(self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied)
+                denied = record.capture is not capture or isinstance(
+                    self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied
+                )
                 block = None if denied else self.arena.take(record.nbytes)
                 if block is None:
                     self._refuse(record, for_want_of_memory=not denied)
                     continue
                 blocks.append(block)
                 leaving.append(record)
+                if capture is not None:
+                    capture.forked[d2h] = None
+                    capture.blocks.append(block)
+                    capture.records.append(weakref.ref(record))
             if not leaving:
                 return None
             compute = leaving[0].lane or device.compute
             sources, event = self._copy_out(leaving, blocks, compute)
         except BaseException:
-            if blocks:  # all records stay; some copies may have been issued
+            if blocks and capture is None:  # all records stay; some copies may have been issued. In a capture the region has the blocks
                 broken_off = device.record(d2h)
                 device.wait(records[0].lane or device.compute, broken_off, "settle")
                 for block in blocks:
                     self.arena.give_back(block, broken_off)
             raise
         nbytes = sum(record.nbytes for record in leaving)
-        transfer = Transfer([weakref.ref(record) for record in leaving], sources, compute, event, nbytes, str(leaving[0].label))
+        transfer = Transfer([weakref.ref(record) for record in leaving], sources, compute, event, nbytes, str(leaving[0].label), capture)
         for record, block in zip(leaving, blocks, strict=True):
             record.move_to(RecordState.SPILLING)
             record.device_bytes = None
             record.block, record.event, record.transfer = block, event, transfer
-            if self.audit:
+            if self.audit and capture is None:  # every replay writes other bytes
                 device.synchronize(event)
                 record.checksum = _checksum(block)
         self._spilling.append(transfer)
@@ -219,6 +242,8 @@ class TransferEngine:
         self.spilling_bytes += nbytes
         self.counts.spilled += len(leaving)
         self.counts.spill_bytes += nbytes
+        if capture is not None:
+            capture.spill_bytes += nbytes
         self._make_room(0)
         return transfer
 
@@ -253,6 +278,8 @@ class TransferEngine:
         self.counts.refused_bytes += record.nbytes
         if not for_want_of_memory:
             return
+        if self.capture is not None:
+            self.capture.kept_bytes += record.nbytes
         if not record.refused:
             record.refused = True
             self._refused_bytes += record.nbytes
@@ -304,14 +331,15 @@ class TransferEngine:
         self.spilling_bytes -= record.nbytes
         self.resident_bytes += record.nbytes
         if record.block is not None:
-            self.arena.give_back(record.block, record.event)
+            if record.capture is None:  # else each replay writes it all the same
+                self.arena.give_back(record.block, record.event)
             record.block = None
 
     def settle_spill(self, transfer: Transfer) -> None:
         """Make compute wait for this spill and let its source go. A settled transfer is passed over. Order: [Order: settle]."""
         if transfer.settled:
             return
-        self._await(transfer.lane, transfer.event, "settle")
+        self._await(transfer, "settle")
         transfer.settled = True
         self._spilling.remove(transfer)  # nearly always the first
         self.spilling_bytes -= transfer.nbytes
@@ -336,13 +364,21 @@ class TransferEngine:
 
         Each gets a new storage of span.nbytes, allocated on compute. Readers go through `ready`.
         Returns None, with nothing moved, if the door, the device limit or a full device denies a speculative restore; a required one goes
-        ahead, and raises torch.OutOfMemoryError where the device has no room for it at all.
+            ahead, and raises torch.OutOfMemoryError where the device has no room for it at all. In a capture a speculative one is denied
+            until its graph has read something of the same forward: it may need nothing of another.
+        Raises CaptureError in a capture for bytes that were saved outside: their block will be lent to others when the graph is replayed.
         Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in compute's own pool, so that
         reserved stays near active (hard-parts.md 4.2).
         """
+        self.check_capture("a restore")
         self.bury()
         nbytes = sum(record.nbytes for record in records)
         required = priority >= Priority.REQUIRED
+        capture = self.capture
+        if not required and not all(capture.has_read(record.capture) if capture else record.capture is None for record in records):
+            return None
+        for record in records:
+            self._check_saved_in_capture(record)
         granted = not isinstance(self.door.admit(nbytes, Direction.H2D, records[0].label, priority), Denied)
         if not (granted or required):
             return None
@@ -353,6 +389,9 @@ class TransferEngine:
         homes = self._homes(records, required=required)
         if homes is None:
             return None
+        if capture is not None:
+            capture.forked[h2d] = None
+            capture.records.extend(weakref.ref(record) for record in records)
         try:
             event = self._copy_in(records, homes, compute)
         except BaseException:  # none is restored; some copies may have been issued
@@ -364,7 +403,7 @@ class TransferEngine:
             for record in records:
                 record.event = broken_off
             raise
-        transfer = Transfer([weakref.ref(record) for record in records], homes, compute, event, nbytes, str(records[0].label))
+        transfer = Transfer([weakref.ref(record) for record in records], homes, compute, event, nbytes, str(records[0].label), capture)
         for record, home in zip(records, homes, strict=True):
             record.move_to(RecordState.RESTORING)
             record.device_bytes = home.untyped_storage()
@@ -378,6 +417,8 @@ class TransferEngine:
         self.restoring_bytes += nbytes
         self.counts.restored += len(records)
         self.counts.restore_bytes += nbytes
+        if capture is not None:
+            capture.restore_bytes += nbytes
         self._note_peak()
         return transfer
 
@@ -413,17 +454,20 @@ class TransferEngine:
 
     def _copy_in(self, records: Sequence[Record], homes: Sequence[torch.Tensor], compute: Lane) -> Event:
         """Issue the copies of a restore; the event after them."""
-        device, h2d = self.device, self.device.h2d
+        device, h2d, capture = self.device, self.device.h2d, self.capture
         device.wait(h2d, device.record(compute), "allocate")
         pairs: list[CopyPair] = []
         waited: set[int] = set()
         for record, home in zip(records, homes, strict=True):
             assert record.block is not None
             assert record.event is not None
-            if id(record.event) not in waited:
+            assert record.transfer is not None
+            if record.transfer.capture is capture and id(record.event) not in waited:  # else it is on the other side of a boundary
                 waited.add(id(record.event))
                 device.wait(h2d, record.event, "restore")
-            if self.audit and record.checksum != _checksum(record.block):
+            if capture is not None and record.capture is not None:
+                capture.reads(record.capture)
+            if self.audit and record.checksum is not None and record.checksum != _checksum(record.block):
                 raise OffloadError(
                     f"{record.label}: the {record.nbytes:,} bytes in host memory are not the ones that were written there "
                     f"(checksum {_checksum(record.block):#x}, was {record.checksum:#x}); something else wrote to the block"
@@ -437,10 +481,11 @@ class TransferEngine:
         """The restored storage of a RESTORING or RESTORED record, safe to read on the calling thread's compute lane.
 
         Order: [Order: read]. A reader on another compute lane than the one that allocated the buffer gets a copy of its own there,
-        so that the buffer never has to be protected from two lanes.
+        so that the buffer never has to be protected from two lanes. Raises CaptureError in a capture for bytes that were saved outside.
         """
         transfer = record.transfer
         assert transfer is not None
+        self._check_saved_in_capture(record)
         self._settle_restore(transfer, "read")
         assert record.device_bytes is not None
         lane = self.device.compute
@@ -455,14 +500,14 @@ class TransferEngine:
     def _settle_restore(self, transfer: Transfer, order: str) -> None:
         if transfer.settled:
             return
-        self._await(transfer.lane, transfer.event, order)
+        self._await(transfer, order)
         transfer.settled = True
         self._restoring.remove(transfer)  # readers come in about the order of issue: near the front
         if order == "read":  # what is abandoned only goes back to the allocator
             for home in transfer.keepalive:
                 self.device.note_read(transfer.lane, home)
         transfer.keepalive.clear()
-        for record in _living(transfer):
+        for record in living(transfer.records):
             if record.state is RecordState.RESTORING:
                 record.move_to(RecordState.RESTORED)
 
@@ -473,11 +518,12 @@ class TransferEngine:
         self.restoring_bytes -= record.nbytes
 
     # -- lanes ----------------------------------------------------------------------------------------------------
-    def _await(self, lane: Lane, event: Event, order: str) -> None:
-        """Order `lane` after `event`; where it had not passed yet, time the wait."""
-        device = self.device
-        if device.is_capturing():
-            device.wait(lane, event, order)
+    def _await(self, transfer: Transfer, order: str) -> None:
+        """Order the transfer's lane after it; where it had not passed yet, time the wait."""
+        device, lane, event = self.device, transfer.lane, transfer.event
+        if transfer.capture is not None:
+            if transfer.capture is self.capture and lane is not self._joined:
+                device.wait(lane, event, order)
             return
         if device.poll(event):
             return
@@ -485,6 +531,12 @@ class TransferEngine:
         device.wait(lane, event, order)
         self.stalls.append((before, device.record(lane, timed=True)))
         self.counts.stall_count += 1
+
+    def _settle_all(self, restores_as: str = "abandon") -> None:
+        while self._spilling:
+            self.settle_spill(self._spilling[0])
+        while self._restoring:
+            self._settle_restore(self._restoring[0], restores_as)
 
     # -- step -----------------------------------------------------------------------------------------------------
     def release(self, record: Record) -> None:
@@ -499,10 +551,7 @@ class TransferEngine:
         """Settle everything in flight and start new counts. Returns the step's counts and the stall of the step BEFORE it, in ms:
         a stall is read one step late, so that reading it never blocks the host."""
         self.bury()
-        while self._spilling:
-            self.settle_spill(self._spilling[0])
-        while self._restoring:
-            self._settle_restore(self._restoring[0], "abandon")
+        self._settle_all()
         self._ahead.clear()
         self._no_room = False
         stall_ms = self._read_stalls(self._stalls_before)
@@ -528,13 +577,6 @@ def _parts(block: Block, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, t
         nbytes = extent.numel()
         yield extent, tensor.narrow(0, start, nbytes)
         start += nbytes
-
-
-def _living(transfer: Transfer) -> Iterator[Record]:
-    for reference in transfer.records:
-        record = reference()
-        if record is not None:
-            yield record
 
 
 def _checksum(block: Block) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,8 +29,9 @@ from offload.transfer.layout import Span, ViewLayout, WeakStorage
 if TYPE_CHECKING:
     from offload.device import Event, Lane
     from offload.memory.arena import Block
+    from offload.transfer.captures import CapturedGraph
 
-__all__ = ["LEGAL_MOVES", "Record", "RecordState", "Remains", "Transfer"]
+__all__ = ["LEGAL_MOVES", "Record", "RecordState", "Remains", "Transfer", "living"]
 
 
 class RecordState(Enum):
@@ -56,12 +58,20 @@ class Transfer:
     """A piece in flight: its bytes stay alive until the event has passed, or until a lane that reuses them is ordered after it.
 
     keepalive: device tensors, sources of a spill or destinations of a restore. lane: the compute lane whose allocator owns them.
+    capture: the graph that its copies are part of, None if they were issued; only the same capture may wait for the event.
     """
 
-    __slots__ = ("event", "keepalive", "lane", "name", "nbytes", "records", "settled")
+    __slots__ = ("capture", "event", "keepalive", "lane", "name", "nbytes", "records", "settled")
 
     def __init__(
-        self, records: list[weakref.ref[Record]], keepalive: list[torch.Tensor], lane: Lane, event: Event, nbytes: int, name: str
+        self,
+        records: list[weakref.ref[Record]],
+        keepalive: list[torch.Tensor],
+        lane: Lane,
+        event: Event,
+        nbytes: int,
+        name: str,
+        capture: CapturedGraph | None = None,
     ) -> None:
         self.records = records
         self.keepalive = keepalive
@@ -69,11 +79,12 @@ class Transfer:
         self.event = event
         self.nbytes = nbytes
         self.name = name
+        self.capture = capture
         self.settled = False  # passed, or `lane` waits for it
 
 
 class Remains(NamedTuple):
-    """What a dead record leaves to its engine. event: the last use of the block."""
+    """What a dead record leaves to its engine. event: the last use of the block. capture: whose region holds the block."""
 
     state: RecordState
     nbytes: int
@@ -81,19 +92,22 @@ class Remains(NamedTuple):
     event: Event | None
     transfer: Transfer | None
     refused: bool
+    capture: CapturedGraph | None
 
 
 class Record:
     """One storage, at one version, saved by one chunk.
 
     span: the bytes of the storage that move. handles: how many times autograd saved it; unread: how many of them have not been
-    read in the pass under way. touch: the order of its latest save, so of its first read in a backward.
+    read in the pass under way. touch: the order of its latest save, so of its first read in a backward. capture: the graph in which it was
+    saved, and whose replays write its block; None outside of captures.
     """
 
     __slots__ = (
         "__weakref__",
         "base",
         "block",
+        "capture",
         "checksum",
         "device_bytes",
         "estate",
@@ -126,6 +140,7 @@ class Record:
         self.state = RecordState.RESIDENT
         self.device_bytes: torch.UntypedStorage | None = None
         self.lane: Lane | None = None  # the compute lane that saved it, and so comes after its writer
+        self.capture: CapturedGraph | None = None
         self.block: Block | None = None
         self.event: Event | None = None  # last use of the block: its spill, then each restore
         self.transfer: Transfer | None = None  # the one under way, or the last
@@ -156,7 +171,7 @@ class Record:
         self.state = state
 
     def remains(self) -> Remains:
-        return Remains(self.state, self.nbytes, self.block, self.event, self.transfer, self.refused)
+        return Remains(self.state, self.nbytes, self.block, self.event, self.transfer, self.refused, self.capture)
 
     def __del__(self) -> None:
         if self.state is not RecordState.RELEASED:
@@ -164,3 +179,11 @@ class Record:
 
     def __repr__(self) -> str:
         return f"Record({self.label}, {self.nbytes:,} bytes, {self.state.name})"
+
+
+def living(references: Iterable[weakref.ref[Record]]) -> Iterator[Record]:
+    """The records that a graph still holds."""
+    for reference in references:
+        record = reference()
+        if record is not None:
+            yield record

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, StaleHandleError
-from offload.device.sim import ExecutorName, SimDevice
+from offload.device.sim import ExecutorName, SimDevice, SimGraph
 from tests.property.watch import Watch
 
 ROWS, COLUMNS = 4, 16
@@ -248,6 +248,12 @@ class Plain:
     def lane(self, microbatch: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def captures(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def capture(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -334,6 +340,25 @@ class Offloaded(Plain):
     def lane(self, microbatch: int) -> AbstractContextManager[Any]:
         return self.device.use_lane(self.lanes[self.lane_of(microbatch)])
 
+    @contextmanager
+    def captures(self) -> Iterator[None]:
+        """What is captured inside is replayed three times, and its host blocks are given back. Host memory is there if the limit allows."""
+        self.engine.arena.reserve_later(self.engine.arena.lent_bytes + 64 * NBYTES)
+        with offload.capturing() as region:
+            self.graphs: list[SimGraph] = []
+            yield
+        for _ in range(3):
+            for graph in self.graphs:
+                graph.replay()
+        self.watch.seen.update(replayed=region.replays)
+        region.release()
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        with self.device.capture() as graph:
+            yield
+        self.graphs.append(graph)
+
     def __enter__(self) -> Offloaded:
         PipelineOffloadManager.reset_instance(self.manager)
         return self
@@ -416,9 +441,10 @@ class Chunk:
 class Step:
     """One step: its microbatches, the order of its actions, and what is unusual about some of them.
 
-    actions: F, B, I, W; also E, a forward without gradients. twice: the backward runs twice over one graph. again: the forward runs twice,
-    and the first one's graph is dropped. leftover: no backward comes. thread: the backward runs on a thread of its own. buffers: inputs are
-    received into buffers that are used again. foretold: the order of actions that is announced, right or wrong.
+    actions: F, B, I, W; also E, a forward without gradients, and C, a forward and backward captured and replayed. twice: the backward
+    runs twice over one graph. again: the forward runs twice, and the first one's graph is dropped. leftover: no backward comes. thread: the
+    backward runs on a thread of its own. buffers: inputs are received into buffers that are used again. foretold: the order of actions that
+    is announced, right or wrong.
     """
 
     seed: int
@@ -468,7 +494,9 @@ class Run:
             elif kind == "F":
                 for _ in range(2 if key in step.again else 1):
                     self.chunks[key] = self._forward(step, stage, microbatch)
-        if kind in ("F", "E"):
+            elif kind == "C":
+                self._captured(step, stage, microbatch)
+        if kind in ("F", "E", "C"):
             return
         if key not in step.thread:
             self._backward(step, kind, stage, microbatch)
@@ -511,6 +539,29 @@ class Run:
         chunk = Chunk(source, output, values.kept)
         self.said.end_forward(stage, microbatch)
         return chunk
+
+    def _captured(self, step: Step, stage: int, microbatch: int) -> None:
+        """One graph or one each, beside the chunks of the step."""
+        number, weights, one_graph = 16 + microbatch, self.weights[stage], (step.seed + microbatch) % 2 == 0
+        source = torch.randn((ROWS, COLUMNS), generator=torch.Generator().manual_seed(step.seed)).requires_grad_()
+
+        def backward(loss: Tensor) -> None:
+            self.said.begin_backward(stage, number, "B")
+            self.results += [grad for grad in torch.autograd.grad(loss, [source, *weights], allow_unused=True) if grad is not None]
+            self.said.end_backward(stage, number, "B")
+
+        self.said.begin(stage, number)
+        with self.said.captures():
+            with self.said.capture():
+                values = Values(source)
+                run_nodes(self.stages[stage], values, list(weights), self.said)
+                loss = (values.recent[-1] @ weights[0]).square().mean()
+                self.said.end_forward(stage, number)
+                if one_graph:
+                    backward(loss)
+            if not one_graph:
+                with self.said.capture():
+                    backward(loss)
 
     def _backward(self, step: Step, kind: str, stage: int, microbatch: int) -> None:
         key = (stage, microbatch)

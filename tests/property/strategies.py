@@ -104,7 +104,7 @@ def steps_of(draw: st.DrawFn, stages: int, max_steps: int = 3) -> list[Step]:
         order = [action for action in order if action[0] == "F" or action[1:] not in left]
         if odd:
             for _ in range(pick.randint(0, 2)):
-                order.insert(pick.randint(0, len(order)), ("E", pick.randrange(stages), pick.randrange(microbatches)))
+                order.insert(pick.randint(0, len(order)), (pick.choice("EC"), pick.randrange(stages), pick.randrange(microbatches)))
         found.append(
             Step(
                 seed=draw(st.integers(0, 7)),

@@ -134,6 +134,21 @@ def abandon(device: SimDevice) -> None:
     assert desk.engine.arena.stats().lent == 0
 
 
+def join(device: SimDevice) -> None:
+    """A graph that ends with a spill under way, and another that reads it."""
+    desk = Desk(device)
+    desk.engine.reserve_host(NBYTES)
+    with desk.engine.capturing() as region:
+        with device.capture() as forward:
+            handle = desk.save(1.0)
+        with device.capture() as backward:
+            assert desk.read(handle) == 1.0
+    for _ in range(2):
+        forward.replay()
+        backward.replay()
+    assert region.replays == 4
+
+
 @dataclass(frozen=True)
 class Edge:
     """One note. hazard, first, second: what the error says without the edge, the operation that came first and the one too early."""
@@ -154,6 +169,7 @@ EDGES = {
     "restore": Edge(restore, "RAW", COPY.format("d2h"), COPY.format("h2d")),
     "read": Edge(read, "RAW", COPY.format("h2d"), r"note_read of 4,096 bytes \(operation \d+ of compute\)"),
     "abandon": Edge(abandon, "allocator reuse", COPY.format("h2d"), "work issued to compute may get them next"),
+    "join": Edge(join, "allocator reuse", COPY.format("d2h"), "compute frees them"),
 }
 TITLES = tuple(EDGES)
 

@@ -30,7 +30,7 @@ def test_any_interleaving_gives_the_gradients_of_a_run_without_offloading_and_le
         seen.update(said.device.waits)
 
     explore()
-    happened = (*TITLES, "spilled", "kept", "restored", "prefetched", "stalled", "refused", "over the limit")
+    happened = (*TITLES, "spilled", "kept", "restored", "prefetched", "stalled", "refused", "over the limit", "replayed")
     assert [name for name in happened if not seen[name]] == [], "the programs were all of one kind"
 
 

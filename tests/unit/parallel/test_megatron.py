@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+import offload
 import offload.fine_grained_activation_offload as engine_page
-from offload import GPUTensorPool, OffloadConfig, OffloadError, PipelineOffloadManager, configure
+from offload import GPUTensorPool, OffloadConfig, OffloadEngine, OffloadError, PipelineOffloadManager, configure
+from offload.device.sim import SimDevice
 from parallel import megatron
 from parallel.megatron_page import FineGrainedActivationOffloadingInterface as Interface
 from parallel.megatron_page import megatron_version, names_of
@@ -338,6 +340,26 @@ def test_group_inside_a_capture_is_refused_unless_offloading_is_off(
     Interface.enable_offload()
 
 
+def test_group_inside_a_capture_that_a_region_watches_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both generations' ways to close it; what Megatron tags stays, as outside of captures."""
+    device = SimDevice()
+    manager = PipelineOffloadManager(OffloadEngine(OffloadConfig(min_offloaded_tensor_size=1), device=device), print_summary=False)
+    manager.reserve_host(1 << 20)
+    monkeypatch.setattr(PipelineOffloadManager, "OFFLOAD_MGR", manager)
+    monkeypatch.setattr(engine_page, "is_graph_capturing", device.is_capturing)
+    begin()
+    with offload.capturing() as region, device.capture():
+        with Interface(True, leaf(), "core_attn") as x:
+            y = x.sin()
+        Interface.group_commit(y, "core_attn")
+        opened = Interface(True, leaf(), "moe_act")
+        with opened as x:
+            y = x.sin()
+        opened.group_offload(y)
+    assert region.spill_bytes == 2 * leaf().numel() * leaf().element_size()
+    manager.close()
+
+
 def test_graph_stream_and_event_need_a_gpu(manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for ask in (
@@ -348,6 +370,33 @@ def test_graph_stream_and_event_need_a_gpu(manager: PipelineOffloadManager, monk
     ):
         with pytest.raises(OffloadError, match="torch sees no GPU; set cuda_graph_impl"):
             ask()
+
+
+@pytest.mark.gpu
+def test_real_capture_in_a_region_is_replayed_on_megatrons_stream() -> None:
+    """As Transformer Engine does it: captured and replayed on the graphs' own stream, which records their event where compute ends."""
+    configure(OffloadConfig(host_reserve_bytes=1 << 20), device="cuda", print_summary=False)
+    begin()
+    x = torch.zeros(64, device="cuda").requires_grad_()
+    forward, backward, stream = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), Interface.cuda_graph_stream()
+    with offload.capturing() as region:
+        with torch.cuda.graph(forward, stream=stream):
+            with Interface(True, Interface.backward_record(x), "core_attn") as marked:
+                y = marked.sin()
+            y = Interface.group_commit(y, "core_attn") * 1.0
+            Interface.forward_record()
+        with torch.cuda.graph(backward, stream=stream, pool=forward.pool()):
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert region.spill_bytes == BYTES
+    for value in (0.5, 1.5):
+        with torch.no_grad():
+            x.fill_(value)
+        for graph in (forward, backward):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.replay()
+            torch.cuda.current_stream().wait_event(Interface.cuda_graph_event())
+        assert torch.equal(gradient, x.detach().cos())
 
 
 @pytest.mark.gpu
