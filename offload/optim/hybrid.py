@@ -170,7 +170,11 @@ class HybridDeviceOptimizer(Optimizer):
         self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
         self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
         self._landing = Landing(
-            engine.device, self._steps, self._placed.copies, self._placed.refresh_changed, step_early=self._step_in_backward
+            engine.device,
+            self._steps,
+            self._placed.copies,
+            self._placed.refresh_changed,
+            step_early=self._step_in_backward,
         )
         self._clip: Tensor | None = None
         self._place_groups(self.param_groups)

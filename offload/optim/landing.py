@@ -1,7 +1,8 @@
 """What happens to a gradient that is final while the backward still runs: it leaves for the host, and on request is stepped at once.
 
-A bucket goes when the gradients of all its parameters are final. One invariant: a landing is only a start. Whether it counts is asked at the
-step, of the gradient that is there then (`has_landed`); and a bucket that was stepped early on a promise is checked against it (`broken`).
+A bucket goes when the gradients of all its parameters are final. One invariant: a landing is only a start. Whether it counts is asked at
+the step, of the gradient that is there then (`has_landed`); and a bucket that was stepped early on a promise is checked against it
+(`broken`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,19 @@ __all__ = ["Landing"]
 class Landing:
     """The gradients of one backward. Its `watch` calls it on the thread that runs the backward.
 
-    refresh: makes masters follow weights that somebody wrote. step_early: step each bucket as soon as its gradients are final.
+    refresh: makes masters follow weights that somebody wrote, once all is at rest. step_early: step each bucket as soon as its
+        gradients are final.
     """
 
-    def __init__(self, device: Device, steps: HostedSteps, copies: GroupCopies, refresh: Callable[[], bool], *, step_early: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        steps: HostedSteps,
+        copies: GroupCopies,
+        refresh: Callable[[Callable[[], None]], bool],
+        *,
+        step_early: bool,
+    ) -> None:
         self._device = device
         self._steps = steps
         self._copies = copies
@@ -49,7 +59,7 @@ class Landing:
             if not self._begun:
                 self._begun = True
                 self._steps.settle()
-                self._refresh()  # it fetches weights into the gradients' slots, so it comes before any landing
+                self._refresh(self._steps.settle_host)  # it fetches weights into the gradients' slots, so it comes before any landing
                 self._copies.refresh()
             for bucket in self._steps.buckets_of[member.index]:
                 if id(bucket) in self.early:

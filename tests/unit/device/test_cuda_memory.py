@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from offload.device.base import HostMemory
-from offload.device.cuda import _PinnedMemory
+from offload.device.cuda import _PinnedMemory, cores_in
 from offload.errors import HostBudgetError, OffloadError
 
 MIB = 1 << 20
@@ -156,3 +156,10 @@ def test_what_was_registered_before_a_refusal_is_unregistered(runtime: FakeRunti
     with pytest.raises(HostBudgetError, match=r"refused 8,388,608 bytes after 16,777,216 of 33,554,432 \(error 2\)"):
         _PinnedMemory(4 * PIECE, PIECE)
     assert runtime.registered == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("", set()), ("\n", set()), ("3", {3}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("0-1,96-97", {0, 1, 96, 97})]
+)
+def test_linuxs_list_of_cores_is_read(text: str, cores: set[int]) -> None:
+    assert cores_in(text) == cores
