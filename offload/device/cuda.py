@@ -250,7 +250,10 @@ class CudaDevice:
     def near_cores(self) -> frozenset[int]:
         allowed = frozenset(os.sched_getaffinity(0))
         about = torch.cuda.get_device_properties(self._device)
-        domain, bus, slot = (getattr(about, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        if not all(hasattr(about, name) for name in names):  # an older torch
+            return allowed
+        domain, bus, slot = (int(getattr(about, name)) for name in names)
         address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
         return cores_in(_text_of(Path("/sys/bus/pci/devices") / address / "local_cpulist")) & allowed or allowed
 

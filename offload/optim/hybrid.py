@@ -28,9 +28,9 @@ from offload.config import check_bytes, check_fraction
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.arrival import Arrivals, parameters_outside
-from offload.optim.backward import BackwardWatch, Stamp, stamp_of
 from offload.optim.classes import checked_class, defaults_of
 from offload.optim.cpu_step import CpuBucket, HostScalars
+from offload.optim.landing import Landing
 from offload.optim.mover import Mover
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
 from offload.optim.parameters import Managed, local_of, settle_versions
@@ -38,8 +38,7 @@ from offload.optim.parts import HostOptions
 from offload.optim.places import Place
 from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
 from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
-from offload.optim.stepping import HostBucket, HostedSteps
-from offload.optim.streamed_step import StreamedBucket
+from offload.optim.stepping import HostedSteps
 
 __all__ = ["HybridDeviceOptimizer"]
 
@@ -170,11 +169,13 @@ class HybridDeviceOptimizer(Optimizer):
         self._placed = Placement(engine, self._placing, share)
         self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
         self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
-        self._watch = BackwardWatch(self._gradient_is_final)
-        self._in_backward = False  # a gradient has become final since the last step
-        self._landed: dict[int, Stamp] = {}
-        self._final: dict[int, int] = {}  # id of a bucket: parameters whose gradients are final in the backward under way
-        self._early: dict[int, HostBucket] = {}
+        self._landing = Landing(
+            engine.device,
+            self._steps,
+            self._placed.copies,
+            self._placed.refresh_changed,
+            step_early=self._step_in_backward,
+        )
         self._clip: Tensor | None = None
         self._place_groups(self.param_groups)
         self._built = True
@@ -183,7 +184,7 @@ class HybridDeviceOptimizer(Optimizer):
         offloaded = self._placed.add(groups, self._names)
         self._steps.index()
         if self._backward_is_watched():
-            self._watch.watch(offloaded)
+            self._landing.watch.watch(offloaded)
 
     def _backward_is_watched(self) -> bool:
         if not self._overlaps:
@@ -274,61 +275,15 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def last_microbatch(self) -> bool | None:
         """Whether the backward to come is its step's last: for a schedule to set. None: as many as in the step before are expected."""
-        return self._watch.last_microbatch
+        return self._landing.watch.last_microbatch
 
     @last_microbatch.setter
     def last_microbatch(self, last: bool | None) -> None:
-        self._watch.last_microbatch = last
+        self._landing.watch.last_microbatch = last
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; the first one after it is the step's last."""
-        return self._watch.no_sync()
-
-    def _gradient_is_final(self, member: Managed) -> None:
-        """On the backward's thread. Blocks the host only if the last step is not yet issued."""
-        if member.parameter.grad is None:
-            return
-        if getattr(member.parameter, "decoupled_grad", None) is not None:
-            return
-        with torch.no_grad():
-            self._land(member)
-
-    def _land(self, member: Managed) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self._steps.settle()
-            self._refresh_changed()  # it fetches weights into the gradients' slots, so it comes before any landing
-            self._placed.copies.refresh()
-        for bucket in self._steps.buckets_of[member.index]:
-            if id(bucket) in self._early:
-                raise OffloadError(
-                    f"{member} got a gradient after its bucket had been stepped in this backward; use no_sync() before the last one"
-                )
-            count = self._final.get(id(bucket), 0) + 1
-            self._final[id(bucket)] = count
-            if count < len(bucket.members):
-                continue
-            self._final[id(bucket)] = 0
-            self._steps.let_go()
-            gradients = {
-                known.index: known.flat_gradient(known.parameter.grad) for known in bucket.members if known.parameter.grad is not None
-            }
-            if isinstance(bucket, CpuBucket):
-                bucket.hold(gradients)
-                bucket.land(self._engine.device.record(self._engine.device.compute))
-            elif self._step_in_backward:
-                bucket.hold(gradients)
-            for known in bucket.members:
-                assert known.parameter.grad is not None
-                self._landed[known.index] = stamp_of(known.parameter.grad)
-            if self._step_in_backward:
-                self._early[id(bucket)] = bucket
-                self._steps.submit([bucket], self._steps.release([bucket]), HostScalars(), None)
-
-    def _end_backward(self) -> None:
-        self._in_backward = False
-        self._landed.clear()
-        self._final.clear()
+        return self._landing.watch.no_sync()
 
     # -- the step -----------------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -342,7 +297,7 @@ class HybridDeviceOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._early:
+        if not self._landing.early:
             self._steps.settle()
         self._steps.raise_failure()
         with torch.no_grad():
@@ -353,14 +308,17 @@ class HybridDeviceOptimizer(Optimizer):
         gradients = {member.index: gradient for member in self._placed.members if (gradient := member.gradient) is not None}
         hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
         flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
-        early = self._checked_early(gradients)
-        if not early:
-            if self._refresh_changed():
-                self._landed.clear()
+        clips = self._clip is not None or self.max_grad_norm is not None
+        broken = "clipping was asked for" if clips and self._landing.early else self._landing.broken(gradients)
+        if broken is not None:
+            self._break(broken)
+        if not self._landing.early:
+            if self._placed.refresh_changed(self._steps.settle_host):
+                self._landing.forget()
             self._placed.copies.refresh()
         factor = self._factor(gradients)
         if self._overlaps:
-            self._step_overlapped(gradients, flats, factor, early)
+            self._step_overlapped(gradients, flats, factor)
         else:
             scalars = self._desk.send(factor) if factor is not None and self._placed.cpu.buckets else HostScalars()
             self._steps.step_inline(
@@ -370,31 +328,14 @@ class HybridDeviceOptimizer(Optimizer):
         settle_versions(stepped)
         for member in self._placed.members:
             member.version = member.parameter._version
-        self._end_backward()
-        self._early = {}
-        self._watch.end_step()
-
-    def _checked_early(self, gradients: Mapping[int, Tensor]) -> dict[int, HostBucket]:
-        """The buckets stepped in the backward, if the promise was kept that made that right."""
-        if not self._early:
-            return {}
-        changed = self._placed.copies.changed()
-        if changed or self._clip is not None:
-            self._break(f"the param groups' {', '.join(changed)} changed" if changed else "clip_grad_norm_ was called")
-        for bucket in self._early.values():
-            for member in bucket.members:
-                if member.changed_outside():
-                    self._break(f"the weights of {member} were written")
-                gradient, stamp = gradients.get(member.index), self._landed[member.index]
-                if gradient is None or not _is(gradient, stamp):
-                    self._break(f"the gradient of {member} changed")
-        return dict(self._early)
+        self._landing.forget()
+        self._landing.early = {}
+        self._landing.watch.end_step()
 
     def _break(self, what: str) -> None:
         self._steps.fail(
-            f"{what} after {len(self._early)} buckets had been stepped in the backward; they are a step ahead of the rest. Load the "
-            "last state "
-            "dict, and change param groups and gradients before the backward, or leave out step_in_backward"
+            f"{what} after {len(self._landing.early)} buckets had been stepped in the backward; they are a step ahead of the rest. "
+            "Load the last state dict, and change param groups and gradients before the backward, or leave out step_in_backward"
         )
 
     def _factor(self, gradients: Mapping[int, Tensor]) -> Tensor | None:
@@ -413,7 +354,7 @@ class HybridDeviceOptimizer(Optimizer):
         total: the norm, where it is known better, as over the stages of a pipeline. Unlike torch's function of this name it leaves .grad
         alone and scales what is stepped, so that gradients which have already left need not leave again.
         """
-        if self._early:
+        if self._landing.early:
             self._break("clip_grad_norm_ was called")
         gradients = [gradient for member in self._placed.members if (gradient := member.gradient) is not None]
         norm = total if total is not None else total_norm(gradients, norm_type, self._engine.device.torch_device)
@@ -421,16 +362,14 @@ class HybridDeviceOptimizer(Optimizer):
         self._clip = clip_factor(max_norm, norm)
         return norm
 
-    def _step_overlapped(
-        self, gradients: Mapping[int, Tensor], flats: Mapping[int, Tensor], factor: Tensor | None, early: Mapping[int, HostBucket]
-    ) -> None:
-        steps = self._steps
+    def _step_overlapped(self, gradients: Mapping[int, Tensor], flats: Mapping[int, Tensor], factor: Tensor | None) -> None:
+        steps, early = self._steps, self._landing.early
         self._placed.step_resident(gradients, factor)
         chosen = [bucket for bucket in steps.in_order if id(bucket) not in early and any(m.index in flats for m in bucket.members)]
         scalars = self._desk.send(factor) if factor is not None and any(isinstance(b, CpuBucket) for b in chosen) else HostScalars()
         for bucket in chosen:
             mine = {member.index: flats[member.index] for member in bucket.members if member.index in flats}
-            if isinstance(bucket, StreamedBucket) or not self._has_landed(bucket, gradients):
+            if not self._landing.has_landed(bucket, gradients):
                 bucket.hold(mine)
         steps.submit(chosen, steps.release(chosen), scalars, factor)
         for bucket in (*early.values(), *chosen):
@@ -440,45 +379,25 @@ class HybridDeviceOptimizer(Optimizer):
         elif self._outside:
             steps.arrive(self._outside)
 
-    def _has_landed(self, bucket: CpuBucket, gradients: Mapping[int, Tensor]) -> bool:
-        for member in bucket.members:
-            gradient, stamp = gradients.get(member.index), self._landed.get(member.index)
-            if gradient is None or stamp is None or not _is(gradient, stamp):
-                return False
-        return True
-
     # -- waiting ------------------------------------------------------------------------------------------------------
     def synchronize_parameters(self) -> None:
         """Let the current lane's work from here on see the new weights. Blocks the host until the step under way has been issued."""
         self._steps.arrive(None)
-
-    def _refresh_changed(self) -> bool:
-        """Masters follow weights that somebody else wrote: a loaded state dict, an initialisation. Whether there were any; blocks the host
-        then.
-
-        What has landed is lost: weights arrive in the gradients' slots.
-        """
-        changed = [member for member in self._placed.members if member.changed_outside()]
-        if not changed:
-            return False
-        self._steps.settle_host()
-        self._placed.refresh(changed)
-        return True
 
     def update_fp32_param_by_new_param(self) -> None:
         """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
         self._steps.settle_host()
         for member in self._placed.members:
             member.version = -1
-        self._refresh_changed()
+        self._placed.refresh_changed(self._steps.settle_host)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, for `decoupled_grad` too. Zeroing in place first orders compute behind what still reads the gradients."""
-        if self._early:
+        if self._landing.early:
             self._break("zero_grad was called without step()")
-        self._end_backward()
-        self._watch.start_over()
+        self._landing.forget()
+        self._landing.watch.start_over()
         if not set_to_none:
             self._steps.arrive(None)
             self._steps.order_gradients()
@@ -556,9 +475,9 @@ class HybridDeviceOptimizer(Optimizer):
         """Come to rest, whatever was under way, and take over a measured share."""
         if self._steps.failed:
             self._steps.forgive()
-        self._early = {}
+        self._landing.early = {}
         self._steps.settle_host()
-        self._end_backward()
+        self._landing.forget()
         if saved is not None and self._placing.cpu_share == "auto" and saved["offload_fraction"] == self.offload_fraction:
             share = saved["cpu_share"]
             if share != self._placed.share:
@@ -582,12 +501,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._engine.close()
 
     def _close_parts(self) -> None:
-        self._watch.close()
+        self._landing.watch.close()
         self._steps.close()
         self._placed.close()
         self._desk.close()
-
-
-def _is(gradient: Tensor, stamp: Stamp) -> bool:
-    reference, version, local_version = stamp
-    return reference() is gradient and gradient._version == version and local_of(gradient)._version == local_version

@@ -6,7 +6,7 @@ and nothing is pinned until all parameters that are added together have been acc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -174,8 +174,16 @@ class Placement:
         self.on_gpu.step(gradients, factor)
         self.at_home.step(gradients, factor)
 
-    def refresh(self, changed: Sequence[Managed]) -> None:
-        """Masters follow weights that somebody else wrote. Blocks the host. What has landed is lost: weights arrive in its slots."""
+    def refresh_changed(self, settle: Callable[[], None]) -> bool:
+        """Masters follow weights that somebody else wrote: a loaded state dict, an initialisation. Whether there were any.
+
+        settle: brings everything to rest; called, and the host blocked, only where there are any. What has landed is lost then: weights
+            arrive in the gradients' slots.
+        """
+        changed = [member for member in self.members if member.changed_outside()]
+        if not changed:
+            return False
+        settle()
         on_cpu = [member for member in changed if self[member] is Place.CPU]
         if on_cpu:
             self.cpu.fetch_masters(on_cpu)
@@ -184,6 +192,7 @@ class Placement:
             if not self.is_hosted(member):
                 self._resident(member).refresh(member)
             member.version = member.parameter._version
+        return True
 
     def sub_optimizers_on_host(self) -> list[Optimizer]:
         return self.cpu.optimizers + ([self.at_home.optimizer] if self.at_home.optimizer is not None else [])

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from offload.device.base import HostMemory
-from offload.device.cuda import _PinnedMemory
+from offload.device.cuda import _PinnedMemory, cores_in
 from offload.errors import HostBudgetError, OffloadError
 
 MIB = 1 << 20
@@ -217,3 +217,10 @@ def test_the_error_of_a_refused_call_is_cleared(runtime: FakeRuntime, monkeypatc
         runtime.broken = False
         memory.release()
     assert launched == [0]
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("", set()), ("\n", set()), ("3", {3}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("0-1,96-97", {0, 1, 96, 97})]
+)
+def test_linuxs_list_of_cores_is_read(text: str, cores: set[int]) -> None:
+    assert cores_in(text) == cores

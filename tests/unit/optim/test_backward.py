@@ -280,3 +280,13 @@ def test_a_gradient_written_between_the_step_and_the_next_forward_is_an_error() 
     model.zero_grad(set_to_none=False)
     with pytest.raises(OffloadError, match=r"the gradient of parameter \d .* was written after step\(\)"):
         backward(model, 1)
+
+
+def test_clipping_asked_for_before_a_backward_that_steps_is_an_error_too() -> None:
+    model = net()
+    optimizer, _ = made(model, step_in_backward=True)
+    optimizer.last_microbatch = True
+    optimizer.max_grad_norm = 1.0
+    backward(model, 0)
+    with pytest.raises(OffloadError, match=r"clipping was asked for after \d+ buckets had been stepped"):
+        optimizer.step()
