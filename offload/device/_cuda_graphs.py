@@ -1,15 +1,14 @@
-"""When a capture begins and ends, and when a graph is replayed: torch tells nobody, so this file listens where it happens.
+"""When a capture begins and ends: torch tells nobody, so this file listens where it happens.
 
 `torch.cuda.graph` and `torch.cuda.make_graphed_callables` make their graphs inside, so the two methods of torch.cuda.CUDAGraph that begin
-and end a capture are replaced while somebody watches, and put back after. A replay is watched on the one graph, as long as it lives.
+and end a capture are replaced while somebody watches, and put back after.
 
 One invariant: a capture that was begun is ended, whatever a watcher raises, and what torch raises is raised.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ import torch
 
 from offload.device.base import CaptureWatcher
 
-__all__ = ["replace_replay", "replaced_captures"]
+__all__ = ["replaced_captures"]
 
 
 class _Watcher(CaptureWatcher, Protocol):
@@ -64,18 +63,3 @@ def replaced_captures(watcher: _Watcher) -> Iterator[None]:
         yield
     finally:
         kind.capture_begin, kind.capture_end = torch_begin, torch_end
-
-
-def replace_replay(graph: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call `before` and `after` around each replay of this graph. The graph would keep itself alive through its own method, hence the
-    weak reference: its private memory is to go when its owner lets go of it."""
-    kind, reference = type(graph), weakref.ref(graph)
-
-    def replay() -> None:
-        alive = reference()
-        assert alive is not None, "a replay of a graph that is gone"
-        before()
-        kind.replay(alive)
-        after()
-
-    graph.replay = replay

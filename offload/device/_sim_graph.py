@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.device._replays import replace_replay
 from offload.device._sim_bytes import TrackedBytes
 from offload.device._sim_clock import SimEvent, SimLane, SimLanes
 from offload.device._sim_hazards import HazardChecker
@@ -146,7 +147,6 @@ class SimGraph:
     """A captured program. `replay` issues it again, on the calling thread's compute lane and on branches of its own."""
 
     def __init__(self, device: SimCaptures) -> None:
-        self.replay: Callable[[], None] = self._replay
         self._device = device
         self._program: Program | None = None
         self._branches: dict[SimLane, SimLane] = {}
@@ -155,7 +155,7 @@ class SimGraph:
         self._program = program
         self._branches = branches
 
-    def _replay(self) -> None:
+    def replay(self) -> None:
         program = self._program
         if program is None:
             raise HazardError("a graph is replayed whose capture did not end well; capture it again")
@@ -247,14 +247,7 @@ class SimCaptures(ABC):
             self._watcher = None
 
     def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
-        replay = graph.replay
-
-        def watched() -> None:
-            before()
-            replay()
-            after()
-
-        graph.replay = watched
+        replace_replay(graph, before, after)
 
     def replay_access(self, step: AccessStep, lane: SimLane) -> None:
         with self._lock:

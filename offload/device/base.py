@@ -38,7 +38,7 @@ class Event(Protocol):
 class Graph(Protocol):
     """Device work captured once and run again by each `replay`. Its copies go to and from the same addresses every time."""
 
-    replay: Callable[[], Any]
+    def replay(self) -> Any: ...
 
 
 class CaptureWatcher(Protocol):

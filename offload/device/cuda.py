@@ -23,7 +23,8 @@ from typing import cast
 
 import torch
 
-from offload.device._cuda_graphs import replace_replay, replaced_captures
+from offload.device._cuda_graphs import replaced_captures
+from offload.device._replays import replace_replay
 from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
 from offload.device.sanitizer import polled
 from offload.errors import CaptureError, HostBudgetError, OffloadError
