@@ -95,7 +95,8 @@ class StepPlanner:
             self._lent_peak_bytes = max(self._lent_peak_bytes, self._engine.last_stats.host_bytes_lent_peak)
         if not seen.backward_order:
             return False
-        shapes = tuple((chunk.id, tuple((group.name, group.total_offload_bytes) for group in chunk.groups)) for chunk in seen.chunks)
+        # nothing in it depends on what the plan kept, or each plan would look like a new shape to the next
+        shapes = tuple((chunk.id, tuple((group.name, group.logical_bytes) for group in chunk.groups)) for chunk in seen.chunks)
         signature = (self.settings, shapes, tuple(seen.schedule()[0]))  # another order has other chunks alive together
         if signature != self._signature:
             if self._cut_short(seen, signature):
