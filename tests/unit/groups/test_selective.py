@@ -105,8 +105,8 @@ def test_a_second_backward_over_a_retained_graph_gives_the_same_bits(call: Call,
 
 @pytest.mark.parametrize("stays_by", ["size", "plan"])
 def test_what_stays_is_given_again_as_a_tensor_of_its_own(stays_by: str, manager: PipelineOffloadManager) -> None:
-    """A backward that keeps its recompute's graph (create_graph) must not find the next one's output in it. Too small to leave, it is in the
-    region's keeping; where the plan keeps it, a record has it, whose own alias was given away once and became a part of each graph."""
+    """A backward that keeps its recompute's graph (create_graph) must not find the next one's output in it. Too small to leave, it is in
+    the region's keeping; where the plan keeps it, a record has it, whose own alias was given away and became a part of each graph."""
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     given: list[Tensor] = []
 
