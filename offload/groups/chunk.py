@@ -155,7 +155,7 @@ class ChunkOffloadHandler:
             self.begun = True
             group.stays = index in self.stays
             group.committed = group.sent = False
-            group.total_offload_bytes = group.total_tensor_count = 0
+            group.total_offload_bytes = group.total_tensor_count = group.logical_bytes = 0
             group.slot_bytes = ()
             leaves = self.do_offload and not group.stays
             group.saved = SavedGroup(GroupId(self.id, index, name), leaves=leaves, stays_from=self.stays_from.get(index))
@@ -232,6 +232,7 @@ class ChunkOffloadHandler:
         group.sent = True
         group.total_offload_bytes = saved.nbytes
         group.total_tensor_count = saved.slots
+        group.logical_bytes = saved.logical_bytes
         group.slot_bytes = tuple(sorted(saved.slot_bytes.items()))
         if forced and saved.leaves:  # what the plan keeps is not released either, and that is nobody's mistake
             self._release(group, saved, forced)

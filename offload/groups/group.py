@@ -20,7 +20,8 @@ blocks by the byte and needs no such rule; `ChunkOffloadHandler.offload`, called
 class OffloadTensorGroup:
     """One group of a chunk.
 
-    total_offload_bytes, total_tensor_count: what was eligible to leave in the last step, one count a storage.
+    total_offload_bytes, total_tensor_count: what was eligible to leave in the last step, one count a storage. logical_bytes: the same, one
+    count a saved tensor, so that it does not depend on what shared a copy: a partial view does only while its storage has not left.
     slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
     stays: the plan keeps it on the device. committed: its end was marked. sent: what it saved until then has been sent, which a delayed
     commit does later.
@@ -34,6 +35,7 @@ class OffloadTensorGroup:
         self.stays = False
         self.total_offload_bytes = 0
         self.total_tensor_count = 0
+        self.logical_bytes = 0
         self.slot_bytes: tuple[tuple[int, int], ...] = ()
         self.saved: SavedGroup | None = None
         self.committed = False
@@ -88,7 +90,9 @@ class OffloadTensorGroup:
     # -- sizes ----------------------------------------------------------------------------------------------------
     def update_offload_info(self, tensor: torch.Tensor) -> None:
         """Count one more eligible tensor."""
-        self.total_offload_bytes += tensor.numel() * tensor.element_size()
+        nbytes = tensor.numel() * tensor.element_size()
+        self.total_offload_bytes += nbytes
+        self.logical_bytes += nbytes
         self.total_tensor_count += 1
 
     def __repr__(self) -> str:

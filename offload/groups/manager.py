@@ -369,7 +369,12 @@ class PipelineOffloadManager(ChunkTracker):
                 handler.end_recording()
             for handler in self._captured:
                 handler.groups.clear()
-            planned = self.do_offload and self._planner.after_step(self._seen(seconds))
+            seen = self._seen(seconds)
+            planned = False
+            if self.do_offload:
+                planned = self._planner.after_step(seen)
+            else:
+                self._planner.pass_over(seen)
             if planned:
                 self._cached_forward = list(self._forward_order)
             self._forget_step()

@@ -91,11 +91,13 @@ class StepPlanner:
 
     def after_step(self, seen: SeenStep) -> bool:
         """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward plans nothing."""
+        self.pass_over(seen)
         if self._trimmed:
             self._lent_peak_bytes = max(self._lent_peak_bytes, self._engine.last_stats.host_bytes_lent_peak)
         if not seen.backward_order:
             return False
-        shapes = tuple((chunk.id, tuple((group.name, group.total_offload_bytes) for group in chunk.groups)) for chunk in seen.chunks)
+        # nothing in it depends on what the plan kept, or each plan would look like a new shape to the next
+        shapes = tuple((chunk.id, tuple((group.name, group.logical_bytes) for group in chunk.groups)) for chunk in seen.chunks)
         signature = (self.settings, shapes, tuple(seen.schedule()[0]))  # another order has other chunks alive together
         if signature != self._signature:
             if self._cut_short(seen, signature):
@@ -116,14 +118,18 @@ class StepPlanner:
                 self._trimmed_shape = False  # another plan needs another amount
                 self._steady_steps = 2
                 return False
-        elif not trial.settled:
-            trial.step_ended(self._engine.last_stats.stall_ms if seen.seconds is not None else None)
-            self._follow(seen, trial.plan)
+        elif (plan := trial.whole_step_ended()) is not None:
+            self._follow(seen, plan)
             self._steady_steps = 2
             return False
         if self._steady_steps >= (4 if trial is None else 3) and self._engine.config.trim_host and not self._trimmed_shape:
             self._trim()
         return False
+
+    def pass_over(self, seen: SeenStep) -> None:
+        """A step has ended that says nothing of the plan, but for the stall of the one before it, which may have been on trial."""
+        if self._trial is not None:
+            self._trial.stall_of_step_before(self._engine.last_stats.stall_ms if seen.seconds is not None else None)
 
     def _cut_short(self, seen: SeenStep, signature: object) -> bool:
         """Whether the step looks like the planned one, ended early by an exception: it did the first of its actions and no others.
@@ -152,6 +158,7 @@ class StepPlanner:
     def plan_now(self, seen: SeenStep) -> None:
         """End warm-up with what this step was seen to do so far."""
         self.is_warmup = False
+        self._trial = None
         self._install(seen, self._untimed(seen))
 
     def _install(self, seen: SeenStep, held: Keeps, parts: Mapping[ChunkKey, Stays] | None = None) -> None:

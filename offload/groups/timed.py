@@ -31,12 +31,18 @@ class TimedPlan:
 
 
 class Trial:
-    """Runs each plan for one step and settles on the one with the least stall; with a single plan there is nothing to try."""
+    """Runs each plan for one step and settles on the one with the least stall; with a single plan there is nothing to try.
+
+    A stall is known when the next step ends, because reading it sooner would block the host. That next step may be any: an evaluation, one
+    that an exception cut short, one in which nothing could leave. So `stall_of_step_before` is told at the end of each, and `whole_step_ended`
+    after it where the step was one that the plans are for.
+    """
 
     def __init__(self, plans: Sequence[TimedPlan]) -> None:
         self._plans = plans
-        self._steps = 0
         self._stalls_ms: list[float] = []
+        self._ran = False  # the step before was the first whole one under the plan whose stall comes next
+        self._over = len(plans) == 1
 
     @property
     def settled(self) -> bool:
@@ -47,16 +53,23 @@ class Trial:
         """What the next step is to follow."""
         if self.settled:
             return self._plans[self._stalls_ms.index(min(self._stalls_ms)) if self._stalls_ms else 0]
-        return self._plans[min(self._steps, len(self._plans) - 1)]
+        return self._plans[min(len(self._stalls_ms) + self._ran, len(self._plans) - 1)]
 
-    def step_ended(self, stall_ms: float | None) -> None:
-        """stall_ms: of the step BEFORE the one that ends, because reading it sooner would block the host; None if it is not known even
-        now: that plan is not chosen, unless none is known."""
-        if self._steps > 0:
+    def stall_of_step_before(self, stall_ms: float | None) -> None:
+        """stall_ms: of the step BEFORE the one that ends; None if it is not known even now: that plan is not chosen, unless none is known."""
+        if self._ran and not self.settled:
+            self._ran = False
             self._stalls_ms.append(float("inf") if stall_ms is None else stall_ms)
             if self.settled:
                 logger.info("plans tried: stalls of %s ms", ", ".join(f"{stall:.1f}" for stall in self._stalls_ms))
-        self._steps += 1
+
+    def whole_step_ended(self) -> TimedPlan | None:
+        """The plan to follow from here on; None if the trial is over, and the chosen one is followed already."""
+        if self._over:
+            return None
+        self._over = self.settled
+        self._ran = not self.settled
+        return self.plan
 
 
 def timed_plans(

@@ -283,12 +283,14 @@ class TensorStore:
 
     def _enqueue(self, record: Record, group: SavedGroup) -> None:
         slot = record.label.slot
-        group.nbytes += record.nbytes
-        group.slot_bytes[slot] = record.nbytes
-        if group.keeps(slot):
+        stays = group.keeps(slot)
+        nbytes = record.nbytes if not stays else self._packed_bytes(record) or record.nbytes  # the same count whether it stays or leaves
+        group.nbytes += nbytes
+        group.slot_bytes[slot] = nbytes
+        if stays:
             return
         group.pending.append(weakref.ref(record))
-        group.pending_bytes += record.nbytes
+        group.pending_bytes += nbytes
         if group.pending_bytes >= self._piece_bytes or self._transfers.over_limit:
             self._send(group)
 
@@ -303,22 +305,28 @@ class TensorStore:
 
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
+        packs_all = self._transfers.limits.device_limit_bytes is not None  # a plan under a limit counts on what stays packed, too
         for record in _alive(group.deferred):
-            if not group.keeps(record.label.slot) and record.state is RecordState.RESIDENT:
+            if (packs_all or not group.keeps(record.label.slot)) and record.state is RecordState.RESIDENT:
                 self._gather(record)
             self._enqueue(record, group)
         group.deferred.clear()
         self._send(group)
 
-    def _gather(self, record: Record) -> None:
-        """Pack a sparse view, saved as nothing else, on the compute lane, so that only its elements cross the link."""
+    def _packed_bytes(self, record: Record) -> int | None:
+        """What a sparse view, saved as nothing else, takes when it is packed; None for a record that is worth no packing."""
         layout = record.lone_layout
         if layout is None or record.device_bytes is None or overlaps_itself(layout):
-            return
+            return None
         if record.lane is not self._device.compute:  # nothing orders the current lane after the one that wrote it
-            return
+            return None
         packed_bytes = layout.size.numel() * layout.dtype.itemsize
-        if packed_bytes >= _GATHER_BELOW * record.nbytes:
+        return packed_bytes if packed_bytes < _GATHER_BELOW * record.nbytes else None
+
+    def _gather(self, record: Record) -> None:
+        """Pack a sparse view on the compute lane, so that only its elements cross the link."""
+        packed_bytes, layout = self._packed_bytes(record), record.lone_layout
+        if packed_bytes is None or layout is None or record.device_bytes is None:
             return
         before = record.nbytes
         with torch.no_grad():
@@ -355,7 +363,7 @@ class TensorStore:
         handle.pass_no = record.pass_no
         record.unread -= 1
         if handle.layout is None:
-            return probe
+            return probe.detach()  # the alias itself is the record's: an operator's kept output becomes a part of the recompute's graph
         storage = self._on_device(record)
         gathered = record.gathered
         tensor = view_of(storage, handle.layout, record.base) if gathered is None else _scattered(storage, gathered)

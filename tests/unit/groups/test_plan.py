@@ -97,7 +97,7 @@ def test_warm_up_ends_once_and_a_new_shape_or_order_or_setting_is_planned_anew()
     assert stays(chunks) == [{99}, {99}]  # nothing is new, so nothing is planned
     assert not planner.after_step(seen(chunks, "F0 F1 B1 B0"))
     assert stays(chunks) == [set(), {1}]
-    chunks[1].groups[0].total_offload_bytes += 1
+    chunks[1].groups[0].logical_bytes += 1
     planner.after_step(seen(chunks[1:], "F0 B0"))
     assert stays(chunks) == [set(), {1}]
     planner.settings = PlanSettings.of(OffloadConfig(activation_offload_fraction=0.0))

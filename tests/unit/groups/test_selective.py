@@ -103,8 +103,10 @@ def test_a_second_backward_over_a_retained_graph_gives_the_same_bits(call: Call,
     assert_empty(manager)
 
 
-def test_what_stays_in_the_regions_keeping_is_given_again_as_a_tensor_of_its_own(manager: PipelineOffloadManager) -> None:
-    """A backward that keeps its recompute's graph (create_graph) must not find the next one's output in it."""
+@pytest.mark.parametrize("stays_by", ["size", "plan"])
+def test_what_stays_is_given_again_as_a_tensor_of_its_own(stays_by: str, manager: PipelineOffloadManager) -> None:
+    """A backward that keeps its recompute's graph (create_graph) must not find the next one's output in it. Too small to leave, it is in
+    the region's keeping; where the plan keeps it, a record has it, whose own alias was given away and became a part of each graph."""
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     given: list[Tensor] = []
 
@@ -113,9 +115,16 @@ def test_what_stays_in_the_regions_keeping_is_given_again_as_a_tensor_of_its_own
         given.append(h)
         return h.sin().tanh()
 
-    init_chunk_handler(None, None, 10**6)  # elements: too small to leave
+    if stays_by == "plan":
+        init_chunk_handler(None, None, 1)
+        handler = manager.cur_forward_chunk()
+        assert handler is not None
+        handler.stays = frozenset({0})
+    else:
+        init_chunk_handler(None, None, 10**6)  # elements
     x = source()
     y = kept(body, x)  # type: ignore[arg-type]
+    assert [record.state for record in manager.living_records()] == [RecordState.RESIDENT] * (stays_by == "plan")
     first, second = (torch.autograd.grad(y.sum(), [x], create_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     forwards, once, twice = given

@@ -77,12 +77,19 @@ class Rig:
 
     @contextmanager
     def group(
-        self, name: str = "group", *, chunk: SavedChunk | None = None, min_elements: int = 0, leaves: bool = True, commit: bool = True
+        self,
+        name: str = "group",
+        *,
+        chunk: SavedChunk | None = None,
+        min_elements: int = 0,
+        leaves: bool = True,
+        stays_from: int | None = None,
+        commit: bool = True,
     ) -> Iterator[SavedGroup]:
-        """The hooks of a new group of `chunk`, or of the current one; committed at the end."""
+        """The hooks of a new group of `chunk`, or of the current one; committed at the end. stays_from: the slot from which on it stays."""
         if chunk is None:
             chunk = self.chunks[-1] if self.chunks else self.chunk()
-        group = SavedGroup(GroupId(chunk.id, len(self.groups), name), leaves=leaves)
+        group = SavedGroup(GroupId(chunk.id, len(self.groups), name), leaves=leaves, stays_from=stays_from)
         self.groups.append(group)
         installed: InstalledScope = self.engine.hooks.push(GroupScope(self.engine, chunk, group, min_elements, self.sizes))
         try:

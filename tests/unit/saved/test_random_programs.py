@@ -2,7 +2,8 @@
 
 A program is a list of steps over a growing list of tensors: elementwise operations, products, reductions, views, in-place changes of
 what nothing has saved, checkpoints, custom functions, parameters. It is run once without hooks and then on simulated devices whose
-checker raises wherever no event orders two accesses of the same bytes. Chunks share tensors; some groups stay; caps are small.
+checker raises wherever no event orders two accesses of the same bytes. Chunks share tensors; some groups stay, whole or from some slot
+on; caps are small.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Program:
             for _ in range(choose.randint(1, 3))
         ]
         self.stays = [[choose.random() < 0.2 for _ in groups] for groups in self.chunks]
+        self.stays_from = [[choose.choice([None, None, 0, 1, 2, 4]) for _ in groups] for groups in self.chunks]
         self.config: dict[str, int | None] = {
             "piece_bytes": choose.choice([1, 1000, 100_000]),
             "device_limit_bytes": choose.choice([None, 0, 2000, 20_000]),
@@ -129,15 +131,15 @@ class Program:
         """The gradients of all inputs, twice where the graph is retained."""
         torch.manual_seed(self.seed)  # for the dropouts
         outputs = []
-        for groups, stays in zip(self.chunks, self.stays, strict=True):
+        for groups, stays, stays_from in zip(self.chunks, self.stays, self.stays_from, strict=True):
             if rig is not None:
                 rig.chunk()
             values: list[Tensor] = [self.table, *self.leaves, *self.parameters]
-            for steps, stay in zip(groups, stays, strict=True):
+            for steps, stay, slot in zip(groups, stays, stays_from, strict=True):
                 if rig is None:
                     self._group(steps, values)
                 else:
-                    with rig.group(leaves=not stay):
+                    with rig.group(leaves=not stay, stays_from=slot):
                         self._group(steps, values)
             outputs.append(values[-1].sum())
             if rig is not None:

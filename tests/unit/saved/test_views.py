@@ -250,6 +250,36 @@ def test_a_sparse_view_that_another_lane_wrote_leaves_flat() -> None:
     rig.end()
 
 
+@pytest.mark.parametrize("stays_from", [None, 0], ids=["whole", "in part"])
+def test_under_a_device_limit_a_sparse_view_that_stays_is_packed(stays_from: int | None) -> None:
+    """A plan makes room for what the view itself takes. Flat, it held four times that."""
+    rig = Rig(device_limit_bytes=1 << 20)
+    base = torch.randn(64, 64)
+    expected = base[:, ::4].clone()
+    found: list[Tensor] = []
+    with rig.group(leaves=stays_from is not None, stays_from=stays_from) as group:
+        y = keep(found, base[:, ::4])
+    del base
+    assert rig.transfers.resident_bytes == group.nbytes == 64 * 16 * 4
+    y.backward()
+    assert_equal_bits([expected], [found[0].contiguous()])
+    assert found[0].stride() == (64, 4)
+    del y
+    assert rig.end().spilled == 0
+
+
+def test_a_group_counts_the_same_bytes_whether_its_sparse_views_leave_or_stay() -> None:
+    counts = []
+    for leaves in (True, False):
+        rig = Rig()
+        with rig.group(leaves=leaves) as group:
+            y = keep([], torch.randn(64, 64)[:, ::4], torch.randn(32)[:20], torch.randn(8))
+        counts.append((group.nbytes, group.slot_bytes, group.logical_bytes))
+        del y
+        rig.end()
+    assert counts[0] == counts[1] == (64 * 16 * 4 + 80 + 32, {0: 64 * 16 * 4, 1: 80, 2: 32}, 64 * 16 * 4 + 80 + 32)
+
+
 def test_a_partial_view_of_a_group_that_stays_is_neither_gathered_nor_copied() -> None:
     rig = Rig()
     base = torch.randn(64, 64)
