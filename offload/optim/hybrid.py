@@ -80,8 +80,7 @@ class HybridDeviceOptimizer(Optimizer):
         engine: whose lanes and host memory are used; None makes one on the parameters' device (simulated for CPU parameters).
         model: whose modules wait for their own weights. None: step() waits for all of them.
         cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device. "auto" measures it once, where
-            both
-            classes are torch's Adam or AdamW, and is 1 elsewhere. The state dict says what was chosen.
+            both classes are torch's Adam or AdamW, and is 1 elsewhere. The state dict says what was chosen.
         bucket_bytes: master weights of one bucket.
         overlap_backward: let gradients land as the backward makes them. They must be final then. None: True unless there are several
             ranks and parameters that are not DTensors, since an all-reduce may come after the backward.
@@ -90,9 +89,8 @@ class HybridDeviceOptimizer(Optimizer):
         atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the last whole step; without
             overlap and for 2 to 3 times the memory traffic. None: for classes other than torch's Adam, AdamW, SGD and Adagrad, whose
             fused kernels check everything before they write.
-        max_grad_norm: clip by the global norm in every step. The norm is `last_grad_norm`; gradients in offloaded places stay unclipped in
-            .grad.
-        cpu_threads: of the CPU optimizer. None: one a core near the device, as torch would use.
+        max_grad_norm: clip by the global norm in every step; the norm is `last_grad_norm`. What the host steps stays unclipped in .grad.
+        cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less two.
 
         Raises ValueError or HostBudgetError before anything has moved.
         """
@@ -177,7 +175,11 @@ class HybridDeviceOptimizer(Optimizer):
             step_early=self._step_in_backward,
         )
         self._clip: Tensor | None = None
-        self._place_groups(self.param_groups)
+        try:
+            self._place_groups(self.param_groups)
+        except BaseException:
+            self._close_parts()  # what was pinned goes back to an engine that others use
+            raise
         self._built = True
 
     def _place_groups(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -351,8 +353,8 @@ class HybridDeviceOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None) -> Tensor:
         """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host: never.
 
-        total: the norm, where it is known better, as over the stages of a pipeline. Unlike torch's function of this name it leaves .grad
-        alone and scales what is stepped, so that gradients which have already left need not leave again.
+        total: the norm, where it is known better, as over the stages of a pipeline. Unlike torch's function of this name it scales what is
+            stepped, and not .grad, so that gradients which have already left need not leave again.
         """
         if self._landing.early:
             self._break("clip_grad_norm_ was called")
@@ -413,10 +415,10 @@ class HybridDeviceOptimizer(Optimizer):
     # -- state --------------------------------------------------------------------------------------------------------
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32. Blocks the host for the step
-        under way.
+        """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
 
-        Of offloaded parameters these are views of host memory that later steps change; `state_dict()` copies.
+        Blocks the host for the step under way. Of offloaded parameters these are views of host memory that later steps
+        change; `state_dict()` copies.
         """
         if not getattr(self, "_built", False):
             return self._state

@@ -105,7 +105,14 @@ class _Part:
     def _make(self, plan: Sequence[tuple[Section, Sequence[FlatSpec]]], what: str) -> list[HostSection]:
         needed = sum(spec.element_bytes * layout.numel for layout, specs in plan for spec in specs)
         check_budget(self.engine.arena, needed, what)
-        made = [HostSection(self.engine.arena, layout, specs) for layout, specs in plan]
+        made: list[HostSection] = []
+        try:
+            for layout, specs in plan:
+                made.append(HostSection(self.engine.arena, layout, specs))
+        except BaseException:
+            for section in made:
+                section.close()
+            raise
         for section in made:
             self.places.update((index, (section, start)) for index, start, _ in section.layout.parameters)
         self.sections.extend(made)
@@ -150,10 +157,8 @@ class CpuPart(_Part):
         layouts = list(self._layouts(members, whole=not self.flat))
         plan = []
         for layout, _, master in layouts:
-            names = state_names(group_of[layout.parameters[0][0]]) if self.flat else ()
             amsgrad = any(group_of[index].get("amsgrad") for index, _, _ in layout.parameters)
-            if self.flat and amsgrad:
-                names = state_names({"amsgrad": True})
+            names = state_names({"amsgrad": amsgrad}) if self.flat else ()
             plan.append(
                 (
                     layout,

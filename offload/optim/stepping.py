@@ -32,7 +32,7 @@ LANDING_LEAD = 3
 
 
 class HostedSteps:
-    """Buckets in flight. cpu, streamed: whose buckets. cpu_threads: of the CPU optimizer; None is one a core near the device."""
+    """Buckets in flight. cpu, streamed: whose buckets. cpu_threads: of the CPU optimizer; see Worker."""
 
     def __init__(self, engine: OffloadEngine, cpu: CpuPart, streamed: StreamedPart, cpu_threads: int | None) -> None:
         self._engine = engine
@@ -93,17 +93,15 @@ class HostedSteps:
                 self._streamer.submit(functools.partial(bucket.step, ring, released, factor, paced=True), bucket.done.set)
 
     def hold(self, bucket: HostBucket, gradients: Mapping[int, Tensor]) -> None:
-        """These gradients are read while compute goes on: nobody may write them until somebody has waited for
-        it.
-        """
+        """These gradients are read while compute goes on: nobody may write them until the bucket's weights have been waited for."""
         held = [(gradients[member.index], member) for member in bucket.members if member.index in gradients]
         self._held[id(bucket)] = [(gradient, gradient._version, str(member)) for gradient, member in held]
 
     # [Order: gradients read]
     # hazard  WAR, allocator reuse: `compute` zeroes or frees a gradient that landed, and was not stepped, while `d2h` still copies it.
     # edge    before the optimizer zeroes gradients, and before a bucket takes others, compute waits for an event recorded on d2h.
-    # alive   the bucket, until the copy's event has passed. Gradients that are stepped need no edge of their own: their weights' return
-    # comes after their landing.
+    # alive   the bucket, until the copy's event has passed. Gradients that are stepped need no edge of their own: the return of their
+    #         weights comes after their landing.
     # proof   tests/property/test_optim_edges.py, edge "gradients read"
 
     def order_gradients(self) -> None:

@@ -132,7 +132,9 @@ class StreamedBucket:
         self._gradients: list[tuple[int, Tensor, Tensor]] = []  # place, gradient, weights
 
     def names(self) -> tuple[str, ...]:
-        return (*state_names(self.groups[0]), "master") if self.has_master else state_names(self.groups[0])
+        """The flats that travel."""
+        moments = state_names({"amsgrad": any(group["amsgrad"] for group in self.groups)})
+        return (*moments, "master") if self.has_master else moments
 
     def hold(self, gradients: Mapping[int, Tensor]) -> None:
         """Step these when told to. gradients: flat, by parameter; one that is missing is not stepped."""
@@ -166,9 +168,9 @@ class StreamedBucket:
         slot = ring.take()
         names = self.names()
         if slot.free is not None:
-            device.wait(device.h2d, slot.free, "ring")
-            if paced:
+            if paced:  # before the lane is made to wait: weights on their way back from the CPU go past meanwhile
                 device.synchronize(slot.free)
+            device.wait(device.h2d, slot.free, "ring")
         if self.left is not None:
             device.wait(device.h2d, self.left, "state in")
         size = {name: self.master_dtype.itemsize * layout.numel for name in names}
@@ -223,7 +225,7 @@ class StreamedBucket:
             homes = [weights for _, _, weights in chosen]
             gradients = [gradient for _, gradient, _ in chosen]
             targets = part("master") if self.has_master else homes
-            if "grad" in slot.flats and not self.weights_on_host:
+            if self.has_master:
                 widened = [self._piece_of(slot.flats["grad"], piece) for piece in pieces]
                 torch._foreach_copy_(widened, gradients)
                 gradients = widened

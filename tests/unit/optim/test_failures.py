@@ -225,3 +225,12 @@ def test_a_worker_leaves_the_caller_its_number_of_threads() -> None:
     worker.close()
     assert found == [1]
     assert torch.get_num_threads() == before
+
+
+def test_what_was_pinned_before_a_refusal_goes_back() -> None:
+    """The CPU's part fits, the streamed part does not: nothing stays lent of an engine that others use."""
+    padded = sum(-(-parameter.numel() // 16) * 16 for parameter in net().parameters())
+    engine = OffloadEngine(OffloadConfig(host_limit_bytes=10 * padded), device=SimDevice())
+    with pytest.raises(HostBudgetError, match="the streamed parameters need"):
+        hybrid(net(), offload_fraction=1.0, cpu_share=0.5, engine=engine)
+    assert engine.arena.stats().lent_bytes == 0

@@ -478,3 +478,14 @@ def test_overlap_that_was_asked_for_and_is_not_done_is_said(caplog: pytest.LogCa
         hybrid(net(), offload_fraction=1.0, cpu_optimizer_cls=torch.optim.RMSprop)
     assert "RMSprop is stepped whole before any weight returns, not overlapped" in caplog.text
     assert "atomic_step=False overlaps it" in caplog.text
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_groups_with_and_without_amsgrad_share_a_bucket(share: float) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        first, *rest = model.parameters()
+        return [{"params": [first]}, {"params": rest, "amsgrad": True}]
+
+    expected = run(lambda model: AdamW(groups(model), **FUSED))
+    found = run(lambda model: hybrid(model, params=groups(model), offload_fraction=1.0, cpu_share=share, bucket_bytes=1 << 20))
+    assert_same_bits(found, expected)
