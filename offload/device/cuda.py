@@ -235,7 +235,7 @@ class CudaDevice:
 
     def new_compute_lane(self, name: str) -> CudaLane:
         lane = CudaLane(name, torch.cuda.Stream(self._device))
-        self._compute_lanes[lane.stream.cuda_stream] = lane
+        self._compute_lanes[lane.stream.stream_id] = lane
         return lane
 
     @contextmanager

@@ -100,3 +100,11 @@ def test_poll_that_finds_an_event_passed_tells_the_sanitizer_and_never_blocks(
     event.event.passed = True
     assert device.poll(event)
     assert event.event.synchronized == int(sanitizing)
+
+
+def test_a_compute_lane_that_was_made_is_the_one_that_is_current_on_its_stream(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are protected by the identity of the lane: a second object for one stream would order nothing where it should."""
+    lane = device.new_compute_lane("optimizer")
+    assert device.compute is not lane
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: lane.place, raising=False)
+    assert device.compute is lane
