@@ -177,7 +177,14 @@ def rank_of(walls_ms: list[float], active: int, **more: Any) -> dict[str, Any]:
         "restore_bytes": 19 * GB,
         "refused_bytes": 0,
     }
-    timed = {"first_ms": 500.0, "walls_ms": walls_ms, "active_bytes": active, "reserved_bytes": active + GB, "action_ms": [100.0, 200.0], "engine": engine}
+    timed = {
+        "first_ms": 500.0,
+        "walls_ms": walls_ms,
+        "active_bytes": active,
+        "reserved_bytes": active + GB,
+        "action_ms": [100.0, 200.0],
+        "engine": engine,
+    }
     return timed | more
 
 
