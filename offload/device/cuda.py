@@ -298,6 +298,7 @@ class CudaDevice:
 
     def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
         # what torch.cuda.set_stream calls: the context manager costs 8.9 microseconds, more than the copy it wraps (H200 host)
+        current_device = torch._C._cuda_getDevice()
         before = torch._C._cuda_getCurrentStream(self._index)
         _make_current(cast(CudaLane, lane).place)
         try:
@@ -305,6 +306,8 @@ class CudaDevice:
                 destination.copy_(source, non_blocking=True)
         finally:
             _make_current(before)
+            if current_device != self._index:  # a stream that becomes the current one takes its device along
+                torch._C._cuda_setDevice(current_device)
 
     def host_memory(self, nbytes: int, registration_bytes: int) -> _PinnedMemory:
         self._refuse_in_capture(f"pinning {nbytes:,} bytes")

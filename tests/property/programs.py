@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, StaleHandleError
 from offload.device.sim import ExecutorName, SimDevice, SimGraph
+from offload.policy.actions import Rates
 from tests.property.watch import Watch
 
 ROWS, COLUMNS = 4, 16
@@ -265,6 +266,7 @@ class Settings:
     compute_s: float = 1e-8  # announced an operation
     lanes: int = 1
     announced: bool = True
+    rates: Rates | None = None  # of the link as it was measured: with a device limit, plans are timed and tried
     config: OffloadConfig = field(default_factory=OffloadConfig)
 
 
@@ -275,6 +277,7 @@ class Offloaded(Plain):
         self.settings = settings
         self.device = SimDevice(executor=settings.executor, seed=settings.seed, d2h_gb_s=settings.gb_s, h2d_gb_s=settings.gb_s)
         self.engine = OffloadEngine(settings.config, device=self.device)
+        self.engine.rates = settings.rates
         self.manager = PipelineOffloadManager(self.engine, print_summary=False)
         self.watch = Watch(self.engine, declare=settings.lanes > 1)
         self.stages = stages

@@ -1,7 +1,8 @@
-"""Events of the CUDA device, on a stand-in for torch.cuda's: made once, and on loan to one hand-off at a time."""
+"""Streams and events of the CUDA device, on a stand-in for torch.cuda's: made once, events on loan to one hand-off at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -108,3 +109,55 @@ def test_a_compute_lane_that_was_made_is_the_one_that_is_current_on_its_stream(d
     assert device.compute is not lane
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: lane.place, raising=False)
     assert device.compute is lane
+
+
+class _Process:
+    """The current device and each device's current stream, as torch keeps them: making a stream current takes its device along."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: CudaDevice, current_device: int) -> None:
+        self.device = current_device
+        self.streams = {index: (100 + index, index, 1) for index in range(2)}
+        self.copied_on: list[tuple[int, ...]] = []
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.device, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_setDevice", self._set_device, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", self.streams.__getitem__, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_setStream", self._set_stream, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream(device))
+
+    def _set_device(self, index: int) -> None:
+        self.device = index
+
+    def _set_stream(self, stream_id: int, device_index: int, device_type: int) -> None:
+        self.streams[device_index] = (stream_id, device_index, device_type)
+        self.device = device_index
+
+    def copy_(self, source: Any, non_blocking: bool) -> None:
+        if source is None:
+            raise RuntimeError("refused")
+        self.copied_on.append(self.streams[0])
+
+
+@pytest.mark.parametrize("source", ["bytes", None], ids=["copied", "refused"])
+@pytest.mark.parametrize("current_device", [0, 1])
+def test_copy_leaves_the_current_device_and_its_streams_as_they_were(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, current_device: int, source: Any
+) -> None:
+    """A model on cuda:0 in a thread whose current device is cuda:1: after the first spill, `device="cuda"` meant another GPU."""
+    process = _Process(monkeypatch, device, current_device)
+    before = dict(process.streams)
+    with contextlib.nullcontext() if source else pytest.raises(RuntimeError, match="refused"):
+        device.copy(device.d2h, [(process, source)])  # type: ignore[list-item]
+    assert (process.device, process.streams) == (current_device, before)
+    assert process.copied_on == ([device.d2h.place] if source else [])
+
+
+def test_lane_of_a_stream_is_the_same_one_whenever_it_is_current_again(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records and transfers compare lanes by identity. A stream from outside has its address for an id, and nothing else is asked of it."""
+    process = _Process(monkeypatch, device, 1)
+    first = device.compute
+    process.streams[0] = (0x7F00_0000_1000, 0, 1)
+    outside = device.compute
+    process.streams[1] = (7, 1, 1)  # another device's
+    assert device.compute is outside is not first
+    process.streams[0] = (100, 0, 1)
+    assert device.compute is first
