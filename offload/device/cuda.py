@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -154,6 +155,26 @@ class _PinnedMemory:
         self._pieces = ()
         self._mapping = None  # returned to the system with its last tensor
 
+    def __del__(self) -> None:
+        # dropped and not released, as its arena was: if the system got pages back that are still registered, CUDA would refuse whatever is
+        # mapped at their address next (error 712), or a copy of it. Blocks the host for the copies in flight
+        if not getattr(self, "_registered", None) or sys.is_finalizing():
+            return
+        if _capturing():  # an unregistration would end the capture: this address is given up instead
+            _GIVEN_UP.append(self._pieces)
+            return
+        with contextlib.suppress(Exception):
+            torch.cuda.synchronize()
+        self.release()
+
+
+_GIVEN_UP: list[tuple[torch.Tensor, ...]] = []
+"""Pieces of mappings that were dropped while a graph was captured."""
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
 
 def _make_current(place: tuple[int, ...]) -> None:
     stream_id, device_index, device_type = place
@@ -273,7 +294,7 @@ class CudaDevice:
         try:
             event = free.pop()
         except IndexError:
-            event = torch.cuda.Event(enable_timing=timed, blocking=True)  # a thread that waits sleeps, and leaves its core to others
+            event = torch.cuda.Event(enable_timing=timed)
         event.record(cast(CudaLane, lane).stream)
         return _CudaEvent(event, free)
 

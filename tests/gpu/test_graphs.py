@@ -343,7 +343,7 @@ def test_delayed_groups_are_flushed_after_a_replay(managed: Any) -> None:
     """Eager groups before a captured layer: their commits wait until the graph has been launched. The plan keeps the last one from the
     second step on."""
     wanted = expected()
-    manager = managed(**CAPS["tiny"])
+    manager = managed(max_spilling_bytes=256 << 10, max_restoring_bytes=256 << 10)  # a full piece would leave before its group's end
     model = stages()[0]
     manager.register_parameters(model)
     with capturing():

@@ -61,10 +61,25 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int = 5, *, microbatche
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+_open: list[tuple[HybridDeviceOptimizer, OffloadEngine]] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """What a test built gives its pinned memory back."""
+    yield
+    while _open:
+        optimizer, engine = _open.pop()
+        optimizer.close()
+        engine.close()
+
+
 def hybrid(parameters_of: nn.Module, device: WidenedDevice | None = None, /, **options: Any) -> HybridDeviceOptimizer:
     engine = OffloadEngine(device=device if device is not None else "cuda")
     common: dict[str, Any] = {"engine": engine, "bucket_bytes": BUCKET, "cpu_share": 0.5, **RECIPE}
-    return HybridDeviceOptimizer(parameters_of.parameters(), 1.0, **{**common, **options})
+    optimizer = HybridDeviceOptimizer(parameters_of.parameters(), 1.0, **{**common, **options})
+    _open.append((optimizer, engine))
+    return optimizer
 
 
 def assert_same_bits(mine: list[Tensor], other: list[Tensor]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload.device import cuda
 from offload.device.base import HostMemory
 from offload.device.cuda import _PinnedMemory, cores_in
 from offload.errors import HostBudgetError, OffloadError
@@ -179,6 +180,27 @@ def test_a_mapping_that_the_system_refuses_is_a_budget_error_and_pins_nothing(ru
         _PinnedMemory(1 << 30, 64 * MIB)
     assert runtime.registered == {}
     _PinnedMemory(PIECE, PIECE).release()
+
+
+def test_memory_that_is_dropped_is_unregistered_before_the_system_gets_it_back(runtime: FakeRuntime) -> None:
+    """An optimizer went out of scope with its engine: the next mapping lay at the same address, and CUDA refused to register it."""
+    memory = _PinnedMemory(2 * PIECE, PIECE)
+    extent = memory.pieces[0]
+    assert len(runtime.registered) == 2
+    del memory
+    assert runtime.registered == {}
+    extent.fill_(1)  # still there for whoever holds it
+
+
+def test_memory_that_is_dropped_in_a_capture_keeps_its_address(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[Any] = []
+    monkeypatch.setattr(cuda, "_capturing", lambda: True)
+    monkeypatch.setattr(cuda, "_GIVEN_UP", given_up)
+    memory = _PinnedMemory(PIECE, PIECE)
+    (address,) = runtime.registered
+    del memory
+    assert list(runtime.registered) == [address]
+    assert given_up[0][0].data_ptr() == address
 
 
 def test_a_kernel_without_huge_pages_pins_all_the_same(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
