@@ -148,7 +148,8 @@ class HostArena:
             shelved = self._shelf.take(nbytes)
             if shelved is not None:
                 return self._lend(nbytes, *shelved)
-            self._clear_shelf()
+            if self._free.best_fit(needed) is None:  # else the sizes of a steady step stay on the shelf beside one that changes
+                self._clear_shelf()
             while needed > self._free.total_bytes:
                 # deficits of several misses are not added up: the blocks that were missed may never be lent together
                 target_bytes = self._growth.held_bytes + needed - self._free.total_bytes

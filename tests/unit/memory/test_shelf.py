@@ -77,6 +77,21 @@ def test_sizes_that_never_come_again_are_lent_to_those_that_do() -> None:
     assert arena.stats().missing == 0
 
 
+def test_a_size_that_changes_does_not_clear_the_shelf_while_another_range_holds_it() -> None:
+    """One tensor of a new size in each microbatch, as an expert's: every block was joined and cut anew after it, at twice the host time."""
+    arena = arena_on(FakeDevice(), limit_bytes=4 * PIECE)
+    arena.reserve(4 * PIECE)
+    steady = [taken(arena, 1000) for _ in range(4)]
+    extents = [block.extents for block in steady]
+    for block in steady:
+        arena.give_back(block, None)
+    for nbytes in range(2000, 6000, 1000):
+        arena.give_back(taken(arena, nbytes), None)
+    again = [taken(arena, 1000) for _ in range(4)]
+    assert all(block.extents is before for block, before in zip(again, extents, strict=True))
+    assert taken(arena, 2 * PIECE).nbytes == 2 * PIECE, "more than any range that is not on the shelf: now it is cleared"
+
+
 def test_what_lies_on_the_shelf_is_free_to_a_trim_to_clear_and_to_a_block_in_one_piece() -> None:
     device = FakeDevice()
     arena = arena_on(device, limit_bytes=4 * PIECE)
@@ -99,7 +114,7 @@ def test_what_lies_on_the_shelf_is_free_to_a_trim_to_clear_and_to_a_block_in_one
 
 @pytest.mark.parametrize("whole", [True, False], ids=["contiguous", "take"])
 def test_a_block_that_comes_back_while_another_thread_pins_is_lent_and_nothing_more_is_pinned(whole: bool) -> None:
-    """It came back to the shelf, where the thread that waited for the pinning did not look again: an error, or a miss, beside free bytes."""
+    """It came back to the shelf, where the thread that waited for the pinning did not look again: an error, or a miss, beside free bytes"""
     device = FakeDevice(pins=True)
     arena = arena_on(device, growth="inline", limit_bytes=2 * PIECE)
     block = taken(arena, PIECE)
