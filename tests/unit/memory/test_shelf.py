@@ -114,7 +114,7 @@ def test_what_lies_on_the_shelf_is_free_to_a_trim_to_clear_and_to_a_block_in_one
 
 @pytest.mark.parametrize("whole", [True, False], ids=["contiguous", "take"])
 def test_a_block_that_comes_back_while_another_thread_pins_is_lent_and_nothing_more_is_pinned(whole: bool) -> None:
-    """It came back to the shelf, where the thread that waited for the pinning did not look again: an error, or a miss, beside free bytes"""
+    """It came back to the shelf, where the thread that waited for the pinning did not look again: an error or a miss beside free bytes."""
     device = FakeDevice(pins=True)
     arena = arena_on(device, growth="inline", limit_bytes=2 * PIECE)
     block = taken(arena, PIECE)
