@@ -149,11 +149,14 @@ class HostArena:
             shelved = self._shelf.take(nbytes)
             if shelved is not None:
                 return self._lend(nbytes, *shelved)
-            self._clear_shelf()
+            if self._free.best_fit(needed) is None:  # else the sizes of a steady step stay on the shelf beside one that changes
+                self._clear_shelf()
             while needed > self._free.total_bytes:
                 # deficits of several misses are not added up: the blocks that were missed may never be lent together
                 target_bytes = self._growth.held_bytes + needed - self._free.total_bytes
-                if not (self._growth.inline and self._growth.try_hold(target_bytes)):
+                grown = self._growth.inline and self._growth.try_hold(target_bytes)
+                self._clear_shelf()  # blocks may have come back while it waited for another thread that pins
+                if not grown and needed > self._free.total_bytes:
                     self._missing += 1
                     self._missing_bytes += nbytes
                     self._growth.hold_later(target_bytes)
@@ -173,6 +176,7 @@ class HostArena:
             self._clear_shelf()
             while (free := self._free.best_fit(needed)) is None:
                 self._growth.hold_piece(needed)
+                self._clear_shelf()  # as in `take`
             part = self._free.cut(free, needed)
         for mark in part.marks:  # without the lock: this may block
             if (event := mark.event) is not None:

@@ -518,6 +518,29 @@ def test_group_that_the_plan_keeps_releases_nothing_and_says_nothing(
     assert not caplog.records
 
 
+def test_forced_release_in_a_group_that_stays_in_part_frees_what_leaves_and_leaves_alone_what_stays(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was saved as both stays: the plan's part of it is read where it is."""
+    leaving, staying, both = torch.randn(64), torch.randn(64), torch.randn(64)
+    handler = begun(manager)
+    handler.stays_from = {0: 2}
+    handler.on_group_start_forward("a")
+    tags = [handler.tensor_push(tensor) for tensor in (leaving, both, staying)]
+    original = [tensor.clone() for tensor in (leaving, both, staying)]
+    both.add_(1)
+    tags.append(handler.tensor_push(both))  # slot 3
+    with caplog.at_level(logging.WARNING, "offload"):
+        handler.on_group_commit_forward([leaving, staying, both])
+    assert not caplog.records
+    assert [tensor.untyped_storage().nbytes() for tensor in (leaving, staying, both)] == [0, 256, 256]
+    assert torch.equal(handler.tensor_pop(tags[0]), original[0])
+    assert torch.equal(handler.tensor_pop(tags[2]), original[2])
+    assert torch.equal(handler.tensor_pop(tags[3]), both)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        handler.tensor_pop(tags[1])
+
+
 @pytest.mark.req("S2-75")
 def test_forced_release_waits_for_every_copy_of_that_storage_that_is_under_way(manager: PipelineOffloadManager) -> None:
     """Two chunks save one storage; the second frees it while the first one's copy, issued later, still reads it."""

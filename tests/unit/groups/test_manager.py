@@ -728,3 +728,36 @@ def test_groups_of_a_name_that_every_layer_has_are_told_apart(manager: PipelineO
     assert handler is not None
     assert [group.name for group in handler.groups] == list(NAMES) * 3
     assert handler.get_max_deduplicated_groups() == len(NAMES)
+
+
+# -- how often the prefetch looks -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("piece_bytes", "window_bytes", "reads_a_look"),
+    [
+        (1024, 1 << 20, 4),  # a piece is four records
+        (1 << 20, 8 * 1024, 8),  # a quarter of the window is eight
+        (1024, 512, 1),  # less than a record
+        (1024, 0, 1),
+    ],
+)
+def test_prefetch_looks_again_after_a_stride_of_reads_and_not_after_each(
+    piece_bytes: int, window_bytes: int, reads_a_look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its look costs more host time than a small read."""
+    saves = 16
+    looks: list[int] = []
+    reads = [0]
+    with installed(build_manager(piece_bytes=piece_bytes, max_restoring_bytes=window_bytes)) as manager:
+        assert manager is not None
+        monkeypatch.setattr(manager.engine.prefetch, "pump", lambda chunks: looks.append(reads[0]))
+        manager.engine.on_read(lambda handle: reads.__setitem__(0, reads[0] + 1))  # told after the manager
+        init_chunk_handler(None, None, 1)
+        x = group_start(leaf(), "a")
+        with offload_hooks():
+            y = x * 2
+            for _ in range(saves):
+                y = y.sin()
+        group_commit(y, "a").sum().backward()
+        in_between = [at for at in looks if 0 < at < saves]
+        assert in_between == [at - 1 for at in range(reads_a_look, saves + 1, reads_a_look) if at > 1]
+        step_end()

@@ -10,6 +10,7 @@ import torch
 
 from offload import OffloadConfig, OffloadEngine, group_commit, group_start, offload_hooks
 from offload.device.sim import SimDevice
+from offload.groups.clock import StepClock
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.groups.timed import TimedPlan, Trial
@@ -237,3 +238,47 @@ def test_plan_that_keeps_sparse_views_settles() -> None:
             kept.append([handler.stays for handler in manager._handlers.values()])
         assert any(kept[0])
         assert kept == kept[:1] * 4
+
+
+def test_summary_counts_what_leaves_in_each_step_of_a_trial_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk of two groups of several tensors: the table's bytes are those that the next step sends, whichever plan it follows."""
+    seconds = {("F", 0, 0): 1e-3, ("B", 0, 0): 2e-3}
+    monkeypatch.setattr(StepClock, "end_step", lambda self, stalls: seconds)
+    order = one_f_one_b(1, 0)
+    steps = 8
+    expected = baseline(build_stages(names=("block",)), [order] * steps)
+    with installed(build_manager(device_limit_bytes=8 * KIB, max_spilling_bytes=KIB)) as manager:
+        assert manager is not None
+        manager.engine.rates = Rates(d2h_bytes_per_s=4e6, h2d_bytes_per_s=4e6)
+        driver = Driver(build_stages(names=("block",)), announced=True)
+        found, parts = [], []
+        for step in range(steps):
+            promised = manager.offload_summary_total_bytes
+            parts.append([dict(handler.stays_from) for handler in manager._handlers.values()])
+            found.append(driver.step(order))
+            assert step == 0 or manager.stats.spill_bytes == promised
+        assert any(any(own) for own in parts), "no plan kept a group in part"
+        assert len({str(own) for own in parts[3:6]}) == 2, "two plans were tried"
+    assert_same(expected, found)
+
+
+def test_plan_made_by_hand_in_the_middle_of_a_trial_ends_it() -> None:
+    engine = OffloadEngine(OffloadConfig(device_limit_bytes=24 * KIB, piece_bytes=KIB), device=SimDevice())
+    engine.rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
+    planner = StepPlanner(engine, PlanSettings.of(engine.config))
+    chunks = chunks_of(engine, "ab", "ab", nbytes=8 * KIB)
+    for chunk in chunks:
+        for group in chunk.groups:
+            group.slot_bytes = tuple((slot, 2 * KIB) for slot in range(4))
+    step = seen(chunks, "F0 F1 B0 B1")
+    step = dataclasses.replace(step, seconds=dict.fromkeys(step.actions, 1e-3))
+    for _ in range(3):
+        planner.after_step(step)
+    tried = [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks]
+    planner.plan_now(step)
+    by_hand = [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks]
+    assert by_hand != tried
+    planner.pass_over(step)
+    assert [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks] == by_hand
+    planner.after_step(step)
+    assert [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks] == tried, "a new trial, from its first plan on"
