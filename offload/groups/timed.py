@@ -13,12 +13,16 @@ from dataclasses import dataclass
 
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.units import Stays, cut_into_units, stays_of
-from offload.policy.actions import Action, ChunkKey, GroupKey, Keeps, Rates
+from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.plan import Plan, choose_keeps
 
-__all__ = ["TimedPlan", "Trial", "timed_plans"]
+__all__ = ["TimedPlan", "Trial", "timed_plans", "trials_for"]
 
 logger = logging.getLogger(__name__)
+
+_MOST_TRIALS, _FEWEST_TRIALS = 100, 12
+_UNIT_TRIALS = 50_000
+"""Units times simulated steps of one search: about 1 s of host time, once, on whatever pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,11 @@ class Trial:
         return self.plan
 
 
+def trials_for(num_units: int) -> int:
+    """Steps to simulate in one search: their cost grows with the units of all chunks."""
+    return max(_FEWEST_TRIALS, min(_MOST_TRIALS, _UNIT_TRIALS // max(1, num_units)))
+
+
 def timed_plans(
     chunks: Sequence[ChunkOffloadHandler],
     actions: Sequence[Action],
@@ -87,8 +96,9 @@ def timed_plans(
     found: list[tuple[Plan, TimedPlan]] = []
     whole_bytes = max(sum(group.total_offload_bytes for group in chunk.groups) for chunk in chunks) + 1
     cuts = [{chunk.id: cut_into_units(chunk.groups, least_bytes) for chunk in chunks} for least_bytes in (piece_bytes, whole_bytes)]
-    for units in cuts if cuts[0] != cuts[1] else cuts[:1]:  # a search is 0.4 s of host time
-        chosen = choose_keeps(actions, {chunk: [unit.size for unit in own] for chunk, own in units.items()}, compute_s, rates, limit_bytes)
+    for units in cuts if cuts[0] != cuts[1] else cuts[:1]:
+        sizes: dict[ChunkKey, list[GroupSize]] = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
+        chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, max_trials=trials_for(sum(map(len, sizes.values()))))
         kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
         for key in chosen.keeps:
             kept[key.chunk].add(key.position)

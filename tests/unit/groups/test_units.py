@@ -13,7 +13,7 @@ from offload.device.sim import SimDevice
 from offload.groups.clock import StepClock
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
-from offload.groups.timed import TimedPlan, Trial
+from offload.groups.timed import TimedPlan, Trial, trials_for
 from offload.groups.units import Unit, cut_into_units, stays_of
 from offload.policy.actions import GroupSize, Rates
 from offload.policy.lookahead import ActionKey
@@ -152,6 +152,10 @@ def test_plan_whose_stall_is_not_known_is_not_chosen_unless_none_is() -> None:
         _run(trial, [(0.0, True), *((stall_ms, True) for stall_ms in stalls)])
         assert trial.settled
         assert trial.plan.restoring_room_bytes == chosen
+
+
+def test_a_search_over_many_units_simulates_fewer_steps_but_always_some() -> None:
+    assert [trials_for(units) for units in (0, 500, 1000, 5000, 10**6)] == [100, 100, 50, 12, 12]
 
 
 def test_a_single_plan_needs_no_trial() -> None:
