@@ -25,7 +25,7 @@ def run(folder: Path, *arguments: str, script: Path = ROOT / "scripts" / "bench_
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     finished = subprocess.run(
-        [*launcher, str(script), "--tiny", "--samples", "1", "--out", str(out), *arguments],
+        [*launcher, str(script), "--tiny", "--samples", "1", "--warmup", "3", "--out", str(out), *arguments],
         capture_output=True,
         text=True,
         timeout=LONG,
