@@ -107,8 +107,16 @@ class HybridDeviceOptimizer(Optimizer):
         self.defaults = {**self._arguments, **kwargs}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. The group gets the values of the step, and none of the arguments that are no numbers."""
+        """As torch's. The group gets the values of the step, and none of the arguments that are no numbers.
+
+        A view of a parameter, as the shards of a float32 model are, is made one that may have a gradient.
+        """
         shown, self.defaults = self.defaults, self._of_groups
+        given = param_group["params"]
+        param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        for parameter in param_group["params"]:
+            if isinstance(parameter, Tensor) and not parameter.is_leaf:
+                parameter.retain_grad()
         try:
             super().add_param_group(param_group)
             if self._built is not None:
@@ -182,7 +190,7 @@ class HybridDeviceOptimizer(Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if parameters and all(parameter.dtype == torch.float32 and not parameter._is_view() for parameter in parameters):
             raise OffloadError(
-                f"update_fp32_param_by_new_param: the {len(parameters):,} parameters are float32 masters that Megatron made; the model's new "
+                f"update_fp32_param_by_new_param: the {len(parameters):,} parameters are float32 masters of Megatron's; the model's new "
                 "weights are not among them, so training would go on from the old ones; set use_precision_aware_optimizer=True"
             )
         if self._built is not None:  # else they are fetched when it is
