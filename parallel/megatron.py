@@ -21,10 +21,10 @@ from types import ModuleType
 from typing import Any
 
 from offload import OffloadError
-from parallel.megatron_optimizer import OPTIMIZER_PAGE, names_of_optimizer_page
+from parallel.megatron_optimizer import OPTIMIZER_PAGE, HybridDeviceOptimizer, names_of_optimizer_page
 from parallel.megatron_page import PAGE, GraphCaptureError, names_of
 
-__all__ = ["OPTIMIZER_PAGE", "PAGE", "GraphCaptureError", "install", "uninstall"]
+__all__ = ["OPTIMIZER_PAGE", "PAGE", "GraphCaptureError", "HybridDeviceOptimizer", "install", "uninstall"]
 
 PAGES: dict[str, Callable[[ModuleType], dict[str, Any]]] = {PAGE: names_of, OPTIMIZER_PAGE: names_of_optimizer_page}
 

@@ -4,7 +4,8 @@ Skipped where megatron.core cannot be imported; it is no dependency of this proj
 (0.18 and later need triton and einops beside it) and `PYTHONPATH=DIR pytest tests/integration/test_megatron.py` run it. It has been run
 with core 0.16.1, 0.17.1, 0.18.1 and 0.19.2, whose pages are those of every release from 0.16.1 to 0.19.2.
 
-What Megatron asks of a GPU is answered by megatron_on_cpu.py. Each start of ranks (this file run as a script is one rank) goes through all cases; each test then looks at one thing they report.
+What Megatron asks of a GPU is answered by megatron_on_cpu.py. Each start of ranks (this file run as a script is one rank) goes through all
+cases; each test then looks at one thing they report.
 """
 
 from __future__ import annotations
