@@ -162,8 +162,9 @@ def group_start(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     if manager is not None and manager.do_offload and engine_page.is_graph_capturing() and not manager.is_capturing:
         raise GraphCaptureError(
             f"group {name!r} is opened while a CUDA graph is captured, and no region holds the host memory that its replays would copy to; "
-            f"make the graphs inside `with offload.capturing():`, or take the module of {name!r} out of the captured ones "
-            "(cuda_graph_modules, or cuda_graph_scope) or out of offload_modules"
+            "make the graphs inside `with offload.capturing():`, around Megatron's create_cudagraphs(), with host memory reserved for them "
+            f"(OffloadConfig.host_reserve_bytes); or take the module of {name!r} out of the captured ones (cuda_graph_modules, or "
+            "cuda_graph_scope) or out of offload_modules"
         )
     return engine_page.fine_grained_offloading_group_start(tensor, name)
 
