@@ -1,7 +1,7 @@
 """What stands in place of Megatron-core's offload module: its names, for both generations of callers, over this engine.
 
-Core 0.16 commits a group by a static `group_commit(tensor, name)`, core 0.19 by `group_offload(tensor)` of the object that opened it; the
-order of the arguments that begin a microbatch differs too.
+Up to core 0.18 a group is committed by a static `group_commit(tensor, name)`, from 0.19 on by `group_offload(tensor)` of the object that
+opened it; the order of the arguments that begin a microbatch differs too.
 
 One invariant: what a name answers depends on the arguments of the call; only a call that both generations would accept is read by the
 version of Megatron that is loaded. What the engine cannot do is refused: a group inside a CUDA graph that is captured outside of
@@ -51,25 +51,38 @@ def megatron_version() -> tuple[int, int] | None:
 
 # ---- a microbatch begins ----
 
-NEWER_KEYWORDS = frozenset({"pp_rank", "delta_offload_bytes_across_pp_ranks", "activation_offload_fraction", "max_inflight_offloads"})
+NEWER_KEYWORDS = frozenset({"pp_rank", "delta_offload_bytes_across_pp_ranks", "activation_offload_fraction"})
 
 
 def init_chunk_handler(*arguments: Any, **keywords: Any) -> None:
     """The forward of a virtual stage's next microbatch begins; in either generation's order of arguments.
 
-    Up to 0.18: (vp_size, vp_stage, min_offloaded_tensor_size). From 0.19: (pp_rank, vp_size, vp_stage, min_offloaded_tensor_size,
-    delta_offload_bytes_across_pp_ranks, activation_offload_fraction, max_inflight_offloads). A fourth position or a newer keyword tells the
-    newer order; fewer positions are read by the loaded version, and as the older order where there is none.
+    0.16 and 0.17: (vp_size, vp_stage, min_offloaded_tensor_size). 0.18: max_inflight_offloads as the fourth. From 0.19: (pp_rank, vp_size,
+    vp_stage, min_offloaded_tensor_size, delta_offload_bytes_across_pp_ranks, activation_offload_fraction, max_inflight_offloads). A fifth
+    position or a keyword that only 0.19 has tells the newer order. Other positions are read by the loaded version; where there is none
+    a fourth tells the newer order and fewer the older one.
     min_offloaded_tensor_size: elements, not bytes. Raises ValueError for values outside their ranges, TypeError for unknown arguments.
     Blocks the host: never.
     """
     version = megatron_version()
-    newer = len(arguments) > 3 or not NEWER_KEYWORDS.isdisjoint(keywords) or (arguments and version is not None and version >= (0, 19))
-    (_begin_newer if newer else _begin_older)(*arguments, **keywords)
+    newer = len(arguments) > 4 or not NEWER_KEYWORDS.isdisjoint(keywords) or (arguments and version is not None and version >= (0, 19))
+    capped = "max_inflight_offloads" in keywords or (len(arguments) == 4 and version == (0, 18))
+    begin = _begin_newer if newer else _begin_0_18 if capped else _begin_newer if len(arguments) == 4 else _begin_0_16
+    begin(*arguments, **keywords)
 
 
-def _begin_older(vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 2**20) -> None:
+def _begin_0_16(vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 2**20) -> None:
     offload.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size)
+
+
+def _begin_0_18(
+    vp_size: int | None = None,
+    vp_stage: int | None = None,
+    min_offloaded_tensor_size: int = 2**20,
+    max_inflight_offloads: int | None = None,
+) -> None:
+    offload.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, max_inflight_offloads=max_inflight_offloads)
+    _take_cap_back(max_inflight_offloads)
 
 
 def _begin_newer(
@@ -90,31 +103,21 @@ def _begin_newer(
         activation_offload_fraction=activation_offload_fraction,
         max_inflight_offloads=max_inflight_offloads,
     )
+    _take_cap_back(max_inflight_offloads)
+
+
+def _take_cap_back(max_inflight_offloads: int | None) -> None:
+    """To Megatron None is no cap, to the engine "as it was"."""
     manager = PipelineOffloadManager.get_instance()
     if max_inflight_offloads is None and manager.settings.max_inflight_offloads is not None:
-        manager.settings = replace(manager.settings, max_inflight_offloads=None)  # to Megatron None is no cap, to the engine "as it was"
+        manager.settings = replace(manager.settings, max_inflight_offloads=None)
 
 
 # ---- groups ----
 
 
-class _TaggedScope:
-    """A group's scope that leaves alone what Megatron or Transformer Engine tagged as staying on the device."""
-
-    __slots__ = ("_scope",)
-
-    def __init__(self, scope: Any) -> None:
-        self._scope = scope
-
-    def min_elements(self) -> int:
-        return int(self._scope.min_elements())
-
-    def take(self, tensor: torch.Tensor) -> Any:
-        return None if is_tagged_to_stay(tensor) else self._scope.take(tensor)
-
-
 def is_tagged_to_stay(tensor: torch.Tensor) -> bool:
-    """Whether a tensor carries one of the attributes that Megatron's own engine respects. Of 0.16 the first, of 0.19 the others."""
+    """Whether a tensor carries one of the attributes that Megatron's own engine respects. Up to 0.18 the first, from 0.19 on the others."""
     return (
         getattr(tensor, "offloading_activation", True) is False
         or bool(getattr(tensor, "_TE_do_not_offload", False))
@@ -128,10 +131,9 @@ def _close_nothing() -> None:
 
 def _open_scope(manager: PipelineOffloadManager | None) -> Callable[[], None]:
     """Install the hooks for the innermost open group; returns what removes exactly them, whatever is switched in between."""
-    installed = None if manager is None else manager.open_scope()
+    installed = None if manager is None else manager.open_scope(is_tagged_to_stay)
     if manager is None or installed is None:
         return _close_nothing
-    installed.scope = _TaggedScope(installed.scope)
     owner = manager
     return lambda: owner.close_scope(installed)
 
@@ -160,14 +162,15 @@ def group_start(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     if manager is not None and manager.do_offload and engine_page.is_graph_capturing() and not manager.is_capturing:
         raise GraphCaptureError(
             f"group {name!r} is opened while a CUDA graph is captured, and no region holds the host memory that its replays would copy to; "
-            f"make the graphs inside `with offload.capturing():`, or take the module of {name!r} out of the captured ones "
-            "(cuda_graph_modules, or cuda_graph_scope) or out of offload_modules"
+            "make the graphs inside `with offload.capturing():`, around Megatron's create_cudagraphs(), with host memory reserved for them "
+            f"(OffloadConfig.host_reserve_bytes); or take the module of {name!r} out of the captured ones (cuda_graph_modules, or "
+            "cuda_graph_scope) or out of offload_modules"
         )
     return engine_page.fine_grained_offloading_group_start(tensor, name)
 
 
 def group_commit(tensor: T, name: str, forced_released_tensors: Tensors = None, delay_offload: bool = False) -> T:
-    """Close group `name`, as callers of 0.16 do: delay_offload always waits for `flush_delayed_groups`.
+    """Close group `name`, as callers up to 0.18 do: delay_offload always waits for `flush_delayed_groups`.
 
     tensor: an output of the group's layers, or a tuple or list whose first element is one. forced_released_tensors: freed once copied.
     Raises GroupOrderError if no such group is open. Blocks the host: never.

@@ -318,4 +318,3 @@ def _watched(manager: PipelineOffloadManager, model: nn.Module, seen: Compared) 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-

@@ -12,7 +12,7 @@ from offload.saved.store import SavedGroup
 
 __all__ = ["DYNAMIC_SHAPE_GROUPS", "OffloadTensorGroup"]
 
-DYNAMIC_SHAPE_GROUPS = frozenset({"expert_fc1", "moe_act"})
+DYNAMIC_SHAPE_GROUPS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 """Groups whose shapes change with the routing of tokens: a pool keyed by exact shape would grow with them. The engine's own path lends
 blocks by the byte and needs no such rule; `ChunkOffloadHandler.offload`, called directly, follows it."""
 

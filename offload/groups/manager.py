@@ -245,8 +245,11 @@ class PipelineOffloadManager(ChunkTracker):
 
     # -- hooks --------------------------------------------------------------------------------------------------------
     @untraced
-    def open_scope(self) -> InstalledScope | None:
-        """Install the hooks for the innermost open group of the current chunk; None if nothing may leave now."""
+    def open_scope(self, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope | None:
+        """Install the hooks for the innermost open group of the current chunk; None if nothing may leave now.
+
+        stays: asked of each saved tensor, a wrapper as a whole and then its members; one that does stays on the device.
+        """
         handler = self.active_handler()
         if handler is None:
             return None
@@ -270,7 +273,7 @@ class PipelineOffloadManager(ChunkTracker):
                 )
             return None
         self.engine.transfers.check_capture(f"group {group.name!r}")
-        return self.engine.hooks.push(GroupScope(self.engine, handler, group))
+        return self.engine.hooks.push(GroupScope(self.engine, handler, group), stays)
 
     @untraced
     def close_scope(self, installed: InstalledScope | None) -> None:

@@ -38,13 +38,16 @@ class Scope(Protocol):
 
 
 class InstalledScope:
-    """A scope and the pair installed for it."""
+    """A scope and the pair installed for it. stays: what its owner keeps on the device by a mark of its own, whatever scopes take it."""
 
-    __slots__ = ("pair", "scope")
+    __slots__ = ("pair", "scope", "stays")
 
-    def __init__(self, scope: Scope, pair: torch.autograd.graph.saved_tensors_hooks) -> None:
+    def __init__(
+        self, scope: Scope, pair: torch.autograd.graph.saved_tensors_hooks, stays: Callable[[torch.Tensor], bool] | None = None
+    ) -> None:
         self.scope = scope
         self.pair = pair
+        self.stays = stays
 
 
 def inside_checkpoint() -> bool:
@@ -106,9 +109,12 @@ class SavedTensorHooks:
         self._named_types: set[type[torch.Tensor]] = set()
 
     # -- scopes ---------------------------------------------------------------------------------------------------
-    def push(self, scope: Scope) -> InstalledScope:
-        """Make `scope` the innermost and install the pair. Give what this returns to `pop`."""
-        installed = InstalledScope(scope, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+    def push(self, scope: Scope, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope:
+        """Make `scope` the innermost and install the pair. Give what this returns to `pop`.
+
+        stays: asked of each tensor saved while the scope is innermost, of a wrapper and of its members; one that does is kept.
+        """
+        installed = InstalledScope(scope, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), stays)
         installed.pair.__enter__()
         self._scopes.append(installed)
         return installed
@@ -129,6 +135,9 @@ class SavedTensorHooks:
         if torch._C._current_graph_task_id() != -1:
             return Passed(tensor)
         tensor = waited(tensor)
+        stays = self._scopes[-1].stays if self._scopes else None
+        if stays is not None and stays(tensor):
+            return Passed(tensor)
         if not is_plain(tensor) and is_wrapper(tensor):
             if is_parameter(tensor):  # asked of the wrapper: its members know neither base nor grad_fn
                 return Passed(tensor)

@@ -1,21 +1,19 @@
 """The real Megatron-core under the drop-in: its GPTModel and its schedules on gloo ranks, each group alone and all of them together.
 
 Skipped where megatron.core cannot be imported; it is no dependency of this project. `pip install --no-deps --target DIR megatron-core`
-(0.19 needs triton and einops beside it) and `PYTHONPATH=DIR pytest tests/integration/test_megatron.py` run it.
+(0.18 and later need triton and einops beside it) and `PYTHONPATH=DIR pytest tests/integration/test_megatron.py` run it. It has been run
+with core 0.16.1, 0.17.1, 0.18.1 and 0.19.2, whose pages are those of every release from 0.16.1 to 0.19.2.
 
-Megatron's schedules ask for the device "cuda" by name, and its random state is that of a GPU: `on_the_cpu` answers for both, here only.
-Each start of ranks (this file run as a script is one rank) goes through all cases; each test then looks at one thing they report.
+What Megatron asks of a GPU is answered by megatron_on_cpu.py. Each start of ranks (this file run as a script is one rank) goes through all
+cases; each test then looks at one thing they report.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import io
 import json
 import logging
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +31,7 @@ if __name__ == "__main__":
 
 from offload import OffloadConfig, PipelineOffloadManager, configure  # noqa: E402
 from parallel import megatron  # noqa: E402
+from tests.integration.megatron_on_cpu import NOT_IMPORTABLE, needs_megatron, on_the_cpu, package, reports_of  # noqa: E402
 
 HIDDEN, HEADS, SEQUENCE, BATCH, VOCABULARY, LAYERS = 64, 4, 32, 2, 96, 4
 MIB = 2**20
@@ -46,31 +45,9 @@ CASES = {
     "all": NAMES,
 }
 SCHEDULES = {"no pipelining": (1, None), "1F1B": (2, None), "interleaved": (2, 2)}  # (pipeline ranks, virtual stages a rank)
-NOT_IMPORTABLE = 77
-SLOW_START = 240.0
 
 
 # ---- one rank ----
-
-
-def on_the_cpu() -> None:
-    """Answer Megatron's requests for a GPU with the CPU. It changes where tensors live, not what is computed."""
-
-    def at_home(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*arguments: Any, **keywords: Any) -> Any:
-            if str(keywords.get("device")).startswith("cuda"):
-                keywords["device"] = "cpu"
-            return make(*arguments, **keywords)
-
-        return made
-
-    for name in ("empty", "tensor", "zeros"):
-        setattr(torch, name, at_home(getattr(torch, name)))
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda device=None: None
-    from megatron.core.tensor_parallel import random
-
-    random.CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()  # the CPU's generator, seeded before each step
 
 
 class Training:
@@ -238,52 +215,14 @@ def main(rank: int, ranks: int, meeting_place: str) -> int:
 Reports = dict[str, list[dict[str, Any]]]
 
 
-def package() -> Path | None:
-    """Where megatron.core is, without importing it."""
-    try:
-        found = importlib.util.find_spec("megatron.core")
-    except ModuleNotFoundError:
-        return None
-    return None if found is None or found.origin is None else Path(found.origin).parent
-
-
-needs_megatron = pytest.mark.skipif(package() is None, reason="megatron.core is not importable; put megatron-core on PYTHONPATH to run it")
 pytestmark = needs_megatron
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """By schedule, one report a rank. One rank and two ranks run at the same time."""
-    folder = tmp_path_factory.mktemp("megatron")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        (
-            ranks,
-            rank,
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(ranks), str(folder / f"of{ranks}")],
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            ),
-        )
-        for ranks in (1, 2)
-        for rank in range(ranks)
-    ]
-    try:
-        for _, _, process in started:
-            errors = process.communicate(timeout=SLOW_START)[1]
-            if process.returncode == NOT_IMPORTABLE:
-                pytest.skip(f"megatron.core is there but cannot be imported: {errors.splitlines()[-1]}")
-            assert process.returncode == 0, errors[-4000:]
-    finally:
-        for _, _, process in started:
-            process.kill()
-            process.wait()
     by_schedule: Reports = {}
-    for ranks, rank, _ in started:
-        said = json.loads((folder / f"of{ranks}.{rank}").read_text())
+    for _, _, said in reports_of(__file__, (1, 2), tmp_path_factory.mktemp("megatron")):
         assert said.pop("page") is None, "Megatron's own page was loaded"
         for schedule, seen in said.items():
             by_schedule.setdefault(schedule, []).append(seen)

@@ -73,9 +73,7 @@ class SanitizedDevice(SimDevice):
 class _Arguments(_sanitizer.ArgumentHandler):
     """What an operation reads and writes, where the tensors that count are on the CPU. One without bytes goes by its id, as in torch."""
 
-    def _handle_argument(
-        self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
-    ) -> None:
+    def _handle_argument(self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False) -> None:
         if not isinstance(value, Tensor):
             return
         address = value.data_ptr() or id(value)

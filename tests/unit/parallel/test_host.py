@@ -68,9 +68,7 @@ def test_ranks_pin_their_own_bytes_and_line_up_before_each_measurement(tmp_path:
 
 def test_rank_that_may_not_pin_is_heard_by_all_and_nobody_waits_for_it(tmp_path: Path) -> None:
     said, _ = two_ranks(tmp_path, refused="ny")
-    assert said == [
-        [f"pin {nbytes} False", "1 of 2 ranks could not pin: rank 1: no room for 2,000 bytes"] for nbytes in (1000, 2000)
-    ]
+    assert said == [[f"pin {nbytes} False", "1 of 2 ranks could not pin: rank 1: no room for 2,000 bytes"] for nbytes in (1000, 2000)]
 
 
 def test_rank_that_cannot_measure_leaves_the_other_to_measure_alone_with_a_warning(tmp_path: Path) -> None:

@@ -183,6 +183,12 @@ def test_debug_messages_follow_the_flags_of_the_page(package: Path, capsys: pyte
     [
         (None, (2, 1, 7), {}, 1, (1.0, 0, 0, None)),
         ("0.16.1", (2, 1, 7), {}, 1, (1.0, 0, 0, None)),
+        ("0.18.1", (2, 1, 7), {}, 1, (1.0, 0, 0, None)),
+        ("0.18.1", (2, 1, 7, 2), {}, 1, (1.0, 0, 0, 2)),
+        ("0.18.1", (), {"vp_size": 2, "vp_stage": 1, "min_offloaded_tensor_size": 7, "max_inflight_offloads": 2}, 1, (1.0, 0, 0, 2)),
+        (None, (2, 1, 7), {"max_inflight_offloads": 2}, 1, (1.0, 0, 0, 2)),
+        (None, (3, 2, 1, 7), {}, 1, (1.0, 0, 3, None)),
+        ("0.17.1", (3, 2, 1, 7), {}, 1, (1.0, 0, 3, None)),
         ("0.19.2", (0, 2, 1), {"min_offloaded_tensor_size": 7}, 1, (1.0, 0, 0, None)),
         ("0.16.1", (3, 2, 1, 7, 100, 0.5), {}, 1, (0.5, 100, 3, None)),
         ("0.19.2", (3, 2, 1, 7, 100, 0.5, 2), {}, 1, (0.5, 100, 3, 2)),
@@ -213,6 +219,12 @@ def test_no_cap_in_flight_takes_back_an_earlier_cap(manager: PipelineOffloadMana
     Interface.init_chunk_handler(0, 1, 0, 1, 0, 1.0, 2)
     assert manager.settings.max_inflight_offloads == 2
     Interface.init_chunk_handler(0, 1, 0, 1, 0, 1.0)
+    assert manager.settings.max_inflight_offloads is None
+    Interface.init_chunk_handler(1, 0, 1, max_inflight_offloads=3)
+    assert manager.settings.max_inflight_offloads == 3
+    Interface.init_chunk_handler(1, 0, 1)  # core 0.16 knows of none
+    assert manager.settings.max_inflight_offloads == 3
+    Interface.init_chunk_handler(1, 0, 1, max_inflight_offloads=None)
     assert manager.settings.max_inflight_offloads is None
 
 
@@ -279,6 +291,17 @@ def test_tagged_tensor_stays_and_its_neighbour_leaves(manager: PipelineOffloadMa
         y = stays * leaves
     Interface.group_commit(y, "core_attn").sum().backward()
     assert spilled(manager) == BYTES
+
+
+def test_tagged_tensor_stays_whatever_group_is_around(manager: PipelineOffloadManager) -> None:
+    begin()
+    stays = leaf() * 1
+    vars(stays).update({"_do_not_offload": True})
+    with Interface(True, leaf(), "attn_norm"), Interface(True, stays, "core_attn"):
+        y = stays.sin()
+    y = Interface.group_commit(Interface.group_commit(y, "core_attn"), "attn_norm")
+    y.sum().backward()
+    assert spilled(manager) == 0
 
 
 @pytest.mark.req("S2-52")

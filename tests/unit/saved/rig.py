@@ -85,13 +85,17 @@ class Rig:
         leaves: bool = True,
         stays_from: int | None = None,
         commit: bool = True,
+        stays: Callable[[torch.Tensor], bool] | None = None,
     ) -> Iterator[SavedGroup]:
-        """The hooks of a new group of `chunk`, or of the current one; committed at the end. stays_from: the slot from which on it stays."""
+        """The hooks of a new group of `chunk`, or of the current one; committed at the end. stays_from: the slot from which on it stays.
+
+        stays: which saved tensors do, slot or not.
+        """
         if chunk is None:
             chunk = self.chunks[-1] if self.chunks else self.chunk()
         group = SavedGroup(GroupId(chunk.id, len(self.groups), name), leaves=leaves, stays_from=stays_from)
         self.groups.append(group)
-        installed: InstalledScope = self.engine.hooks.push(GroupScope(self.engine, chunk, group, min_elements, self.sizes))
+        installed: InstalledScope = self.engine.hooks.push(GroupScope(self.engine, chunk, group, min_elements, self.sizes), stays)
         try:
             yield group
         finally:

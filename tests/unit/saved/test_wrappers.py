@@ -271,6 +271,22 @@ def test_the_parts_of_a_wrapper_leave_each_on_its_own() -> None:
     rig.end()
 
 
+@pytest.mark.parametrize(("tagged", "leaves"), [("whole", 0), ("data", 0), ("scale", ELEMENTS)])
+def test_a_tag_on_a_wrapper_or_on_a_part_of_it_keeps_what_it_is_on(tagged: str, leaves: int) -> None:
+    rig = Rig()
+    data, scale = torch.randint(-128, 127, (ELEMENTS,), dtype=torch.int8), torch.randn(1)
+    whole = Scaled(data, scale)
+    kept = {"whole": whole, "data": data, "scale": scale}[tagged]
+    with rig.group(stays=lambda tensor: tensor is kept):
+        packed = rig.engine.hooks.pack(whole)
+    assert rig.spilled_bytes == leaves + (4 if tagged == "data" else 0)
+    found = rig.engine.hooks.unpack(packed)
+    assert isinstance(found, Scaled)
+    assert_equal_bits([data, scale], [found.data_part, found.scale_part])
+    del packed, found
+    rig.end()
+
+
 def test_a_wrapper_in_a_wrapper_is_taken_apart_to_the_bottom() -> None:
     rig = Rig()
     inner = Scaled(torch.ones(ELEMENTS, dtype=torch.int8), torch.randn(1))
