@@ -314,6 +314,8 @@ def on_a_gpu(meeting_place: str) -> int:
         for number in range(STEPS):
             training.step(number)
         weights[name] = [weight.cpu() for weight in training.weights()]
+        if hasattr(training.wrapper.optimizer, "close"):
+            training.wrapper.optimizer.close()
     torch.save(weights, f"{meeting_place}.weights")
     return 0
 
