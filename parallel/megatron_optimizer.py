@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -18,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import offload
@@ -116,6 +117,8 @@ class HybridDeviceOptimizer(Optimizer):
 
         A view of a parameter, as the shards of a float32 model are, is made one that may have a gradient.
         """
+        if self._built is not None:
+            self._ready()  # what was written so far has the numbers of the groups so far
         shown, self.defaults = self.defaults, self._of_groups
         given = param_group["params"]
         param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
@@ -126,7 +129,6 @@ class HybridDeviceOptimizer(Optimizer):
             super().add_param_group(param_group)
             self._given += map(id, param_group["params"])
             if self._built is not None:
-                self._take_writes(self._built)
                 try:
                     self._built.add_param_group(param_group)
                 except BaseException:
@@ -152,17 +154,22 @@ class HybridDeviceOptimizer(Optimizer):
                 )
         return self._built
 
-    def _ready(self) -> offload.HybridDeviceOptimizer:
-        """Built, over the parameters that are in the groups now, and with what was written into `state`."""
+    def _checked(self) -> offload.HybridDeviceOptimizer:
+        """Built, over the parameters that are in the groups now."""
         hybrid = self.hybrid
-        same = len(self.param_groups) == len(hybrid.param_groups) and all(map(_is, self.param_groups, hybrid.param_groups))
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        same = same and len(parameters) == len(hybrid.members)
-        if not same or not all(member.parameter is parameter for member, parameter in zip(hybrid.members, parameters, strict=True)):
+        same = len(self.param_groups) == len(hybrid.param_groups) and len(parameters) == len(hybrid.members)
+        same = same and all(map(operator.is_, self.param_groups, hybrid.param_groups))
+        if not same or not all(map(operator.is_, parameters, (member.parameter for member in hybrid.members))):
             raise OffloadError(
                 f"the param groups hold {len(parameters):,} parameters in {len(self.param_groups)} groups, which are not the very "
                 f"{len(hybrid.members):,} in {len(hybrid.param_groups)} that their state was made for; make a new optimizer for others"
             )
+        return hybrid
+
+    def _ready(self) -> offload.HybridDeviceOptimizer:
+        """Checked, and with what was written into `state`."""
+        hybrid = self._checked()
         self._take_writes(hybrid)
         return hybrid
 
@@ -204,7 +211,8 @@ class HybridDeviceOptimizer(Optimizer):
     def update_fp32_param_by_new_param(self) -> None:
         """Masters follow the weights. Raises OffloadError if the parameters are masters themselves, whose weights only Megatron knows."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        if parameters and all(parameter.dtype == torch.float32 and not parameter._is_view() for parameter in parameters):
+        mine = [isinstance(parameter, nn.Parameter) or parameter._is_view() or parameter.dtype != torch.float32 for parameter in parameters]
+        if parameters and not any(mine):
             raise OffloadError(
                 f"update_fp32_param_by_new_param: the {len(parameters):,} parameters are float32 masters of Megatron's; the model's new "
                 "weights are not among them, so training would go on from the old ones; set use_precision_aware_optimizer=True"
@@ -290,7 +298,7 @@ class HybridDeviceOptimizer(Optimizer):
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
-        self._load(self.hybrid, loaded)
+        self._load(self._checked(), loaded)
         self._shown, self._as_read = None, {}
         self._has_state = bool(loaded["state"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -327,7 +335,7 @@ class HybridDeviceOptimizer(Optimizer):
         """
         hybrid = self._built
         optimizer = hybrid.gpu_optimizer if hybrid is not None else None
-        if hybrid is None or optimizer is None or type(optimizer).__module__.startswith("torch.optim"):
+        if hybrid is None or optimizer is None or isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             return []
         own_of = {id(tensor): own for own in optimizer.param_groups for tensor in own["params"]}
         stepped = {id(member.parameter): id(hybrid.placed.master_of(member)) for member in hybrid.members}
@@ -346,10 +354,6 @@ class HybridDeviceOptimizer(Optimizer):
         """End the workers and give the host memory back. Blocks the host."""
         if self._built is not None:
             self._built.close()
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _differs(entry: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:

@@ -26,7 +26,8 @@ def local_of(tensor: Tensor) -> Tensor:
 class Managed:
     """One parameter of the optimizer, at `index` in the order of its param groups.
 
-    device: whose lanes move it. name: for messages. Raises ValueError for a parameter whose memory has gaps or overlaps.
+    device: whose lanes move it. name: for messages. Raises ValueError for a parameter whose memory has gaps or overlaps, or is not the
+    elements: a quantized one would be stepped in a copy.
     """
 
     __slots__ = ("_address", "_flat", "device", "dtype", "index", "name", "numel", "parameter", "shape", "stride", "version", "where")
@@ -39,6 +40,11 @@ class Managed:
         local = local_of(parameter).detach()
         self.shape, self.stride = tuple(local.shape), tuple(local.stride())
         self.numel, self.dtype = local.numel(), local.dtype
+        if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise ValueError(
+                f"{self} is a {type(local).__name__}, which keeps something else than its elements; step it on the device, by an optimizer "
+                "of its own, or keep the parameter in plain floating point (Megatron: fp8_param_gather=False)"
+            )
         if torch.empty_like(local, device="meta").stride() != self.stride:
             raise ValueError(
                 f"{self} has strides {self.stride} for shape {self.shape}, which leave gaps or overlap; make it contiguous first"

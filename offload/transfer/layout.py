@@ -112,9 +112,7 @@ def view_of(storage: torch.UntypedStorage, layout: ViewLayout, start: int) -> to
     return _over(storage, layout.dtype, layout.offset - start // layout.dtype.itemsize, layout.size, layout.stride)
 
 
-def _over(
-    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
-) -> torch.Tensor:
+def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     """A tensor over bytes that are there already."""
     if not sanitizing():
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

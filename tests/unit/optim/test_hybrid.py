@@ -270,6 +270,29 @@ def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was() -> None:
     train(model, optimizer, 2)
 
 
+class Quantized(Tensor):
+    """An int8 weight that says float32 and has no such bytes; as a float8 parameter."""
+
+    codes: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Quantized:
+        made: Quantized = Tensor._make_wrapper_subclass(cls, codes.size(), dtype=torch.float32)  # type: ignore[attr-defined]
+        made.codes = codes
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        codes = args[0].codes
+        return cls(codes) if function is torch.ops.aten.detach.default else function(codes.float(), *args[1:], **(kwargs or {}))
+
+
+def test_a_parameter_whose_elements_are_not_its_memory_is_refused() -> None:
+    weight = Quantized(torch.ones(4, 4, dtype=torch.int8)).requires_grad_()
+    with pytest.raises(ValueError, match=r"parameter 0 \(16 elements of torch.float32\) is a Quantized, which keeps something else"):
+        HybridDeviceOptimizer([weight], lr=1e-2)
+
+
 @pytest.mark.req("S3-44")
 @pytest.mark.parametrize("options", PLACES)
 def test_a_closure_is_evaluated_once_a_step(options: dict[str, Any]) -> None:

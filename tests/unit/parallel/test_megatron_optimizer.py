@@ -228,7 +228,9 @@ def test_a_param_group_that_comes_later_joins_with_the_step_values_only() -> Non
     given = parameters()
     optimizer = hybrid([{"params": given[:2]}])
     steps(optimizer, given[:2], range(1))
+    optimizer.state[given[0]]["step"] = torch.tensor(5.0)
     optimizer.add_param_group({"params": given[2:]})
+    assert [float(optimizer.state[parameter]["step"]) for parameter in given[:2]] == [5, 1]
     assert "offload_fraction" not in optimizer.param_groups[1]
     assert optimizer.param_groups[1]["lr"] == 1e-2
     steps(optimizer, given, range(1, 2))
@@ -272,6 +274,19 @@ def test_a_step_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_new_weights_of_a_model_that_is_not_there_are_refused() -> None:
     with pytest.raises(OffloadError, match=r"the 4 parameters are float32 masters of Megatron's.*set use_precision_aware_optimizer=True"):
         hybrid([parameter.detach().clone() for parameter in parameters()]).update_fp32_param_by_new_param()
+
+
+def test_new_weights_of_the_model_itself_are_taken_over_even_if_torch_cannot_see_them() -> None:
+    given, other = parameters(), parameters()
+    optimizer, own = hybrid(groups(given), fraction=1.0), AdamW(groups(other), fused=True, **STEP)
+    for one, of in ((optimizer, given), (own, other)):
+        steps(one, of, range(2))
+        for parameter in of:
+            parameter.data.fill_(0.25)
+        if one is optimizer:
+            optimizer.update_fp32_param_by_new_param()
+        steps(one, of, range(2, 3))
+    assert_same(given, other)
 
 
 # ---- state ----
