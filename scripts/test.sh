@@ -20,9 +20,9 @@ check() { # name, module, arguments of the module
 
 check lint ruff check .
 check types mypy
-# A file's tests go to one worker: some share a fixture that starts ranks, and would start them once a worker.
+# Each worker begins with a part of its own, so that tests that share a fixture that starts ranks stay together, and takes from the other at the end.
 workers=()
-if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n auto --dist loadfile); fi
+if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n auto --dist worksteal); fi
 # One thread a worker: the workers already fill the cores.
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check tests pytest ${workers[@]+"${workers[@]}"} "$@"
 
