@@ -58,7 +58,9 @@ def parse(arguments: list[str], ranks: Ranks) -> argparse.Namespace:
         "--saved-limit-gb", help="comma-separated GB of 1e9 of saved tensors on each device, a row each (a half and a quarter of 1f1b's)"
     )
     parser.add_argument("--samples", type=int, default=3, help="timed steps a row (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=6, help="steps between the first and the timed ones; the plan needs 3 (%(default)s)")
+    parser.add_argument(
+        "--warmup", type=int, default=6, help="steps after the first, before the timed ones; plan and trial need 6 (%(default)s)"
+    )
     parser.add_argument("--host-limit-gb", type=float, help=f"pinned by all ranks of this host together ({HOST_GB_A_GPU:g} a rank)")
     parser.add_argument("--budget-s", type=float, help="start no row after this many seconds; rows left out are printed")
     parser.add_argument("--row-timeout-s", type=float, default=200.0, help="a row without an end for so long has hung (%(default)s)")

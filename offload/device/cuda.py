@@ -1,7 +1,8 @@
 """The CUDA device: streams as lanes, pinned memory that costs what it holds.
 
-One invariant: no call here but `synchronize`, `host_memory` and a copy from unpinned memory can block the host. While a watched capture is
-under way, the calls that would end it with a CUDA error raise CaptureError instead, before they reach CUDA.
+One invariant: nothing here can block the host but `synchronize`, `host_memory`, a copy from unpinned memory, and the end of host memory
+that was dropped without being released. While a watched capture is under way, the calls that would end it with a CUDA error raise
+CaptureError instead, before they reach CUDA.
 
 Pinning: anonymous memory with huge pages, touched by several threads, then registered in pieces: 17.5 GB/s on an H200 host
 against 1.7 GB/s for `torch.empty(pin_memory=True)` (November 2026). A registration blocks every kernel launch while it runs,

@@ -39,7 +39,7 @@ def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, m
 
     Takes 2 GiB of the engine's host memory for the time, 2 GiB that is not pinned, and 128 MiB on the device. As much as that, because
     with blocks that a last-level cache holds the CPU was measured at 4.6 G/s beside copies, and stepped a real state at 2.9 (H200 host,
-    November 2026): the share came out at 0.6 where 0.5 is right.
+    November 2026): the share came out at 0.6, with memory of this size at 0.4.
     """
     if not engine.device.pins:
         return UNMEASURED_SHARE

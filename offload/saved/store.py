@@ -23,7 +23,7 @@ from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.transfer.door import Priority
 from offload.transfer.engine import TransferEngine
 from offload.transfer.layout import Span, ViewLayout, WeakStorage, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
-from offload.transfer.record import Record, RecordState, Transfer
+from offload.transfer.record import Record, RecordState, Transfer, living
 
 __all__ = ["Handle", "Passed", "SavedChunk", "SavedGroup", "TensorStore", "modified"]
 
@@ -105,7 +105,7 @@ class SavedGroup:
         return not self.leaves or (self.stays_from is not None and slot >= self.stays_from)
 
     def living(self) -> Iterator[Record]:
-        return _alive(self.records)
+        return living(self.records)
 
 
 class SavedChunk:
@@ -127,7 +127,7 @@ class SavedChunk:
         self.noted: list[weakref.ref[Record]] | None = None
 
     def living(self) -> Iterator[Record]:
-        return _alive(self.records)
+        return living(self.records)
 
     def complete(self) -> None:
         """The forward is over: nothing joins any more, and the coming reads are the saves in reverse."""
@@ -144,7 +144,7 @@ class SavedChunk:
     def take_noted(self) -> list[Record]:
         """The records of the noted saves, in order."""
         noted, self.noted = self.noted, None
-        return [] if noted is None else list(_alive(noted))
+        return [] if noted is None else list(living(noted))
 
     def read_together(self, records: Sequence[Record]) -> None:
         """Where a backward comes to the latest of these saves, it reads them all, first to last: a recompute reads what its forward kept
@@ -295,7 +295,7 @@ class TensorStore:
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:
-        pending = list(_alive(group.pending))
+        pending = list(living(group.pending))
         group.pending.clear()
         group.pending_bytes = 0
         for lane in dict.fromkeys(record.lane for record in pending):  # nearly always one
@@ -306,7 +306,7 @@ class TensorStore:
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
         packs_all = self._transfers.limits.device_limit_bytes is not None  # a plan under a limit counts on what stays packed, too
-        for record in _alive(group.deferred):
+        for record in living(group.deferred):
             if (packs_all or not group.keeps(record.label.slot)) and record.state is RecordState.RESIDENT:
                 self._gather(record)
             self._enqueue(record, group)
@@ -403,13 +403,6 @@ def _kept_view(handle: Handle) -> torch.Tensor:
     views = handle.record.views
     assert views is not None
     return views[handle.view]
-
-
-def _alive(references: list[weakref.ref[Record]]) -> Iterator[Record]:
-    for reference in references:
-        record = reference()
-        if record is not None:
-            yield record
 
 
 def _scattered(storage: torch.UntypedStorage, layout: ViewLayout) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The only file that issues copies: groups of records out to the host in pieces, and back.
+"""Where saved tensors are copied: groups of records out to the host in pieces, and back. The optimizer's copies are optim/mover.py's.
 
 One invariant: device bytes that a copy still touches are held by that copy's `Transfer`, and they return to the allocator only after
 a lane that could reuse them is ordered behind the copy. The host never blocks; where bytes must wait, the compute lane does.

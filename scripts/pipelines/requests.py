@@ -52,7 +52,7 @@ class JobShape:
     optimizer_bytes: int = 12
     """A parameter: fp32 master and two moments. Allocated, as a training job would have them; no optimizer step is timed."""
     samples: int = 3
-    warmup: int = 3
+    warmup: int = 6
     """Untimed steps after the first one. With 3 the timed plan has run once and unused pinned memory is given back: see groups/plan.py."""
     tiny: bool = False
     verify_layers: int = 2

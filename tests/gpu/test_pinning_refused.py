@@ -6,11 +6,6 @@ The same without a GPU, for inline and background growth and both kinds of caps,
 from __future__ import annotations
 
 import logging
-import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +16,7 @@ from offload.errors import HostBudgetError
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
 from tests.gpu.workbench import DEVICE, Program, assert_same_bits, build_manager
+from tests.mapping import address_space
 from tests.soak import small_slabs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -59,18 +55,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> StingyRuntime:
     made = StingyRuntime(PINNABLE)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     return made
-
-
-@contextmanager
-def address_space(more_bytes: int) -> Iterator[None]:
-    """Inside, this process can map no more than so much above what it has mapped."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + more_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def a_kernel_runs() -> bool:

@@ -8,10 +8,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import resource
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from offload.device import cuda
 from offload.device.base import HostMemory
 from offload.device.cuda import _PinnedMemory, cores_in
 from offload.errors import HostBudgetError, OffloadError
+from tests.mapping import address_space
 
 MIB = 1 << 20
 PIECE = 8 * MIB
@@ -58,18 +56,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextmanager
-def address_space(more_bytes: int) -> Iterator[None]:
-    """Inside, this process can map no more than so much above what it has mapped."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + more_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def sizes(memory: HostMemory) -> list[int]:

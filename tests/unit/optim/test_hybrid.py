@@ -169,7 +169,6 @@ def test_fraction_0_has_no_cpu_optimizer_and_fraction_1_no_gpu_optimizer() -> No
     assert every.cpu_optimizers
 
 
-@pytest.mark.req("S3-33")
 def test_with_overlap_there_is_an_optimizer_a_bucket_and_without_one_in_all() -> None:
     with_overlap = hybrid(net(), offload_fraction=1.0, cpu_share=1.0, bucket_bytes=4096)
     without = hybrid(net(), offload_fraction=1.0, cpu_share=1.0, bucket_bytes=4096, overlap_cpu_optimizer_d2h_h2d=False)
