@@ -207,6 +207,7 @@ class OffloadEngine:
                 refused_bytes=counts.refused_bytes,
                 device_bytes_peak=counts.device_bytes_peak,
                 host_bytes_lent_peak=arena.lent_peak_bytes,
+                host_bytes_wanted_peak=max(arena.lent_peak_bytes, counts.wanted_peak_bytes),
                 host_bytes_held=arena.held_bytes,
                 replays=counts.replays,
                 replayed_bytes=counts.replayed_bytes,

@@ -87,13 +87,13 @@ class StepPlanner:
         self._actions: tuple[ActionKey, ...] = ()  # of the planned step
         self._looked_cut_short: object = None
         self._trimmed = self._trimmed_shape = False  # ever, and since the shape of the step is this one
-        self._lent_peak_bytes = 0  # of the steps since host memory was given back
+        self._wanted_peak_bytes = 0  # of the steps since host memory was given back
 
     def after_step(self, seen: SeenStep) -> bool:
         """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward plans nothing."""
         self.pass_over(seen)
         if self._trimmed:
-            self._lent_peak_bytes = max(self._lent_peak_bytes, self._engine.last_stats.host_bytes_lent_peak)
+            self._wanted_peak_bytes = max(self._wanted_peak_bytes, self._engine.last_stats.host_bytes_wanted_peak)
         if not seen.backward_order:
             return False
         # nothing in it depends on what the plan kept, or each plan would look like a new shape to the next
@@ -145,14 +145,14 @@ class StepPlanner:
         return not again or len(seen.chunks) > len(seen.backward_order)
 
     def _trim(self) -> None:
-        """Give back what a steady step of this shape does not use, but for what any step has used since the first time: memory given back
+        """Give back what a steady step of this shape does not use, but for what any step has wanted since the first time: memory given back
         twice would be pinned, and the tensors that want it refused, each time that the longer shape returns. Not while a step lacks any.
         """
         arena, stats = self._engine.arena, self._engine.last_stats
         if stats.refused:
             return
         # pieces go whole: with one to spare, what a step needs stays and is not pinned again
-        arena.trim(max(self._lent_peak_bytes, stats.host_bytes_lent_peak) + arena.registration_bytes)
+        arena.trim(max(self._wanted_peak_bytes, stats.host_bytes_wanted_peak) + arena.registration_bytes)
         self._trimmed = self._trimmed_shape = True
 
     def plan_now(self, seen: SeenStep) -> None:

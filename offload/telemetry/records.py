@@ -53,6 +53,9 @@ class StepStats:
     host_bytes_lent_peak: int = 0
     """Largest number of host bytes on loan at once."""
 
+    host_bytes_wanted_peak: int = 0
+    """`host_bytes_lent_peak`, or more if records were refused for want of a block: what the host would have had to hold for them too."""
+
     host_bytes_held: int = 0
     """Host bytes that the arena owned when the step ended, lent or not. `held - lent_peak` was pinned for nothing."""
 

@@ -33,7 +33,8 @@ def chunks_of(engine: OffloadEngine, *names: str, nbytes: int = KIB) -> list[Chu
     for microbatch, letters in enumerate(names):
         chunk = ChunkOffloadHandler(1, engine=engine, chunk_id=ChunkId(0, microbatch))
         for letter in letters:
-            chunk.on_group_start_forward(letter).total_offload_bytes = nbytes
+            group = chunk.on_group_start_forward(letter)
+            group.total_offload_bytes = group.logical_bytes = nbytes
         chunks.append(chunk)
     return chunks
 
@@ -185,12 +186,19 @@ def test_host_memory_that_a_longer_step_needs_again_is_not_given_back_a_second_t
     engine.arena = HostArena(engine.device, budget=engine.arena.budget, slab_bytes=16 * KIB, registration_bytes=4 * KIB)
     planner = planner_of(engine)
 
-    def run(lent_bytes: int) -> int:
-        """Six equal steps in which so much was lent at most; what is held after them."""
-        engine.arena.reserve(lent_bytes)
-        engine.last_stats = StepStats(step=0, host_bytes_lent_peak=lent_bytes)
+    def run(lent_bytes: int, missing_bytes: int = 0) -> int:
+        """Six equal steps in which so much was lent at most, and in the first of them so much refused; what is held after them."""
         chunks = chunks_of(engine, "aa", nbytes=lent_bytes)
-        for _ in range(6):
+        for number in range(6):
+            missing = missing_bytes if number == 0 else 0
+            engine.arena.reserve(lent_bytes + missing)
+            engine.last_stats = StepStats(
+                step=0,
+                refused=int(missing > 0),
+                refused_bytes=missing,
+                host_bytes_lent_peak=lent_bytes,
+                host_bytes_wanted_peak=lent_bytes + missing,
+            )
             planner.after_step(seen(chunks, "F0 B0"))
         return engine.arena.held_bytes
 
@@ -198,6 +206,8 @@ def test_host_memory_that_a_longer_step_needs_again_is_not_given_back_a_second_t
     assert run(8 * KIB) == 12 * KIB, "reserved and never used: given back"
     assert run(32 * KIB) == 32 * KIB
     assert run(8 * KIB) == 32 * KIB
+    assert run(36 * KIB, missing_bytes=12 * KIB) == 48 * KIB, "its first step, still under the plan of another, wanted more than the others"
+    assert run(8 * KIB) == 48 * KIB
 
 
 def test_plan_by_hand_needs_no_complete_step() -> None:
