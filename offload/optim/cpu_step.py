@@ -141,6 +141,10 @@ class CpuBucket:
         self.mover.send(self._outward)
         self.landed = device.record(device.d2h)
 
+    def has_landed(self) -> bool:
+        """Whether the host has the gradients held. Blocks the host: never."""
+        return self.landed is not None and self.device.poll(self.landed)
+
     def weights(self) -> list[Tensor]:
         """The bucket's part of the device's weights, a 1-D tensor a piece."""
         return [member.flat().narrow(0, piece.first, piece.numel) for piece, member in zip(self.layout.pieces, self.members, strict=True)]

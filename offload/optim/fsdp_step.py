@@ -96,7 +96,7 @@ class FSDPGPUOptimizerWrapper:
         released = device.record(device.compute)
         for bucket in buckets:
             assert ring is not None
-            bucket.step(ring, released, None, paced=False)
+            bucket.step(ring, released, None)
         device.synchronize(device.record(device.d2h))
         for bucket in buckets:
             bucket.let_go()

@@ -314,6 +314,11 @@ class StreamedPart(_Part):
         flats = [(name, size) for name in (*sorted(names), *also)]
         self.ring = Ring(self.engine.device, numel, flats)
 
+    def wait_for_slot(self) -> None:
+        """Block the host until the ring has room for another bucket."""
+        if self.ring is not None:
+            self.ring.wait_for_slot()
+
     def has_master(self, member: Managed) -> bool:
         return self.options.master_dtype(member) != member.dtype
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["OffloadRates", "Place", "best_cpu_share", "choose_offloaded", "choose_places"]
+__all__ = ["OffloadRates", "Place", "best_cpu_share", "choose_offloaded", "choose_places", "step_seconds"]
 
 
 class Place(Enum):
@@ -58,34 +58,68 @@ def choose_places(nbytes: Sequence[int], cpu_share: float) -> list[Place]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadRates:
-    """What one machine does while everything runs at once."""
+    """What one machine does: each lane while the other direction is busy too, with the CPU optimizer at work beside them and without."""
 
     cpu_elements_per_s: float
-    """Of the CPU optimizer, beside copies."""
+    """Of the CPU optimizer, beside copies both ways."""
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
-    """Each while the other direction is busy too."""
+    """While the CPU optimizer works: it and the copies share the host's memory."""
+    d2h_alone_bytes_per_s: float
+    h2d_alone_bytes_per_s: float
+    """While it does not."""
+
+
+def step_seconds(
+    rates: OffloadRates,
+    share: float,
+    *,
+    cpu_out_bytes: float,
+    cpu_in_bytes: float,
+    streamed_out_bytes: float,
+    streamed_in_bytes: float,
+) -> float:
+    """Seconds an element of a step in which the CPU steps `share` of the elements: the slowest of CPU and the two lanes.
+
+    The bytes are those of one element and of one step. A lane is slowed down for as long as the CPU works, and no longer.
+    """
+    cpu_seconds = share / rates.cpu_elements_per_s
+    slowest = cpu_seconds
+    for on_cpu, streamed, beside, alone in (
+        (cpu_out_bytes, streamed_out_bytes, rates.d2h_bytes_per_s, rates.d2h_alone_bytes_per_s),
+        (cpu_in_bytes, streamed_in_bytes, rates.h2d_bytes_per_s, rates.h2d_alone_bytes_per_s),
+    ):
+        left = share * on_cpu + (1 - share) * streamed - cpu_seconds * beside
+        slowest = max(slowest, cpu_seconds + left / alone)
+    return slowest
 
 
 def best_cpu_share(
-    rates: OffloadRates, *, cpu_out_bytes: float, cpu_in_bytes: float, streamed_out_bytes: float, streamed_in_bytes: float
+    rates: OffloadRates,
+    *,
+    cpu_out_bytes: float,
+    cpu_in_bytes: float,
+    streamed_out_bytes: float,
+    streamed_in_bytes: float,
+    worth: float = 0.0,
 ) -> tuple[float, float]:
-    """(share of the elements that the CPU steps, seconds an element) that makes the slowest of CPU and the two lanes shortest.
+    """(share of the elements that the CPU steps, in hundredths; seconds an element) of the shortest step; see `step_seconds`.
 
-    The bytes are those of one element and of one step. All three times are linear in the share, so the best one is an end or where two of
-    the lines cross.
+    worth: what the CPU has to save of the step without it, or its share is 0. It takes cores from data loaders, and was slower in a real
+        step than beside the copies of a measurement (docs/log.md).
     """
-    lines = (
-        (1 / rates.cpu_elements_per_s, 0.0),
-        (cpu_out_bytes / rates.d2h_bytes_per_s, streamed_out_bytes / rates.d2h_bytes_per_s),
-        (cpu_in_bytes / rates.h2d_bytes_per_s, streamed_in_bytes / rates.h2d_bytes_per_s),
-    )  # seconds an element: share * first + (1 - share) * second
-    shares = {0.0, 1.0}
-    for place, (a, b) in enumerate(lines):
-        for c, d in lines[place + 1 :]:
-            slope = (a - b) - (c - d)
-            if slope and 0 < (share := (d - b) / slope) < 1:
-                shares.add(share)
-    seconds = {share: max(share * on_cpu + (1 - share) * streamed for on_cpu, streamed in lines) for share in shares}
-    best = min(sorted(shares, reverse=True), key=lambda share: seconds[share])
-    return best, seconds[best]
+
+    def seconds(share: float) -> float:
+        return step_seconds(
+            rates,
+            share,
+            cpu_out_bytes=cpu_out_bytes,
+            cpu_in_bytes=cpu_in_bytes,
+            streamed_out_bytes=streamed_out_bytes,
+            streamed_in_bytes=streamed_in_bytes,
+        )
+
+    best = min((hundredths / 100 for hundredths in range(101)), key=seconds)
+    if seconds(best) > (1 - worth) * seconds(0.0):
+        best = 0.0
+    return best, seconds(best)

@@ -21,6 +21,7 @@ from offload.errors import OffloadError
 from offload.optim.cpu_step import CpuBucket, HostScalars
 from offload.optim.parts import CpuPart, StreamedPart
 from offload.optim.streamed_step import StreamedBucket
+from offload.optim.waiting import Waiting
 from offload.optim.worker import Worker
 
 __all__ = ["HostBucket", "HostedSteps"]
@@ -40,6 +41,8 @@ class HostedSteps:
         self._streamed = streamed
         self._stepper = Worker("optimizer-cpu", cores=engine.device.near_cores, threads=cpu_threads)
         self._streamer = Worker("optimizer-stream", threads=1)
+        self._to_step = Waiting(self._stepper, _nothing)
+        self._to_stream = Waiting(self._streamer, streamed.wait_for_slot)
         self._pending: list[HostBucket] = []  # of the last step: issued or about to be
         self._lent: tuple[deque[HostBucket], deque[HostBucket]] = deque(), deque()  # CPU's and streamed: their gradients may be read
         self._factor: Tensor | None = None  # of the last step: the optimizer's lane reads it, and its memory is compute's
@@ -48,6 +51,7 @@ class HostedSteps:
         self._failed: OffloadError | None = None
         self.buckets_of: dict[int, list[HostBucket]] = {}
         self.in_order: list[HostBucket] = []
+        self._places: dict[int, int] = {}  # in that order, by the bucket's id
 
     def index(self) -> None:
         """Parts have got new buckets."""
@@ -56,6 +60,7 @@ class HostedSteps:
         for bucket in self.in_order:
             for member in bucket.members:
                 self.buckets_of.setdefault(member.index, []).append(bucket)
+        self._places = {id(bucket): place for place, bucket in enumerate(self.in_order)}
 
     # -- issuing ------------------------------------------------------------------------------------------------------
     def release(self, buckets: Iterable[HostBucket]) -> Event:
@@ -67,11 +72,12 @@ class HostedSteps:
         return device.record(device.compute)
 
     def submit(self, buckets: Sequence[HostBucket], released: Event, scalars: HostScalars, factor: Tensor | None) -> None:
-        """Give buckets, which hold their gradients, to the workers, in this order. Blocks the host: never.
+        """Give buckets, which hold their gradients, to the workers; see waiting.py for their order. Blocks the host: never.
 
         released: recorded on compute after the gradients, and after the last use of the weights. Gradients that have not landed yet leave
         LANDING_LEAD buckets ahead of the CPU: all at once would keep the streamed buckets' state waiting behind them on d2h.
         """
+        device = self._engine.device
         for bucket in buckets:
             bucket.done.clear()
         self._pending += buckets
@@ -85,12 +91,15 @@ class HostedSteps:
             for later in leaving:
                 if later.landed is None:
                     self._stepper.submit(functools.partial(later.land, released), _nothing)
-            self._stepper.submit(functools.partial(mine.step, released, scalars, scratch), mine.done.set)
+            step = functools.partial(mine.step, released, scalars, scratch)
+            self._to_step.submit(self._places[id(mine)], mine.has_landed, step, mine.done.set)
         ring = self._streamed.ring
+        is_ready = functools.partial(device.poll, released)
         for bucket in buckets:
             if isinstance(bucket, StreamedBucket):
                 assert ring is not None
-                self._streamer.submit(functools.partial(bucket.step, ring, released, factor, paced=True), bucket.done.set)
+                step = functools.partial(bucket.step, ring, released, factor)
+                self._to_stream.submit(self._places[id(bucket)], is_ready, step, bucket.done.set)
 
     def hold(self, bucket: HostBucket, gradients: Mapping[int, Tensor]) -> None:
         """These gradients are read while compute goes on: nobody may write them until the bucket's weights have been waited for."""
@@ -145,7 +154,7 @@ class HostedSteps:
             bucket.give_back(released)
         for other in streamed:
             assert self._streamed.ring is not None
-            other.step(self._streamed.ring, released, factor, paced=False)
+            other.step(self._streamed.ring, released, factor)
         self._pending += [*buckets, *streamed]
         self._lent[0].extend(buckets)
         self._lent[1].extend(streamed)
@@ -247,7 +256,7 @@ class HostedSteps:
 
 
 def _nothing() -> None:
-    """After a landing: its bucket is still with the worker."""
+    """After a landing its bucket is still with the worker; before the CPU chooses a bucket it waits for nothing."""
 
 
 # -- all or none ----------------------------------------------------------------------------------------------------------

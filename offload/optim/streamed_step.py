@@ -89,6 +89,13 @@ class Ring:
     def nbytes(self) -> int:
         return sum(flat.numel() for slot in self.slots for flat in slot.flats.values())
 
+    def wait_for_slot(self) -> None:
+        """Block the host until the next slot is free, so that no more than RING_SLOTS buckets are queued in front of others' copies, and
+        weights on their way back from the CPU go past."""
+        free = self.slots[self._next].free
+        if free is not None:
+            self.device.synchronize(free)
+
     def take(self) -> _Slot:
         """The slot used longest ago."""
         slot = self.slots[self._next]
@@ -158,18 +165,15 @@ class StreamedBucket:
         self._gradients = []
         return True
 
-    def step(self, ring: Ring, released: Event, factor: Tensor | None, *, paced: bool) -> None:
+    def step(self, ring: Ring, released: Event, factor: Tensor | None) -> None:
         """State in, step, state out: the job of a worker, or of the calling thread. factor: a device scalar that scales the gradients.
 
-        paced: block the host until the slot is free, so that no more than RING_SLOTS buckets are queued in front of others' copies.
-        Order: [Order: ring], [Order: state in], [Order: state here], [Order: gradients made], [Order: state out].
+        Blocks the host: never. Order: [Order: ring], [Order: state in], [Order: state here], [Order: gradients made], [Order: state out].
         """
         device, section, layout = self.device, self.section, self.layout
         slot = ring.take()
         names = self.names()
         if slot.free is not None:
-            if paced:  # before the lane is made to wait: weights on their way back from the CPU go past meanwhile
-                device.synchronize(slot.free)
             device.wait(device.h2d, slot.free, "ring")
         if self.left is not None:
             device.wait(device.h2d, self.left, "state in")

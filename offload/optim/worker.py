@@ -105,6 +105,7 @@ def _run(shared: _Shared, cores: frozenset[int], threads: int, started: threadin
             os.sched_setaffinity(0, cores)
         except OSError:
             cores = frozenset()
+    torch.get_num_threads()  # the first look in a thread takes over what any thread has set last: not after the next line
     torch.set_num_threads(threads)
     started.set()
     while (item := shared.jobs.get()) is not None:

@@ -13,7 +13,7 @@ import json
 import time
 import traceback
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -176,20 +176,21 @@ def _losses(request: OptimRequest) -> dict[str, Any]:
 
 
 def _rates(request: OptimRequest) -> dict[str, Any]:
-    """What bounds a float32 step with all state off the device: measured with the CPU and both lanes at work."""
+    """What bounds a step with all state off the device: from rates measured with both lanes at work, with the CPU and without."""
     from offload import OffloadEngine
     from offload.optim.places import OffloadRates, best_cpu_share
     from offload.optim.split import measure
 
     if request.tiny:
-        rates = OffloadRates(cpu_elements_per_s=3.3e9, d2h_bytes_per_s=45e9, h2d_bytes_per_s=45e9)
+        rates = OffloadRates(
+            cpu_elements_per_s=3.3e9, d2h_bytes_per_s=40e9, h2d_bytes_per_s=40e9, d2h_alone_bytes_per_s=50e9, h2d_alone_bytes_per_s=50e9
+        )
     else:
         engine = OffloadEngine(device="cuda")
         measured = [measure(engine, threads=request.threads) for _ in range(3)]
-        rates = OffloadRates(
-            cpu_elements_per_s=median([one.cpu_elements_per_s for one in measured]),
-            d2h_bytes_per_s=median([one.d2h_bytes_per_s for one in measured]),
-            h2d_bytes_per_s=median([one.h2d_bytes_per_s for one in measured]),
-        )
-    share, seconds = best_cpu_share(rates, cpu_out_bytes=4, cpu_in_bytes=4, streamed_out_bytes=8, streamed_in_bytes=8)
+        rates = OffloadRates(**{part.name: median([getattr(one, part.name) for one in measured]) for part in fields(OffloadRates)})
+    if request.dtype == "float32":  # the weights on the device are the masters: moments travel, or gradients out and weights in
+        share, seconds = best_cpu_share(rates, cpu_out_bytes=4, cpu_in_bytes=4, streamed_out_bytes=8, streamed_in_bytes=8)
+    else:  # masters travel with the moments
+        share, seconds = best_cpu_share(rates, cpu_out_bytes=2, cpu_in_bytes=2, streamed_out_bytes=12, streamed_in_bytes=12)
     return {"rates": asdict(rates), "best_cpu_share": share, "bound_ms_per_g": seconds * 1e12, "parameters": request.shape.parameters}

@@ -1,0 +1,62 @@
+"""Which bucket a worker steps next: of those whose gradients are there, the one that the next forward needs first.
+
+A bucket that is stepped in the backward becomes ready in the order of the backward, last layers first, and the next forward wants the
+first layers first. Taken in the order of their coming, the first layer's bucket is stepped last, and nothing of what is left at the end of
+the backward is hidden behind the forward. One invariant: every bucket put in is taken once, by the job that was submitted with it or by
+another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offload.optim.worker import Job, Worker
+
+__all__ = ["Waiting"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """place: in the order in which the next forward needs the buckets. is_ready: whether its gradients are there; never blocks."""
+
+    place: int
+    is_ready: Callable[[], bool]
+    step: Job
+    done: Job
+
+
+class Waiting:
+    """Buckets that wait for one worker. before: run by the worker before it chooses, so that it chooses late; may block the worker."""
+
+    def __init__(self, worker: Worker, before: Job) -> None:
+        self._worker = worker
+        self._before = before
+        self._lock = threading.Lock()
+        self._entries: list[_Entry] = []  # in the order of their coming
+        self._taken: _Entry | None = None  # seen by the worker's thread only
+
+    def submit(self, place: int, is_ready: Callable[[], bool], step: Job, done: Job) -> None:
+        """Have the worker run `step` once, and then `done`, which also runs if the step fails or is dropped. Blocks the host: never."""
+        with self._lock:
+            self._entries.append(_Entry(place, is_ready, step, done))
+        self._worker.submit(self._step_one, self._end_one)
+
+    def _step_one(self) -> None:
+        self._before()
+        self._taken = self._take()
+        self._taken.step()
+
+    def _end_one(self) -> None:
+        """Of a job that was dropped, or failed before it chose, nothing is taken yet: some bucket ends with it."""
+        taken, self._taken = self._taken, None
+        (taken or self._take()).done()
+
+    def _take(self) -> _Entry:
+        """The ready one that is needed first; if none is ready, the one that came first: the backward makes gradients in that order."""
+        with self._lock:
+            ready = [entry for entry in self._entries if entry.is_ready()] if len(self._entries) > 1 else []
+            chosen = min(ready, key=lambda entry: entry.place) if ready else self._entries[0]
+            self._entries.remove(chosen)
+        return chosen

@@ -1,0 +1,92 @@
+"""Which of the waiting buckets a worker takes: ready before needed, needed before come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from offload.optim.waiting import Waiting
+from offload.optim.worker import Worker
+
+
+class Desk:
+    """A worker that starts with the first call of `run`, and what it did."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.ready: set[int] = set()
+        self.log: list[str] = []
+        self.worker = Worker("test")
+        self.waiting = Waiting(self.worker, before)
+        self._gate = threading.Event()
+        self.worker.submit(lambda: self._gate.wait() and None, lambda: None)
+
+    def put(self, *places: int, step: Callable[[int], None] = lambda place: None) -> None:
+        for place in places:
+
+            def one(place: int = place) -> None:
+                self.log.append(f"step {place}")
+                step(place)
+
+            def done(place: int = place) -> None:
+                self.log.append(f"done {place}")
+
+            self.waiting.submit(place, lambda place=place: place in self.ready, one, done)  # type: ignore[misc]
+
+    def run(self) -> list[str]:
+        self._gate.set()
+        self.worker.synchronize()
+        self.worker.close()
+        return self.log
+
+    def steps(self) -> list[int]:
+        return [int(entry.split()[1]) for entry in self.run() if entry.startswith("step")]
+
+
+@pytest.mark.req("S3-38")
+def test_of_the_ready_buckets_the_one_that_the_forward_needs_first_is_taken() -> None:
+    desk = Desk()
+    desk.put(3, 2, 1, 0)  # as a backward makes them
+    desk.ready = {0, 1, 2, 3}
+    assert desk.steps() == [0, 1, 2, 3]
+
+
+def test_while_none_is_ready_they_are_taken_as_they_came() -> None:
+    desk = Desk()
+    desk.put(3, 2, 1, 0)
+    assert desk.steps() == [3, 2, 1, 0]
+
+
+def test_one_that_becomes_ready_meanwhile_goes_past_those_that_wait() -> None:
+    desk = Desk()
+    desk.put(4, 3, 2, 1, step=lambda place: desk.ready.update({1, 2} if place == 4 else {}))
+    assert desk.steps() == [4, 1, 2, 3]
+
+
+def test_it_is_asked_after_the_wait_for_room_and_not_before() -> None:
+    """Or a choice made early would be one of what was ready then."""
+    desk = Desk(before=lambda: desk.ready.add(0))
+    desk.put(1, 0)
+    assert desk.steps() == [0, 1]
+
+
+def test_each_is_done_once_also_those_after_a_failure() -> None:
+    def step(place: int) -> None:
+        if place == 1:
+            raise RuntimeError("boom")
+
+    desk = Desk()
+    desk.ready = {0, 1, 2}
+    desk.put(2, 1, 0, step=step)
+    assert desk.run() == ["step 0", "done 0", "step 1", "done 1", "done 2"]
+    assert isinstance(desk.worker.error, RuntimeError)
+
+
+def test_a_failure_before_the_choice_ends_one_of_them() -> None:
+    def fails() -> None:
+        raise RuntimeError("no room")
+
+    desk = Desk(before=fails)
+    desk.put(1, 0)
+    assert desk.run() == ["done 1", "done 0"]
