@@ -31,9 +31,10 @@ COPY_BYTES = 64 << 20
 SPREAD = 16  # blocks each way that the copies go round: 1 GiB, beyond what a last-level cache keeps between two rounds
 COPIES = 160  # each way: 10.7 GB, 190 ms and more, longer than the steps on the CPU beside them
 COPIES_ALONE = 48  # each way: 3.2 GB, 65 ms
-WORTH = 0.05
-"""Of a step: below this the CPU is left alone. For float32 weights on an H200 host the best share saves 5% by these rates at most; for
-half-precision weights with masters, whose state is 12 bytes an element and not 8, about a quarter."""
+WORTH = 0.10
+"""Of a step: below this the CPU is left alone. The rates say of float32 weights on an H200 host that the best share saves up to 7%, and
+they say 0, 0.4 or 0.55 in turn; a real step took 236.8 ms without the CPU and 282.9 with a share of 0.4 (docs/log.md). For half-precision
+weights with masters, whose state is 12 bytes an element and not 8, the CPU saves a quarter."""
 NUMEL = 128 << 20  # of the CPU's trial: 16 bytes each, 2 GiB; 40 ms a step at 3.3 G a second
 LEAST_NUMEL = 32 << 20  # a smaller step takes few milliseconds: not worth a measurement or a ring
 
@@ -49,11 +50,12 @@ def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, m
         return UNMEASURED_SHARE
     if sum(member.numel for member in offloaded) < LEAST_NUMEL:
         return 1.0
+    half = next((member.dtype for member in offloaded if masters and member.dtype.itemsize == 2), None)
     try:
-        rates = measure(engine, threads=threads)
+        rates = measure(engine, threads=threads, half=half)
     except HostBudgetError:
-        logger.warning("no 2 GiB of host memory for a measurement: the host steps all offloaded parameters; give cpu_share")
-        return 1.0
+        logger.warning("no 2 GiB of host memory for a measurement: the host steps none of the offloaded parameters; give cpu_share")
+        return 0.0
     numel = sum(member.numel for member in offloaded)
     weight_bytes = sum(member.nbytes for member in offloaded) / numel
     master_bytes = sum(4 * member.numel for member in offloaded if masters and member.dtype.itemsize == 2) / numel
@@ -81,8 +83,11 @@ def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, m
     return share
 
 
-def measure(engine: OffloadEngine, *, threads: int | None) -> OffloadRates:
-    """Copies both ways, alone and beside AdamW on the host. Raises HostBudgetError if its memory may not be pinned."""
+def measure(engine: OffloadEngine, *, threads: int | None, half: torch.dtype | None = None) -> OffloadRates:
+    """Copies both ways, alone and beside AdamW on the host. Raises HostBudgetError if its memory may not be pinned.
+
+    half: of weights that have float32 masters; the CPU widens their gradients and rounds the masters too.
+    """
     device, arena = engine.device, engine.arena
     held_bytes = arena.held_bytes
     blocks: list[Block] = []
@@ -95,7 +100,7 @@ def measure(engine: OffloadEngine, *, threads: int | None) -> OffloadRates:
             device.wait(lane, device.record(device.compute), "land")
         out: list[CopyPair] = [(block.extents[0], there[0]) for block in blocks[:SPREAD]]
         back: list[CopyPair] = [(there[1], block.extents[0]) for block in blocks[SPREAD:]]
-        trial = _Trial()
+        trial = _Trial(half)
         worker.submit(trial.steps, _nothing)  # warms the threads up, and the memory
         worker.synchronize()
         trial.seconds.clear()
@@ -147,15 +152,18 @@ def _nothing() -> None:
 class _Trial:
     """Steps of AdamW on memory of its own, and the seconds that each took."""
 
-    def __init__(self) -> None:
+    def __init__(self, half: torch.dtype | None) -> None:
         self.seconds: list[float] = []
         self._flats = [torch.zeros(NUMEL) for _ in range(4)]
+        self._narrow = None if half is None else [torch.zeros(NUMEL, dtype=half) for _ in range(2)]
         self._count = torch.zeros(())
 
     def steps(self) -> None:
         weights, gradients, first, second = self._flats
         for _ in range(3):
             began = time.perf_counter()
+            if self._narrow is not None:
+                gradients.copy_(self._narrow[0])
             torch._fused_adamw_(
                 [weights],
                 [gradients],
@@ -171,4 +179,6 @@ class _Trial:
                 amsgrad=False,
                 maximize=False,
             )
+            if self._narrow is not None:
+                self._narrow[1].copy_(weights)
             self.seconds.append(time.perf_counter() - began)

@@ -187,7 +187,8 @@ def _rates(request: OptimRequest) -> dict[str, Any]:
         )
     else:
         engine = OffloadEngine(device="cuda")
-        measured = [measure(engine, threads=request.threads) for _ in range(3)]
+        half = None if request.dtype == "float32" else getattr(torch, request.dtype)
+        measured = [measure(engine, threads=request.threads, half=half) for _ in range(3)]
         rates = OffloadRates(**{part.name: median([getattr(one, part.name) for one in measured]) for part in fields(OffloadRates)})
     if request.dtype == "float32":  # the weights on the device are the masters: moments travel, or gradients out and weights in
         share, seconds = best_cpu_share(rates, cpu_out_bytes=4, cpu_in_bytes=4, streamed_out_bytes=8, streamed_in_bytes=8)
