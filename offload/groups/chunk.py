@@ -21,8 +21,9 @@ from offload.errors import GroupOrderError, StaleHandleError
 from offload.groups.group import OffloadTensorGroup
 from offload.ids import ChunkId, GroupId
 from offload.memory.tensor_pool import GPUTensorPool
+from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
-from offload.saved.store import Handle, Passed, SavedChunk, SavedGroup
+from offload.saved.handles import Handle, Passed
 from offload.transfer.door import Priority
 from offload.transfer.record import Record, RecordState
 

@@ -23,8 +23,8 @@ from offload.groups.plan import PlanSettings, StepPlanner
 from offload.groups.scope import GroupScope
 from offload.groups.tracing import import_compiler, untraced
 from offload.groups.tracker import ChunkTracker
+from offload.saved.handles import Handle, Passed
 from offload.saved.hooks import InstalledScope, inside_checkpoint
-from offload.saved.store import Handle, Passed
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.captures import CapturedGraph

@@ -23,7 +23,8 @@ from offload import OffloadConfig, OffloadEngine, OffloadTensorGroup
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError
 from offload.ids import ChunkId, GroupId
-from offload.saved.store import Handle, SavedChunk, SavedGroup
+from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.saved.handles import Handle
 from offload.transfer.door import Priority
 
 ROOT = Path(__file__).resolve().parents[2]
