@@ -16,10 +16,11 @@ import torch
 from offload.config import check_bytes
 from offload.device import Lane
 from offload.engine import OffloadEngine
-from offload.groups.chunk import ChunkOffloadHandler, checked_tensors
+from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.keep_report import KeepReport
 from offload.groups.plan import PlanSettings, StepPlanner
+from offload.groups.release import checked_tensors
 from offload.groups.scope import GroupScope
 from offload.groups.tracing import import_compiler, untraced
 from offload.groups.tracker import ChunkTracker

@@ -23,7 +23,7 @@ from offload import (
     step_end,
 )
 from offload.device.sim import SimDevice
-from offload.groups.chunk import OffloadState
+from offload.groups.by_hand import OffloadState
 from offload.ids import ChunkId
 from offload.transfer.record import RecordState
 from tests.unit.groups.stack import EXECUTORS, Driver, build_manager, build_stages, installed, no_pipeline
