@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from offload.errors import HostBudgetError, OffloadError, PoolError
-from offload.memory.arena import POLLS_PER_CALL, POLLS_PER_LOAN, HostArena
+from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget, StoreHostBudget
+from offload.memory.lending import POLLS_PER_CALL, POLLS_PER_LOAN
 from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
