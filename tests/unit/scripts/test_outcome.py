@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from bench.outcome import outcome, outcome_of_process
 from bench.rows import NotInstalledError, SkippedError
