@@ -18,7 +18,6 @@ import torch
 from offload.device import _cuda_memory
 from offload.device._cuda_memory import PinnedMemory
 from offload.device.base import HostMemory
-from offload.device.cuda import cores_in
 from offload.errors import HostBudgetError, OffloadError
 from tests.mapping import address_space
 
@@ -226,10 +225,3 @@ def test_the_error_of_a_refused_call_is_cleared(runtime: FakeRuntime, monkeypatc
         runtime.broken = False
         memory.release()
     assert launched == [0]
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"), [("", set()), ("\n", set()), ("3", {3}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("0-1,96-97", {0, 1, 96, 97})]
-)
-def test_linuxs_list_of_cores_is_read(text: str, cores: set[int]) -> None:
-    assert cores_in(text) == cores
