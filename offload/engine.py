@@ -24,10 +24,12 @@ from offload.errors import CaptureError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
 from offload.policy.actions import Rates
+from offload.saved.chunk import SavedChunk
 from offload.saved.externals import ExternalKind, ExternalStorages
+from offload.saved.handles import Handle
 from offload.saved.hooks import SavedTensorHooks
 from offload.saved.prefetch import Prefetcher
-from offload.saved.store import Handle, SavedChunk, TensorStore
+from offload.saved.store import TensorStore
 from offload.telemetry.records import StepStats
 from offload.transfer.captures import CapturedRegion
 from offload.transfer.door import Door, Limits

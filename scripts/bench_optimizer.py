@@ -16,7 +16,6 @@ import argparse
 import datetime
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ import torch  # noqa: E402
 from bench import optim_child  # noqa: E402
 from bench.optim_child import OptimRequest  # noqa: E402
 from bench.optim_work import OPTIMIZERS, OURS  # noqa: E402
+from bench.outcome import outcome_of_process  # noqa: E402
 
 GB = 1e9
 PARTS = ("alone", "training", "losses", "growth")
@@ -90,27 +90,20 @@ class Bench:
         if what.get("optimizer") in OURS:
             what["options"] = {**self.options, **what.get("options", {})}
         request = OptimRequest(**{"dtype": args.dtype, "layers": args.layers, "tiny": args.tiny, **what})
-        failed: dict[str, Any] = {"request": what, "status": "failed"}
         result: dict[str, Any]
         if args.budget_s is not None and time.monotonic() - self.began > args.budget_s:
-            result = failed | {"status": "not run", "reason": f"--budget-s {args.budget_s:.0f} is spent"}
+            result = {"request": what, "status": "not run", "reason": f"--budget-s {args.budget_s:.0f} is spent"}
         elif args.tiny:
             result = optim_child.run(request)
         else:
-            out = self.folder / "row.json"
-            out.unlink(missing_ok=True)
-            command = [sys.executable, str(Path(__file__).resolve()), "--child", request.to_json(), "--child-out", str(out)]
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=args.row_timeout_s, env=dict(os.environ), check=False
-                )
-            except subprocess.TimeoutExpired:
-                result = failed | {"reason": f"took longer than --row-timeout-s {args.row_timeout_s:.0f}"}
-            else:
-                last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-                died = failed | {"reason": f"process ended with {done.returncode}: {last}"}
-                result = json.loads(out.read_text()) if out.exists() else died
-                result["stderr"] = done.stderr[-3000:]
+            result = outcome_of_process(
+                Path(__file__).resolve(),
+                request.to_json(),
+                self.folder / "row.json",
+                {"request": what},
+                timeout_s=args.row_timeout_s,
+                environment=os.environ,
+            )
         self.record["rows"].append(result)
         if args.out:
             Path(args.out).write_text(json.dumps(self.record, indent=1, default=str))

@@ -17,7 +17,6 @@ import argparse
 import datetime
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ import torch  # noqa: E402
 
 from bench import child, micro, report  # noqa: E402
 from bench.child import DEFAULT_ROWS, LIMITED_ROWS, ROWS, RowRequest  # noqa: E402
+from bench.outcome import outcome_of_process  # noqa: E402
 from bench.rows import RowOptions  # noqa: E402
 
 GB = 1e9
@@ -149,22 +149,17 @@ def run_row(args: argparse.Namespace, request: RowRequest, folder: Path) -> dict
     """One row's result, from a fresh process unless told otherwise; a process that dies is a failed row."""
     if args.no_isolate or args.tiny:
         return child.run(request)
-    out = folder / "row.json"
-    out.unlink(missing_ok=True)
-    failed = {"row": request.row, "workload": request.workload, "status": "failed"}
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", request.to_json(), "--child-out", str(out)]
     # cuBLAS reads this once, when the process first uses it
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.row_timeout_s, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return failed | {"reason": f"took longer than --row-timeout-s {args.row_timeout_s:.0f}"}
-    if not out.exists():
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return failed | {"reason": f"process ended with {done.returncode}: {last}", "stderr": done.stderr[-4000:]}
-    result: dict[str, Any] = json.loads(out.read_text())
-    result["stderr"] = done.stderr[-2000:]
-    return result
+    about = {"row": request.row, "workload": request.workload}
+    return outcome_of_process(
+        Path(__file__).resolve(),
+        request.to_json(),
+        folder / "row.json",
+        about,
+        timeout_s=args.row_timeout_s,
+        environment=environment,
+    )
 
 
 def run_workload(args: argparse.Namespace, workload: str, link: dict[str, Any] | None, folder: Path, record: dict[str, Any]) -> None:

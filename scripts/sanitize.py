@@ -8,7 +8,7 @@ One invariant: every report is in the summary, under the two operations, the eng
 from; exit status 1 if one of them touches the engine outside a test that leaves an edge out.
 
 What the first (TORCH_CUDA_SANITIZER=1, torch/cuda/_sanitizer.py) sees: pairs of dispatched operations on device memory of one address, from
-two streams, that no event, wait or synchronisation orders. So, of the engine's edges (offload/transfer/engine.py):
+two streams, that no event, wait or synchronisation orders. So, of the engine's edges (the notes in offload/transfer):
 
     spill, allocate, read   seen: kernels on both sides, on device memory that is alive
     restore, reuse          not seen: the bytes are in host memory, which it does not follow

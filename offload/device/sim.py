@@ -19,9 +19,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import get_args
 
 import torch
@@ -31,6 +30,7 @@ from offload.device._sim_clock import SimEvent, SimLane, SimLanes, order_after
 from offload.device._sim_graph import AccessStep, CopyStep, LaunchStep, RecordStep, SimCaptures, SimGraph, WaitStep
 from offload.device._sim_hazards import HazardChecker
 from offload.device._sim_memory import PlainMemory
+from offload.device._sim_meters import SimMeters
 from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, PendingWait, copied_bytes_of
 from offload.device.base import CopyPair, Event, Lane
 from offload.errors import HazardError
@@ -38,7 +38,7 @@ from offload.errors import HazardError
 __all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimGraph", "SimLane"]
 
 
-class SimDevice(SimCaptures):
+class SimDevice(SimCaptures, SimMeters):
     """A device of lanes, events and copies without a GPU. One lock: autograd may call from a thread of its own."""
 
     def __init__(
@@ -75,8 +75,6 @@ class SimDevice(SimCaptures):
         self._d2h_bytes_per_s = d2h_gb_s * 1e9
         self._h2d_bytes_per_s = h2d_gb_s * 1e9
         self._flops = flops
-        self._stall_s = 0.0
-        self._blocked_s = 0.0
         self._of_thread = _OfThread()
         self._program = None
         self._watcher = None
@@ -279,61 +277,6 @@ class SimDevice(SimCaptures):
         with self._lock:
             self._enter(self._lanes.host)
             self._checker.locate(tensor, self.compute).name(*byte_range(tensor), label)
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def active_bytes(self) -> int:
-        """Bytes of living storages that came from `empty` or were declared by `note_write`, and not freed whole by `note_free`."""
-        with self._lock:
-            self._enter(self._lanes.host)
-            return self._checker.active_bytes
-
-    def copies(self, lane: Lane) -> int:
-        """Copies issued to `lane` so far, one a pair."""
-        return self._lanes.own(lane).copies
-
-    def copied_bytes(self, lane: Lane) -> int:
-        """Bytes of the copies issued to `lane` so far."""
-        return self._lanes.own(lane).copied_bytes
-
-    @property
-    def waits(self) -> Mapping[str, int]:
-        """How often each ordering edge was asked for, by its title, those of `without` included."""
-        return MappingProxyType(self._waits)
-
-    # -- virtual time ---------------------------------------------------------------------------------------------
-    def compute_for(self, seconds: float) -> None:
-        """The calling thread's compute lane is busy for `seconds` of virtual time."""
-        if not seconds >= 0:
-            raise ValueError(f"compute of {seconds} seconds was announced; announce 0 or more")
-        with self._lock:
-            lane = self.compute
-            lane.time_s += seconds
-            lane.busy_s += seconds
-            self._enter(lane)
-
-    def compute_flops(self, operations: float) -> None:
-        """As `compute_for`, from a count of floating-point operations."""
-        self.compute_for(operations / self._flops)
-
-    @property
-    def now_s(self) -> float:
-        """Virtual time of the calling thread's compute lane, and so of the host, which is not ahead of it."""
-        return self.compute.time_s
-
-    @property
-    def stall_s(self) -> float:
-        """Virtual time that compute lanes waited for copy lanes."""
-        return self._stall_s
-
-    @property
-    def blocked_s(self) -> float:
-        """Virtual time that the host was blocked in `synchronize`, and compute idle with it; not part of the stall."""
-        return self._blocked_s
-
-    def busy_s(self, lane: Lane) -> float:
-        """Virtual time that `lane` worked."""
-        return self._lanes.own(lane).busy_s
 
     # -- inside: called with the lock held ------------------------------------------------------------------------
     def _enter(self, lane: Lane) -> SimLane:

@@ -8,7 +8,6 @@ A handler is built once for each (virtual stage, microbatch) and used again in e
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,23 +15,24 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from offload.config import check_min_elements
-from offload.device import Event, Lane
-from offload.errors import GroupOrderError, StaleHandleError
+from offload.device import Lane
+from offload.errors import GroupOrderError
+from offload.groups.by_hand import HandCopies
 from offload.groups.group import OffloadTensorGroup
+from offload.groups.release import checked_tensors, release
 from offload.ids import ChunkId, GroupId
 from offload.memory.tensor_pool import GPUTensorPool
+from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
-from offload.saved.store import Handle, Passed, SavedChunk, SavedGroup
+from offload.saved.handles import Handle, Passed
 from offload.transfer.door import Priority
-from offload.transfer.record import Record, RecordState
+from offload.transfer.record import RecordState
 
 if TYPE_CHECKING:
     from offload.engine import OffloadEngine
     from offload.groups.tracker import ChunkTracker
 
-__all__ = ["ChunkOffloadHandler", "OffloadState", "TensorTag"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ChunkOffloadHandler", "TensorTag"]
 
 
 class TensorTag(NamedTuple):
@@ -42,18 +42,7 @@ class TensorTag(NamedTuple):
     position: int
 
 
-class OffloadState(NamedTuple):
-    """A tensor copied to the host by hand with `offload`, and what `reload` needs."""
-
-    device: torch.device
-    cpu_tensor: torch.Tensor
-    use_cpu_pool: bool
-    stride: tuple[int, ...]
-    event: Event
-    step: int
-
-
-class ChunkOffloadHandler:
+class ChunkOffloadHandler(HandCopies):
     """Groups of one chunk.
 
     min_offloaded_tensor_size: elements. cpu_tensor_pool: host buffers for `offload` and `reload` called by hand; the hooks' own path takes
@@ -76,20 +65,14 @@ class ChunkOffloadHandler:
 
             engine = OffloadEngine()
         check_min_elements(min_offloaded_tensor_size)
-        self.id = chunk_id
-        self.engine = engine
+        super().__init__(engine, chunk_id, cpu_tensor_pool, d2h_stream, h2d_stream, manager)
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
-        self.cpu_tensor_pool = cpu_tensor_pool if cpu_tensor_pool is not None else GPUTensorPool("cpu", pin_memory=True, arena=engine.arena)
-        self.cpu_tensor_pool.ask(engine.device)
-        self.d2h_stream: Lane = d2h_stream if d2h_stream is not None else engine.device.d2h
-        self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
         self.do_offload = True
         self.groups: list[OffloadTensorGroup] = []
         self.stays: frozenset[int] = frozenset()
         self.stays_from: dict[int, int] = {}  # of groups that leave in part: the slot from which on their tensors stay
         self.saved = SavedChunk(chunk_id)
         self.begun = False
-        self._manager = manager
         self._index = 0
         self._started: list[tuple[str, OffloadTensorGroup | None]] = []  # not committed yet; None: started while nothing could leave
         self._tags: dict[TensorTag, Handle | Passed] = {}
@@ -235,38 +218,8 @@ class ChunkOffloadHandler:
         group.logical_bytes = saved.logical_bytes
         group.slot_bytes = tuple(sorted(saved.slot_bytes.items()))
         if forced and saved.leaves:  # what the plan keeps is not released either, and that is nobody's mistake
-            self._release(group, saved, forced)
-
-    def _release(self, group: OffloadTensorGroup, saved: SavedGroup, forced: list[torch.Tensor]) -> None:
-        """Free the listed tensors' storage, for tensors that Python still holds; only what was copied whole in this group, and what no
-        save of any chunk still keeps there. Compute waits for the copies, the host does not."""
-        own = set(saved.living())
-        sharing: dict[int, list[Record]] = {}
-        for record in self.saved.living() if self._manager is None else self._manager.living_records():
-            sharing.setdefault(record.weak_storage.key, []).append(record)
-        for tensor in forced:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() == 0:
-                continue  # a view of one that was released just now
-            records = sharing.get(storage._cdata, [])
-            if any(record in own and saved.keeps(record.label.slot) for record in records):
-                continue  # the plan keeps this part of the group
-            copied = any(record in own and record.span.nbytes == storage.nbytes() for record in records)
-            if not copied or any(record.state is RecordState.RESIDENT for record in records):
-                why = "another save still keeps it on the device" if copied else "this group has not copied all of its storage to the host"
-                logger.warning(
-                    "group %s: a tensor of shape %s (%s bytes of storage) was to be released, but %s; it stays. Save all of it inside the "
-                    "group, or take it off forced_released_tensors",
-                    saved.id,
-                    tuple(tensor.shape),
-                    f"{storage.nbytes():,}",
-                    why,
-                )
-                continue
-            for record in records:
-                if record.transfer is not None:
-                    self.engine.transfers.settle_spill(record.transfer)
-            storage.resize_(0)
+            records = self.saved.living() if self._manager is None else self._manager.living_records()
+            release(forced, saved, records, self.engine.transfers)
 
     # -- marks, backward ----------------------------------------------------------------------------------------------
     def on_group_commit_backward(self, name: str) -> None:
@@ -364,78 +317,3 @@ class ChunkOffloadHandler:
         if not self.bulk_reload_group() and self._manager is not None:
             with self.engine.lock:
                 self._manager.pump()
-
-    # -- by hand: one tensor ----------------------------------------------------------------------------------------
-    def offload(self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True) -> OffloadState:
-        """Copy one tensor to the host on the d2h lane. Blocks the host only where the host side is not pinned.
-
-        The source must live until the copy is done; compute waits for it here, so that the caller need not know when. Raises
-        ValueError for a tensor of another device.
-        """
-        device = self.engine.device
-        if not isinstance(src_tensor, torch.Tensor):
-            raise ValueError(f"offload of a {type(src_tensor).__name__}, must be a tensor on {device.name}")
-        self.engine.refuse_in_capture("offload of a tensor by hand")
-        if not device.owns(src_tensor):
-            raise ValueError(f"offload of a tensor on {src_tensor.device}, but this handler's device is {device.name}; move it there first")
-        with torch.no_grad():
-            flat = src_tensor.detach().contiguous().view(-1)
-        if use_cpu_pool:
-            host = self.cpu_tensor_pool.allocate(src_tensor.shape, src_tensor.dtype)
-        else:
-            host = torch.empty(src_tensor.shape, dtype=src_tensor.dtype, pin_memory=pin_memory and device.pins)
-        compute = device.compute
-        source = flat.view(torch.uint8)
-        device.note_write(compute, source)
-        device.wait(self.d2h_stream, device.record(compute), "spill")
-        device.copy(self.d2h_stream, [(host.view(-1).view(torch.uint8), source)])
-        event = device.record(self.d2h_stream)
-        device.wait(compute, event, "settle")
-        return OffloadState(src_tensor.device, host, use_cpu_pool, src_tensor.stride(), event, self.engine.step)
-
-    def reload(self, state: OffloadState, non_blocking: bool | None = None) -> torch.Tensor:
-        """A new device tensor with the bytes and strides that `offload` saw; the host buffer goes back to the pool.
-
-        non_blocking: None means: iff the host side is pinned; False makes the host wait for the copy.
-        """
-        self.engine.refuse_in_capture("reload of a tensor by hand")
-        device = self.engine.device
-        host = state.cpu_tensor
-        managed = self._manager is not None and self.cpu_tensor_pool is self._manager.cpu_tensor_pool
-        if state.use_cpu_pool and managed and state.step != self.engine.step:  # step_end has taken the pool's buffers back
-            raise StaleHandleError(
-                f"{self.id}: a tensor of shape {tuple(host.shape)} was offloaded by hand in step {state.step}, and its host buffer went "
-                f"back to the pool before step {self.engine.step}; reload it in its own step, or offload it with use_cpu_pool=False"
-            )
-        home = device.empty(host.numel() * host.element_size())
-        compute = device.compute
-        device.wait(self.h2d_stream, device.record(compute), "allocate")
-        device.wait(self.h2d_stream, state.event, "restore")
-        device.copy(self.h2d_stream, [(home, host.view(-1).view(torch.uint8))])
-        event = device.record(self.h2d_stream)
-        device.wait(compute, event, "read")
-        device.note_read(compute, home)
-        if non_blocking is False:
-            device.synchronize(event)
-        if state.use_cpu_pool:
-            self.cpu_tensor_pool.free(host, after=event)
-        return _with_stride(home.view(host.dtype).view(host.shape), state.stride)
-
-
-def checked_tensors(tensors: object) -> list[torch.Tensor]:
-    """A list of tensors to release by force; None is an empty one."""
-    if tensors is None:
-        return []
-    if not isinstance(tensors, (list, tuple)) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        found = [type(item).__name__ for item in tensors] if isinstance(tensors, (list, tuple)) else type(tensors).__name__
-        raise ValueError(f"forced_released_tensors is {found}, must be a list of tensors, or None")
-    return list(tensors)
-
-
-def _with_stride(packed: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    if packed.stride() == stride:
-        return packed
-    with torch.no_grad():
-        one = packed[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]  # an expanded dimension holds one element
-        spread = torch.empty_strided(one.shape, stride, dtype=packed.dtype, device=packed.device).copy_(one)
-        return spread.as_strided(packed.shape, stride)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from offload.device import Device, Event, Lane
-from offload.saved.store import SavedGroup
+from offload.saved.chunk import SavedGroup
 
 __all__ = ["DYNAMIC_SHAPE_GROUPS", "OffloadTensorGroup"]
 

@@ -1,11 +1,11 @@
-"""The manager: what a user of groups talks to. Marks and hooks, the process-wide instance, the plan, the end of a step.
+"""The manager: what a user of groups talks to. Commits, the process-wide instance, the plan, the end of a step.
 
-One invariant: it decides and never moves bytes itself. Which chunk is current and what is read next is tracker.py's.
+One invariant: it decides and never moves bytes itself. Which chunk is current and what is read next is tracker.py's, where hooks are
+installed and removed open_scopes.py's.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -16,15 +16,12 @@ import torch
 from offload.config import check_bytes
 from offload.device import Lane
 from offload.engine import OffloadEngine
-from offload.groups.chunk import ChunkOffloadHandler, checked_tensors
+from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.group import OffloadTensorGroup
-from offload.groups.keep_report import KeepReport
+from offload.groups.open_scopes import OpenScopes
 from offload.groups.plan import PlanSettings, StepPlanner
-from offload.groups.scope import GroupScope
-from offload.groups.tracing import import_compiler, untraced
-from offload.groups.tracker import ChunkTracker
-from offload.saved.hooks import InstalledScope, inside_checkpoint
-from offload.saved.store import Handle, Passed
+from offload.groups.release import checked_tensors
+from offload.groups.tracing import import_compiler
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.captures import CapturedGraph
@@ -32,10 +29,8 @@ from offload.transfer.record import Transfer
 
 __all__ = ["PipelineOffloadManager"]
 
-logger = logging.getLogger(__name__)
 
-
-class PipelineOffloadManager(ChunkTracker):
+class PipelineOffloadManager(OpenScopes):
     """Chunks, plan and prefetch over one engine. `get_instance()` holds the process-wide default; tests build their own.
 
     engine: None builds one with the default config. process_group: whose ranks the summary is printed for.
@@ -56,11 +51,6 @@ class PipelineOffloadManager(ChunkTracker):
         self._walk = 0
         self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []  # with the capture of the commit
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
-        self._entered: list[InstalledScope | None] = []
-        self._until_commit: list[tuple[str, InstalledScope | None]] = []  # by the name of the group whose commit closes it
-        self.keep_report = KeepReport()
-        self._warned_no_group = False
-        self._warned_checkpoint = False
 
     # -- the process-wide instance ------------------------------------------------------------------------------------
     @classmethod
@@ -160,16 +150,6 @@ class PipelineOffloadManager(ChunkTracker):
         self._switch(True)
 
     # -- marks --------------------------------------------------------------------------------------------------------
-    def active_handler(self) -> ChunkOffloadHandler | None:
-        """The chunk that a mark in a forward belongs to, if anything may leave now."""
-        if not self.do_offload or self._forward is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return None
-        return self._forward
-
-    def muted_handler(self) -> ChunkOffloadHandler | None:
-        """The chunk that a mark belongs to although nothing may leave: its starts and commits are still paired. None in a backward."""
-        return None if torch._C._current_graph_task_id() != -1 else self._forward
-
     def commit(
         self,
         handler: ChunkOffloadHandler,
@@ -242,76 +222,6 @@ class PipelineOffloadManager(ChunkTracker):
         for handler in self._handlers.values():
             for saved in handler.open_groups():
                 self.engine.store.commit(saved)
-
-    # -- hooks --------------------------------------------------------------------------------------------------------
-    @untraced
-    def open_scope(self, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope | None:
-        """Install the hooks for the innermost open group of the current chunk; None if nothing may leave now.
-
-        stays: asked of each saved tensor, a wrapper as a whole and then its members; one that does stays on the device.
-        """
-        handler = self.active_handler()
-        if handler is None:
-            return None
-        group = handler.innermost_open()
-        if group is not None and inside_checkpoint():
-            if not self._warned_checkpoint and not self.keep_report.open_regions:
-                self._warned_checkpoint = True
-                logger.warning(
-                    "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it saves: nothing of it will leave; "
-                    "put the group around the checkpoint, or give the checkpoint context_fn=selective_contexts(...)",
-                    group.name,
-                    handler.id,
-                )
-            return None
-        if group is None:
-            if not self._warned_no_group:
-                self._warned_no_group = True
-                logger.warning(
-                    "offload_hooks() without an open group in chunk %s: nothing saved in it will leave; call group_start first",
-                    handler.id,
-                )
-            return None
-        self.engine.transfers.check_capture(f"group {group.name!r}")
-        return self.engine.hooks.push(GroupScope(self.engine, handler, group), stays)
-
-    @untraced
-    def close_scope(self, installed: InstalledScope | None) -> None:
-        if installed is not None:
-            self.engine.hooks.pop(installed)
-
-    def open_until_commit(self, name: str) -> None:
-        """`open_scope`, undone by `close_at_commit` of the same name, or by the step's end if an exception came in between."""
-        self._until_commit.append((name, self.open_scope()))
-
-    def close_at_commit(self, name: str) -> None:
-        """Undo the latest `open_until_commit` of this name; nothing to do where there was none."""
-        for position in range(len(self._until_commit) - 1, -1, -1):
-            if self._until_commit[position][0] == name:
-                self.close_scope(self._until_commit.pop(position)[1])
-                return
-
-    def _close_uncommitted(self) -> None:
-        while self._until_commit:
-            self.close_scope(self._until_commit.pop()[1])
-
-    def __enter__(self) -> PipelineOffloadManager:
-        """Install the hooks, if a chunk is current and offloading is on."""
-        self._entered.append(self.open_scope())
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Remove exactly what `__enter__` installed, whatever was switched in between."""
-        self.close_scope(self._entered.pop())
-
-    def on_save_for_backward(self, tensor: torch.Tensor) -> Any:
-        """What autograd's graph keeps instead of `tensor`. Asserts that it is called inside the offload context."""
-        assert self.engine.hooks.innermost() is not None, "Must be inside offload context: use `with manager:` around the save"
-        return self.engine.hooks.pack(tensor)
-
-    def on_get_saved_tensor(self, saved_state: Handle | Passed) -> torch.Tensor:
-        """The tensor, fetched back from the host if it has left."""
-        return self.engine.hooks.unpack(saved_state)
 
     # -- queue (S2's names) -----------------------------------------------------------------------------------------------
     def flush(self) -> None:

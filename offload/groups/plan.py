@@ -9,7 +9,6 @@ tries the best plans, a step each.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -24,8 +23,6 @@ from offload.policy.keeps import all_of, fraction_keeps, kept_peak_bytes, limit_
 from offload.policy.lookahead import ActionKey
 
 __all__ = ["PlanSettings", "SeenStep", "StepPlanner"]
-
-logger = logging.getLogger(__name__)
 
 _LEAST_PIECES = 2  # in flight in one direction: one that is copied, one that waits behind it
 

@@ -8,7 +8,7 @@ from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.group import OffloadTensorGroup
-from offload.saved.store import Handle
+from offload.saved.handles import Handle
 
 __all__ = ["GroupScope", "KeptScope"]
 

@@ -45,9 +45,9 @@ from offload.groups.group import OffloadTensorGroup
 from offload.groups.manager import PipelineOffloadManager
 from offload.groups.scope import KeptScope
 from offload.groups.tracing import untraced
+from offload.saved.chunk import SavedChunk
 from offload.saved.hooks import inside_checkpoint
 from offload.saved.kept import KeptCall, Operator, RandomStep, check_keepable
-from offload.saved.store import SavedChunk
 from offload.transfer.record import Record
 
 __all__ = ["KeepContext", "selective_contexts"]

@@ -24,7 +24,8 @@ from offload.groups.queue import VirtualPipelineQueue
 from offload.ids import ChunkId
 from offload.memory.tensor_pool import GPUTensorPool
 from offload.policy.lookahead import ActionKey, Lookahead
-from offload.saved.store import Handle, SavedChunk
+from offload.saved.chunk import SavedChunk
+from offload.saved.handles import Handle
 from offload.transfer.record import Record, RecordState
 
 __all__ = ["ChunkTracker"]

@@ -20,7 +20,8 @@ import torch.utils.checkpoint
 from offload.device import Device
 from offload.saved.externals import ExternalStorages
 from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper, judge, waited
-from offload.saved.store import Handle, Passed, TensorStore, modified
+from offload.saved.handles import Handle, Passed, modified
+from offload.saved.store import TensorStore
 
 __all__ = ["InstalledScope", "SavedTensorHooks", "Scope", "WrapperHandle", "inside_checkpoint"]
 

@@ -17,8 +17,8 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
+from offload.saved.handles import Handle, Passed
 from offload.saved.hooks import WrapperHandle
-from offload.saved.store import Handle, Passed
 from offload.transfer.record import Record
 
 __all__ = ["KeptCall", "Operator", "RandomStep", "alias_of", "check_keepable", "sharing_versions"]

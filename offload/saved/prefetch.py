@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.ids import ChunkId
-from offload.saved.store import SavedChunk
+from offload.saved.chunk import SavedChunk
 from offload.transfer.door import Priority
 from offload.transfer.engine import TransferEngine
 from offload.transfer.record import Transfer

@@ -11,156 +11,23 @@ One invariant: a read gives the bytes, sizes, strides and dtype that were saved,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
 
 import torch
 
 from offload.device import Device, Lane
 from offload.errors import StaleHandleError
-from offload.ids import ChunkId, GroupId, SlotId
-from offload.saved.coming import ComingReads
+from offload.ids import SlotId
+from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.externals import ExternalKind, ExternalStorages
+from offload.saved.handles import Handle, modified
 from offload.transfer.door import Priority
 from offload.transfer.engine import TransferEngine
 from offload.transfer.layout import Span, ViewLayout, WeakStorage, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
-from offload.transfer.record import Record, RecordState, Transfer, living
+from offload.transfer.record import Record, RecordState, living
 
-__all__ = ["Handle", "Passed", "SavedChunk", "SavedGroup", "TensorStore", "modified"]
+__all__ = ["TensorStore"]
 
 _GATHER_BELOW = 0.5  # a lone view that covers less than half of its span is packed first: fewer bytes cross the link (S2-103)
-
-
-class Handle:
-    """What autograd's graph keeps instead of a tensor: names a record, owns no storage.
-
-    layout and probe: how to rebuild the tensor, and a tensor without bytes that has its version (the record's own where it was the
-    first save). Both None where the record stays and keeps an alias of the tensor: `view` is its place in `record.views`.
-    """
-
-    __slots__ = ("layout", "pass_no", "probe", "record", "view")
-
-    def __init__(self, record: Record, layout: ViewLayout | None, probe: torch.Tensor | None, view: int = -1) -> None:
-        self.record = record
-        self.layout = layout
-        self.probe = probe
-        self.view = view
-        self.pass_no = record.pass_no - 1  # not read yet in the pass under way
-
-
-class Passed:
-    """A tensor that stays where it is, in the graph's own keeping, with the version that it had.
-
-    It holds a detached alias: the tensor itself, if it is the node's own output, would keep the node alive for ever.
-    """
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.version = None if tensor.is_inference() else tensor._version
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-
-    def read(self) -> torch.Tensor:
-        if self.version is not None and self.tensor._version != self.version:
-            raise modified(self.tensor.dtype, self.tensor.size(), self.tensor._version, self.version)
-        return self.tensor
-
-
-class SavedGroup:
-    """The saves of one group: records that wait for their piece to be full, and partial views that wait for the commit.
-
-    leaves: whether anything of it does. stays_from: the slot from which on its records stay nevertheless; None if all leave.
-    """
-
-    __slots__ = (
-        "deferred",
-        "id",
-        "leaves",
-        "logical_bytes",
-        "nbytes",
-        "pending",
-        "pending_bytes",
-        "records",
-        "slot_bytes",
-        "slots",
-        "stays_from",
-        "transfers",
-    )
-
-    def __init__(self, group_id: GroupId, *, leaves: bool, stays_from: int | None = None) -> None:
-        self.id = group_id
-        self.leaves = leaves
-        self.stays_from = stays_from
-        self.records: list[weakref.ref[Record]] = []
-        self.pending: list[weakref.ref[Record]] = []
-        self.deferred: list[weakref.ref[Record]] = []
-        self.pending_bytes = 0
-        self.nbytes = 0  # eligible bytes, one count a storage: what leaves if the group does
-        self.logical_bytes = 0  # the same, one count a saved tensor
-        self.slots = 0
-        self.slot_bytes: dict[int, int] = {}  # eligible bytes of each record
-        self.transfers: list[Transfer] = []
-
-    def keeps(self, slot: int) -> bool:
-        """Whether the plan keeps the record of that slot."""
-        return not self.leaves or (self.stays_from is not None and slot >= self.stays_from)
-
-    def living(self) -> Iterator[Record]:
-        return living(self.records)
-
-
-class SavedChunk:
-    """The saves of one forward.
-
-    readable: its forward is complete, so fetching it back ahead of time makes sense. coming: what a backward will read, in order.
-    noted: records of the latest saves, from `note_saves` to `take_noted`.
-    """
-
-    __slots__ = ("coming", "id", "noted", "readable", "records", "table", "touches")
-
-    def __init__(self, chunk_id: ChunkId) -> None:
-        self.id = chunk_id
-        self.records: list[weakref.ref[Record]] = []
-        self.table: dict[int, weakref.ref[Record]] = {}
-        self.touches = 0
-        self.readable = False
-        self.coming = ComingReads([])
-        self.noted: list[weakref.ref[Record]] | None = None
-
-    def living(self) -> Iterator[Record]:
-        return living(self.records)
-
-    def complete(self) -> None:
-        """The forward is over: nothing joins any more, and the coming reads are the saves in reverse."""
-        if not self.readable:
-            self.readable = True
-            self.table.clear()
-            self.noted = None
-            self.expect_reverse()
-
-    def note_saves(self) -> None:
-        """Note the saves from here on, until `take_noted`."""
-        self.noted = []
-
-    def take_noted(self) -> list[Record]:
-        """The records of the noted saves, in order."""
-        noted, self.noted = self.noted, None
-        return [] if noted is None else list(living(noted))
-
-    def read_together(self, records: Sequence[Record]) -> None:
-        """Where a backward comes to the latest of these saves, it reads them all, first to last: a recompute reads what its forward kept
-        in the forward's order. The coming reads are by touch, latest first, so the first of them gets the latest one."""
-        for record in reversed(records):
-            self.touches += 1
-            record.touch = self.touches
-
-    def expect_reverse(self) -> None:
-        """The coming reads are the saves in reverse of their latest touch: a whole backward, or an input half."""
-        self.coming = ComingReads(sorted(self.living(), key=lambda record: -record.touch))
-
-    def expect(self, reads: Sequence[tuple[int, int]]) -> None:
-        """The coming reads are these (group, slot) pairs, as an earlier microbatch was seen to read them; none for ()."""
-        by_place = {(record.label.group.place, record.label.slot): record for record in self.living()}
-        self.coming = ComingReads([by_place[place] for place in dict.fromkeys(reads) if place in by_place])
 
 
 class TensorStore:
@@ -411,11 +278,3 @@ def _scattered(storage: torch.UntypedStorage, layout: ViewLayout) -> torch.Tenso
         packed = view_of(storage, ViewLayout(layout.size, contiguous_stride(layout.size), 0, layout.dtype), 0)
         spread = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=storage.device)
         return spread.copy_(packed)
-
-
-def modified(dtype: torch.dtype, size: torch.Size, found: int, expected: int) -> RuntimeError:
-    """The error that autograd itself would raise."""
-    return RuntimeError(
-        f"a saved tensor needed for the gradient computation was modified by an inplace operation: {dtype} {list(size)} is at version "
-        f"{found}, expected version {expected}; clone it before the in-place change, or save it after"
-    )

@@ -12,9 +12,15 @@ One invariant: a host block that a graph copies to or from is lent to nobody els
 # alive   settled sources are free; restored buffers stay with their records.
 # proof   tests/property/test_captures.py, test_work_of_before_a_capture_has_passed_when_it_begins
 #
+# [Order: join]
+# hazard  RAW, WAR: what is replayed after a graph touches bytes that the graph's copies still read or write; CUDA refuses such a graph.
+# edge    before a capture ends its compute lane waits for the last point of each copy lane that is part of it.
+# alive   the graph's region holds host blocks, its memory pool device buffers.
+# proof   tests/property/test_edges.py, edge "join"
+#
 # [Order: graphs]
 # hazard  RAW: a backward's graph reads a host block that its forward's graph writes. WAR: the forward's next replay writes it again.
-# edge    each capture ends with its copy lanes joined (engine.py, order "join"), and each copy comes after a point of its own graph's
+# edge    each capture ends with its copy lanes joined (order "join"), and each copy comes after a point of its own graph's
 #         compute lane: so graphs replayed in one lane, or ordered by their caller, have their copies ordered too.
 # alive   the region holds the blocks; the private pool of the graphs holds device buffers at their addresses.
 # proof   tests/property/test_captures.py, test_graphs_replayed_on_lanes_that_nothing_orders_have_a_hazard
@@ -24,15 +30,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from offload.errors import CaptureError
-from offload.transfer.record import Record, RecordState, Transfer, living
+from offload.transfer.in_flight import InFlight
+from offload.transfer.record import Record, RecordState, living
 
 if TYPE_CHECKING:
     from offload.device import Device, Event, Graph, Lane
@@ -88,27 +94,8 @@ class CapturedGraph:
         return other in self.sources
 
 
-class CaptureSide(ABC):
+class CaptureSide(InFlight):
     """The transfer engine's part in a capture: what it settles before one begins, and how the copy lanes are joined before it ends."""
-
-    device: Device
-    arena: HostArena
-    capture: CapturedGraph | None  # the one under way
-    spilling_bytes: int
-    _joined: Lane | None  # comes after every copy of the capture so far
-    _spilling: deque[Transfer]
-    _restoring: deque[Transfer]
-    _ahead: deque[weakref.ref[Record]]
-    _sources: Counter[int]
-
-    @abstractmethod
-    def bury(self) -> None: ...
-    @abstractmethod
-    def drop(self, record: Record) -> None: ...
-    @abstractmethod
-    def release(self, record: Record) -> None: ...
-    @abstractmethod
-    def _settle_all(self, restores_as: str = "abandon") -> None: ...
 
     def check_capture(self, what: str) -> None:
         """Raise CaptureError if a graph is captured and no region watches it. what: asks, for the error."""
@@ -127,7 +114,7 @@ class CaptureSide(ABC):
 
     def begin_capture(self, capture: CapturedGraph) -> None:
         """Settle everything in flight: nothing issued so far can be waited for in the capture. Blocks the host until the copies so far
-        have passed and the arena has stopped growing. Order: [Order: capture] in captures.py."""
+        have passed and the arena has stopped growing. Order: [Order: capture]."""
         self.bury()
         self._settle_all()
         for record in living(self._ahead):

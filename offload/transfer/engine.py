@@ -1,11 +1,7 @@
 """Where saved tensors are copied: groups of records out to the host in pieces, and back. The optimizer's copies are optim/mover.py's.
 
-One invariant: device bytes that a copy still touches are held by that copy's `Transfer`, and they return to the allocator only after
-a lane that could reuse them is ordered behind the copy. The host never blocks; where bytes must wait, the compute lane does.
-
-Three counts say where saved bytes are on the device: resident (kept), spilling (leaving; held by transfers in `_spilling`, oldest
-first) and restoring (fetched back and not yet read for the last time). Their sum stays under `device_limit_bytes` as long as
-something can be waited for: before bytes are added, the oldest spill is settled, which makes compute wait for it and drops its source.
+One invariant: a copy comes after the last writer and the last reader of the bytes on both its sides, and a piece that fails half-way
+leaves every record in the state that it was in. How the bytes of a copy are let go of is in in_flight.py.
 
 # [Order: spill]
 # hazard  RAW: `d2h` copies a tensor that `compute` is still writing.
@@ -18,12 +14,6 @@ something can be waited for: before bytes are added, the oldest spill is settled
 # edge    a block comes back to the arena with the event of its last copy; the next spill into its bytes makes d2h wait for it.
 # alive   the arena owns the pinned bytes; the record holds the block from its spill to its death.
 # proof   tests/property/test_edges.py, edge "reuse"
-#
-# [Order: settle]
-# hazard  allocator reuse: the source goes back to compute's allocator while `d2h` still reads it.
-# edge    settling makes the compute lane that owns the source wait for the spill's event before the last reference goes.
-# alive   the Transfer, until just after that wait.
-# proof   tests/property/test_edges.py, edge "settle"
 #
 # [Order: allocate]
 # hazard  allocator reuse: `h2d` writes a new buffer whose bytes earlier work on `compute` still uses.
@@ -42,18 +32,6 @@ something can be waited for: before bytes are added, the oldest spill is settled
 # edge    the first read of a restore makes compute wait for its event.
 # alive   the record, until its last reader has it.
 # proof   tests/property/test_edges.py, edge "read"
-#
-# [Order: abandon]
-# hazard  allocator reuse: a restore that nobody will read is dropped while `h2d` still writes its buffer.
-# edge    the compute lane that owns the buffer waits for the restore's event before the last reference goes.
-# alive   the Transfer.
-# proof   tests/property/test_edges.py, edge "abandon"
-#
-# [Order: join]
-# hazard  RAW, WAR: what is replayed after a graph touches bytes that the graph's copies still read or write; CUDA refuses such a graph.
-# edge    before a capture ends its compute lane waits for the last point of each copy lane that is part of it.
-# alive   the graph's region holds host blocks, its memory pool device buffers (captures.py).
-# proof   tests/property/test_edges.py, edge "join"
 
 What is captured into a graph waits for events of the same capture only; captures.py says why that is enough.
 """
@@ -63,42 +41,22 @@ from __future__ import annotations
 import logging
 import weakref
 import zlib
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from offload.device import CopyPair, Device, Event, Lane
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
-from offload.transfer.captures import CapturedGraph, CaptureSide
+from offload.transfer.captures import CaptureSide
 from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
 from offload.transfer.layout import WeakStorage, bytes_of
 from offload.transfer.ranges import transfer_range
-from offload.transfer.record import Record, RecordState, Remains, Transfer, living
+from offload.transfer.record import Record, RecordState, Transfer
 
-__all__ = ["TransferCounts", "TransferEngine"]
+__all__ = ["TransferEngine"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class TransferCounts:
-    """What one step moved. Bytes, unless the name says otherwise."""
-
-    saved: int = 0
-    spilled: int = 0
-    spill_bytes: int = 0
-    restored: int = 0
-    restore_bytes: int = 0
-    refused: int = 0
-    refused_bytes: int = 0
-    wanted_peak_bytes: int = 0  # lent and refused together, at a refusal: what the host would have to hold
-    stall_count: int = 0
-    device_bytes_peak: int = 0
-    replays: int = 0
-    replayed_bytes: int = 0
 
 
 class TransferEngine(CaptureSide):
@@ -109,81 +67,10 @@ class TransferEngine(CaptureSide):
     """
 
     def __init__(self, device: Device, arena: HostArena, limits: Limits, *, door: Door | None = None, audit: bool = False) -> None:
-        self.device = device
-        self.arena = arena
-        self.limits = limits
+        super().__init__(device, arena, limits)
         self.door: Door = door if door is not None else CapsDoor(limits)
         self.audit = audit
-        self.estate: deque[Remains] = deque()  # appended to by finalisers of records, on any thread
-        self.counts = TransferCounts()
-        self.capture: CapturedGraph | None = None  # the one under way; captures.py
-        self._joined: Lane | None = None  # comes after every copy of the capture so far
-        self.resident_bytes = 0
-        self.spilling_bytes = 0
-        self.restoring_bytes = 0
-        self._refused_bytes = 0  # of living records
-        self._spilling: deque[Transfer] = deque()
-        self._restoring: deque[Transfer] = deque()
-        self._ahead: deque[weakref.ref[Record]] = deque()  # fetched, in that order; the dead ones at its start are let go in passing
-        self._sources: Counter[int] = Counter()  # spills in flight, by storage: two chunks may save one storage
-        self.stalls: list[tuple[Event, Event]] = []  # timed events around the waits of this step
-        self._stalls_before: list[tuple[Event, Event]] = []
-        self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
         self._warned_no_room = False
-
-    # -- counts ---------------------------------------------------------------------------------------------------
-    @property
-    def device_bytes(self) -> int:
-        """Saved bytes on the device in any state."""
-        return self.resident_bytes + self.spilling_bytes + self.restoring_bytes
-
-    @property
-    def over_limit(self) -> bool:
-        """Whether saved bytes are above the device limit: only what is sent now can bring them below it."""
-        limit = self.limits.device_limit_bytes
-        return limit is not None and self.device_bytes > limit
-
-    def adopt(self, record: Record) -> None:
-        """Count a new RESIDENT record, after making room for it. It is on the current compute lane unless it says another."""
-        self.bury()
-        if record.lane is None:
-            record.lane = self.device.compute
-        record.capture = self.capture
-        self.resident_bytes += record.nbytes  # first: whatever fails below, a record that dies is counted out
-        self._make_room(0)
-        self.counts.saved += 1
-        self._note_peak()
-
-    def resize(self, record: Record, nbytes_before: int) -> None:
-        """A RESIDENT record's span has changed since it was adopted; room is made for what it grew."""
-        self.resident_bytes += record.nbytes - nbytes_before
-        if record.nbytes > nbytes_before:
-            self._make_room(0)
-        self._note_peak()
-
-    def _note_peak(self) -> None:
-        held = self.device_bytes
-        if held > self.counts.device_bytes_peak:
-            self.counts.device_bytes_peak = held
-
-    def bury(self) -> None:
-        """Settle what dead records left behind: their share of the counts and their blocks."""
-        while self.estate:
-            state, nbytes, block, event, transfer, refused, capture = self.estate[0]
-            if state in (RecordState.RESTORING, RecordState.RESTORED):
-                assert transfer is not None
-                self._settle_restore(transfer, "abandon")  # may raise: what a record left is taken off only then
-                self.restoring_bytes -= nbytes
-            self.estate.popleft()
-            if refused:
-                self._refused_bytes -= nbytes
-            if state is RecordState.RESIDENT:
-                self.resident_bytes -= nbytes
-                if transfer is not None and not transfer.settled:  # it was reclaimed, and its spill still holds the bytes
-                    transfer.nbytes += nbytes
-                    self.spilling_bytes += nbytes
-            if block is not None and capture is None:  # else its region holds it
-                self.arena.give_back(block, event)
 
     # -- out ------------------------------------------------------------------------------------------------------
     def spill(self, records: Sequence[Record]) -> Transfer | None:
@@ -285,76 +172,6 @@ class TransferEngine(CaptureSide):
             self._refused_bytes += record.nbytes
         wanted = self.arena.lent_bytes + self._refused_bytes
         self.counts.wanted_peak_bytes = max(self.counts.wanted_peak_bytes, wanted)
-
-    def _make_room(self, nbytes: int, may_settle: Callable[[Transfer], bool] | None = None) -> bool:
-        """Settle the oldest spills until `nbytes` more fit under the caps. False if they do not fit even then.
-
-        may_settle: asked before each; a spill whose bytes are read sooner than the ones that want its room must not make way.
-        """
-        spill_cap, device_cap = self.limits.max_spilling_bytes, self.limits.device_limit_bytes
-        if (spill_cap is None or self.spilling_bytes <= spill_cap) and (device_cap is None or self.device_bytes + nbytes <= device_cap):
-            return True
-        for oldest in [*self._spilling]:
-            over_cap = spill_cap is not None and self.spilling_bytes > spill_cap and self.spilling_bytes > oldest.nbytes
-            over_limit = device_cap is not None and self.device_bytes + nbytes > device_cap
-            if not (over_cap or over_limit):
-                return True
-            if oldest.nbytes == 0:  # reclaimed: settling it makes no room
-                continue
-            if may_settle is not None and not may_settle(oldest):
-                return not over_limit
-            self.settle_spill(oldest)
-        if device_cap is None or self.device_bytes + nbytes <= device_cap:
-            return True
-        return may_settle is None and self._drop_furthest(self.device_bytes + nbytes - device_cap)
-
-    def _drop_furthest(self, nbytes: int) -> bool:
-        """Drop at least `nbytes` of what was fetched ahead, the latest fetched first: it is read last. False if there is not as much."""
-        while nbytes > 0 and self._ahead:
-            record = self._ahead.pop()()
-            if record is None or record.transfer is None or record.state not in (RecordState.RESTORING, RecordState.RESTORED):
-                continue
-            self._settle_restore(record.transfer, "abandon")
-            self.drop(record)
-            nbytes -= record.nbytes
-        return nbytes <= 0
-
-    def reclaim(self, record: Record) -> None:
-        """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill keeps its source to the end."""
-        storage = record.weak_storage.get()
-        transfer = record.transfer
-        if storage is None or transfer is None or record.external:
-            return
-        record.move_to(RecordState.RESIDENT)
-        record.device_bytes = storage
-        transfer.nbytes -= record.nbytes
-        self.spilling_bytes -= record.nbytes
-        self.resident_bytes += record.nbytes
-        if record.block is not None:
-            if record.capture is None:  # else each replay writes it all the same
-                self.arena.give_back(record.block, record.event)
-            record.block = None
-
-    def settle_spill(self, transfer: Transfer) -> None:
-        """Make compute wait for this spill and let its source go. A settled transfer is passed over. Order: [Order: settle]."""
-        if transfer.settled:
-            return
-        self._await(transfer, "settle")
-        transfer.settled = True
-        self._spilling.remove(transfer)  # nearly always the first
-        self.spilling_bytes -= transfer.nbytes
-        for reference, source in zip(transfer.records, transfer.keepalive, strict=True):
-            record = reference()
-            key = source.untyped_storage()._cdata
-            copies = self._sources.pop(key) - 1
-            if copies:
-                self._sources[key] = copies
-            else:
-                if record is None or record.state is not RecordState.RESIDENT:
-                    self.device.note_free(transfer.lane, source)
-            if record is not None and record.state is RecordState.SPILLING:
-                record.move_to(RecordState.SPILLED)
-        transfer.keepalive.clear()
 
     # -- back -----------------------------------------------------------------------------------------------------
     def restore(
@@ -496,75 +313,6 @@ class TransferEngine(CaptureSide):
         own.copy_(bytes_of(record.device_bytes, type(record.span)(0, record.nbytes)))
         self.device.wait(transfer.lane, self.device.record(lane), "settle")
         return own.untyped_storage()
-
-    def _settle_restore(self, transfer: Transfer, order: str) -> None:
-        if transfer.settled:
-            return
-        self._await(transfer, order)
-        transfer.settled = True
-        self._restoring.remove(transfer)  # readers come in about the order of issue: near the front
-        if order == "read":  # what is abandoned only goes back to the allocator
-            for home in transfer.keepalive:
-                self.device.note_read(transfer.lane, home)
-        transfer.keepalive.clear()
-        for record in living(transfer.records):
-            if record.state is RecordState.RESTORING:
-                record.move_to(RecordState.RESTORED)
-
-    def drop(self, record: Record) -> None:
-        """Let a RESTORED record's device bytes go; its host copy is clean, so this is free. The caller may still hold the storage."""
-        record.move_to(RecordState.SPILLED)
-        record.device_bytes = None
-        self.restoring_bytes -= record.nbytes
-
-    # -- lanes ----------------------------------------------------------------------------------------------------
-    def _await(self, transfer: Transfer, order: str) -> None:
-        """Order the transfer's lane after it; where it had not passed yet, time the wait."""
-        device, lane, event = self.device, transfer.lane, transfer.event
-        if transfer.capture is not None:
-            if transfer.capture is self.capture and lane is not self._joined:
-                device.wait(lane, event, order)
-            return
-        if device.poll(event):
-            return
-        before = device.record(lane, timed=True)
-        device.wait(lane, event, order)
-        self.stalls.append((before, device.record(lane, timed=True)))
-        self.counts.stall_count += 1
-
-    def _settle_all(self, restores_as: str = "abandon") -> None:
-        while self._spilling:
-            self.settle_spill(self._spilling[0])
-        while self._restoring:
-            self._settle_restore(self._restoring[0], restores_as)
-
-    # -- step -----------------------------------------------------------------------------------------------------
-    def release(self, record: Record) -> None:
-        """End a record's life whatever its state: a later read finds it RELEASED. Its block and counts are settled now."""
-        remains = record.remains()
-        record.move_to(RecordState.RELEASED)
-        record.device_bytes = record.block = record.probe = record.views = None
-        self.estate.append(remains)
-        self.bury()
-
-    def end_step(self) -> tuple[TransferCounts, float]:
-        """Settle everything in flight and start new counts. Returns the step's counts and the stall of the step BEFORE it, in ms:
-        a stall is read one step late, so that reading it never blocks the host."""
-        self.bury()
-        self._settle_all()
-        self._ahead.clear()
-        self._no_room = False
-        stall_ms = self._read_stalls(self._stalls_before)
-        self._stalls_before, self.stalls = self.stalls, []
-        counts, self.counts = self.counts, TransferCounts(device_bytes_peak=self.device_bytes)
-        return counts, stall_ms
-
-    def _read_stalls(self, stalls: list[tuple[Event, Event]]) -> float:
-        return sum(self.device.elapsed_ms(start, end) for start, end in stalls if self.device.poll(end))
-
-    def in_flight(self) -> tuple[int, int]:
-        """Transfers not yet settled: (spills, restores)."""
-        return len(self._spilling), len(self._restoring)
 
 
 def _parts(block: Block, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

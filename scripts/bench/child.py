@@ -1,7 +1,7 @@
 """One row from start to end in this process: build the stack, run the steps, check the gradients, return plain numbers.
 
 The parent starts a fresh process for each row, because the caching allocator, the pinned pool and the libraries' handles of one row would
-change the next. One invariant: whatever happens, `run` returns a dictionary with a status and, unless it is "ok", the reason.
+change the next. One invariant: `run` always returns a dictionary with a status (outcome.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import gc
 import json
 import os
 import platform
-import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +19,8 @@ import torch
 
 from bench import gradients, lanes, links, ours, peers, rows
 from bench.measure import Clock, clear_gradients, run_step, summarise, timed_step
-from bench.rows import NotInstalledError, Row, RowContext, RowOptions, SkippedError
+from bench.outcome import outcome
+from bench.rows import Row, RowContext, RowOptions, SkippedError
 from bench.workload import Inputs, Stack, probe_saved_bytes, tiny, workload
 
 __all__ = ["DEFAULT_ROWS", "LIMITED_ROWS", "ROWS", "RowRequest", "hardware", "run"]
@@ -111,20 +110,8 @@ def hardware() -> dict[str, Any]:
 
 def run(request: RowRequest) -> dict[str, Any]:
     """The row's figures; "links" measures the link's rates instead."""
-    began = time.perf_counter()
-    result: dict[str, Any] = {"row": request.row, "workload": request.workload, "options": asdict(request.options)}
-    try:
-        result |= _links(request) if request.row == "links" else _measure(request)
-        result["status"] = "ok"
-    except NotInstalledError as error:
-        result |= {"status": "not installed", "reason": str(error)}
-    except SkippedError as error:
-        result |= {"status": "skipped", "reason": str(error)}
-    except Exception as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        result |= {"status": "failed", "reason": f"{type(error).__name__}: {first_line}", "traceback": traceback.format_exc()}
-    result["process_s"] = time.perf_counter() - began
-    return result
+    about = {"row": request.row, "workload": request.workload, "options": asdict(request.options)}
+    return outcome(about, lambda: _links(request) if request.row == "links" else _measure(request))
 
 
 def _links(request: RowRequest) -> dict[str, Any]:

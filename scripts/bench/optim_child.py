@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import time
-import traceback
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -21,7 +20,8 @@ import torch
 from bench.child import hardware
 from bench.measure import Clock, median
 from bench.optim_work import TINY, FusedStack, Made, OptimShape, make_optimizer
-from bench.rows import NotInstalledError, SkippedError
+from bench.outcome import outcome
+from bench.rows import SkippedError
 
 __all__ = ["OptimRequest", "run"]
 
@@ -59,22 +59,12 @@ class OptimRequest:
 
 
 def run(request: OptimRequest) -> dict[str, Any]:
-    began = time.perf_counter()
-    result: dict[str, Any] = {"request": asdict(request), "hardware": hardware()}
-    try:
+    def measure() -> dict[str, Any]:
         if not request.tiny and not torch.cuda.is_available():
             raise SkippedError("no CUDA device here")
-        result |= {"alone": _alone, "training": _training, "losses": _losses, "rates": _rates}[request.kind](request)
-        result["status"] = "ok"
-    except NotInstalledError as error:
-        result |= {"status": "not installed", "reason": str(error)}
-    except SkippedError as error:
-        result |= {"status": "skipped", "reason": str(error)}
-    except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        result |= {"status": "failed", "reason": f"{type(error).__name__}: {first_line}", "traceback": traceback.format_exc()}
-    result["process_s"] = time.perf_counter() - began
-    return result
+        return {"alone": _alone, "training": _training, "losses": _losses, "rates": _rates}[request.kind](request)
+
+    return outcome({"request": asdict(request), "hardware": hardware()}, measure)
 
 
 def _build(request: OptimRequest) -> tuple[FusedStack, Made, Clock]:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from offload import OffloadConfig, OffloadEngine
 from offload.ids import ChunkId, GroupId
-from offload.saved.store import Handle, SavedChunk, SavedGroup
+from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.saved.handles import Handle
 from offload.transfer.door import Priority
 from tests.gpu.widened import POISON, WidenedDevice, sleep
 from tests.gpu.workbench import DEVICE, Program, Result, assert_same_bits, build_manager

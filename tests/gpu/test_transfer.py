@@ -10,7 +10,8 @@ from torch import Tensor
 
 from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine, StepStats
 from offload.ids import ChunkId, GroupId
-from offload.saved.store import Handle, SavedChunk, SavedGroup
+from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.saved.handles import Handle
 from offload.transfer.door import Priority
 from offload.transfer.record import RecordState
 from tests.gpu.widened import WidenedDevice, cycles_of, sleep

@@ -13,7 +13,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from offload import OffloadConfig
-from tests.property.programs import DEAD, NBYTES, NUMEL, OPS, REGIONS, ActionKey, Group, Op, Overlap, Program, Say, Settings, Step
+from tests.property.layers import DEAD, NBYTES, NUMEL, OPS, REGIONS, ActionKey, Group, Op, Overlap, Say
+from tests.property.programs import Program, Step
+from tests.property.speakers import Settings
 
 NAMES = st.sampled_from(["attn", "mlp", "norm"])
 STYLES = ("gpipe", "1f1b", "lifo", "zero-bubble", "random")

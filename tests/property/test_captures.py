@@ -16,7 +16,8 @@ from offload import CapturedRegion, HazardError, OffloadConfig, OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice, SimGraph
 from offload.ids import ChunkId, GroupId
 from offload.memory.arena import HostArena
-from offload.saved.store import Handle, SavedChunk, SavedGroup
+from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.saved.handles import Handle
 from offload.transfer.door import Priority
 from offload.transfer.layout import bytes_of
 

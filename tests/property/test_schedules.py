@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload import OffloadConfig
-from tests.property.programs import NBYTES, OPS, ActionKey, Op, Program, Settings, Step, play
+from tests.property.layers import NBYTES, OPS, ActionKey, Op
+from tests.property.programs import Program, Step, play
+from tests.property.speakers import Settings
 from tests.property.strategies import MODELS, STYLES, configs, legal_order, models
 
 CHECKS = list(HealthCheck)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from offload import OffloadConfig
 from offload.policy.actions import Rates
-from tests.property.programs import NBYTES, Program, Settings, Step, play
+from tests.property.layers import NBYTES
+from tests.property.programs import Program, Step, play
+from tests.property.speakers import Settings
 from tests.property.strategies import STYLES, legal_order, models
 
 CHECKS = list(HealthCheck)

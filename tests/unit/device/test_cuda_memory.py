@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload.device import cuda
+from offload.device import _cuda_memory
+from offload.device._cuda_memory import PinnedMemory
 from offload.device.base import HostMemory
-from offload.device.cuda import _PinnedMemory, cores_in
 from offload.errors import HostBudgetError, OffloadError
 from tests.mapping import address_space
 
@@ -63,7 +63,7 @@ def sizes(memory: HostMemory) -> list[int]:
 
 
 def test_a_piece_goes_alone_and_the_others_keep_their_bytes_and_places(runtime: FakeRuntime) -> None:
-    memory: HostMemory = _PinnedMemory(4 * PIECE + 4096, PIECE)
+    memory: HostMemory = PinnedMemory(4 * PIECE + 4096, PIECE)
     pieces = memory.pieces
     for number, piece in enumerate(pieces):
         piece.fill_(number + 1)
@@ -79,7 +79,7 @@ def test_a_piece_goes_alone_and_the_others_keep_their_bytes_and_places(runtime: 
 
 
 def test_the_pages_of_a_released_piece_go_back_to_the_system(runtime: FakeRuntime) -> None:
-    memory = _PinnedMemory(8 * PIECE, PIECE)
+    memory = PinnedMemory(8 * PIECE, PIECE)
     before = resident_bytes()
     for index in range(8):
         memory.release_piece(index)
@@ -89,7 +89,7 @@ def test_the_pages_of_a_released_piece_go_back_to_the_system(runtime: FakeRuntim
 
 def test_the_storage_of_a_piece_starts_where_its_registration_does(runtime: FakeRuntime) -> None:
     """Tensor.is_pinned() asks about the first byte of the storage: a view into the whole mapping would be called unpinned."""
-    memory = _PinnedMemory(2 * PIECE + 4096, PIECE)
+    memory = PinnedMemory(2 * PIECE + 4096, PIECE)
     storages = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in memory.pieces}
     assert storages == runtime.registered
     starts = sorted(storages)
@@ -99,7 +99,7 @@ def test_the_storage_of_a_piece_starts_where_its_registration_does(runtime: Fake
 
 
 def test_no_piece_is_unregistered_twice(runtime: FakeRuntime) -> None:
-    memory = _PinnedMemory(3 * PIECE, PIECE)
+    memory = PinnedMemory(3 * PIECE, PIECE)
     for index in (2, 0, 2):  # the runtime fails at an address that is not registered
         memory.release_piece(index)
     memory.release()
@@ -113,7 +113,7 @@ def test_the_mapping_goes_with_the_last_piece(runtime: FakeRuntime, monkeypatch:
         """mmap.mmap itself cannot be watched weakly."""
 
     monkeypatch.setattr(mmap, "mmap", Mapping)
-    memory = _PinnedMemory(2 * PIECE, PIECE)
+    memory = PinnedMemory(2 * PIECE, PIECE)
     assert isinstance(memory._mapping, Mapping)
     mapping = weakref.ref(memory._mapping)
     for index in range(alone):
@@ -127,7 +127,7 @@ def test_the_mapping_goes_with_the_last_piece(runtime: FakeRuntime, monkeypatch:
 
 
 def test_a_piece_that_cuda_does_not_unregister_stays(runtime: FakeRuntime) -> None:
-    memory = _PinnedMemory(2 * PIECE, PIECE)
+    memory = PinnedMemory(2 * PIECE, PIECE)
     memory.pieces[0].fill_(7)
     runtime.broken = True
     with pytest.raises(OffloadError, match=r"a piece of 8,388,608 bytes, one of 2 registered \(error 700\)"):
@@ -146,7 +146,7 @@ def test_pages_that_the_system_keeps_are_said(runtime: FakeRuntime, monkeypatch:
                 raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Locked)
-    memory = _PinnedMemory(2 * PIECE, PIECE)
+    memory = PinnedMemory(2 * PIECE, PIECE)
     with pytest.warns(RuntimeWarning, match="keeps the pages of a piece of 8,388,608 bytes"):
         memory.release_piece(0)
     assert sizes(memory) == [0, PIECE], "unpinned all the same"
@@ -156,21 +156,21 @@ def test_pages_that_the_system_keeps_are_said(runtime: FakeRuntime, monkeypatch:
 def test_what_was_registered_before_a_refusal_is_unregistered(runtime: FakeRuntime) -> None:
     runtime.limit_bytes = 2 * PIECE
     with pytest.raises(HostBudgetError, match=r"refused 8,388,608 bytes after 16,777,216 of 33,554,432 \(error 2\)"):
-        _PinnedMemory(4 * PIECE, PIECE)
+        PinnedMemory(4 * PIECE, PIECE)
     assert runtime.registered == {}
 
 
 def test_a_mapping_that_the_system_refuses_is_a_budget_error_and_pins_nothing(runtime: FakeRuntime) -> None:
     """Really: this process may have 64 MiB of addresses more, and asks for a GiB."""
     with address_space(64 * MIB), pytest.raises(HostBudgetError, match=r"the system refused 1,073,741,824 bytes of host memory \("):
-        _PinnedMemory(1 << 30, 64 * MIB)
+        PinnedMemory(1 << 30, 64 * MIB)
     assert runtime.registered == {}
-    _PinnedMemory(PIECE, PIECE).release()
+    PinnedMemory(PIECE, PIECE).release()
 
 
 def test_memory_that_is_dropped_is_unregistered_before_the_system_gets_it_back(runtime: FakeRuntime) -> None:
     """An optimizer went out of scope with its engine: the next mapping lay at the same address, and CUDA refused to register it."""
-    memory = _PinnedMemory(2 * PIECE, PIECE)
+    memory = PinnedMemory(2 * PIECE, PIECE)
     extent = memory.pieces[0]
     assert len(runtime.registered) == 2
     del memory
@@ -180,9 +180,9 @@ def test_memory_that_is_dropped_is_unregistered_before_the_system_gets_it_back(r
 
 def test_memory_that_is_dropped_in_a_capture_keeps_its_address(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     given_up: list[Any] = []
-    monkeypatch.setattr(cuda, "_capturing", lambda: True)
-    monkeypatch.setattr(cuda, "_GIVEN_UP", given_up)
-    memory = _PinnedMemory(PIECE, PIECE)
+    monkeypatch.setattr(_cuda_memory, "_capturing", lambda: True)
+    monkeypatch.setattr(_cuda_memory, "_GIVEN_UP", given_up)
+    memory = PinnedMemory(PIECE, PIECE)
     (address,) = runtime.registered
     del memory
     assert list(runtime.registered) == [address]
@@ -197,7 +197,7 @@ def test_a_kernel_without_huge_pages_pins_all_the_same(runtime: FakeRuntime, mon
             super().madvise(option, *arguments)
 
     monkeypatch.setattr(mmap, "mmap", Small)
-    memory = _PinnedMemory(2 * PIECE, PIECE)
+    memory = PinnedMemory(2 * PIECE, PIECE)
     assert len(runtime.registered) == 2
     memory.release()
 
@@ -216,19 +216,12 @@ def test_the_error_of_a_refused_call_is_cleared(runtime: FakeRuntime, monkeypatc
     if call == "register":
         runtime.limit_bytes = PIECE
         with pytest.raises(HostBudgetError):
-            _PinnedMemory(2 * PIECE, PIECE)
+            PinnedMemory(2 * PIECE, PIECE)
     else:
-        memory = _PinnedMemory(PIECE, PIECE)
+        memory = PinnedMemory(PIECE, PIECE)
         runtime.broken = True
         with pytest.raises(OffloadError):
             memory.release_piece(0)
         runtime.broken = False
         memory.release()
     assert launched == [0]
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"), [("", set()), ("\n", set()), ("3", {3}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("0-1,96-97", {0, 1, 96, 97})]
-)
-def test_linuxs_list_of_cores_is_read(text: str, cores: set[int]) -> None:
-    assert cores_in(text) == cores

@@ -6,9 +6,11 @@ saves in the block, so no recompute reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -124,3 +126,21 @@ def assert_empty(manager: PipelineOffloadManager) -> None:
     assert engine.transfers.device_bytes == 0
     assert engine.transfers.in_flight() == (0, 0)
     assert engine.arena.stats().lent == 0
+
+
+def coming_labels(manager: PipelineOffloadManager) -> list[str]:
+    """Of the chunk whose forward is over, in the order in which the prefetch would fetch them."""
+    handler = manager.cur_forward_chunk()
+    assert handler is not None
+    handler.saved.complete()
+    return [str(record.label) for reference in handler.saved.coming._records if (record := reference()) is not None]
+
+
+@contextmanager
+def noted_reads(manager: PipelineOffloadManager) -> Iterator[list[str]]:
+    reads: list[str] = []
+    manager.engine.on_read(lambda handle: reads.append(str(handle.record.label)))
+    yield reads
+
+
+CALLS = pytest.mark.parametrize("call", [kept, kept_in_group], ids=["no group", "in a group"])

@@ -30,6 +30,7 @@ from offload.device.sim import ExecutorName, SimDevice
 WIDTH, ROWS = 16, 12
 NAMES = ("block", "norm", "fc1", "act", "fc2")
 """`block` is around the others, as a norm's group is around a layer whose residual it saves."""
+HELD = 64 << 20  # the smallest growth of the arena
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random", "clock")
 
 Action = tuple[str, int, int]
@@ -248,3 +249,15 @@ def interleaved(microbatches: int, stages: int = 2, warmup: int = 4) -> list[Act
         order.extend(forwards[warmup + i : warmup + i + 1])
         order.append(backward)
     return order
+
+
+def save_one(x: Tensor, name: str = "a", **commit: Any) -> Tensor:
+    """x * x in a group of its own: one saved tensor, x."""
+    x = group_start(x, name)
+    with offload_hooks():
+        y = x * x
+    return group_commit(y, name, **commit)
+
+
+def leaf(elements: int = 64) -> Tensor:
+    return torch.randn(elements, requires_grad=True)

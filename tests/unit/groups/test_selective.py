@@ -1,12 +1,8 @@
-"""Selective checkpoints: the same bits, the bytes that were named, the order in which they are read, nothing left over."""
+"""Selective checkpoints: the same bits, whatever is kept, however the graph is read, and with random numbers."""
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -17,35 +13,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from offload import (
-    OffloadError,
-    PipelineOffloadManager,
-    group_commit,
-    group_start,
-    init_chunk_handler,
-    offload_hooks,
-    selective_contexts,
-    step_end,
-)
+from offload import PipelineOffloadManager, init_chunk_handler, selective_contexts, step_end
 from offload.device.sim import ExecutorName
 from offload.transfer.record import RecordState
 from tests.unit.groups.regions import (
     BLOCKS,
+    CALLS,
     FC1_BYTES,
     INPUT_BYTES,
     MM,
     ROWS,
     WIDTH,
-    Block,
     Call,
     assert_bits,
     assert_empty,
     build_blocks,
+    coming_labels,
     forward,
     gradients,
     kept,
-    kept_in_group,
     let_go,
+    noted_reads,
     plain,
     recomputed,
     source,
@@ -55,22 +43,6 @@ from tests.unit.groups.regions import (
 from tests.unit.groups.stack import EXECUTORS, build_manager, installed
 
 aten = torch.ops.aten
-CALLS = pytest.mark.parametrize("call", [kept, kept_in_group], ids=["no group", "in a group"])
-
-
-def coming_labels(manager: PipelineOffloadManager) -> list[str]:
-    """Of the chunk whose forward is over, in the order in which the prefetch would fetch them."""
-    handler = manager.cur_forward_chunk()
-    assert handler is not None
-    handler.saved.complete()
-    return [str(record.label) for reference in handler.saved.coming._records if (record := reference()) is not None]
-
-
-@contextmanager
-def noted_reads(manager: PipelineOffloadManager) -> Iterator[list[str]]:
-    reads: list[str] = []
-    manager.engine.on_read(lambda handle: reads.append(str(handle.record.label)))
-    yield reads
 
 
 # -- bits ---------------------------------------------------------------------------------------------------------------
@@ -295,7 +267,7 @@ def test_an_operator_of_higher_order_in_the_region_is_a_call_like_others(manager
             step_end()
 
 
-# -- random numbers -------------------------------------------------------------------------------------------------------
+# -- random numbers -----------------------------------------------------------------------------------------------------
 class Dropping(nn.Module):
     """A kept dropout between others that are not kept."""
 
@@ -332,332 +304,3 @@ def test_a_kept_dropout_shifts_no_random_number_of_others(preserve_rng_state: bo
         state = torch.get_rng_state()
         run(keep=False)
         assert not torch.equal(state, torch.get_rng_state())  # a plain recompute draws the dropout's as well
-
-
-# -- bytes ----------------------------------------------------------------------------------------------------------------
-def test_what_leaves_is_what_was_kept_by_the_name_of_its_group(manager: PipelineOffloadManager) -> None:
-    _, stats = train_step(build_blocks(), kept)
-    assert (stats.saved, stats.spill_bytes) == (BLOCKS, BLOCKS * FC1_BYTES)
-    assert manager.offload_summary_bytes == {"selective": (BLOCKS - 1) * FC1_BYTES}  # the last one read first stays: the margin
-
-
-def test_in_a_group_kept_outputs_and_the_input_of_the_checkpoint_are_one_group(manager: PipelineOffloadManager) -> None:
-    _, stats = train_step(build_blocks(), kept_in_group)
-    assert (stats.saved, stats.spill_bytes) == (2 * BLOCKS, BLOCKS * (INPUT_BYTES + FC1_BYTES))
-    assert manager.offload_summary_bytes == {"block": (BLOCKS - 1) * (INPUT_BYTES + FC1_BYTES)}
-
-
-def test_the_last_outputs_of_a_region_are_kept_only_where_a_recompute_would_read_them(manager: PipelineOffloadManager) -> None:
-    """Nothing is saved after fc2, so its output is not kept; with early_stop=False the recompute calls it again."""
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-    for early_stop in (True, False):
-        found, stats = train_step(blocks, lambda block, h, early_stop=early_stop: kept(block, h, early_stop=early_stop))  # type: ignore[misc]
-        assert_bits(expected, found)
-        assert stats.saved == BLOCKS
-
-
-def test_an_output_that_autograd_also_saves_outside_is_one_record(manager: PipelineOffloadManager) -> None:
-    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
-
-    def body(x: Tensor) -> tuple[Tensor, Tensor]:
-        h = x @ weight
-        return h, h.sin()
-
-    init_chunk_handler(None, None, 1)
-    x = group_start(source() * 1.0, "both")
-    with offload_hooks():
-        h, y = checkpoint(body, x, use_reentrant=False, context_fn=selective_contexts({MM}))
-        y = group_commit((h * h) * y, "both")
-    del h, x
-    assert manager.engine.transfers.counts.spill_bytes == 4 * INPUT_BYTES  # x, x @ w, its square, its sine
-    y.sum().backward()
-    step_end()
-
-
-def test_a_recompute_saves_the_fetched_bytes_themselves(manager: PipelineOffloadManager) -> None:
-    """What autograd saves in the recompute is the restored storage, not a copy of it; it is let go with its node."""
-    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
-    seen: list[int] = []
-
-    def body(x: Tensor) -> Tensor:
-        h = x @ weight
-        seen.append(h.data_ptr())
-        y = h.sin()
-        saved = y.grad_fn._raw_saved_self if torch._C._current_graph_task_id() == -1 else y.grad_fn._saved_self  # type: ignore[union-attr]
-        if isinstance(saved, Tensor):
-            seen.append(saved.data_ptr())
-        return y.tanh()
-
-    init_chunk_handler(None, None, 1)
-    y = kept(body, source() * 1.0)  # type: ignore[arg-type]
-    let_go(manager)
-    y.sum().backward()
-    assert len(seen) == 3
-    assert seen[1] == seen[2]
-    stats = step_end()
-    assert stats is not None
-    assert (stats.restored, stats.restore_bytes) == (1, INPUT_BYTES)
-
-
-@pytest.mark.parametrize("config", [{"activation_offload_fraction": 0.0}, {"max_spilling_bytes": 0}, {"host_limit_bytes": 0}])
-def test_a_kept_output_that_stays_costs_no_copy(config: dict[str, Any]) -> None:
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-    with installed(build_manager(**config)) as manager:
-        assert manager is not None
-        for _ in range(2):
-            found, stats = train_step(blocks, kept)
-            assert_bits(expected, found)
-        assert (stats.saved, stats.kept, stats.spill_bytes, stats.restore_bytes) == (BLOCKS, BLOCKS, 0, 0)
-
-
-def test_small_outputs_stay_in_the_regions_own_keeping(manager: PipelineOffloadManager) -> None:
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-    init_chunk_handler(None, None, FC1_BYTES // 4 + 1)
-    found = train(blocks, kept)
-    stats = step_end()
-    assert stats is not None
-    assert stats.saved == 0
-    assert_bits(expected, found)
-
-
-def test_a_device_limit_holds_for_kept_outputs() -> None:
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-    limit_bytes = 2 * FC1_BYTES
-    with installed(build_manager(device_limit_bytes=limit_bytes)) as manager:
-        assert manager is not None
-        for _ in range(4):
-            init_chunk_handler(None, None, 1)
-            x = source()
-            loss = forward(blocks, x, kept)
-            loss.backward()
-            assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
-            del loss
-            stats = manager.step_end()
-            assert stats.device_bytes_peak <= limit_bytes
-        assert stats.restored > 0
-
-
-# -- order ----------------------------------------------------------------------------------------------------------------
-class Long(nn.Module):
-    """Four kept products a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x).mul(0.5))
-        return x
-
-
-@CALLS
-def test_the_coming_reads_are_blocks_in_reverse_and_each_in_the_order_of_its_forward(call: Call, manager: PipelineOffloadManager) -> None:
-    blocks = build_blocks(Long)
-    init_chunk_handler(None, None, 1)
-    loss = forward(blocks, source(), call)
-    let_go(manager)
-    with noted_reads(manager) as reads:
-        coming = coming_labels(manager)
-        loss.backward()
-    inputs = int(call is kept_in_group)
-    assert len(coming) == BLOCKS * (4 + inputs)
-    assert reads == coming
-    places = [(label.split("#")[1][0], label.split("[")[1][0]) for label in reads]
-    assert places == [(str(block), str(slot)) for block in reversed(range(BLOCKS)) for slot in range(4 + inputs)]
-    del loss
-    step_end()
-
-
-def test_what_a_recompute_reads_is_fetched_before_it_asks() -> None:
-    """With a window of two outputs, nothing but the first read of the step is fetched on demand."""
-    blocks = build_blocks(Long)
-    with installed(build_manager(max_restoring_bytes=2 * INPUT_BYTES, piece_bytes=1, max_spilling_bytes=1)) as manager:
-        assert manager is not None
-        on_demand: list[str] = []
-        restore = manager.engine.transfers.restore
-
-        def noted(records: Any, priority: Any, *rest: Any) -> Any:
-            if priority.name == "REQUIRED":
-                on_demand.extend(str(record.label) for record in records)
-            return restore(records, priority, *rest)
-
-        manager.engine.transfers.restore = noted  # type: ignore[method-assign]
-        manager.begin_chunk(0, 0)
-        loss = forward(blocks, source(), kept)
-        manager.end_forward(0, 0)
-        let_go(manager)
-        manager.begin_backward(0, 0, "B")
-        loss.backward()
-        manager.end_backward(0, 0, "B")
-        del loss
-        stats = manager.step_end()
-        assert stats.restored == BLOCKS * 4
-        assert on_demand == []
-
-
-# -- groups inside the region -----------------------------------------------------------------------------------------------
-class Marked(Block):
-    """Marks around the two products, inside the region."""
-
-    delay = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = group_start(self.norm(x), "fc1")
-        h = F.gelu(group_commit(self.fc1(h), "fc1", delay_offload=self.delay))
-        h = group_start(h, "fc2")
-        return x + torch.tanh(group_commit(self.fc2(h), "fc2", delay_offload=self.delay))
-
-
-@pytest.mark.parametrize("delay", [False, True])
-def test_an_output_belongs_to_the_group_that_was_open_when_it_was_made(delay: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """fc1's output waits for a save that comes after its group's commit, and still goes there."""
-    blocks = build_blocks(Marked)
-    expected = train(blocks, plain)
-    for block in blocks:
-        block.delay = delay  # type: ignore[assignment]
-    with installed(build_manager(piece_bytes=1 << 20)) as manager:
-        assert manager is not None
-        init_chunk_handler(None, None, 1)
-        x = source()
-        loss = forward(blocks, x, kept)
-        if delay:
-            assert manager.engine.transfers.counts.spill_bytes == 0
-            manager.flush_delayed_groups()
-        assert manager.engine.transfers.counts.spill_bytes == BLOCKS * (FC1_BYTES + INPUT_BYTES)
-        let_go(manager)
-        loss.backward()
-        assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
-        del loss
-        step_end()
-        assert manager.offload_summary_bytes == {"fc1": (BLOCKS - 1) * FC1_BYTES, "fc2": (BLOCKS - 1) * INPUT_BYTES}
-    assert caplog.records == []
-
-
-# -- a change in place --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("late", [False, True], ids=["before the next save", "after it"])
-def test_a_kept_output_that_is_changed_in_place_is_an_error_of_the_backward(late: bool, manager: PipelineOffloadManager) -> None:
-    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
-
-    def body(x: Tensor) -> Tensor:
-        h = x @ weight
-        y = h.detach().sin() * x if late else x
-        h.add_(1.0)
-        return (h * y).sin()
-
-    init_chunk_handler(None, None, 1)
-    y = kept(body, source() * 1.0)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-    del y
-    step_end()
-    assert_empty(manager)
-
-
-# -- nothing is left ------------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
-@CALLS
-def test_a_graph_that_is_dropped_unread_leaves_nothing(call: Call, manager: PipelineOffloadManager) -> None:
-    init_chunk_handler(None, None, 1)
-    loss = forward(build_blocks(), source(), call)
-    assert manager.engine.transfers.device_bytes > 0
-    del loss
-    let_go(manager)
-    assert_empty(manager)
-    step_end()
-
-
-@pytest.mark.usefixtures("no_collector")
-@CALLS
-def test_an_exception_in_the_forward_leaves_nothing_and_the_next_step_is_right(call: Call, manager: PipelineOffloadManager) -> None:
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-
-    class Failing(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            super().forward(x).sin()
-            raise ArithmeticError("on purpose")
-
-    init_chunk_handler(None, None, 1)
-    failing = Failing()
-    try:
-        forward([*blocks, failing], source(), call)
-    except ArithmeticError:
-        pass
-    else:
-        pytest.fail("the block did not fail")
-    let_go(manager)
-    assert_empty(manager)
-    assert manager.keep_report.open_regions == 0
-    step_end()
-    found, stats = train_step(blocks, call)
-    assert_bits(expected, found)
-    assert stats.saved == BLOCKS * (1 + (call is kept_in_group))
-    assert_empty(manager)
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_graph_that_outlives_its_step_is_reported_and_holds_no_bytes(
-    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
-) -> None:
-    init_chunk_handler(None, None, 1)
-    loss = forward(build_blocks(), source(), kept)
-    step_end()
-    assert_empty(manager)
-    assert f"{BLOCKS} saved tensors ({BLOCKS * FC1_BYTES:,} bytes) whose backward has not run" in caplog.text
-    with pytest.raises(OffloadError, match="was saved in a step that has ended"):
-        loss.backward()
-
-
-def test_a_kept_output_is_let_go_by_its_reader_when_it_was_fetched(manager: PipelineOffloadManager) -> None:
-    init_chunk_handler(None, None, 1)
-    loss = forward(build_blocks(), source(), kept)
-    let_go(manager)
-    states: list[RecordState] = []
-    manager.engine.on_read(lambda handle: states.append(handle.record.state))
-    loss.backward()
-    assert states == [RecordState.SPILLED] * BLOCKS
-
-
-# -- what does not leave ----------------------------------------------------------------------------------------------------------
-def test_without_gradients_nothing_is_kept_and_nothing_said(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
-    with torch.no_grad():
-        init_chunk_handler(None, None, 1)
-        forward(build_blocks(), source(), kept)
-    stats = step_end()
-    assert stats is not None
-    assert stats.saved == 0
-    assert caplog.records == []
-
-
-def test_switched_off_the_outputs_stay_and_nothing_is_said(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-    manager.disable_offload()
-    found, stats = train_step(blocks, kept)
-    assert_bits(expected, found)
-    assert stats.saved == 0
-    assert caplog.records == []
-
-
-def test_without_a_chunk_the_outputs_stay_with_one_warning(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
-    blocks = build_blocks()
-    expected = train(blocks, plain)
-    for _ in range(2):
-        assert_bits(expected, train(blocks, kept))
-        step_end()
-    (record,) = caplog.records
-    assert "no chunk is current" in record.message
-    assert "init_chunk_handler()" in record.message

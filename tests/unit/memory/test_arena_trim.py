@@ -17,11 +17,6 @@ from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on,
 
 
 @pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
-
-
-@pytest.fixture
 def arena(device: FakeDevice) -> HostArena:
     """Two slabs of four pieces, all free."""
     arena = arena_on(device)

@@ -9,11 +9,6 @@ from tests.unit.memory.fakes import FakeDevice, FakeEvent
 
 
 @pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
-
-
-@pytest.fixture
 def marks(device: FakeDevice) -> Marks:
     return Marks(device.protocol)
 

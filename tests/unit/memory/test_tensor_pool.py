@@ -18,11 +18,6 @@ SHAPE = (128, 512)
 
 
 @pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
-
-
-@pytest.fixture
 def arena(device: FakeDevice) -> HostArena:
     return HostArena(device.protocol, budget=LocalHostBudget(16 << 20), slab_bytes=1 << 20, registration_bytes=1 << 20)
 

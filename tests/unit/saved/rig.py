@@ -17,8 +17,9 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import OffloadEngine
 from offload.ids import ChunkId, GroupId
 from offload.memory.budget import HostBudget
+from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope
-from offload.saved.store import Handle, SavedChunk, SavedGroup
 from offload.telemetry.records import StepStats
 from offload.transfer.door import Door
 from offload.transfer.record import Record, RecordState

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from offload.ids import ChunkId, GroupId
-from offload.saved.store import Handle, Passed, SavedChunk, SavedGroup
+from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.saved.handles import Handle, Passed
 from tests.unit.saved.rig import Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 

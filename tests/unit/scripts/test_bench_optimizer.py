@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import bench_optimizer  # noqa: E402
-from bench.optim_child import OptimRequest, run  # noqa: E402
-from bench.optim_work import OPTIMIZERS, TINY, FusedStack, OptimShape  # noqa: E402
+import bench_optimizer
+from bench.optim_child import OptimRequest, run
+from bench.optim_work import OPTIMIZERS, TINY, FusedStack, OptimShape
 
 
 def test_w4_has_as_many_parameters_as_the_stack_that_is_built() -> None:

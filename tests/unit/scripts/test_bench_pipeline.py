@@ -14,21 +14,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import bench_pipeline  # noqa: E402
-from offload.policy.actions import Rates, one_f_one_b  # noqa: E402
-from parallel.launch import Ranks  # noqa: E402
-from pipelines import report  # noqa: E402
-from pipelines.bounds import compare_rates, compute_seconds, rates_of  # noqa: E402
-from pipelines.launches import Ending, Launcher  # noqa: E402
-from pipelines.memory import BlockFacts, most_layers, need_lines, need_of  # noqa: E402
-from pipelines.record import Run  # noqa: E402
-from pipelines.requests import JobShape, Request, RowRequest, rows_of  # noqa: E402
-from pipelines.rows import delta_of  # noqa: E402
-from pipelines.sets import after_set, within_budget  # noqa: E402
-from pipelines.worker import OUT_OF_MEMORY, complete  # noqa: E402
+import bench_pipeline
+from offload.policy.actions import Rates, one_f_one_b
+from parallel.launch import Ranks
+from pipelines import report
+from pipelines.bounds import compare_rates, compute_seconds, rates_of
+from pipelines.launches import Ending, Launcher
+from pipelines.memory import BlockFacts, most_layers, need_lines, need_of
+from pipelines.record import Run
+from pipelines.requests import JobShape, Request, RowRequest, rows_of
+from pipelines.rows import delta_of
+from pipelines.sets import after_set, within_budget
+from pipelines.worker import OUT_OF_MEMORY, complete
 
 TWO, ALONE = Ranks(0, 2, 0, 2), Ranks(0, 1, 0, 1)
 GB = 10**9

@@ -1,0 +1,56 @@
+"""What autograd's graph keeps instead of a saved tensor: a handle of one that may leave, or the tensor itself, passed through.
+
+One invariant: neither keeps alive the node that it is kept by, and a handle keeps no device bytes but through its record.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.transfer.layout import ViewLayout
+from offload.transfer.record import Record
+
+__all__ = ["Handle", "Passed", "modified"]
+
+
+class Handle:
+    """What autograd's graph keeps instead of a tensor: names a record, owns no storage.
+
+    layout and probe: how to rebuild the tensor, and a tensor without bytes that has its version (the record's own where it was the
+    first save). Both None where the record stays and keeps an alias of the tensor: `view` is its place in `record.views`.
+    """
+
+    __slots__ = ("layout", "pass_no", "probe", "record", "view")
+
+    def __init__(self, record: Record, layout: ViewLayout | None, probe: torch.Tensor | None, view: int = -1) -> None:
+        self.record = record
+        self.layout = layout
+        self.probe = probe
+        self.view = view
+        self.pass_no = record.pass_no - 1  # not read yet in the pass under way
+
+
+class Passed:
+    """A tensor that stays where it is, in the graph's own keeping, with the version that it had.
+
+    It holds a detached alias: the tensor itself, if it is the node's own output, would keep the node alive for ever.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.version = None if tensor.is_inference() else tensor._version
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+
+    def read(self) -> torch.Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise modified(self.tensor.dtype, self.tensor.size(), self.tensor._version, self.version)
+        return self.tensor
+
+
+def modified(dtype: torch.dtype, size: torch.Size, found: int, expected: int) -> RuntimeError:
+    """The error that autograd itself would raise."""
+    return RuntimeError(
+        f"a saved tensor needed for the gradient computation was modified by an inplace operation: {dtype} {list(size)} is at version "
+        f"{found}, expected version {expected}; clone it before the in-place change, or save it after"
+    )
