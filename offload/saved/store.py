@@ -107,7 +107,7 @@ class TensorStore:
             if record.state is not RecordState.RESIDENT:
                 return None
             before = record.nbytes
-            record.span = record.span.union(span)  # still here: the commit decides on the union of the saved ranges
+            record.cover(record.span.union(span))  # still here: the commit decides on the union of the saved ranges
             self._transfers.resize(record, before)
         return record
 
@@ -205,7 +205,7 @@ class TensorStore:
         record.gathered = layout
         record.device_bytes = packed.untyped_storage()
         record.weak_storage = WeakStorage(record.device_bytes)
-        record.span = Span(0, packed_bytes)
+        record.cover(Span(0, packed_bytes))
         self._transfers.resize(record, before)
 
     # -- reading --------------------------------------------------------------------------------------------------

@@ -94,14 +94,18 @@ class InFlight:
 
     def adopt(self, record: Record) -> None:
         """Count a new RESIDENT record, after making room for it. It is on the current compute lane unless it says another."""
-        self.bury()
+        if self.estate:
+            self.bury()
         if record.lane is None:
             record.lane = self.device.compute
         record.capture = self.capture
         self.resident_bytes += record.nbytes  # first: whatever fails below, a record that dies is counted out
         self._make_room(0)
-        self.counts.saved += 1
-        self._note_peak()
+        counts = self.counts
+        counts.saved += 1
+        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
+        if held > counts.device_bytes_peak:
+            counts.device_bytes_peak = held
 
     def resize(self, record: Record, nbytes_before: int) -> None:
         """A RESIDENT record's span has changed since it was adopted; room is made for what it grew."""

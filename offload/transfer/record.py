@@ -118,6 +118,7 @@ class Record:
         "label",
         "lane",
         "lone_layout",
+        "nbytes",
         "pass_no",
         "probe",
         "refused",
@@ -134,6 +135,7 @@ class Record:
     def __init__(self, label: SlotId, span: Span, weak_storage: WeakStorage, estate: deque[Remains]) -> None:
         self.label = label
         self.span = span
+        self.nbytes = span.stop - span.start  # kept: it is asked for ten times in a record's life
         self.weak_storage = weak_storage  # of the storage that autograd saved, later of the restored one
         self.base = 0  # first byte of the saved storage that `weak_storage` has: 0, after a restore span.start
         self.estate = estate
@@ -157,9 +159,10 @@ class Record:
         self.checksum: int | None = None
         self.refused = False  # it should have left, and found no room on the host
 
-    @property
-    def nbytes(self) -> int:
-        return self.span.nbytes
+    def cover(self, span: Span) -> None:
+        """Move these bytes of the storage, and no others."""
+        self.span = span
+        self.nbytes = span.stop - span.start
 
     def move_to(self, state: RecordState) -> None:
         legal = LEGAL_MOVES[self.state]
@@ -174,8 +177,8 @@ class Record:
         return Remains(self.state, self.nbytes, self.block, self.event, self.transfer, self.refused, self.capture)
 
     def __del__(self) -> None:
-        if self.state is not RecordState.RELEASED:
-            self.estate.append(self.remains())
+        if self.state is not RecordState.RELEASED:  # `remains`, without a call: every record dies once
+            self.estate.append(Remains(self.state, self.nbytes, self.block, self.event, self.transfer, self.refused, self.capture))
 
     def __repr__(self) -> str:
         return f"Record({self.label}, {self.nbytes:,} bytes, {self.state.name})"
