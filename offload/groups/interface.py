@@ -189,10 +189,12 @@ def group_commit(tensor: T, name: str, forced_released_tensors: list[torch.Tenso
     handler = manager.muted_handler()
     if handler is None or handler.unmute(name):
         return tensor
-    if not handler.is_open(name):
+    group = handler.open_group(name)
+    if group is None:
         if manager.active_handler() is None:
             return tensor  # started before the chunk was announced, or switched off in between
         raise handler.not_started(name)
+    manager.look_behind(group, handler, tensor)
     return apply_mark(FineGrainedOffloadingGroupCommitFunction, tensor, handler, name, forced_released_tensors, delay_offload)
 
 

@@ -17,6 +17,7 @@ from offload.config import check_bytes
 from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler, checked_tensors
+from offload.groups.compile_report import CompileReport
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.keep_report import KeepReport
 from offload.groups.plan import PlanSettings, StepPlanner
@@ -59,6 +60,7 @@ class PipelineOffloadManager(ChunkTracker):
         self._entered: list[InstalledScope | None] = []
         self._until_commit: list[tuple[str, InstalledScope | None]] = []  # by the name of the group whose commit closes it
         self.keep_report = KeepReport()
+        self._compile_report = CompileReport()
         self._warned_no_group = False
         self._warned_checkpoint = False
 
@@ -181,12 +183,19 @@ class PipelineOffloadManager(ChunkTracker):
         forced = checked_tensors(forced_released_tensors)
         with self.engine.lock:
             group = handler.close(name)
+            if group.replayed:
+                self._compile_report.replayed(name, handler.id, len(group.replayed), sum(group.replayed.values()))
             if self.is_capturing:
                 self._captured.add(handler)
             if delay_offload:
                 self._delayed.append((self.engine.transfers.capture, partial(self._send, handler, group, forced)))
             else:
                 self._send(handler, group, forced)
+
+    def look_behind(self, group: OffloadTensorGroup, handler: ChunkOffloadHandler, output: torch.Tensor) -> None:
+        """In warm-up, before a group is committed: say what compiled functions in it keep where no hook sees it."""
+        if self.is_warmup:
+            self._compile_report.look(group.name, handler.id, output, group.since, handler.tensor_need_offloading_checker)
 
     def _send(self, handler: ChunkOffloadHandler, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
         handler.on_group_commit_forward(forced, group=group)
