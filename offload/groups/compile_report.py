@@ -40,13 +40,12 @@ class CompileReport:
                 continue
             self._said.add((group, region))
             logger.warning(
-                "group %r of chunk %s: %s keeps %s tensors (%s bytes) beside the saved-tensor hooks, and they stay on the device: an "
-                "autograd.Function in it sets them on its ctx; let it call ctx.save_for_backward for them",
+                "group %r of chunk %s: %s keeps %s beside the saved-tensor hooks, which stays on the device: an autograd.Function in it "
+                "sets tensors on its ctx; let it call ctx.save_for_backward for them",
                 group,
                 chunk,
                 region,
-                f"{len(kept):,}",
-                f"{sum(kept.values()):,}",
+                _amount(len(kept), sum(kept.values())),
             )
 
     def replayed(self, group: str, chunk: ChunkId, tensors: int, nbytes: int) -> None:
@@ -55,13 +54,12 @@ class CompileReport:
             return
         self._said.add((group, ""))
         logger.warning(
-            "group %r of chunk %s: %s saved tensors (%s bytes) stay on the device: they lie in the memory of a CUDA graph that "
-            'torch.compile recorded (mode="reduce-overhead"), which is never given back, so copying them would free nothing; compile this '
-            'group in the default mode or in "max-autotune-no-cudagraphs", or take its marks out',
+            "group %r of chunk %s: %s of what it saves stays on the device, in the memory of a CUDA graph that torch.compile recorded "
+            '(mode="reduce-overhead"): that memory is never given back, so copying it would free nothing; compile this group in the '
+            'default mode or in "max-autotune-no-cudagraphs", or take its marks out',
             group,
             chunk,
-            f"{tensors:,}",
-            f"{nbytes:,}",
+            _amount(tensors, nbytes),
         )
 
 
@@ -78,6 +76,10 @@ def compiled_regions(output: torch.Tensor, since: int) -> Iterator[tuple[str, li
         if tensors:
             yield _named(node), tensors
         waiting.extend(before for before, _ in node.next_functions)
+
+
+def _amount(tensors: int, nbytes: int) -> str:
+    return f"{nbytes:,} bytes ({tensors:,} tensor{'' if tensors == 1 else 's'})"
 
 
 def _named(node: Any) -> str:
