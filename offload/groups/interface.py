@@ -6,8 +6,10 @@
 
 This page is where the process-wide manager is asked for; nothing below it does.
 
-torch.compile: a mark is a Python side effect, so each one breaks the graph, and nothing of it is traced. A `with` that is
-entered inside a compiled function makes all of that function eager; there `group_start(..., hooks=True)` stands for it.
+torch.compile: a mark is a Python side effect, so each one breaks the graph, nothing of it is traced, and under fullgraph=True it is
+torch's error, with the way out. A `with` that is entered inside a compiled function makes all of that function eager; there
+`group_start(..., hooks=True)` stands for it. What a compiled function keeps where no hook sees it, and what lies in CUDA graphs that
+torch.compile records, stays on the device; one warning names the group and the graph (compile_report.py).
 """
 
 from __future__ import annotations

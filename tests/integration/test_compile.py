@@ -57,6 +57,7 @@ def _grouped(blocks: Sequence[Block], backend: str) -> list[Layer]:
 
 
 # -- a compiled block inside a group ----------------------------------------------------------------------------------------
+@pytest.mark.req("S3-79")
 @pytest.mark.parametrize("config", [LIMIT, {}], ids=["all leaves", "a margin stays"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_block_inside_a_group_has_the_same_gradients_and_all_it_saves_leaves(
@@ -114,6 +115,7 @@ def test_new_shapes_compile_one_more_graph_and_then_none(kind: type[Block]) -> N
 
 
 # -- a layer that is compiled whole -------------------------------------------------------------------------------------------
+@pytest.mark.req("S3-79")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layer_compiled_whole_breaks_at_its_two_marks_and_is_compiled_once(backend: str, warnings: Warnings) -> None:
     expected = reference(backend, steps=5)

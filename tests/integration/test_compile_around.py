@@ -145,6 +145,7 @@ def test_graph_that_may_be_overwritten_is_refused_a_second_reading_by_torch_itse
 
 
 # -- by hand, and the optimizer -------------------------------------------------------------------------------------------------------
+@pytest.mark.req("S3-79")
 def test_outputs_and_gradients_of_a_compiled_module_come_back_bit_for_bit_when_moved_by_hand() -> None:
     manager = manager_with()
     manager.begin_chunk(0, 0)
@@ -171,6 +172,7 @@ def test_outputs_and_gradients_of_a_compiled_module_come_back_bit_for_bit_when_m
         assert torch.equal(handler.reload(state), gradient)
 
 
+@pytest.mark.req("S3-79")
 def test_gradients_of_compiled_blocks_leave_for_the_optimizer_and_the_weights_are_those_of_torch() -> None:
     """Saved tensors leave by groups and gradients by the optimizer's hooks, of the same compiled blocks in the same step."""
     expected_blocks = blocks_of(Block)
