@@ -140,6 +140,8 @@ class ChunkOffloadHandler(HandCopies):
             group.committed = group.sent = False
             group.total_offload_bytes = group.total_tensor_count = group.logical_bytes = 0
             group.slot_bytes = ()
+            group.since = torch._C._autograd._get_sequence_nr()
+            group.replayed.clear()
             leaves = self.do_offload and not group.stays
             group.saved = SavedGroup(GroupId(self.id, index, name), leaves=leaves, stays_from=self.stays_from.get(index))
             self._started.append((name, group))
@@ -178,8 +180,9 @@ class ChunkOffloadHandler(HandCopies):
                 return group
         raise self.not_started(name)
 
-    def is_open(self, name: str) -> bool:
-        return any(group is not None and group.name == name for _, group in self._started)
+    def open_group(self, name: str) -> OffloadTensorGroup | None:
+        """The innermost open group of that name."""
+        return next((group for _, group in reversed(self._started) if group is not None and group.name == name), None)
 
     def not_started(self, name: str | None) -> GroupOrderError:
         names = ", ".join(started for started, group in self._started if group is not None) or "none"

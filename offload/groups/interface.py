@@ -6,8 +6,10 @@
 
 This page is where the process-wide manager is asked for; nothing below it does.
 
-torch.compile: a mark is a Python side effect, so each one breaks the graph, and nothing of it is traced. A `with` that is
-entered inside a compiled function makes all of that function eager; there `group_start(..., hooks=True)` stands for it.
+torch.compile: a mark is a Python side effect, so each one breaks the graph, nothing of it is traced, and under fullgraph=True it is
+torch's error, with the way out. A `with` that is entered inside a compiled function makes all of that function eager; there
+`group_start(..., hooks=True)` stands for it. What a compiled function keeps where no hook sees it, and what lies in CUDA graphs that
+torch.compile records, stays on the device; one warning names the group and the graph (compile_report.py).
 """
 
 from __future__ import annotations
@@ -189,10 +191,12 @@ def group_commit(tensor: T, name: str, forced_released_tensors: list[torch.Tenso
     handler = manager.muted_handler()
     if handler is None or handler.unmute(name):
         return tensor
-    if not handler.is_open(name):
+    group = handler.open_group(name)
+    if group is None:
         if manager.active_handler() is None:
             return tensor  # started before the chunk was announced, or switched off in between
         raise handler.not_started(name)
+    manager.look_behind(group, handler, tensor)
     return apply_mark(FineGrainedOffloadingGroupCommitFunction, tensor, handler, name, forced_released_tensors, delay_offload)
 
 

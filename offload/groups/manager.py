@@ -17,6 +17,7 @@ from offload.config import check_bytes
 from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.compile_report import CompileReport
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.open_scopes import OpenScopes
 from offload.groups.plan import PlanSettings, StepPlanner
@@ -51,6 +52,7 @@ class PipelineOffloadManager(OpenScopes):
         self._walk = 0
         self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []  # with the capture of the commit
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
+        self._compile_report = CompileReport()
 
     # -- the process-wide instance ------------------------------------------------------------------------------------
     @classmethod
@@ -161,12 +163,19 @@ class PipelineOffloadManager(OpenScopes):
         forced = checked_tensors(forced_released_tensors)
         with self.engine.lock:
             group = handler.close(name)
+            if group.replayed:
+                self._compile_report.replayed(name, handler.id, len(group.replayed), sum(group.replayed.values()))
             if self.is_capturing:
                 self._captured.add(handler)
             if delay_offload:
                 self._delayed.append((self.engine.transfers.capture, partial(self._send, handler, group, forced)))
             else:
                 self._send(handler, group, forced)
+
+    def look_behind(self, group: OffloadTensorGroup, handler: ChunkOffloadHandler, output: torch.Tensor) -> None:
+        """In warm-up, before a group is committed: say what compiled functions in it keep where no hook sees it."""
+        if self.is_warmup:
+            self._compile_report.look(group.name, handler.id, output, group.since, handler.tensor_need_offloading_checker)
 
     def _send(self, handler: ChunkOffloadHandler, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
         handler.on_group_commit_forward(forced, group=group)

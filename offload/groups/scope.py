@@ -33,6 +33,9 @@ class GroupScope:
             return None  # committed, or of a step that has ended inside the scope
         return self._engine.store.save(tensor, self._handler.saved, saved)
 
+    def note_replayed(self, tensor: torch.Tensor) -> None:
+        _note_replayed(self._group, tensor)
+
 
 class KeptScope:
     """Takes what an operator made while `group` was open, though by now the group may be committed and sent: the rest is sent after it.
@@ -61,3 +64,10 @@ class KeptScope:
             if group.sent:
                 self._handler.on_group_commit_forward(group=group)
         return handle
+
+    def note_replayed(self, tensor: torch.Tensor) -> None:
+        _note_replayed(self._group, tensor)
+
+
+def _note_replayed(group: OffloadTensorGroup, tensor: torch.Tensor) -> None:
+    group.replayed[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()

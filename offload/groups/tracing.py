@@ -1,13 +1,18 @@
-"""Functions that torch.compile calls instead of looking into them.
+"""Keeping torch.compile out of the engine: functions that it calls instead of looking into them, and a package that it passes over.
 
 One invariant: nothing of the engine is ever traced, for a graph would keep its effects of one step and replay none of them.
+
+A mark that a compiled function calls is `untraced`: one graph break a call. What the compiler meets without being called by a model, the
+marks' backwards and the reads of saved tensors in a backward that compiled autograd traces, lies in files that it skips; that costs no
+call anything, where the wrapper of an untraced function costs each of them a microsecond.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch._compile import _disable_dynamo
 
@@ -15,15 +20,25 @@ __all__ = ["import_compiler", "untraced"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
+_REASON = (
+    "a mark of the offload engine moves tensors, and a graph cannot hold that: compile without fullgraph=True, which costs one graph break "
+    "a mark, or keep the marks and offload_hooks() outside of the compiled function"
+)
+
 
 def untraced(function: F) -> F:
-    """`function`, run eagerly wherever a compiled function calls it: one graph break a call.
+    """`function`, run eagerly wherever a compiled function calls it: one graph break a call, and under fullgraph=True torch's error.
 
     What torch's own checkpoint and optimizers use, rather than torch.compiler.disable: the compiler is imported by the first call.
     """
-    return cast(F, _disable_dynamo(function))
+    wrapper: Any = _disable_dynamo(function)
+    wrapper._torchdynamo_disable = True  # so that the error and the list of graph breaks give the reason
+    wrapper._torchdynamo_disable_msg = _REASON
+    return cast(F, wrapper)
 
 
+@functools.cache
 def import_compiler() -> None:
     """What the first call of an untraced function would import otherwise: 2 s, once a process, which set-up shall pay and not step 1."""
     importlib.import_module("torch._dynamo")
+    importlib.import_module("torch._dynamo.trace_rules").add(__name__.partition(".")[0])

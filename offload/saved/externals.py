@@ -10,6 +10,7 @@ from enum import Enum
 
 import torch
 
+from offload.saved.replayed import ReplayedMemory
 from offload.transfer.layout import WeakStorage
 
 __all__ = ["ExternalKind", "ExternalStorages"]
@@ -22,10 +23,14 @@ class ExternalKind(Enum):
 
 
 class ExternalStorages:
-    """Storages by kind. A storage registered twice keeps the stricter kind (the first that is not BUFFER)."""
+    """Storages by kind. A storage registered twice keeps the stricter kind (the first that is not BUFFER).
+
+    replayed: those of torch's own CUDA graphs, which nobody registers.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[WeakStorage, ExternalKind]] = {}
+        self.replayed = ReplayedMemory()
 
     def register(self, tensor: torch.Tensor, kind: ExternalKind) -> None:
         for part in _plain_parts(tensor):

@@ -54,6 +54,7 @@ class Verdict(Enum):
     LAYOUT = "not a strided tensor of plain bytes"
     SUBCLASS = "of a tensor subclass that does not say what it is made of"
     INFERENCE = "an inference tensor"
+    REPLAYED = "in the memory of a CUDA graph that torch.compile recorded"
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -121,4 +122,6 @@ def judge(tensor: torch.Tensor, device: Device, externals: ExternalStorages, min
         return Verdict.PARAMETER
     if kind is ExternalKind.OPTED_OUT:
         return Verdict.OPTED_OUT
+    if externals.replayed.holds(tensor, storage):
+        return Verdict.REPLAYED
     return Verdict.ELIGIBLE

@@ -37,6 +37,9 @@ class Scope(Protocol):
     def take(self, tensor: torch.Tensor) -> Handle | None:
         """Take an eligible tensor; None passes it on to the scope outside this one."""
 
+    def note_replayed(self, tensor: torch.Tensor) -> None:
+        """A tensor stays because a CUDA graph that torch.compile recorded owns its memory."""
+
 
 class InstalledScope:
     """A scope and the pair installed for it. stays: what its owner keeps on the device by a mark of its own, whatever scopes take it."""
@@ -171,6 +174,8 @@ class SavedTensorHooks:
                 handle = scope.take(tensor)
                 if handle is not None:
                     return handle
+        elif verdict is Verdict.REPLAYED:
+            scopes[-1].note_replayed(tensor)
         elif verdict is Verdict.SUBCLASS and type(tensor) not in self._named_types:
             self._named_types.add(type(tensor))
             logger.warning(

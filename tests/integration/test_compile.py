@@ -1,174 +1,223 @@
-"""torch.compile and the marks: a compiled block inside a group, and a whole compiled layer with the marks inside."""
+"""torch.compile and the marks: a compiled block inside a group, a whole compiled layer with the marks inside, and what is said of both."""
 
 from __future__ import annotations
 
-import copy
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 import offload
-from offload import OffloadConfig, PipelineOffloadManager, configure
+from tests.integration.compiled import (
+    BACKENDS,
+    DEPTH,
+    LIMIT,
+    ROWS,
+    SAVED_BYTES,
+    WIDTH,
+    Block,
+    KeepingBlock,
+    Layer,
+    MarkedBlock,
+    MarkedKeepingBlock,
+    assert_equal_bits,
+    blocks_of,
+    ended,
+    fresh_compiler,
+    in_group,
+    manager_with,
+    reference,
+    train,
+)
 
-_WIDTH = 32
-_DEPTH = 3
-_STEPS = 3
-_BACKENDS = [
-    "aot_eager",
-    pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")),
-]
+STEPS = 3
 
-
-class _Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(_WIDTH)
-        self.up = torch.nn.Linear(_WIDTH, 4 * _WIDTH)
-        self.down = torch.nn.Linear(4 * _WIDTH, _WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class _MarkedBlock(_Block):
-    """The marks inside, and no `with`."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = offload.group_start(x, "block", hooks=True)
-        return offload.group_commit(super().forward(x), "block")
-
-
-def _call_in_group(block: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    x = offload.group_start(x, "block")
-    with offload.offload_hooks():
-        y = block(x)
-    return offload.group_commit(y, "block")
+Warnings = Callable[[], list[str]]
 
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    PipelineOffloadManager.reset_instance()
+    with fresh_compiler():
+        yield
 
 
-def _configure() -> PipelineOffloadManager:
-    """Every saved tensor may leave, and no more than one block's fit on the device."""
-    config = OffloadConfig(min_offloaded_tensor_size=16, device_limit_bytes=20_000, host_reserve_bytes=1 << 22)
-    return configure(config, device="sim", print_summary=False)
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Warnings:
+    """What the engine has warned of since the test began."""
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("offload.")]
 
 
-def _weights() -> _Block:
-    torch.manual_seed(0)
-    return _Block()
+def _grouped(blocks: Sequence[Block], backend: str) -> list[Layer]:
+    return [in_group(torch.compile(block, backend=backend)) for block in blocks]
 
 
-def _train(layers: list[Callable[[torch.Tensor], torch.Tensor]], owners: list[torch.nn.Module], step: int) -> list[torch.Tensor]:
-    """The gradients of one step; with a manager, the step is one chunk."""
-    manager = PipelineOffloadManager.OFFLOAD_MGR
-    x = torch.randn(8, _WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
-    if manager is not None:
-        manager.set_order([("F", 0, 0), ("B", 0, 0)])
-        manager.begin_chunk(0, 0)
-    y = x
-    for layer in layers:
-        y = layer(y)
-    if manager is not None:
-        manager.end_forward(0, 0)
-        manager.begin_backward(0, 0, "B")
-    y.square().sum().backward()
-    if manager is not None:
-        manager.end_backward(0, 0, "B")
-    assert x.grad is not None
-    gradients = [x.grad]
-    for owner in owners:
-        gradients += [parameter.grad for parameter in owner.parameters() if parameter.grad is not None]
-        owner.zero_grad()
-    return gradients
-
-
-def _reference(backend: str) -> list[list[torch.Tensor]]:
-    """The gradients of compiled blocks without a manager."""
-    PipelineOffloadManager.OFFLOAD_MGR = None
-    blocks: list[torch.nn.Module] = [copy.deepcopy(_weights()) for _ in range(_DEPTH)]
-    compiled = [torch.compile(block, backend=backend) for block in blocks]
-    return [_train(list(compiled), blocks, step) for step in range(_STEPS)]
-
-
-def _assert_equal_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("backend", _BACKENDS)
-def test_compiled_block_inside_a_group_has_the_same_gradients_and_its_saves_leave(backend: str) -> None:
-    reference = _reference(backend)
-    manager = _configure()
-    blocks: list[torch.nn.Module] = [copy.deepcopy(_weights()) for _ in range(_DEPTH)]
-    compiled = [torch.compile(block, backend=backend) for block in blocks]
-    layers = [lambda x, block=block: _call_in_group(block, x) for block in compiled]
-    for step in range(_STEPS):
-        _assert_equal_bits(_train(list(layers), blocks, step), reference[step])
-        stats = manager.step_end()
-        assert stats.spilled > 0
-        assert stats.restored > 0
+# -- a compiled block inside a group ----------------------------------------------------------------------------------------
+@pytest.mark.req("S3-79")
+@pytest.mark.parametrize("config", [LIMIT, {}], ids=["all leaves", "a margin stays"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_block_inside_a_group_has_the_same_gradients_and_all_it_saves_leaves(
+    backend: str, config: dict[str, Any], warnings: Warnings
+) -> None:
+    """Two microbatches, so that graphs run twice before what they saved is read. What the plan keeps is overwritten in place, too."""
+    expected = reference(backend, steps=STEPS, microbatches=2)
+    manager = manager_with(**config)
+    blocks = blocks_of(Block)
+    layers = _grouped(blocks, backend)
+    for step in range(STEPS):
+        assert_equal_bits(train(layers, blocks, step, microbatches=2), expected[step])
+        stats = ended(manager)
+        stayed = config == {} and step > 0  # the last block of the microbatch whose backward comes first
+        assert stats.spill_bytes == (2 * DEPTH - stayed) * SAVED_BYTES
+        assert (stats.kept == 0) != stayed
+    assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+    assert warnings() == []
 
 
-@pytest.mark.parametrize("backend", _BACKENDS)
-def test_layer_compiled_whole_breaks_at_its_two_marks_and_is_compiled_once(backend: str) -> None:
-    reference = _reference(backend)
-    manager = _configure()
-    torch._dynamo.reset()
-    counters.clear()
-    blocks: list[torch.nn.Module] = []
-    for _ in range(_DEPTH):
-        marked = _MarkedBlock()
-        marked.load_state_dict(_weights().state_dict())
-        blocks.append(marked)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_buffers_that_a_compiled_backward_may_overwrite_are_among_what_leaves(backend: str) -> None:
+    manager = manager_with(**LIMIT)
+    (block, *_) = blocks_of(Block)
+    nodes: list[Any] = []
+
+    def noting(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = compiled(x)
+        nodes.append(y.grad_fn)
+        return y
+
+    compiled = torch.compile(block, backend=backend)
+    train([in_group(noting)], [block], 0)
+    metadata = nodes[0]._forward_cls.metadata
+    assert metadata.bw_donated_idxs, "this block no longer shows what it was made for"
+    assert metadata.num_tensors_saved_with_no_vc_check == 0
+    assert ended(manager).spill_bytes == SAVED_BYTES
+
+
+@pytest.mark.parametrize("kind", [Block, MarkedBlock])
+def test_new_shapes_compile_one_more_graph_and_then_none(kind: type[Block]) -> None:
+    rows = (8, 8, 12, 16, 24)
+    expected = reference("aot_eager", steps=len(rows), rows=rows)
+    manager = manager_with()
+    blocks = blocks_of(kind)
+    compiled: list[Layer] = [torch.compile(block, backend="aot_eager") for block in blocks]
+    layers = compiled if kind is MarkedBlock else [in_group(layer) for layer in compiled]
+    graphs = []
+    for step, number in enumerate(rows):
+        assert_equal_bits(train(layers, blocks, step, rows=number), expected[step])
+        ended(manager)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 1, 2, 2, 2]
+
+
+# -- a layer that is compiled whole -------------------------------------------------------------------------------------------
+@pytest.mark.req("S3-79")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layer_compiled_whole_breaks_at_its_two_marks_and_is_compiled_once(backend: str, warnings: Warnings) -> None:
+    expected = reference(backend, steps=5)
+    manager = manager_with(**LIMIT)
+    blocks = blocks_of(MarkedBlock)
     layers = [torch.compile(block, backend=backend) for block in blocks]
     after_first: dict[str, int] = {}
-    for step in range(_STEPS):
-        _assert_equal_bits(_train(list(layers), blocks, step), reference[step])
-        assert manager.step_end().spilled > 0
+    for step in range(5):
+        assert_equal_bits(train(layers, blocks, step), expected[step])
+        assert ended(manager).spill_bytes == DEPTH * SAVED_BYTES
         after_first = after_first or dict(counters["stats"])
     assert sum(counters["graph_break"].values()) == 2, list(counters["graph_break"])
     assert counters["stats"]["unique_graphs"] == 1
     assert dict(counters["stats"]) == after_first, "a later step was compiled anew"
+    assert warnings() == []
 
 
 def test_with_block_inside_a_compiled_layer_makes_it_eager_and_stays_exact() -> None:
-    reference = _reference("aot_eager")
-    manager = _configure()
+    expected = reference("aot_eager", steps=STEPS)
+    manager = manager_with(**LIMIT)
 
-    class Layer(_Block):
+    class Layer(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return _call_in_group(super().forward, x)
+            return in_group(super().forward)(x)
 
-    blocks: list[torch.nn.Module] = []
-    for _ in range(_DEPTH):
-        block = Layer()
-        block.load_state_dict(_weights().state_dict())
-        blocks.append(block)
+    blocks = blocks_of(Layer)
     layers = [torch.compile(block, backend="aot_eager") for block in blocks]
-    for step in range(_STEPS):
-        _assert_equal_bits(_train(list(layers), blocks, step), reference[step])
-        assert manager.step_end().spilled > 0
+    for step in range(STEPS):
+        assert_equal_bits(train(layers, blocks, step), expected[step])
+        ended(manager)
 
 
+def test_mark_in_a_function_compiled_with_fullgraph_is_an_error_that_names_the_way_out() -> None:
+    manager_with()
+    (block, *_) = blocks_of(MarkedBlock)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+        train([torch.compile(block, backend="aot_eager", fullgraph=True)], [block], 0)
+    message = str(error.value)
+    assert "group_start" in message
+    assert "compile without fullgraph=True" in message
+    assert "outside of the compiled function" in message
+
+
+# -- what cannot leave is said --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [KeepingBlock, MarkedKeepingBlock])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_compiled_function_keeps_beside_the_hooks_is_said_once_by_group_graph_and_bytes(
+    backend: str, kind: type[Block], warnings: Warnings
+) -> None:
+    expected = reference(backend, KeepingBlock, steps=STEPS, microbatches=2)
+    manager = manager_with(**LIMIT)
+    blocks = blocks_of(kind)
+    compiled: list[Layer] = [torch.compile(block, backend=backend) for block in blocks]
+    layers = compiled if kind is MarkedKeepingBlock else [in_group(layer) for layer in compiled]
+    for step in range(STEPS):
+        assert_equal_bits(train(layers, blocks, step, microbatches=2), expected[step])
+        ended(manager)
+    (message,) = warnings()
+    assert message.startswith("group 'block' of chunk s0m0: compiled graph ")
+    assert "compiled.py:" in message, "the compiled function is named by its file"
+    assert f"keeps {4 * ROWS * WIDTH:,} bytes (1 tensor) beside the saved-tensor hooks" in message
+    assert "ctx.save_for_backward" in message
+
+
+def test_two_regions_of_one_group_are_two_warnings(warnings: Warnings) -> None:
+    manager = manager_with(**LIMIT)
+    first, second, _ = blocks_of(KeepingBlock)
+    one, other = torch.compile(first, backend="aot_eager"), torch.compile(lambda x: second(x).cos(), backend="aot_eager")
+    for step in range(2):
+        train([in_group(lambda x: other(one(x)))], [first, second], step)
+        ended(manager)
+    assert len(warnings()) == len(set(warnings())) == 2
+
+
+def test_region_before_the_group_is_not_said_to_be_in_it(warnings: Warnings) -> None:
+    manager = manager_with(**LIMIT)
+    first, second, _ = blocks_of(KeepingBlock)
+    compiled = torch.compile(first, backend="aot_eager")
+    plain = Block.forward
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        before = compiled(x)
+        return in_group(lambda y: plain(second, y) + before)(before)  # reaches what came before past its start mark, too
+
+    train([around], [first], 0)
+    ended(manager)
+    assert warnings() == []
+
+
+def test_what_is_too_small_to_leave_is_not_said(warnings: Warnings) -> None:
+    manager = manager_with(min_offloaded_tensor_size=ROWS * WIDTH + 1)
+    (block, *_) = blocks_of(KeepingBlock)
+    train(_grouped([block], "aot_eager"), [block], 0)
+    ended(manager)
+    assert warnings() == []
+
+
+# -- marks without a compiler -----------------------------------------------------------------------------------------------------
 def test_hooks_of_a_mark_end_with_its_commit_or_after_an_exception_with_the_step() -> None:
-    manager = _configure()
+    manager = manager_with(**LIMIT)
     manager.begin_chunk(0, 0)
-    x = torch.randn(8, _WIDTH, requires_grad=True)
+    x = torch.randn(8, WIDTH, requires_grad=True)
     y = offload.group_start(x, "outer", hooks=True)
     y = offload.group_start(y, "inner", hooks=True)
     y = offload.group_commit(torch.sin(y), "inner")

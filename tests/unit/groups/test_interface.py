@@ -210,9 +210,9 @@ def test_switches_are_global_and_keep_starts_and_commits_paired(manager: Pipelin
     assert group_commit(inner, "a") is inner  # the muted one
     handler = manager.cur_forward_chunk()
     assert handler is not None
-    assert handler.is_open("a")
+    assert handler.open_group("a") is not None
     assert group_commit(x, "a") is not x
-    assert not handler.is_open("a")
+    assert handler.open_group("a") is None
 
 
 def test_commits_under_no_grad_are_paired_whatever_their_order(manager: PipelineOffloadManager) -> None:
@@ -227,7 +227,7 @@ def test_commits_under_no_grad_are_paired_whatever_their_order(manager: Pipeline
     handler = manager.cur_forward_chunk()
     assert handler is not None
     group_commit(x, "a")
-    assert not handler.is_open("a")
+    assert handler.open_group("a") is None
 
 
 # -- one call a forward ---------------------------------------------------------------------------------------------------
