@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from offload.optim.parameters import local_of
 
@@ -27,7 +28,8 @@ __all__ = ["Arrivals"]
 class Arrivals:
     """Hooks on a model's modules. arrive: given the indices of parameters, makes the current lane wait for them; may block the host.
 
-    A sharded parameter is read by whatever gathers it, ahead of its module: those are waited for at the model's own forward.
+    A sharded parameter is read by whatever gathers it, ahead of its module: those are all waited for where a forward begins, at the model
+    or at one of FSDP2's modules that is called alone. `FSDPModule.unshard()` begins none: it asks `synchronize_parameters()` first.
     """
 
     def __init__(self, model: nn.Module, indices: Mapping[int, int], arrive: Callable[[Sequence[int] | None], None]) -> None:
@@ -42,10 +44,17 @@ class Arrivals:
             if plain:
                 self._handles.append(module.register_forward_pre_hook(_hook(method, plain), prepend=True))
         if sharded:
-            self._handles.append(model.register_forward_pre_hook(_hook(method, sharded), prepend=True))
+            self._watch_gathers(model, method, sharded)
         everything = _hook(method, None)
         self._handles.append(model.register_state_dict_pre_hook(everything))
         self._handles.append(model.register_load_state_dict_pre_hook(everything))
+
+    def _watch_gathers(self, model: nn.Module, method: _Arrive, sharded: Sequence[int]) -> None:
+        arrives, outermost = _hook(method, sharded), _Outermost()
+        for module in dict.fromkeys((model, *(module for module in model.modules() if isinstance(module, FSDPModule)))):
+            begins = _begins(outermost, arrives)
+            self._handles.append(module.register_forward_pre_hook(begins, prepend=True))
+            self._handles.append(module.register_forward_hook(_ends(outermost), always_call=True))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -53,7 +62,43 @@ class Arrivals:
         self._handles.clear()
 
 
-def _hook(method: weakref.WeakMethod[Callable[[Sequence[int] | None], None]], indices: Sequence[int] | None) -> Callable[..., None]:
+_Arrive = weakref.WeakMethod[Callable[[Sequence[int] | None], None]]
+
+
+class _Outermost:
+    """How deep a forward is in modules that gather: all that their gathers read is waited for at the outermost."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+def _begins(outermost: _Outermost, arrives: Callable[..., None]) -> Callable[..., None]:
+    def begin(module: nn.Module, *_: object) -> None:
+        outermost.depth += 1
+        if outermost.depth == 1:
+            arrives()
+        if isinstance(module, FSDPModule) and _post_optim_event(module) is not None:
+            # The gathers would wait for that event alone, which may be older than the return of the weights. Without it they wait for the
+            # lane that has just waited.
+            module.set_post_optim_event(None)  # type: ignore[arg-type]
+
+    untraced: Callable[..., None] = torch.compiler.disable(begin)
+    return untraced
+
+
+def _ends(outermost: _Outermost) -> Callable[..., None]:
+    def end(*_: object) -> None:
+        outermost.depth = max(0, outermost.depth - 1)  # a hook before ours may have raised: then it never began
+
+    untraced: Callable[..., None] = torch.compiler.disable(end)
+    return untraced
+
+
+def _post_optim_event(module: FSDPModule) -> object:
+    return module._get_fsdp_state()._state_ctx.post_optim_event
+
+
+def _hook(method: _Arrive, indices: Sequence[int] | None) -> Callable[..., None]:
     def wait(*_: object, **__: object) -> None:
         arrive = method()
         if arrive is not None:

@@ -33,10 +33,11 @@ from offload.optim.cpu_step import CpuBucket, HostScalars
 from offload.optim.landing import Landing
 from offload.optim.mover import Mover
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
-from offload.optim.parameters import Managed, local_of, settle_versions
+from offload.optim.parameters import Managed, laid_out_as, settle_versions
 from offload.optim.parts import HostOptions
 from offload.optim.places import Place
 from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
+from offload.optim.ranks import several_ranks
 from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
 from offload.optim.stepping import HostedSteps
 
@@ -82,8 +83,8 @@ class HybridDeviceOptimizer(Optimizer):
         cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device. "auto" measures it once, where
             both classes are torch's Adam or AdamW, and is 1 elsewhere. The state dict says what was chosen.
         bucket_bytes: master weights of one bucket.
-        overlap_backward: let gradients land as the backward makes them. They must be final then. None: True unless there are several
-            ranks and parameters that are not DTensors, since an all-reduce may come after the backward.
+        overlap_backward: let gradients land as the backward makes them. True is a promise: they are final then, and nothing reduces them
+            later. None: promises that of one rank; with several, only what FSDP2 has reduced lands then, and the rest at step().
         step_in_backward: also step a bucket as soon as its gradients are final. A promise: step() follows, with the param groups as they
             are during the backward and the gradients as it made them, without clipping. A promise that is broken is an error.
         atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the last whole step; without
@@ -126,6 +127,8 @@ class HybridDeviceOptimizer(Optimizer):
             )
         self._step_in_backward = step_in_backward
         self._overlap_backward = overlap_backward
+        if model is not None:
+            self._refuse_replicas(model)
         self._placing = PlacingOptions(
             offload_fraction=self.offload_fraction,
             cpu_share=cpu_share if cpu_share == "auto" else float(cpu_share),
@@ -173,6 +176,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._placed.copies,
             self._placed.refresh_changed,
             step_early=self._step_in_backward,
+            promised=bool(self._overlap_backward or self._step_in_backward),
         )
         self._clip: Tensor | None = None
         try:
@@ -185,21 +189,20 @@ class HybridDeviceOptimizer(Optimizer):
     def _place_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         offloaded = self._placed.add(groups, self._names)
         self._steps.index()
-        if self._backward_is_watched():
+        if self._overlaps and (self._overlap_backward is not False or self._step_in_backward):
             self._landing.watch.watch(offloaded)
 
-    def _backward_is_watched(self) -> bool:
-        if not self._overlaps:
-            return False
-        if self._overlap_backward is not None:
-            return self._overlap_backward or self._step_in_backward
-        several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        if several and any(local_of(member.parameter) is member.parameter for member in self._placed.members):
-            logger.info(
-                "gradients leave at step(): with several ranks they may be reduced after the backward; overlap_backward=True if not"
-            )
-            return self._step_in_backward
-        return True
+    def _refuse_replicas(self, model: nn.Module) -> None:
+        """DistributedDataParallel reduces after the hooks: what had left, or been stepped, would be the gradients of one rank."""
+        promise = "step_in_backward" if self._step_in_backward else "overlap_backward" if self._overlap_backward else None
+        if promise is None or not several_ranks():
+            return
+        for name, module in model.named_modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                raise ValueError(
+                    f"{promise}=True promises final gradients, and {name or 'the model'} is a DistributedDataParallel over "
+                    f"{torch.distributed.get_world_size()} ranks, which reduces them later; leave {promise} out"
+                )
 
     def attach(self, model: nn.Module) -> None:
         """From now on each module of `model` waits for its own weights just before its forward, and step() does not.
@@ -207,6 +210,7 @@ class HybridDeviceOptimizer(Optimizer):
         A weight that another module reads than the one that owns it (a tied output layer that calls no module) needs
         `synchronize_parameters()` before.
         """
+        self._refuse_replicas(model)
         if self._arrivals is not None:
             self._arrivals.close()
         self._names.update((id(parameter), name) for name, parameter in model.named_parameters())
@@ -307,7 +311,7 @@ class HybridDeviceOptimizer(Optimizer):
         return loss
 
     def _step(self) -> None:
-        gradients = {member.index: gradient for member in self._placed.members if (gradient := member.gradient) is not None}
+        gradients = self._gradients()
         hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
         flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
         clips = self._clip is not None or self.max_grad_norm is not None
@@ -334,6 +338,11 @@ class HybridDeviceOptimizer(Optimizer):
         self._landing.early = {}
         self._landing.watch.end_step()
 
+    def _gradients(self) -> dict[int, Tensor]:
+        """By parameter. Collective where a DTensor's gradient lies otherwise than its parameter."""
+        members = self._placed.members
+        return {member.index: laid_out_as(member.parameter, found) for member in members if (found := member.gradient) is not None}
+
     def _break(self, what: str) -> None:
         self._steps.fail(
             f"{what} after {len(self._landing.early)} buckets had been stepped in the backward; they are a step ahead of the rest. "
@@ -358,8 +367,7 @@ class HybridDeviceOptimizer(Optimizer):
         """
         if self._landing.early:
             self._break("clip_grad_norm_ was called")
-        gradients = [gradient for member in self._placed.members if (gradient := member.gradient) is not None]
-        norm = total if total is not None else total_norm(gradients, norm_type, self._engine.device.torch_device)
+        norm = total if total is not None else total_norm(list(self._gradients().values()), norm_type, self._engine.device.torch_device)
         self.last_grad_norm = norm
         self._clip = clip_factor(max_norm, norm)
         return norm

@@ -19,6 +19,7 @@ from offload.optim.classes import is_fused_adam, made_for_cpu
 from offload.optim.parameters import Managed, local_of
 from offload.optim.parts import CpuPart, GroupCopies, HostOptions, StreamedPart, values_of
 from offload.optim.places import Place, choose_offloaded, choose_places
+from offload.optim.ranks import agreed_share
 from offload.optim.resident import ResidentPart
 from offload.optim.split import measured_cpu_share
 from offload.optim.state import layouts_of, load_resident
@@ -127,7 +128,9 @@ class Placement:
             return 1.0
         if self.share is None:
             masters = options.host.masters_in_fp32
-            self.share = measured_cpu_share(self._engine, offloaded, masters=masters, threads=options.cpu_threads)
+            self.share = agreed_share(
+                measured_cpu_share(self._engine, offloaded, masters=masters, threads=options.cpu_threads), offloaded
+            )
         return self.share
 
     # -- about one parameter ------------------------------------------------------------------------------------------
