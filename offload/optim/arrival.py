@@ -13,7 +13,7 @@ a norm, a functional call) asks `synchronize_parameters()` first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,30 +28,31 @@ __all__ = ["Arrivals"]
 class Arrivals:
     """Hooks on a model's modules. arrive: given the indices of parameters, makes the current lane wait for them; may block the host.
 
-    A sharded parameter is read by whatever gathers it, ahead of its module: those are all waited for where a forward begins, at the model
-    or at one of FSDP2's modules that is called alone. `FSDPModule.unshard()` begins none: it asks `synchronize_parameters()` first.
+    What FSDP2 shards is read by its gathers, ahead of the module: all of that is waited for where a forward begins, at the model or at one
+    of FSDP2's modules that is called alone. `FSDPModule.unshard()` begins none: it asks `synchronize_parameters()` first.
     """
 
     def __init__(self, model: nn.Module, indices: Mapping[int, int], arrive: Callable[[Sequence[int] | None], None]) -> None:
         """indices: of each parameter of the optimizer, by id. Hooks hold `arrive`'s owner weakly."""
         self._handles: list[Any] = []
         method = weakref.WeakMethod(arrive)
-        sharded: list[int] = []
+        gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        gathered = {id(parameter) for module in gathering for parameter in module.parameters() if local_of(parameter) is not parameter}
         for module in model.modules():
-            mine = [(parameter, indices[id(parameter)]) for parameter in module.parameters(recurse=False) if id(parameter) in indices]
-            plain = [index for parameter, index in mine if local_of(parameter) is parameter]
-            sharded += [index for parameter, index in mine if local_of(parameter) is not parameter]
+            mine = [id(parameter) for parameter in module.parameters(recurse=False) if id(parameter) in indices]
+            plain = [indices[key] for key in mine if key not in gathered]
             if plain:
                 self._handles.append(module.register_forward_pre_hook(_hook(method, plain), prepend=True))
+        sharded = [index for key, index in indices.items() if key in gathered]
         if sharded:
-            self._watch_gathers(model, method, sharded)
+            self._watch_gathers(dict.fromkeys((model, *gathering)), method, sharded)
         everything = _hook(method, None)
         self._handles.append(model.register_state_dict_pre_hook(everything))
         self._handles.append(model.register_load_state_dict_pre_hook(everything))
 
-    def _watch_gathers(self, model: nn.Module, method: _Arrive, sharded: Sequence[int]) -> None:
+    def _watch_gathers(self, modules: Iterable[nn.Module], method: _Arrive, sharded: Sequence[int]) -> None:
         arrives, outermost = _hook(method, sharded), _Outermost()
-        for module in dict.fromkeys((model, *(module for module in model.modules() if isinstance(module, FSDPModule)))):
+        for module in modules:
             begins = _begins(outermost, arrives)
             self._handles.append(module.register_forward_pre_hook(begins, prepend=True))
             self._handles.append(module.register_forward_hook(_ends(outermost), always_call=True))

@@ -146,6 +146,7 @@ class HybridDeviceOptimizer(Optimizer):
         )
         self._given_engine = engine
         self._built = False
+        self._has_state = False
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         super().__init__(params, defaults)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
@@ -322,7 +323,7 @@ class HybridDeviceOptimizer(Optimizer):
             if self._placed.refresh_changed(self._steps.settle_host):
                 self._landing.forget()
             self._placed.copies.refresh()
-        factor = self._factor(gradients)
+        factor = self._factor()
         if self._overlaps:
             self._step_overlapped(gradients, flats, factor)
         else:
@@ -334,6 +335,7 @@ class HybridDeviceOptimizer(Optimizer):
         settle_versions(stepped)
         for member in self._placed.members:
             member.version = member.parameter._version
+        self._has_state = True
         self._landing.forget()
         self._landing.early = {}
         self._landing.watch.end_step()
@@ -349,15 +351,19 @@ class HybridDeviceOptimizer(Optimizer):
             "Load the last state dict, and change param groups and gradients before the backward, or leave out step_in_backward"
         )
 
-    def _factor(self, gradients: Mapping[int, Tensor]) -> Tensor | None:
+    def _factor(self) -> Tensor | None:
         factor, self._clip = self._clip, None
         if factor is None and self.max_grad_norm is not None:
-            self.last_grad_norm = total_norm(list(gradients.values()), 2.0, self._engine.device.torch_device)
+            self.last_grad_norm = self._norm(2.0)
             factor = clip_factor(self.max_grad_norm, self.last_grad_norm)
         if factor is not None:
             device = self._engine.device
             device.note_write(device.compute, factor.reshape(1).view(torch.uint8))
         return factor
+
+    def _norm(self, norm_type: float) -> Tensor:
+        gradients = [gradient for member in self._placed.members if (gradient := member.gradient) is not None]
+        return total_norm(gradients, norm_type, self._engine.device.torch_device)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None) -> Tensor:
         """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host: never.
@@ -367,7 +373,7 @@ class HybridDeviceOptimizer(Optimizer):
         """
         if self._landing.early:
             self._break("clip_grad_norm_ was called")
-        norm = total if total is not None else total_norm(list(self._gradients().values()), norm_type, self._engine.device.torch_device)
+        norm = total if total is not None else self._norm(norm_type)
         self.last_grad_norm = norm
         self._clip = clip_factor(max_norm, norm)
         return norm
@@ -425,14 +431,14 @@ class HybridDeviceOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
 
-        Blocks the host for the step under way. Of offloaded parameters these are views of host memory that later steps
-        change; `state_dict()` copies.
+        Empty before the first step, dummy step or load. Blocks the host for the step under way. Of offloaded parameters these are views of
+        host memory that later steps change, of a DTensor's local shard; `state_dict()` copies, and has DTensors.
         """
         if not getattr(self, "_built", False):
             return self._state
         self._steps.settle_host()
         self._state.clear()
-        for member in self._placed.members:
+        for member in self._placed.members if self._has_state else ():
             found = dict(self._placed.state_of(member))
             if found and self.param_update_in_fp32:
                 found[MASTER] = self._placed.master_of(member)
@@ -449,6 +455,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._steps.settle_host()
         self._placed.copies.refresh()
         fill_state(self.sub_optimizers)
+        self._has_state = True
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers, strings and tensors only."""
@@ -481,15 +488,15 @@ class HybridDeviceOptimizer(Optimizer):
         """State that has the shape of its parameter."""
         return (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
-    def begin_load(self, saved: Mapping[str, Any] | None) -> None:
-        """Come to rest, whatever was under way, and take over a measured share."""
+    def begin_load(self, fraction: float | None, share: float | None, *, has_state: bool) -> None:
+        """Come to rest, whatever was under way, and take over a measured share that was saved with the same fraction."""
         if self._steps.failed:
             self._steps.forgive()
         self._landing.early = {}
         self._steps.settle_host()
         self._landing.forget()
-        if saved is not None and self._placing.cpu_share == "auto" and saved["offload_fraction"] == self.offload_fraction:
-            share = saved["cpu_share"]
+        self._has_state = has_state
+        if self._placing.cpu_share == "auto" and fraction == self.offload_fraction and share is not None:
             if share != self._placed.share:
                 self._close_parts()  # placed anew: the state that is lost is about to be loaded
                 self._build(share)

@@ -37,8 +37,8 @@ def reduced_before_its_hook() -> bool:
 
 
 def may_be_reduced_in_place(gradient: Tensor) -> bool:
-    """Whether a plain gradient is a view of a buffer that somebody may still reduce, as DistributedDataParallel(gradient_as_bucket_view=True)
-    does: collectives move no version counter, so a copy made now could not be told from the reduced one."""
+    """Whether a plain gradient is a view of a buffer that somebody may still reduce, as DistributedDataParallel with
+    gradient_as_bucket_view does: collectives move no version counter, so a copy made now could not be told from the reduced one."""
     return local_of(gradient) is gradient and gradient._is_view() and several_ranks()
 
 
