@@ -65,15 +65,12 @@ def is_fused_adam(cls: type[Optimizer]) -> bool:
     return cls in (torch.optim.Adam, torch.optim.AdamW)
 
 
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
-)
+_ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
 
 
 def is_elementwise(cls: type[Optimizer]) -> bool:
     """Whether the step is known to treat each element alone, so that a shard may be stepped as if it were a whole parameter."""
-    return cls in ELEMENTWISE
+    return any(cls is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
 def state_names(group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -496,12 +496,12 @@ class HybridDeviceOptimizer(Optimizer):
         self._steps.settle_host()
         self._landing.forget()
         self._has_state = has_state
-        if self._placing.cpu_share == "auto" and fraction == self.offload_fraction and share is not None:
-            if share != self._placed.share:
-                self._close_parts()  # placed anew: the state that is lost is about to be loaded
-                self._build(share)
-                if self._model is not None:
-                    self.attach(self._model)
+        is_asked_for = self._placing.cpu_share == "auto" and fraction == self.offload_fraction
+        if is_asked_for and share is not None and share != self._placed.share:
+            self._close_parts()  # placed anew: the state that is lost is about to be loaded
+            self._build(share)
+            if self._model is not None:
+                self.attach(self._model)
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def close(self) -> None:

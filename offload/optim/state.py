@@ -3,7 +3,8 @@
     {"state": {index: {"step", "exp_avg", ..., "master_param"}}, "param_groups": [...], "hybrid": {"places", "cpu_share", "layout", ...}}
 
 Across ranks it is what torch.distributed.checkpoint expects: the state of a DTensor is a DTensor of the same placements, its shard on the
-host. That library passes on "state" and "param_groups" alone, so fraction and share are in each param group too.
+host. That library passes on "state" and "param_groups" alone, and takes no group keys that the loader has not: a share that was measured
+does not come along, and a run that is to go on with its bits gives it as cpu_share.
 
 One invariant: what is loaded is checked whole, names and shapes, before the first byte is changed.
 """
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["fill_state", "layouts_of", "load_resident", "load_state", "sharded_like", "state_dict_of"]
 
 MASTER = "master_param"
-FRACTION, SHARE = "offload_fraction", "offload_cpu_share"
-"""Keys of a saved param group: what a continuation with the same bits needs, where "hybrid" did not come along."""
 
 
 def state_dict_of(optimizer: HybridDeviceOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
@@ -44,9 +43,6 @@ def state_dict_of(optimizer: HybridDeviceOptimizer, packed: dict[str, Any]) -> d
             found = packed["state"][member.index]
             packed["state"][member.index] = {key: _on_host(member, key, value) for key, value in found.items()}
     packed["hybrid"] = optimizer.placed.describe()
-    if optimizer.cpu_share is not None:
-        for group in packed["param_groups"]:
-            group[FRACTION], group[SHARE] = optimizer.offload_fraction, optimizer.cpu_share
     return packed
 
 
@@ -63,12 +59,11 @@ def load_state(optimizer: HybridDeviceOptimizer, given: Mapping[str, Any]) -> No
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         loaded = hook(optimizer, loaded) or loaded
     order = _matched(optimizer, loaded)
-    first = {**loaded["param_groups"][0]} if loaded["param_groups"] else {}
-    said = loaded.get("hybrid") or {"offload_fraction": first.get(FRACTION), "cpu_share": first.get(SHARE)}
+    said = loaded.get("hybrid") or {"offload_fraction": None, "cpu_share": None}
     optimizer.begin_load(said["offload_fraction"], said["cpu_share"], has_state=any(loaded["state"].values()))
     for group, saved in zip(optimizer.param_groups, deepcopy(loaded["param_groups"]), strict=True):
         names = group.get("param_names")
-        group.update({key: value for key, value in saved.items() if key not in ("params", FRACTION, SHARE)})
+        group.update({key: value for key, value in saved.items() if key != "params"})
         if names is not None and "param_names" not in saved:
             group["param_names"] = names
     with torch.no_grad():
