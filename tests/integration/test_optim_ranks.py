@@ -145,8 +145,6 @@ def test_replicas_gradients_leave_at_step_and_it_is_announced(seen: list[dict[st
         gradients = 4 * sum(found.sizes.values())
         steps = [after - before for before, after in zip(found.landed, found.landed[1:], strict=False)]
         assert steps == [gradients] * (len(found.landed) - 1)
-            len(found.landed) - 1
-        )
         assert found.landed[0] == gradients, "the masters, as many bytes"
 
 
