@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from offload import OffloadEngine
-from offload.device import Device
 from offload.device.sim import SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
@@ -42,7 +41,8 @@ class Case:
 
     Replicas: bucket_view is gradient_as_bucket_view, summed a hook of the user's that only sums, kept zeroes gradients in place. Shards:
     called_alone runs one layer's forward before the model's, post_optim gives FSDP2 an event to wait for. bad: rank 1 makes infinities, or
-    nan without a scaler, in one step. without: edges that are left out. trusting: a gradient in a bucket of others is taken as final.
+    nan without a scaler, in one step. without: edges that are left out. trusting: a gradient in a bucket of others is taken as final. slow:
+    on a GPU, each copy of the optimizer takes milliseconds more.
     """
 
     over: Literal["replicas", "shards", "tensor"]
@@ -64,6 +64,7 @@ class Case:
     attached: bool = True
     without: tuple[str, ...] = ()
     trusting: bool = False
+    slow: bool = False
 
 
 @dataclass
@@ -171,9 +172,12 @@ _summed.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futur
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------------------
-def engine_for(device: torch.device, without: tuple[str, ...] = ()) -> OffloadEngine:
-    chosen: Device | str = SimDevice(without=set(without)) if device.type == "cpu" else str(device)
-    return OffloadEngine(device=chosen)
+def engine_for(device: torch.device, without: tuple[str, ...] = (), *, slow: bool = False) -> OffloadEngine:
+    if device.type == "cpu":
+        return OffloadEngine(device=SimDevice(without=set(without)))
+    from tests.gpu.widened import WidenedDevice
+
+    return OffloadEngine(device=WidenedDevice(slow_ms={"d2h": 5.0, "h2d": 5.0} if slow else {}, without=without))
 
 
 def hybrid(model: nn.Module, engine: OffloadEngine, /, **options: Any) -> HybridDeviceOptimizer:
@@ -202,7 +206,7 @@ def _train(case: Case, mesh: DeviceMesh, device: torch.device, seen: Seen, optio
             seen.said = stack.enter_context(_heard())
             if case.trusting:
                 stack.enter_context(mock.patch(NOT_DDP, return_value=False))
-            engine = engine_for(device, case.without)
+            engine = engine_for(device, case.without, slow=case.slow)
             stack.callback(engine.close)
             given = {**options, "max_grad_norm": 0.05} if case.clip == "argument" else options
             optimizer = hybrid(model, engine, model=model if case.attached else None, **given)

@@ -9,6 +9,11 @@
 A parameter's state is in one of three places, see places.py. Parameters, moments and masters are the same bits with and without overlap,
 for one layout.
 
+With several ranks each steps what it has. Gradients are reduced by whoever spread the model (DistributedDataParallel, FSDP2); DTensors'
+gradients that are a share of a sum are summed here, and their norm is taken over the mesh here, as torch does. So after a reduction a nan
+or inf of one rank is every rank's that has that element; a norm carries it to all ranks of the mesh, and torch's GradScaler reduces its
+findings for DTensors. Nothing else is agreed on in a step: a rank whose unreduced gradients alone are bad steps, or skips, alone.
+
 One invariant: between two calls of this class every parameter and its state belong to the same step, or an error has said why not.
 """
 

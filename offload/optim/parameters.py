@@ -78,6 +78,11 @@ class Managed:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def whole_numel(self) -> int:
+        """Elements on all ranks together, of a DTensor: the same number everywhere."""
+        return self.parameter.numel()
+
     def flat(self) -> Tensor:
         """The elements in the order of memory, 1-D. A write through it moves no version counter."""
         local = local_of(self.parameter)

@@ -1,5 +1,6 @@
 """Every parameter in its place: who keeps its state, who steps it, and where its master is found.
 
+Places follow from the sizes of whole parameters, not of their shards: so they are the same on every rank, and replicas get the same bits.
 One invariant: a parameter has exactly one place, and everything that is asked about it is asked of the part that has it. Nothing has moved
 and nothing is pinned until all parameters that are added together have been accepted.
 """
@@ -74,15 +75,16 @@ class Placement:
         movable = [member for member in members if self._place[member.index] is Place.GPU]
         before = [member for member in self.members if self._place[member.index] is not Place.HOME]
         leaves = choose_offloaded(
-            [member.numel for member in movable],
+            [member.whole_numel for member in movable],
             self._options.offload_fraction,
-            offloaded=sum(member.numel for member in before if self.is_hosted(member)),
-            total=sum(member.numel for member in before),
+            offloaded=sum(member.whole_numel for member in before if self.is_hosted(member)),
+            total=sum(member.whole_numel for member in before),
         )
         offloaded = [member for member, goes in zip(movable, leaves, strict=True) if goes]
         self._refuse_shards(offloaded)
         share = self._share_of(offloaded) if offloaded else 1.0
-        for member, place in zip(offloaded, choose_places([member.nbytes for member in offloaded], share), strict=True):
+        sizes = [member.whole_numel * member.dtype.itemsize for member in offloaded]
+        for member, place in zip(offloaded, choose_places(sizes, share), strict=True):
             self._place[member.index] = place if member.numel else Place.CPU
         self.members.extend(members)
         with self._engine.lock:

@@ -156,6 +156,17 @@ def test_fsdp2s_gradients_leave_in_the_backward(seen: list[dict[str, Seen]]) -> 
         assert found.landed[0] == 2 * 4 * sum(found.sizes.values())
 
 
+@pytest.mark.req("S3-28")
+def test_places_are_the_same_on_every_rank_however_uneven_the_shards(seen: list[dict[str, Seen]]) -> None:
+    """What has no elements on a rank needs no place there."""
+    for name in ("shards, half on the cpu", "shards, half streamed", "shards, masters"):
+        mine, other = (rank[name] for rank in seen)
+        assert {each: place for each, place in mine.places.items() if other.sizes[each]} == {
+            each: place for each, place in other.places.items() if other.sizes[each]
+        }
+        assert len(set(mine.places.values())) == 2
+
+
 def test_a_shard_may_be_empty(seen: list[dict[str, Seen]]) -> None:
     sizes = [{name: rank["shards, cpu"].sizes[name] for name in ("third.weight", "third.bias")} for rank in seen]
     assert sizes == [{"third.weight": 48, "third.bias": 1}, {"third.weight": 0, "third.bias": 0}]
