@@ -13,12 +13,11 @@ a norm, a functional call) asks `synchronize_parameters()` first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from offload.optim.parameters import local_of
 
@@ -36,7 +35,7 @@ class Arrivals:
         """indices: of each parameter of the optimizer, by id. Hooks hold `arrive`'s owner weakly."""
         self._handles: list[Any] = []
         method = weakref.WeakMethod(arrive)
-        gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        gathering = _gathering(model)
         gathered = {id(parameter) for module in gathering for parameter in module.parameters() if local_of(parameter) is not parameter}
         for module in model.modules():
             mine = [id(parameter) for parameter in module.parameters(recurse=False) if id(parameter) in indices]
@@ -45,17 +44,19 @@ class Arrivals:
                 self._handles.append(module.register_forward_pre_hook(_hook(method, plain), prepend=True))
         sharded = [index for key, index in indices.items() if key in gathered]
         if sharded:
-            self._watch_gathers(dict.fromkeys((model, *gathering)), method, sharded)
+            self._watch_gathers(model, gathering, _hook(method, sharded))
         everything = _hook(method, None)
         self._handles.append(model.register_state_dict_pre_hook(everything))
         self._handles.append(model.register_load_state_dict_pre_hook(everything))
 
-    def _watch_gathers(self, modules: Iterable[nn.Module], method: _Arrive, sharded: Sequence[int]) -> None:
-        arrives, outermost = _hook(method, sharded), _Outermost()
-        for module in modules:
-            begins = _begins(outermost, arrives)
-            self._handles.append(module.register_forward_pre_hook(begins, prepend=True))
-            self._handles.append(module.register_forward_hook(_ends(outermost), always_call=True))
+    def _watch_gathers(self, model: nn.Module, gathering: Sequence[nn.Module], arrives: Callable[..., None]) -> None:
+        outermost = _Outermost(arrives)
+        begin, end = torch.compiler.disable(outermost.begin), torch.compiler.disable(outermost.end)
+        for module in dict.fromkeys((model, *gathering)):
+            self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            self._handles.append(module.register_forward_hook(end, always_call=True))
+        for module in gathering:
+            self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(_forget_event), prepend=True))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -67,36 +68,35 @@ _Arrive = weakref.WeakMethod[Callable[[Sequence[int] | None], None]]
 
 
 class _Outermost:
-    """How deep a forward is in modules that gather: all that their gathers read is waited for at the outermost."""
+    """Waits at the outermost forward among modules that gather, for all that their gathers read."""
 
-    def __init__(self) -> None:
-        self.depth = 0
+    def __init__(self, arrives: Callable[..., None]) -> None:
+        self._arrives = arrives
+        self._depth = 0
 
+    def begin(self, *_: object) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._arrives()
 
-def _begins(outermost: _Outermost, arrives: Callable[..., None]) -> Callable[..., None]:
-    def begin(module: nn.Module, *_: object) -> None:
-        outermost.depth += 1
-        if outermost.depth == 1:
-            arrives()
-        if isinstance(module, FSDPModule) and _post_optim_event(module) is not None:
-            # The gathers would wait for that event alone, which may be older than the return of the weights. Without it they wait for the
-            # lane that has just waited.
-            module.set_post_optim_event(None)  # type: ignore[arg-type]
-
-    untraced: Callable[..., None] = torch.compiler.disable(begin)
-    return untraced
+    def end(self, *_: object) -> None:
+        self._depth = max(0, self._depth - 1)  # a hook before ours may have raised: then it never began
 
 
-def _ends(outermost: _Outermost) -> Callable[..., None]:
-    def end(*_: object) -> None:
-        outermost.depth = max(0, outermost.depth - 1)  # a hook before ours may have raised: then it never began
+def _gathering(model: nn.Module) -> list[nn.Module]:
+    """FSDP2's modules."""
+    if all(local_of(parameter) is parameter for parameter in model.parameters()):
+        return []
+    from torch.distributed.fsdp import FSDPModule
 
-    untraced: Callable[..., None] = torch.compiler.disable(end)
-    return untraced
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _post_optim_event(module: FSDPModule) -> object:
-    return module._get_fsdp_state()._state_ctx.post_optim_event
+def _forget_event(module: Any, *_: object) -> None:
+    """With an event FSDP2's gathers wait for it alone, and it may be older than the weights' return. Without one they wait for the lane
+    that the forward is on, which has just waited for the weights."""
+    if module._get_fsdp_state()._state_ctx.post_optim_event is not None:
+        module.set_post_optim_event(None)
 
 
 def _hook(method: _Arrive, indices: Sequence[int] | None) -> Callable[..., None]:

@@ -64,7 +64,8 @@ class BackwardWatch:
             self._ready(member)
 
     def _is_reduced(self, member: Managed) -> bool:
-        if self._promised or not several_ranks() or reduced_before_its_hook():
+        is_dtensor = local_of(member.parameter) is not member.parameter
+        if self._promised or not several_ranks() or (is_dtensor and reduced_before_its_hook()):
             return True
         if not self._announced:
             self._announced = True

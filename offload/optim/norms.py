@@ -38,8 +38,10 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.devi
 def _norm_of_one_mesh(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """The operations and the order of torch.nn.utils.get_total_norm, and so its bits and its collectives."""
     norms: list[Tensor] = []
-    for where in dict.fromkeys(gradient.device for gradient in gradients):
-        norms += torch._foreach_norm([gradient for gradient in gradients if gradient.device == where], norm_type, dtype=torch.float32)
+    for kind in dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients):
+        chosen = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == kind]
+        widened = {} if kind[1] == torch.float32 else {"dtype": torch.float32}
+        norms += torch._foreach_norm(chosen, norm_type, **widened)
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     whole: Tensor = total if local_of(total) is total else total.full_tensor()
     return whole

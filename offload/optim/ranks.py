@@ -46,7 +46,7 @@ def is_split(parameter: Tensor) -> bool:
     """Whether this rank has a part of the parameter only."""
     if local_of(parameter) is parameter:
         return False
-    return any(place.is_shard() and parameter.device_mesh.size(at) > 1 for at, place in enumerate(parameter.placements))  # type: ignore[attr-defined]
+    return any(not place.is_replicate() and parameter.device_mesh.size(at) > 1 for at, place in enumerate(parameter.placements))  # type: ignore[attr-defined]
 
 
 def agreed_share(measured: float, offloaded: Sequence[Managed]) -> float:
