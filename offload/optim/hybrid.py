@@ -214,7 +214,7 @@ class HybridDeviceOptimizer(Optimizer):
         """From now on each module of `model` waits for its own weights just before its forward, and step() does not.
 
         A weight that another module reads than the one that owns it (a tied output layer that calls no module) needs
-        `synchronize_parameters()` before.
+        `synchronize_parameters()` before. What FSDP2 shards is all waited for where a forward begins, before its first gather.
         """
         self._refuse_replicas(model)
         if self._arrivals is not None:
@@ -373,7 +373,8 @@ class HybridDeviceOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None) -> Tensor:
         """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host: never.
 
-        total: the norm, where it is known better, as over the stages of a pipeline. Unlike torch's function of this name it scales what is
+        total: the norm, where it is known better, as over the stages of a pipeline. The norm of DTensors is over all ranks of their mesh,
+            each of which must call. Unlike torch's function of this name it scales what is
             stepped, and not .grad, so that gradients which have already left need not leave again.
         """
         if self._landing.early:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from offload.optim.cpu_step import CpuBucket
 from tests.optim_ranks import BAD_STEP, Case, Seen, backward, build, engine_for, hybrid, trained
@@ -219,6 +220,14 @@ def asked(rank: int, world: int) -> dict[str, Any]:
     tell = FSDPModule.set_post_optim_event
     with mock.patch.object(FSDPModule, "set_post_optim_event", autospec=True, side_effect=tell) as told:
         backward(Case(over="shards"), model, 1, rank)
+    model = build(Case(over="replicas"), mesh, device)
+    optimizer = hybrid(model, engine_for(device), step_in_backward=True)
+    optimizer.last_microbatch = True
+    backward(Case(over="replicas"), model, 0, rank)
+    try:
+        optimizer.step()
+    except OffloadError as error:
+        found["stepped early"] = str(error)
     found["told"] = [call.args[1] for call in told.call_args_list]
     return found
 
@@ -234,6 +243,14 @@ def test_what_cannot_be_right_is_refused_before_anything_is_pinned(answers: list
     for rank in answers:
         assert re.search(REFUSED[name][2], rank[name])
         assert rank["held"] == 0
+
+
+def test_replicas_that_were_stepped_before_their_reduction_are_an_error(answers: list[dict[str, Any]]) -> None:
+    """Where the model was not given, and so could not be refused."""
+    for rank in answers:
+        assert re.search(
+            r"the gradient of parameter \d .* changed after \d+ buckets had been stepped in the backward", rank["stepped early"]
+        )
 
 
 def test_ranks_that_measure_different_shares_take_one(answers: list[dict[str, Any]]) -> None:
