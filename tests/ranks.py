@@ -30,7 +30,8 @@ def run_ranks(
     """`main(rank, world, *arguments)` on each rank of a process group; what they returned, by rank.
 
     main: a function at the top of a module, which each process imports anew; it and the arguments must be picklable. folder: empty; the
-    ranks meet in a file there. backend: "nccl" gives rank r the CUDA device r. Raises AssertionError if a rank fails or time runs out.
+    ranks meet in a file there. backend: one with "nccl" in it gives rank r the CUDA device r. Raises AssertionError if a rank fails or
+    time runs out.
     """
     context = multiprocessing.get_context("spawn")
     meeting = folder / "store"
@@ -59,7 +60,7 @@ def _rank(
 ) -> None:
     try:
         torch.set_num_threads(1)
-        if backend == "nccl":
+        if "nccl" in backend:
             torch.cuda.set_device(rank)
         store = dist.FileStore(str(meeting), world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))

@@ -27,25 +27,36 @@ __all__ = ["Arrivals"]
 class Arrivals:
     """Hooks on a model's modules. arrive: given the indices of parameters, makes the current lane wait for them; may block the host.
 
-    A sharded parameter is read by whatever gathers it, ahead of its module: those are waited for at the model's own forward.
+    What FSDP2 shards is read by its gathers, ahead of the module: all of that is waited for where a forward begins, at the model or at one
+    of FSDP2's modules that is called alone. `FSDPModule.unshard()` begins none: it asks `synchronize_parameters()` first.
     """
 
     def __init__(self, model: nn.Module, indices: Mapping[int, int], arrive: Callable[[Sequence[int] | None], None]) -> None:
         """indices: of each parameter of the optimizer, by id. Hooks hold `arrive`'s owner weakly."""
         self._handles: list[Any] = []
         method = weakref.WeakMethod(arrive)
-        sharded: list[int] = []
+        gathering = _gathering(model)
+        gathered = {id(parameter) for module in gathering for parameter in module.parameters() if local_of(parameter) is not parameter}
         for module in model.modules():
-            mine = [(parameter, indices[id(parameter)]) for parameter in module.parameters(recurse=False) if id(parameter) in indices]
-            plain = [index for parameter, index in mine if local_of(parameter) is parameter]
-            sharded += [index for parameter, index in mine if local_of(parameter) is not parameter]
+            mine = [id(parameter) for parameter in module.parameters(recurse=False) if id(parameter) in indices]
+            plain = [indices[key] for key in mine if key not in gathered]
             if plain:
                 self._handles.append(module.register_forward_pre_hook(_hook(method, plain), prepend=True))
+        sharded = [index for key, index in indices.items() if key in gathered]
         if sharded:
-            self._handles.append(model.register_forward_pre_hook(_hook(method, sharded), prepend=True))
+            self._watch_gathers(model, gathering, _hook(method, sharded))
         everything = _hook(method, None)
         self._handles.append(model.register_state_dict_pre_hook(everything))
         self._handles.append(model.register_load_state_dict_pre_hook(everything))
+
+    def _watch_gathers(self, model: nn.Module, gathering: Sequence[nn.Module], arrives: Callable[..., None]) -> None:
+        outermost = _Outermost(arrives)
+        begin, end = torch.compiler.disable(outermost.begin), torch.compiler.disable(outermost.end)
+        for module in dict.fromkeys((model, *gathering)):
+            self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            self._handles.append(module.register_forward_hook(end, always_call=True))
+        for module in gathering:
+            self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(_forget_event), prepend=True))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -53,7 +64,42 @@ class Arrivals:
         self._handles.clear()
 
 
-def _hook(method: weakref.WeakMethod[Callable[[Sequence[int] | None], None]], indices: Sequence[int] | None) -> Callable[..., None]:
+_Arrive = weakref.WeakMethod[Callable[[Sequence[int] | None], None]]
+
+
+class _Outermost:
+    """Waits at the outermost forward among modules that gather, for all that their gathers read."""
+
+    def __init__(self, arrives: Callable[..., None]) -> None:
+        self._arrives = arrives
+        self._depth = 0
+
+    def begin(self, *_: object) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._arrives()
+
+    def end(self, *_: object) -> None:
+        self._depth = max(0, self._depth - 1)  # a hook before ours may have raised: then it never began
+
+
+def _gathering(model: nn.Module) -> list[nn.Module]:
+    """FSDP2's modules."""
+    if all(local_of(parameter) is parameter for parameter in model.parameters()):
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _forget_event(module: Any, *_: object) -> None:
+    """With an event FSDP2's gathers wait for it alone, and it may be older than the weights' return. Without one they wait for the lane
+    that the forward is on, which has just waited for the weights."""
+    if module._get_fsdp_state()._state_ctx.post_optim_event is not None:
+        module.set_post_optim_event(None)
+
+
+def _hook(method: _Arrive, indices: Sequence[int] | None) -> Callable[..., None]:
     def wait(*_: object, **__: object) -> None:
         arrive = method()
         if arrive is not None:

@@ -1,7 +1,8 @@
 """Which gradients are final, and when: the hooks that tell the optimizer while the backward still runs.
 
-A gradient is final when the parameter's last microbatch has been through. One invariant: nothing here is trusted at the step; a gradient
-that landed counts only if it is still the parameter's gradient, unchanged, when `step()` looks.
+A gradient is final when the parameter's last microbatch has been through, and with several ranks when it has been reduced too: FSDP2 says
+so, since it calls the hooks after its reduction, and of others only the user can know. One invariant: nothing here is trusted at the step;
+a gradient that landed counts only if it is still the parameter's gradient, unchanged, when `step()` looks.
 
 Who says which microbatch is the last: the user or the schedule (`last_microbatch`, `no_sync`), else the step before, whose number of
 backwards a parameter is expected to have again.
@@ -9,6 +10,7 @@ backwards a parameter is expected to have again.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from offload.optim.parameters import Managed, local_of
+from offload.optim.ranks import reduced_before_its_hook, several_ranks
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["BackwardWatch", "Stamp"]
 
@@ -29,10 +34,15 @@ def stamp_of(gradient: Tensor) -> Stamp:
 
 
 class BackwardWatch:
-    """Calls `ready(member)` when a parameter's gradient is taken to be final. Called on the thread that runs the backward."""
+    """Calls `ready(member)` when a parameter's gradient is taken to be final. Called on the thread that runs the backward.
 
-    def __init__(self, ready: Callable[[Managed], None]) -> None:
+    promised: the user says that with several ranks nothing is reduced after the backward.
+    """
+
+    def __init__(self, ready: Callable[[Managed], None], *, promised: bool) -> None:
         self._ready = ready
+        self._promised = promised
+        self._announced = False
         self.last_microbatch: bool | None = None
         """Whether the backward to come is the last of its step; None: nobody says, the step before does."""
         self._seen: dict[int, int] = {}  # backwards of each parameter in this step
@@ -50,8 +60,21 @@ class BackwardWatch:
         seen = self._seen.get(member.index, 0) + 1
         self._seen[member.index] = seen
         last = self.last_microbatch
-        if last or (last is None and self._expected.get(member.index) == seen):
+        if (last or (last is None and self._expected.get(member.index) == seen)) and self._is_reduced(member):
             self._ready(member)
+
+    def _is_reduced(self, member: Managed) -> bool:
+        is_dtensor = local_of(member.parameter) is not member.parameter
+        if self._promised or not several_ranks() or (is_dtensor and reduced_before_its_hook()):
+            return True
+        if not self._announced:
+            self._announced = True
+            logger.info(
+                "the gradient of %s, and others that are not FSDP2's, leave at step(): with several ranks they may be reduced after the "
+                "backward; overlap_backward=True if they are not",
+                member,
+            )
+        return False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["IMPLEMENTATION_KEYS", "checked_class", "defaults_of", "is_fused_adam", "made_for_cpu", "state_names", "zero_step"]
+__all__ = [
+    "IMPLEMENTATION_KEYS",
+    "checked_class",
+    "defaults_of",
+    "is_elementwise",
+    "is_fused_adam",
+    "made_for_cpu",
+    "state_names",
+    "zero_step",
+]
 
 IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Keys of a param group that say how a class computes, and differ between the CPU's optimizer and the GPU's."""
@@ -54,6 +63,14 @@ def is_fused_adam(cls: type[Optimizer]) -> bool:
     """Whether the step treats each element alone, and state of this class is known by name and starts as zeros, so that a parameter may be
     cut, its state may lie in flat memory and either side may step it. A subclass may do anything, and is not one."""
     return cls in (torch.optim.Adam, torch.optim.AdamW)
+
+
+_ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+
+
+def is_elementwise(cls: type[Optimizer]) -> bool:
+    """Whether the step is known to treat each element alone, so that a shard may be stepped as if it were a whole parameter."""
+    return any(cls is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
 def state_names(group: Mapping[str, Any]) -> tuple[str, ...]:

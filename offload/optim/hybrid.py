@@ -9,6 +9,11 @@
 A parameter's state is in one of three places, see places.py. Parameters, moments and masters are the same bits with and without overlap,
 for one layout.
 
+With several ranks each steps what it has. Gradients are reduced by whoever spread the model (DistributedDataParallel, FSDP2); DTensors'
+gradients that are a share of a sum are summed here, and their norm is taken over the mesh here, as torch does. So after a reduction a nan
+or inf of one rank is every rank's that has that element; a norm carries it to all ranks of the mesh, and torch's GradScaler reduces its
+findings for DTensors. Nothing else is agreed on in a step: a rank whose unreduced gradients alone are bad steps, or skips, alone.
+
 One invariant: between two calls of this class every parameter and its state belong to the same step, or an error has said why not.
 """
 
@@ -33,10 +38,11 @@ from offload.optim.cpu_step import CpuBucket, HostScalars
 from offload.optim.landing import Landing
 from offload.optim.mover import Mover
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
-from offload.optim.parameters import Managed, local_of, settle_versions
+from offload.optim.parameters import Managed, laid_out_as, settle_versions
 from offload.optim.parts import HostOptions
 from offload.optim.places import Place
 from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
+from offload.optim.ranks import several_ranks
 from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
 from offload.optim.stepping import HostedSteps
 
@@ -82,8 +88,8 @@ class HybridDeviceOptimizer(Optimizer):
         cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device. "auto" measures it once, where
             both classes are torch's Adam or AdamW, and is 1 elsewhere. The state dict says what was chosen.
         bucket_bytes: master weights of one bucket.
-        overlap_backward: let gradients land as the backward makes them. They must be final then. None: True unless there are several
-            ranks and parameters that are not DTensors, since an all-reduce may come after the backward.
+        overlap_backward: let gradients land as the backward makes them. True is a promise: they are final then, and nothing reduces them
+            later. None: promises that of one rank; with several, only what FSDP2 has reduced lands then, and the rest at step().
         step_in_backward: also step a bucket as soon as its gradients are final. A promise: step() follows, with the param groups as they
             are during the backward and the gradients as it made them, without clipping. A promise that is broken is an error.
         atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the last whole step; without
@@ -126,6 +132,8 @@ class HybridDeviceOptimizer(Optimizer):
             )
         self._step_in_backward = step_in_backward
         self._overlap_backward = overlap_backward
+        if model is not None:
+            self._refuse_replicas(model)
         self._placing = PlacingOptions(
             offload_fraction=self.offload_fraction,
             cpu_share=cpu_share if cpu_share == "auto" else float(cpu_share),
@@ -143,6 +151,7 @@ class HybridDeviceOptimizer(Optimizer):
         )
         self._given_engine = engine
         self._built = False
+        self._has_state = False
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         super().__init__(params, defaults)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
@@ -173,6 +182,7 @@ class HybridDeviceOptimizer(Optimizer):
             self._placed.copies,
             self._placed.refresh_changed,
             step_early=self._step_in_backward,
+            promised=bool(self._overlap_backward or self._step_in_backward),
         )
         self._clip: Tensor | None = None
         try:
@@ -185,28 +195,28 @@ class HybridDeviceOptimizer(Optimizer):
     def _place_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         offloaded = self._placed.add(groups, self._names)
         self._steps.index()
-        if self._backward_is_watched():
+        if self._overlaps and (self._overlap_backward is not False or self._step_in_backward):
             self._landing.watch.watch(offloaded)
 
-    def _backward_is_watched(self) -> bool:
-        if not self._overlaps:
-            return False
-        if self._overlap_backward is not None:
-            return self._overlap_backward or self._step_in_backward
-        several = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        if several and any(local_of(member.parameter) is member.parameter for member in self._placed.members):
-            logger.info(
-                "gradients leave at step(): with several ranks they may be reduced after the backward; overlap_backward=True if not"
-            )
-            return self._step_in_backward
-        return True
+    def _refuse_replicas(self, model: nn.Module) -> None:
+        """DistributedDataParallel reduces after the hooks: what had left, or been stepped, would be the gradients of one rank."""
+        promise = "step_in_backward" if self._step_in_backward else "overlap_backward" if self._overlap_backward else None
+        if promise is None or not several_ranks():
+            return
+        for name, module in model.named_modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                raise ValueError(
+                    f"{promise}=True promises final gradients, and {name or 'the model'} is a DistributedDataParallel over "
+                    f"{torch.distributed.get_world_size()} ranks, which reduces them later; leave {promise} out"
+                )
 
     def attach(self, model: nn.Module) -> None:
         """From now on each module of `model` waits for its own weights just before its forward, and step() does not.
 
         A weight that another module reads than the one that owns it (a tied output layer that calls no module) needs
-        `synchronize_parameters()` before.
+        `synchronize_parameters()` before. What FSDP2 shards is all waited for where a forward begins, before its first gather.
         """
+        self._refuse_replicas(model)
         if self._arrivals is not None:
             self._arrivals.close()
         self._names.update((id(parameter), name) for name, parameter in model.named_parameters())
@@ -307,7 +317,7 @@ class HybridDeviceOptimizer(Optimizer):
         return loss
 
     def _step(self) -> None:
-        gradients = {member.index: gradient for member in self._placed.members if (gradient := member.gradient) is not None}
+        gradients = self._gradients()
         hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
         flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
         clips = self._clip is not None or self.max_grad_norm is not None
@@ -318,7 +328,7 @@ class HybridDeviceOptimizer(Optimizer):
             if self._placed.refresh_changed(self._steps.settle_host):
                 self._landing.forget()
             self._placed.copies.refresh()
-        factor = self._factor(gradients)
+        factor = self._factor()
         if self._overlaps:
             self._step_overlapped(gradients, flats, factor)
         else:
@@ -330,9 +340,15 @@ class HybridDeviceOptimizer(Optimizer):
         settle_versions(stepped)
         for member in self._placed.members:
             member.version = member.parameter._version
+        self._has_state = True
         self._landing.forget()
         self._landing.early = {}
         self._landing.watch.end_step()
+
+    def _gradients(self) -> dict[int, Tensor]:
+        """By parameter. Collective where a DTensor's gradient lies otherwise than its parameter."""
+        members = self._placed.members
+        return {member.index: laid_out_as(member.parameter, found) for member in members if (found := member.gradient) is not None}
 
     def _break(self, what: str) -> None:
         self._steps.fail(
@@ -340,26 +356,30 @@ class HybridDeviceOptimizer(Optimizer):
             "Load the last state dict, and change param groups and gradients before the backward, or leave out step_in_backward"
         )
 
-    def _factor(self, gradients: Mapping[int, Tensor]) -> Tensor | None:
+    def _factor(self) -> Tensor | None:
         factor, self._clip = self._clip, None
         if factor is None and self.max_grad_norm is not None:
-            self.last_grad_norm = total_norm(list(gradients.values()), 2.0, self._engine.device.torch_device)
+            self.last_grad_norm = self._norm(2.0)
             factor = clip_factor(self.max_grad_norm, self.last_grad_norm)
         if factor is not None:
             device = self._engine.device
             device.note_write(device.compute, factor.reshape(1).view(torch.uint8))
         return factor
 
+    def _norm(self, norm_type: float) -> Tensor:
+        gradients = [gradient for member in self._placed.members if (gradient := member.gradient) is not None]
+        return total_norm(gradients, norm_type, self._engine.device.torch_device)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None) -> Tensor:
         """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host: never.
 
-        total: the norm, where it is known better, as over the stages of a pipeline. Unlike torch's function of this name it scales what is
+        total: the norm, where it is known better, as over the stages of a pipeline. The norm of DTensors is over all ranks of their mesh,
+            each of which must call. Unlike torch's function of this name it scales what is
             stepped, and not .grad, so that gradients which have already left need not leave again.
         """
         if self._landing.early:
             self._break("clip_grad_norm_ was called")
-        gradients = [gradient for member in self._placed.members if (gradient := member.gradient) is not None]
-        norm = total if total is not None else total_norm(gradients, norm_type, self._engine.device.torch_device)
+        norm = total if total is not None else self._norm(norm_type)
         self.last_grad_norm = norm
         self._clip = clip_factor(max_norm, norm)
         return norm
@@ -417,14 +437,14 @@ class HybridDeviceOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
 
-        Blocks the host for the step under way. Of offloaded parameters these are views of host memory that later steps
-        change; `state_dict()` copies.
+        Empty before the first step, dummy step or load. Blocks the host for the step under way. Of offloaded parameters these are views of
+        host memory that later steps change, of a DTensor's local shard; `state_dict()` copies, and has DTensors.
         """
         if not getattr(self, "_built", False):
             return self._state
         self._steps.settle_host()
         self._state.clear()
-        for member in self._placed.members:
+        for member in self._placed.members if self._has_state else ():
             found = dict(self._placed.state_of(member))
             if found and self.param_update_in_fp32:
                 found[MASTER] = self._placed.master_of(member)
@@ -441,6 +461,7 @@ class HybridDeviceOptimizer(Optimizer):
         self._steps.settle_host()
         self._placed.copies.refresh()
         fill_state(self.sub_optimizers)
+        self._has_state = True
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers, strings and tensors only."""
@@ -473,20 +494,20 @@ class HybridDeviceOptimizer(Optimizer):
         """State that has the shape of its parameter."""
         return (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
-    def begin_load(self, saved: Mapping[str, Any] | None) -> None:
-        """Come to rest, whatever was under way, and take over a measured share."""
+    def begin_load(self, fraction: float | None, share: float | None, *, has_state: bool) -> None:
+        """Come to rest, whatever was under way, and take over a measured share that was saved with the same fraction."""
         if self._steps.failed:
             self._steps.forgive()
         self._landing.early = {}
         self._steps.settle_host()
         self._landing.forget()
-        if saved is not None and self._placing.cpu_share == "auto" and saved["offload_fraction"] == self.offload_fraction:
-            share = saved["cpu_share"]
-            if share != self._placed.share:
-                self._close_parts()  # placed anew: the state that is lost is about to be loaded
-                self._build(share)
-                if self._model is not None:
-                    self.attach(self._model)
+        self._has_state = has_state
+        is_asked_for = self._placing.cpu_share == "auto" and fraction == self.offload_fraction
+        if is_asked_for and share is not None and share != self._placed.share:
+            self._close_parts()  # placed anew: the state that is lost is about to be loaded
+            self._build(share)
+            if self._model is not None:
+                self.attach(self._model)
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def close(self) -> None:

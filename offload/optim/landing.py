@@ -16,8 +16,9 @@ from offload.device import Device
 from offload.errors import OffloadError
 from offload.optim.backward import BackwardWatch, Stamp, stamp_of
 from offload.optim.cpu_step import CpuBucket, HostScalars
-from offload.optim.parameters import Managed, local_of
+from offload.optim.parameters import Managed, is_laid_out_as, local_of
 from offload.optim.parts import GroupCopies
+from offload.optim.ranks import may_be_reduced_in_place
 from offload.optim.stepping import HostBucket, HostedSteps
 
 __all__ = ["Landing"]
@@ -38,13 +39,14 @@ class Landing:
         refresh: Callable[[Callable[[], None]], bool],
         *,
         step_early: bool,
+        promised: bool,
     ) -> None:
         self._device = device
         self._steps = steps
         self._copies = copies
         self._refresh = refresh
         self._step_early = step_early
-        self.watch = BackwardWatch(self._is_final)
+        self.watch = BackwardWatch(self._is_final, promised=promised)
         self.early: dict[int, HostBucket] = {}  # stepped in this backward, by id
         self._begun = False
         self._stamps: dict[int, Stamp] = {}  # by parameter: its gradient as it was when it left
@@ -78,6 +80,8 @@ class Landing:
             gradient = member.parameter.grad
             if gradient is None:  # thrown away since it was final
                 return
+            if may_be_reduced_in_place(gradient) or not is_laid_out_as(member.parameter, gradient):
+                return  # it leaves at the step, when it is reduced
             gradients[member.index] = member.flat_gradient(gradient)
             self._stamps[member.index] = stamp_of(gradient)
         if isinstance(bucket, CpuBucket):

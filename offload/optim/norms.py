@@ -21,19 +21,30 @@ __all__ = ["ScalarDesk", "clip_factor", "total_norm"]
 def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The norm of all gradients as one vector, float32, 0-dim, as torch.nn.utils.get_total_norm for float32 ones. Blocks the host: never.
 
-    A DTensor counts whole: its norm is reduced over its mesh.
+    A DTensor counts whole: its norm is reduced over its mesh, by collectives that every rank of the mesh must take part in; so every rank
+    gets the same number, a nan or inf of any of them in it. Plain gradients count as they are here: who splits a model in other ways
+    reduces their norms himself, and gives clip_grad_norm_ the `total`. Tensors of several meshes, or of both kinds, may be mixed.
     """
     if not gradients:
         return torch.zeros((), device=device)
-    plain = [gradient for gradient in gradients if local_of(gradient) is gradient]
-    norms: list[Tensor] = []
-    for where in dict.fromkeys(gradient.device for gradient in plain):
-        norms += torch._foreach_norm([gradient for gradient in plain if gradient.device == where], norm_type, dtype=torch.float32)
+    kinds: dict[object, list[Tensor]] = {}
     for gradient in gradients:
-        if local_of(gradient) is not gradient:
-            norms.append(torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32).full_tensor())
-    joined: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+        kinds.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [_norm_of_one_mesh(chosen, norm_type).to(device) for chosen in kinds.values()]
+    joined: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return joined
+
+
+def _norm_of_one_mesh(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The operations and the order of torch.nn.utils.get_total_norm, and so its bits and its collectives."""
+    norms: list[Tensor] = []
+    for kind in dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients):
+        chosen = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == kind]
+        widened = {} if kind[1] == torch.float32 else {"dtype": torch.float32}
+        norms += torch._foreach_norm(chosen, norm_type, **widened)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    whole: Tensor = total if local_of(total) is total else total.full_tensor()
+    return whole
 
 
 def clip_factor(max_norm: float, norm: Tensor) -> Tensor:

@@ -14,13 +14,30 @@ from torch import Tensor
 from offload.device import Device
 from offload.errors import OffloadError
 
-__all__ = ["Managed", "local_of", "same_bits", "settle_versions"]
+__all__ = ["Managed", "is_laid_out_as", "laid_out_as", "local_of", "same_bits", "settle_versions"]
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """The tensor whose memory is this rank's: a DTensor's local shard, else the tensor itself."""
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, Tensor) else tensor
+
+
+def is_laid_out_as(parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether the gradient's local shard is that of the parameter, and whole: not a rank's share of a sum."""
+    mine, other = getattr(parameter, "placements", None), getattr(gradient, "placements", None)
+    return mine is None or other is None or mine == other
+
+
+def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A DTensor's gradient over the parameter's own placements, summed where each rank has a share, as torch's optimizers take it.
+
+    A collective where the placements differ: every rank must ask for its gradients in the same order.
+    """
+    if is_laid_out_as(parameter, gradient):
+        return gradient
+    found: Tensor = gradient.detach().redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    return found
 
 
 class Managed:
@@ -60,6 +77,11 @@ class Managed:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements on all ranks together, of a DTensor: the same number everywhere."""
+        return self.parameter.numel()
 
     def flat(self) -> Tensor:
         """The elements in the order of memory, 1-D. A write through it moves no version counter."""

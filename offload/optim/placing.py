@@ -1,5 +1,6 @@
 """Every parameter in its place: who keeps its state, who steps it, and where its master is found.
 
+Places follow from the sizes of whole parameters, not of their shards: so they are the same on every rank, and replicas get the same bits.
 One invariant: a parameter has exactly one place, and everything that is asked about it is asked of the part that has it. Nothing has moved
 and nothing is pinned until all parameters that are added together have been accepted.
 """
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.engine import OffloadEngine
-from offload.optim.classes import is_fused_adam, made_for_cpu
+from offload.optim.classes import is_elementwise, is_fused_adam, made_for_cpu
 from offload.optim.parameters import Managed, local_of
 from offload.optim.parts import CpuPart, GroupCopies, HostOptions, StreamedPart, values_of
 from offload.optim.places import Place, choose_offloaded, choose_places
+from offload.optim.ranks import agreed_share, is_split
 from offload.optim.resident import ResidentPart
 from offload.optim.split import measured_cpu_share
 from offload.optim.state import layouts_of, load_resident
@@ -73,14 +75,16 @@ class Placement:
         movable = [member for member in members if self._place[member.index] is Place.GPU]
         before = [member for member in self.members if self._place[member.index] is not Place.HOME]
         leaves = choose_offloaded(
-            [member.numel for member in movable],
+            [member.whole_numel for member in movable],
             self._options.offload_fraction,
-            offloaded=sum(member.numel for member in before if self.is_hosted(member)),
-            total=sum(member.numel for member in before),
+            offloaded=sum(member.whole_numel for member in before if self.is_hosted(member)),
+            total=sum(member.whole_numel for member in before),
         )
         offloaded = [member for member, goes in zip(movable, leaves, strict=True) if goes]
+        self._refuse_shards(offloaded)
         share = self._share_of(offloaded) if offloaded else 1.0
-        for member, place in zip(offloaded, choose_places([member.nbytes for member in offloaded], share), strict=True):
+        sizes = [member.whole_numel * member.dtype.itemsize for member in offloaded]
+        for member, place in zip(offloaded, choose_places(sizes, share), strict=True):
             self._place[member.index] = place if member.numel else Place.CPU
         self.members.extend(members)
         with self._engine.lock:
@@ -115,6 +119,15 @@ class Placement:
                 members.append(member)
         return group_of, members
 
+    def _refuse_shards(self, offloaded: Sequence[Managed]) -> None:
+        cls = self._options.cpu_cls
+        split = [] if is_elementwise(cls) else [member for member in offloaded if is_split(member.parameter)]
+        if split:
+            raise ValueError(
+                f"{split[0]} is one rank's shard, and {cls.__name__} may look at whole parameters; give an elementwise optimizer such as "
+                "torch.optim.AdamW, or offload_fraction=0, which steps the DTensor itself"
+            )
+
     def _share_of(self, offloaded: Sequence[Managed]) -> float:
         options = self._options
         plain = not any(options.kwargs.get(key) for key in ("foreach", "differentiable"))
@@ -127,7 +140,7 @@ class Placement:
             return 1.0
         if self.share is None:
             masters = options.host.masters_in_fp32
-            self.share = measured_cpu_share(self._engine, offloaded, masters=masters, threads=options.cpu_threads)
+            self.share = agreed_share(measured_cpu_share(self._engine, offloaded, masters=masters, threads=options.cpu_threads), offloaded)
         return self.share
 
     # -- about one parameter ------------------------------------------------------------------------------------------

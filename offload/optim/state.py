@@ -2,6 +2,10 @@
 
     {"state": {index: {"step", "exp_avg", ..., "master_param"}}, "param_groups": [...], "hybrid": {"places", "cpu_share", "layout", ...}}
 
+Across ranks it is what torch.distributed.checkpoint expects: the state of a DTensor is a DTensor of the same placements, its shard on the
+host. That library passes on "state" and "param_groups" alone, and takes no group keys that the loader has not: a share that was measured
+does not come along, and a run that is to go on with its bits gives it as cpu_share.
+
 One invariant: what is loaded is checked whole, names and shapes, before the first byte is changed.
 """
 
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +33,24 @@ MASTER = "master_param"
 
 
 def state_dict_of(optimizer: HybridDeviceOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """`packed`, torch's own, with what lies in host buckets copied: the next step writes there."""
+    """`packed`, torch's own, with what lies in host buckets copied: the next step writes there.
+
+    All of it is on the host once some of it is: torch.distributed.checkpoint takes one device only.
+    """
+    some = any(optimizer.placed.is_hosted(member) for member in optimizer.placed.members)
     for member in optimizer.placed.members:
-        if optimizer.placed.is_hosted(member) and member.index in packed["state"]:
+        if some and member.index in packed["state"]:
             found = packed["state"][member.index]
-            packed["state"][member.index] = {
-                key: value.detach().clone().to("cpu") if isinstance(value, Tensor) else deepcopy(value) for key, value in found.items()
-            }
+            packed["state"][member.index] = {key: _on_host(member, key, value) for key, value in found.items()}
     packed["hybrid"] = optimizer.placed.describe()
     return packed
+
+
+def _on_host(member: Managed, key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    copied = value.detach().to("cpu", copy=True)
+    return copied if key == "step" else sharded_like(member.parameter, copied)
 
 
 def load_state(optimizer: HybridDeviceOptimizer, given: Mapping[str, Any]) -> None:
@@ -45,7 +59,8 @@ def load_state(optimizer: HybridDeviceOptimizer, given: Mapping[str, Any]) -> No
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         loaded = hook(optimizer, loaded) or loaded
     order = _matched(optimizer, loaded)
-    optimizer.begin_load(loaded.get("hybrid"))
+    said = loaded.get("hybrid") or {"offload_fraction": None, "cpu_share": None}
+    optimizer.begin_load(said["offload_fraction"], said["cpu_share"], has_state=any(loaded["state"].values()))
     for group, saved in zip(optimizer.param_groups, deepcopy(loaded["param_groups"]), strict=True):
         names = group.get("param_names")
         group.update({key: value for key, value in saved.items() if key != "params"})
@@ -114,15 +129,17 @@ def load_resident(optimizer: Optimizer, inner: Tensor, state: Mapping[Any, Any])
     optimizer.state[inner] = placed
 
 
-def sharded_like(inner: Tensor, value: Tensor) -> Tensor:
-    """A DTensor again, where the parameter is one and the value is its local shard, as offloaded places keep it."""
-    if local_of(inner) is inner or local_of(value) is not value or value.shape != local_of(inner).shape:
+def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A DTensor again, where the parameter is one and the value, wherever it lies, is of its local shard's shape."""
+    if local_of(parameter) is parameter or local_of(value) is not value or value.shape != local_of(parameter).shape:
         return value
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-    assert isinstance(inner, DTensor)
-    local = value.to(inner.device)
-    return DTensor.from_local(local, inner.device_mesh, inner.placements, run_check=False, shape=inner.shape, stride=inner.stride())
+    assert isinstance(parameter, DTensor)
+    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    # from_local would move it to the mesh's device; FSDP2 keeps shards on the host in this way too
+    return DTensor(value, replace(parameter._spec, tensor_meta=meta), requires_grad=False)
 
 
 def fill_state(optimizers: list[Optimizer]) -> None:

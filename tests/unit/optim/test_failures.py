@@ -87,7 +87,7 @@ def test_a_sparse_gradient_is_refused_by_name_before_anything_is_stepped(share: 
     ):
         optimizer.step()
     assert_same_bits(weights(model, optimizer), before)
-    assert all(float(state["step"]) == 0 for state in optimizer.state.values())
+    assert len(optimizer.state) == 0, "no step was made"
 
 
 # -- a step that breaks off ---------------------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""State dicts of the hybrid optimizer across two ranks: whichever way they are saved, a run goes on with the same bits, in any split, and
+torch's AdamW takes over from it and it from torch's.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.optim_resume import resumed
+from tests.ranks import run_ranks
+
+PAIRS = (
+    ("torch's", "half"),
+    ("half", "torch's"),
+    ("half", "half"),
+    ("half", "streamed"),
+    ("streamed", "cpu"),
+    ("cpu", "on the device"),
+    ("on the device", "measured"),
+    ("apart", "measured"),
+)
+WAYS = ("whole", "whole on rank 0", "shards", "flat", "files", "own")
+RUNS = {f"{source} to {target}, {way}": (source, target, way) for way in WAYS for source, target in PAIRS}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+    """By rank, by run."""
+    folder = tmp_path_factory.mktemp("ranks")
+    found: list[dict[str, list[str]]] = run_ranks(resumed, 2, folder, str(folder), RUNS, "cpu")
+    return found
+
+
+@pytest.mark.req("S3-40")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_over_shards_goes_on_with_the_same_bits(seen: list[dict[str, list[str]]], name: str) -> None:
+    for rank in seen:
+        assert rank[name] == []

@@ -1,0 +1,98 @@
+"""What is known of other ranks without asking them. With real ranks: tests/integration/test_optim_ranks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from offload.optim import ranks
+from offload.optim.parameters import is_laid_out_as
+from tests.unit.optim.rig import hybrid, net
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_without_a_process_group_there_is_one_rank_whose_measure_counts() -> None:
+    assert not ranks.several_ranks()
+    assert ranks.agreed_share(0.35, []) == 0.35
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_of_one_is_one_rank() -> None:
+    assert not ranks.several_ranks()
+
+
+def test_autograd_calls_a_hook_before_anything_is_reduced() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    seen = []
+    parameter.register_post_accumulate_grad_hook(lambda _: seen.append(ranks.reduced_before_its_hook()))
+    (parameter * 2).sum().backward()
+    assert seen == [False]
+    assert ranks.reduced_before_its_hook(), "outside a backward nobody but a reducer calls hooks"
+
+
+@pytest.mark.usefixtures("alone")
+def test_fsdp2_calls_a_hook_after_its_reduction() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    seen = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(ranks.reduced_before_its_hook()))
+    model(torch.ones(3, 4)).sum().backward()
+    assert seen == [True] * 4
+
+
+def test_a_view_of_somebody_elses_buffer_is_not_trusted_where_there_are_several_ranks() -> None:
+    own, view = torch.ones(4), torch.ones(8)[:4]
+    assert not ranks.may_be_reduced_in_place(view)
+    with mock.patch.object(ranks, "several_ranks", return_value=True):
+        assert ranks.may_be_reduced_in_place(view)
+        assert not ranks.may_be_reduced_in_place(own)
+
+
+def test_a_split_parameter_is_one_over_several_ranks() -> None:
+    assert not ranks.is_split(torch.ones(3))
+    mesh = SimpleNamespace(size=lambda dim: (2, 1)[dim])
+    for placements, split in (((Replicate(), Replicate()), False), ((Shard(0), Replicate()), True), ((Replicate(), Shard(1)), False)):
+        assert ranks.is_split(SimpleNamespace(_local_tensor=torch.ones(2), device_mesh=mesh, placements=placements)) is split  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_gradient_laid_out_otherwise_is_seen() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    sharded, replicated = (distribute_tensor(torch.ones(4), mesh, [place]) for place in (Shard(0), Replicate()))
+    assert is_laid_out_as(sharded, sharded)
+    assert not is_laid_out_as(sharded, replicated)
+    assert is_laid_out_as(torch.ones(4), torch.ones(4))
+
+
+def test_ranks_take_the_share_of_the_first_and_another_share_for_other_parameters() -> None:
+    store = dist.HashStore()
+    with (
+        mock.patch.object(ranks, "several_ranks", return_value=True),
+        mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store),
+    ):
+        members = list(hybrid(net(), offload_fraction=1.0, cpu_share=1.0).members)
+        answers = []
+        for share in (0.35, 0.7):  # two ranks, each asking twice
+            ranks._asked.clear()
+            answers.append([ranks.agreed_share(share, members), ranks.agreed_share(2 * share, members)])
+            ranks._asked.clear()
+        assert answers == [[0.35, 0.7], [0.35, 0.7]]
+        assert ranks.agreed_share(0.7, members[:2]) == 0.7
