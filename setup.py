@@ -16,7 +16,7 @@ setup(
         "safetensors",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "types-tabulate", "types-tqdm"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "filelock", "ruff", "mypy", "types-tabulate", "types-tqdm"],
         "plot": ["matplotlib"],
         "bench": ["scipy"],
     },

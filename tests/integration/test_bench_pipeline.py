@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.once import made_once
+
 ROOT = Path(__file__).resolve().parents[2]
 LONG = 240.0  # seconds; a loaded machine is slow, not wrong
 GROUPS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act", "mlp_fc2")
@@ -39,7 +41,9 @@ def run(folder: Path, *arguments: str, script: Path = ROOT / "scripts" / "bench_
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    return run(tmp_path_factory.mktemp("bench"), "--schedules", "1f1b,zbv", "--rows", "nothing,ours,delta", "--verify")
+    options = ("--schedules", "1f1b,zbv", "--rows", "nothing,ours,delta", "--verify")
+    found: tuple[dict[str, Any], str] = made_once(tmp_path_factory, "bench-pipeline", lambda folder: run(folder, *options))
+    return found
 
 
 def named(written: dict[str, Any], label: str) -> dict[str, Any]:

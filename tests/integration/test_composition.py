@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from tests.composition import ALONE, CASES, Case, Compared, check, check_tables, compared, run_alone
+from tests.once import run_ranks_once
 from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Compared]]:
     """By rank, by case."""
-    found: list[dict[str, Compared]] = run_ranks(compared, 2, tmp_path_factory.mktemp("ranks"), CASES, "cpu")
+    found: list[dict[str, Compared]] = run_ranks_once(tmp_path_factory, "composition", compared, 2, CASES, "cpu")
     return found
 
 

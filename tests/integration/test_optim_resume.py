@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.once import run_ranks_once
 from tests.optim_resume import resumed
-from tests.ranks import run_ranks
 
 PAIRS = (
     ("torch's", "half"),
@@ -20,14 +20,19 @@ PAIRS = (
     ("apart", "measured"),
 )
 WAYS = ("whole", "whole on rank 0", "shards", "flat", "files", "own")
-RUNS = {f"{source} to {target}, {way}": (source, target, way) for way in WAYS for source, target in PAIRS}
+RUNS = {
+    f"{source} to {target}, {WAYS[place % len(WAYS)]}": (source, target, WAYS[place % len(WAYS)])
+    for at, (source, target) in enumerate(PAIRS)
+    for place in (at, at + 3)
+}
+"""Two ways for each pair, and each way for two pairs and more."""
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
     """By rank, by run."""
-    folder = tmp_path_factory.mktemp("ranks")
-    found: list[dict[str, list[str]]] = run_ranks(resumed, 2, folder, str(folder), RUNS, "cpu")
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    found: list[dict[str, list[str]]] = run_ranks_once(tmp_path_factory, "optim-resume", resumed, 2, folder, RUNS, "cpu")
     return found
 
 

@@ -32,6 +32,7 @@ from parallel.order import actions_of  # noqa: E402
 from parallel.schedules import SCHEDULES, build_schedule, forget_failed_step, schedule_named, stages_of  # noqa: E402
 from parallel.stage import OffloadPipelineStage  # noqa: E402
 from parallel.transformer import TransformerConfig, build_stage_module, group_names, stage_examples  # noqa: E402
+from tests.once import made_once  # noqa: E402
 
 BATCH, SEQUENCE = 2, 16
 MODEL = TransformerConfig(dim=32, layers=8, heads=4, kv_heads=2, ffn=64, sequence=SEQUENCE, seed=7, offload_modules=group_names("all"))
@@ -282,7 +283,8 @@ def reports_of(folder: Path, ranks: int, names: tuple[str, ...] = NAMES) -> list
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return reports_of(tmp_path_factory.mktemp("two_ranks"), 2)
+    found: list[dict[str, Any]] = made_once(tmp_path_factory, "schedules", lambda folder: reports_of(folder, 2))
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
