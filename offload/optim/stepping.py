@@ -212,9 +212,9 @@ class HostedSteps:
         self.let_go()
 
     def _synchronize(self) -> None:
-        """Block the host until every lane has done what was issued; the optimizer's own too, for a bucket may have failed half-way."""
-        device, ring = self._engine.device, self._streamed.ring
-        for lane in (device.d2h, device.h2d, device.compute, *(() if ring is None else (ring.lane,))):
+        """Block the host until every lane has done what was issued; d2h comes after the optimizer's own."""
+        device = self._engine.device
+        for lane in (device.d2h, device.h2d, device.compute):
             device.synchronize(device.record(lane))
 
     def let_go(self) -> None:
