@@ -58,14 +58,16 @@ def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, m
         return 0.0
     numel = sum(member.numel for member in offloaded)
     weight_bytes = sum(member.nbytes for member in offloaded) / numel
-    master_bytes = sum(4 * member.numel for member in offloaded if masters and member.dtype.itemsize == 2) / numel
-    moment_bytes = 2 * max(weight_bytes, master_bytes)
+    has_master = [masters and member.dtype.itemsize == 2 for member in offloaded]
+    state_bytes = (  # two moments of the master's type, and the master where it is not the weight itself
+        sum((12 if own else 2 * member.dtype.itemsize) * member.numel for member, own in zip(offloaded, has_master, strict=True)) / numel
+    )
     share, seconds = best_cpu_share(
         rates,
         cpu_out_bytes=weight_bytes,
         cpu_in_bytes=weight_bytes,
-        streamed_out_bytes=moment_bytes + master_bytes,
-        streamed_in_bytes=moment_bytes + master_bytes,
+        streamed_out_bytes=state_bytes,
+        streamed_in_bytes=state_bytes,
         worth=WORTH,
     )
     share = round(round(share / GRID) * GRID, 2)
