@@ -223,9 +223,7 @@ def failing_at(last: object, step: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
-def test_what_a_bucket_issued_before_it_failed_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName
-) -> None:
+def test_what_a_bucket_issued_before_it_failed_is_waited_for(monkeypatch: pytest.MonkeyPatch, executor: ExecutorName) -> None:
     """The kernel of a bucket's first param group may run when that of its second fails: it reads gradients that go, and writes weights
     that are about to be loaded."""
     model = net()
