@@ -50,23 +50,30 @@ class PinnedMemory:
         self._offset = skip
         self._registration_bytes = registration_bytes
         self._registered: set[int] = set()  # indices of pieces
-        runtime = torch.cuda.cudart()
         with ThreadPoolExecutor(_TOUCH_THREADS) as threads:
-            touched = [[threads.submit(_touch, part) for part in piece.split(_TOUCH_BYTES)] for piece in self._pieces]
-            for index, piece in enumerate(self._pieces):  # each is registered while those after it are touched
-                for part in touched[index]:
-                    part.result()
-                code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
-                if code == 0:
-                    self._registered.add(index)
-                    continue
-                threads.shutdown(cancel_futures=True)
-                _forget_last_error()
+            try:
+                self._register(threads)
+            except BaseException:  # at once: who holds the error holds this memory too
+                threads.shutdown(wait=False, cancel_futures=True)
                 self.release()
+                raise
+
+    def _register(self, threads: ThreadPoolExecutor) -> None:
+        """Register each piece while those after it are touched. Raises HostBudgetError."""
+        runtime = torch.cuda.cudart()
+        touched = [[threads.submit(_touch, part) for part in piece.split(_TOUCH_BYTES)] for piece in self._pieces]
+        for index, piece in enumerate(self._pieces):
+            for part in touched[index]:
+                part.result()
+            code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+            if code != 0:
+                _forget_last_error()
+                nbytes = sum(each.numel() for each in self._pieces)
                 raise HostBudgetError(
-                    f"cudaHostRegister refused {piece.numel():,} bytes after {index * registration_bytes:,} of {nbytes:,} (error {code}); "
-                    "raise the locked-memory limit of the system or lower host_limit_bytes"
+                    f"cudaHostRegister refused {piece.numel():,} bytes after {index * self._registration_bytes:,} of {nbytes:,} (error "
+                    f"{code}); raise the locked-memory limit of the system or lower host_limit_bytes"
                 )
+            self._registered.add(index)
 
     @property
     def pieces(self) -> tuple[torch.Tensor, ...]:

@@ -33,8 +33,9 @@ COPIES = 160  # each way: 10.7 GB, 190 ms and more, longer than the steps on the
 COPIES_ALONE = 48  # each way: 3.2 GB, 65 ms
 WORTH = 0.10
 """Of a step: below this the CPU is left alone. The rates say of float32 weights on an H200 host that the best share saves up to 7%, and
-they say 0, 0.4 or 0.55 in turn; a real step took 236.8 ms without the CPU and 282.9 with a share of 0.4 (docs/log.md). For half-precision
-weights with masters, whose state is 12 bytes an element and not 8, the CPU saves a quarter."""
+they say 0, 0.4 or 0.55 in turn; a real step took 236.8 ms without the CPU and 282.9 with a share of 0.4. Half-precision weights with
+masters have 12 bytes of state an element and not 8, but the host's casts take what that gains: 347.0 ms at 0.5 and 357.0 without
+(docs/log.md)."""
 NUMEL = 128 << 20  # of the CPU's trial: 16 bytes each, 2 GiB; 40 ms a step at 3.3 G a second
 LEAST_NUMEL = 32 << 20  # a smaller step takes few milliseconds: not worth a measurement or a ring
 
@@ -42,9 +43,9 @@ LEAST_NUMEL = 32 << 20  # a smaller step takes few milliseconds: not worth a mea
 def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, masters: bool, threads: int | None) -> float:
     """The share of elements for the CPU that makes the step shortest. Blocks the host for about 1 s, once.
 
-    Takes 2 GiB of the engine's host memory for the time, 2 GiB that is not pinned, and 128 MiB on the device. As much as that, because
-    with blocks that a last-level cache holds the CPU was measured at 4.6 G/s beside copies, and stepped a real state at 2.9 (H200 host,
-    November 2026): the share came out at 0.6, with memory of this size at 0.4.
+    Takes 2 GiB of the engine's host memory for the time, 2 GiB that is not pinned (2.5 with casts), and 128 MiB on the device. As much
+    as that, because with blocks that a last-level cache holds the CPU was measured at 4.6 G/s beside copies, and stepped a real state at
+    2.9 (H200 host, November 2026): the share came out at 0.6, with memory of this size at 0.4.
     """
     if not engine.device.pins:
         return UNMEASURED_SHARE
@@ -58,14 +59,16 @@ def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, m
         return 0.0
     numel = sum(member.numel for member in offloaded)
     weight_bytes = sum(member.nbytes for member in offloaded) / numel
-    master_bytes = sum(4 * member.numel for member in offloaded if masters and member.dtype.itemsize == 2) / numel
-    moment_bytes = 2 * max(weight_bytes, master_bytes)
+    has_master = [masters and member.dtype.itemsize == 2 for member in offloaded]
+    state_bytes = (  # two moments of the master's type, and the master where it is not the weight itself
+        sum((12 if own else 2 * member.dtype.itemsize) * member.numel for member, own in zip(offloaded, has_master, strict=True)) / numel
+    )
     share, seconds = best_cpu_share(
         rates,
         cpu_out_bytes=weight_bytes,
         cpu_in_bytes=weight_bytes,
-        streamed_out_bytes=moment_bytes + master_bytes,
-        streamed_in_bytes=moment_bytes + master_bytes,
+        streamed_out_bytes=state_bytes,
+        streamed_in_bytes=state_bytes,
         worth=WORTH,
     )
     share = round(round(share / GRID) * GRID, 2)

@@ -7,6 +7,7 @@ event that the worker recorded.
 from __future__ import annotations
 
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from offload.optim.waiting import Waiting
 from offload.optim.worker import Worker
 
 __all__ = ["HostBucket", "HostedSteps"]
+
+logger = logging.getLogger(__name__)
 
 HostBucket = CpuBucket | StreamedBucket
 
@@ -205,10 +208,14 @@ class HostedSteps:
     def settle_host(self) -> None:
         """As `settle`, and the host may read and write state and masters. Blocks the host for the copies."""
         self.settle()
+        self._synchronize()
+        self.let_go()
+
+    def _synchronize(self) -> None:
+        """Block the host until every lane has done what was issued; d2h comes after the optimizer's own."""
         device = self._engine.device
         for lane in (device.d2h, device.h2d, device.compute):
             device.synchronize(device.record(lane))
-        self.let_go()
 
     def let_go(self) -> None:
         """Drop gradients that no lane reads any more. Blocks the host: never."""
@@ -250,9 +257,13 @@ class HostedSteps:
         self._held.clear()
 
     def close(self) -> None:
-        """Run what is queued and end the workers. Blocks the host."""
+        """Run what is queued, end the workers, and let what they issued end: host memory goes back after this. Blocks the host."""
         self._stepper.close()
         self._streamer.close()
+        try:
+            self._synchronize()
+        except Exception as error:  # a device that is lost copies no more
+            logger.warning("closing: the optimizer's last copies cannot be waited for (%s); look for an earlier error of the device", error)
 
 
 def _nothing() -> None:

@@ -190,18 +190,25 @@ class StreamedBucket:
                 inward.append((of_slot[0].view(torch.uint8), weights.view(torch.uint8)))
                 inward.append((of_slot[1].view(torch.uint8), gradient.view(torch.uint8)))
                 outward.append((weights.view(torch.uint8), of_slot[0].view(torch.uint8)))
-        self.mover.fetch(inward)
-        arrived = device.record(device.h2d)
-        device.wait(ring.lane, arrived, "state here")
-        device.wait(ring.lane, released, "gradients made")
-        with device.use_lane(ring.lane), torch.no_grad():
-            for name in names:
-                device.note_write(ring.lane, there[name])
-            self._compute(there, slot, factor)
+        try:
+            self.mover.fetch(inward)
+            arrived = device.record(device.h2d)
+            device.wait(ring.lane, arrived, "state here")
+            device.wait(ring.lane, released, "gradients made")
+            with device.use_lane(ring.lane), torch.no_grad():
+                for name in names:
+                    device.note_write(ring.lane, there[name])
+                self._compute(there, slot, factor)
+                self.stepped = device.record(ring.lane)
+            device.wait(device.d2h, self.stepped, "state out")
+            self.mover.send(outward)
+            self.left = slot.free = device.record(device.d2h)
+        except BaseException:  # some of it was issued: gradients, slot and state are free after that
+            device.wait(ring.lane, device.record(device.h2d), "state here")
             self.stepped = device.record(ring.lane)
-        device.wait(device.d2h, self.stepped, "state out")
-        self.mover.send(outward)
-        self.left = slot.free = device.record(device.d2h)
+            device.wait(device.d2h, self.stepped, "state out")
+            self.left = slot.free = device.record(device.d2h)
+            raise
 
     def _piece_of(self, flat: Tensor, piece: Piece) -> Tensor:
         """The piece's elements in a flat of the slot."""

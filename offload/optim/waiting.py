@@ -8,6 +8,8 @@ another.
 
 from __future__ import annotations
 
+import bisect
+import operator
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +21,13 @@ __all__ = ["Waiting"]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """place: in the order in which the next forward needs the buckets. is_ready: whether its gradients are there; never blocks."""
+    """place: in the order in which the next forward needs the buckets. came: in that of their coming.
+
+    is_ready: whether its gradients are there; never blocks, and raises where the device is lost.
+    """
 
     place: int
+    came: int
     is_ready: Callable[[], bool]
     step: Job
     done: Job
@@ -34,29 +40,41 @@ class Waiting:
         self._worker = worker
         self._before = before
         self._lock = threading.Lock()
-        self._entries: list[_Entry] = []  # in the order of their coming
+        self._entries: list[_Entry] = []  # by place: the first ready one is the one to take, and nothing is asked of those behind it
+        self._came = 0
         self._taken: _Entry | None = None  # seen by the worker's thread only
 
     def submit(self, place: int, is_ready: Callable[[], bool], step: Job, done: Job) -> None:
         """Have the worker run `step` once, and then `done`, which also runs if the step fails or is dropped. Blocks the host: never."""
         with self._lock:
-            self._entries.append(_Entry(place, is_ready, step, done))
+            self._came += 1
+            bisect.insort(self._entries, _Entry(place, self._came, is_ready, step, done), key=operator.attrgetter("place"))
         self._worker.submit(self._step_one, self._end_one)
 
     def _step_one(self) -> None:
         self._before()
-        self._taken = self._take()
+        with self._lock:
+            self._taken = self._remove(self._chosen())
         self._taken.step()
 
     def _end_one(self) -> None:
-        """Of a job that was dropped, or failed before it chose, nothing is taken yet: some bucket ends with it."""
+        """Of a job that was dropped, or failed before it chose, nothing is taken yet: the bucket that came first ends with it."""
         taken, self._taken = self._taken, None
-        (taken or self._take()).done()
+        if taken is None:
+            with self._lock:
+                taken = self._remove(self._first())
+        taken.done()
 
-    def _take(self) -> _Entry:
+    # -- inside, with the lock held -----------------------------------------------------------------------------------
+    def _chosen(self) -> _Entry:
         """The ready one that is needed first; if none is ready, the one that came first: the backward makes gradients in that order."""
-        with self._lock:
-            ready = [entry for entry in self._entries if entry.is_ready()] if len(self._entries) > 1 else []
-            chosen = min(ready, key=lambda entry: entry.place) if ready else self._entries[0]
-            self._entries.remove(chosen)
-        return chosen
+        if len(self._entries) == 1:
+            return self._entries[0]
+        return next((entry for entry in self._entries if entry.is_ready()), None) or self._first()
+
+    def _first(self) -> _Entry:
+        return min(self._entries, key=operator.attrgetter("came"))
+
+    def _remove(self, entry: _Entry) -> _Entry:
+        self._entries.remove(entry)
+        return entry

@@ -110,6 +110,8 @@ class InFlight:
     def resize(self, record: Record, nbytes_before: int) -> None:
         """A RESIDENT record's span has changed since it was adopted; room is made for what it grew."""
         self.resident_bytes += record.nbytes - nbytes_before
+        if record.refused:
+            self._refused_bytes += record.nbytes - nbytes_before
         if record.nbytes > nbytes_before:
             self._make_room(0)
         self._note_peak()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,43 @@ def test_what_was_registered_before_a_refusal_is_unregistered(runtime: FakeRunti
     with pytest.raises(HostBudgetError, match=r"refused 8,388,608 bytes after 16,777,216 of 33,554,432 \(error 2\)"):
         PinnedMemory(4 * PIECE, PIECE)
     assert runtime.registered == {}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_what_was_registered_before_any_error_is_unregistered_and_no_thread_stays(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """At once, and not when somebody lets go of the error: it holds the frames that hold the memory."""
+    register, calls = runtime.cudaHostRegister, []
+
+    def interrupted(address: int, nbytes: int, flags: int) -> int:
+        calls.append(address)
+        if len(calls) == 3:
+            raise error
+        return register(address, nbytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", interrupted)
+    before = threading.active_count()
+    with pytest.raises(type(error)):
+        PinnedMemory(6 * PIECE, PIECE)
+    assert len(calls) == 3
+    assert runtime.registered == {}
+    assert threading.active_count() == before
+
+
+def test_pages_that_cannot_be_touched_leave_nothing_registered(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[int] = []
+
+    def touch(piece: torch.Tensor) -> None:
+        touched.append(piece.numel())
+        if len(touched) > 2:
+            raise MemoryError("no pages")
+
+    monkeypatch.setattr(_cuda_memory, "_touch", touch)
+    with pytest.raises(MemoryError, match="no pages") as caught:
+        PinnedMemory(6 * PIECE, PIECE)
+    assert runtime.registered == {}, "although the error is still held"
+    assert caught.value is not None
 
 
 def test_a_mapping_that_the_system_refuses_is_a_budget_error_and_pins_nothing(runtime: FakeRuntime) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import nn
 from torch.optim import LBFGS, Adam, AdamW, Optimizer
 
 from offload import HostBudgetError, OffloadConfig, OffloadEngine
-from offload.device.sim import SimDevice
+from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import OffloadError
-from offload.optim import HybridDeviceOptimizer
+from offload.optim import HybridDeviceOptimizer, streamed_step
+from offload.optim.cpu_step import CpuBucket
+from offload.optim.streamed_step import StreamedBucket
 from offload.optim.worker import Worker
-from tests.unit.optim.rig import assert_same_bits, backward, hybrid, net, train, weights
+from tests.unit.optim.rig import assert_same_bits, backward, engine, hybrid, net, train, weights
 
 FUSED = {"lr": 1e-2, "fused": True}
 
@@ -179,6 +182,73 @@ def test_an_optimizer_that_failed_can_be_closed(breaks: type[Breaks]) -> None:
     backward(model, 0)
     optimizer.step()
     optimizer.close()
+
+
+# -- what a failed step leaves in flight --------------------------------------------------------------------------------
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_closing_after_a_failure_gives_memory_back_only_when_its_copies_have_ended(
+    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName, share: float
+) -> None:
+    """The buckets before the one that failed are still on their way when the next tenant of an engine is lent their bytes."""
+    mine = engine(executor)
+    model = net()
+    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=share, engine=mine, model=model, fused=True)
+    for kind in (CpuBucket, StreamedBucket):
+        last = max((bucket for bucket in optimizer._steps.in_order if isinstance(bucket, kind)), key=places_of, default=None)
+        monkeypatch.setattr(kind, "step", failing_at(last, kind.step))
+    backward(model, 0)
+    optimizer.step()
+    optimizer._steps._stepper.synchronize()
+    optimizer._steps._streamer.synchronize()
+    assert optimizer._steps.failed
+    optimizer.close()
+    assert mine.arena.stats().lent_bytes == 0
+    for block in iter(lambda: mine.arena.take(1 << 20) if mine.arena.lent_bytes < mine.arena.held_bytes else None, None):
+        for extent in block.extents:
+            mine.device.note_write(mine.device.host, extent)
+
+
+def places_of(bucket: CpuBucket | StreamedBucket) -> int:
+    return bucket.layout.pieces[0].parameter
+
+
+def failing_at(last: object, step: Callable[..., None]) -> Callable[..., None]:
+    def fails(self: Any, *arguments: Any) -> None:
+        if self is last:
+            raise MemoryError("no more")
+        step(self, *arguments)
+
+    return fails
+
+
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+def test_what_a_bucket_issued_before_it_failed_is_waited_for(monkeypatch: pytest.MonkeyPatch, executor: ExecutorName) -> None:
+    """The kernel of a bucket's first param group may run when that of its second fails: it reads gradients that go, and writes weights
+    that are about to be loaded."""
+    model = net()
+    weight, *others = model.parameters()
+    optimizer = hybrid(
+        model, params=[{"params": [weight]}, {"params": others}], offload_fraction=1.0, cpu_share=0.0, engine=engine(executor), fused=True
+    )
+    saved = optimizer.state_dict()
+    monkeypatch.setattr(streamed_step, "adam", fail)
+    backward(model, 0)
+    with pytest.raises(OffloadError, match="no more"):
+        optimizer.step()
+    monkeypatch.undo()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    device = optimizer.engine.device
+    for parameter in model.parameters():
+        device.note_write(device.compute, parameter.detach().view(-1).view(torch.uint8))
+    backward(model, 1)
+    optimizer.step()
+    optimizer.close()
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise MemoryError("no more")
 
 
 # -- threads ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ class Desk:
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self.ready: set[int] = set()
+        self.asked = 0
+        self.lost = False
         self.log: list[str] = []
         self.worker = Worker("test")
         self.waiting = Waiting(self.worker, before)
@@ -32,7 +35,13 @@ class Desk:
             def done(place: int = place) -> None:
                 self.log.append(f"done {place}")
 
-            self.waiting.submit(place, lambda place=place: place in self.ready, one, done)  # type: ignore[misc]
+            self.waiting.submit(place, functools.partial(self.is_ready, place), one, done)
+
+    def is_ready(self, place: int) -> bool:
+        self.asked += 1
+        if self.lost:
+            raise RuntimeError("the device is lost")
+        return place in self.ready
 
     def run(self) -> list[str]:
         self._gate.set()
@@ -90,3 +99,21 @@ def test_a_failure_before_the_choice_ends_one_of_them() -> None:
     desk = Desk(before=fails)
     desk.put(1, 0)
     assert desk.run() == ["done 1", "done 0"]
+
+
+def test_each_is_done_also_where_asking_whether_one_is_ready_fails() -> None:
+    """CUDA repeats the error of a broken context at every question: the thread died of it, and whoever waited for a bucket hung."""
+    desk = Desk()
+    desk.lost = True
+    desk.put(2, 1, 0)
+    assert desk.run() == ["done 2", "done 1", "done 0"]
+    assert "the device is lost" in str(desk.worker.error)
+
+
+def test_no_more_is_asked_than_a_choice_needs() -> None:
+    """A model of 7 G parameters has 440 buckets, and a question costs the thread that trains the lock of the interpreter."""
+    desk = Desk()
+    desk.ready = set(range(50))
+    desk.put(*range(50))
+    assert desk.steps() == list(range(50))
+    assert desk.asked <= 50

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.device.sim import ExecutorName
+from offload.memory.budget import LocalHostBudget
 from offload.transfer.layout import WeakStorage
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, bits
 
@@ -236,6 +237,23 @@ def test_a_gathered_view_that_finds_no_block_stays_gathered() -> None:
     assert found[0].stride() == (64, 4)
     stats = rig.end()
     assert (stats.refused, stats.refused_bytes) == (1, 64 * 16 * 4)
+
+
+def test_a_refused_view_that_grows_is_counted_out_as_it_was_counted_in() -> None:
+    """A half is refused at its commit, and a save of the next group makes it the whole. Its death took off more than it had put there, and
+    every later step seemed to lack less than it did."""
+    rig = Rig(budget=LocalHostBudget(0))
+    base = torch.randn(64, 64)
+    with rig.group():
+        y = keep([], base[:32])
+    with rig.group():
+        z = keep([], base)
+    del y, z
+    rig.end()
+    with rig.group():
+        y = keep([], torch.randn(64, 64))
+    del y
+    assert rig.end().host_bytes_wanted_peak == 64 * 64 * 4
 
 
 def test_a_sparse_view_that_another_lane_wrote_leaves_flat() -> None:
