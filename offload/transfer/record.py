@@ -35,6 +35,7 @@ __all__ = ["LEGAL_MOVES", "Record", "RecordState", "Remains", "Transfer", "livin
 
 
 class RecordState(Enum):
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own hash is a Python call, two of them a move
     RESIDENT = auto()  # on the device, in the storage that autograd saved
     SPILLING = auto()  # D2H issued; its transfer keeps the device storage alive
     SPILLED = auto()  # the host block holds the only copy that is ours
