@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from offload.device import Device, Event, Lane
 from offload.memory.arena import HostArena
 from offload.transfer.door import Limits
-from offload.transfer.record import Record, RecordState, Remains, Transfer, living
+from offload.transfer.record import Record, RecordState, Remains, Transfer
 
 if TYPE_CHECKING:
     from offload.transfer.captures import CapturedGraph
@@ -220,8 +220,9 @@ class InFlight:
             for home in transfer.keepalive:
                 self.device.note_read(transfer.lane, home)
         transfer.keepalive.clear()
-        for record in living(transfer.records):
-            if record.state is RecordState.RESTORING:
+        for reference in transfer.records:
+            record = reference()
+            if record is not None and record.state is RecordState.RESTORING:
                 record.move_to(RecordState.RESTORED)
 
     def drop(self, record: Record) -> None:

@@ -76,7 +76,9 @@ def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
     if tensor.is_contiguous():
         stop = start + tensor.numel() * itemsize
     else:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        last = 0
+        for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
+            last += (size - 1) * stride
         stop = start + (last + 1) * itemsize
     return Span(start - start % ALIGNMENT, min(storage_bytes, stop + -stop % ALIGNMENT))
 

@@ -62,7 +62,7 @@ class Transfer:
     capture: the graph that its copies are part of, None if they were issued; only the same capture may wait for the event.
     """
 
-    __slots__ = ("capture", "event", "keepalive", "lane", "name", "nbytes", "records", "settled")
+    __slots__ = ("capture", "event", "keepalive", "label", "lane", "nbytes", "records", "settled")
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Transfer:
         lane: Lane,
         event: Event,
         nbytes: int,
-        name: str,
+        label: SlotId,
         capture: CapturedGraph | None = None,
     ) -> None:
         self.records = records
@@ -79,9 +79,13 @@ class Transfer:
         self.lane = lane
         self.event = event
         self.nbytes = nbytes
-        self.name = name
+        self.label = label  # of its first record
         self.capture = capture
         self.settled = False  # passed, or `lane` waits for it
+
+    @property
+    def name(self) -> str:
+        return str(self.label)
 
 
 class Remains(NamedTuple):
