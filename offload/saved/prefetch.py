@@ -48,6 +48,8 @@ class Prefetcher:
             room -= coming.ahead_bytes
             while room > 0:
                 look = coming.look(room, self._piece_bytes)
+                if look is None:
+                    break
                 for record in look.keep:
                     transfers.reclaim(record)
                 if look.fetch:
