@@ -55,9 +55,10 @@ class Marks:
 
     def poll_until_unpassed(self, most: int) -> None:
         """As `poll_some`, but no further than to one that has not passed: lanes are in order, those behind it will hardly have."""
-        for _ in range(min(most, len(self._unpassed))):
+        while most > 0 and self._unpassed:
+            most -= 1
             mark = self._unpassed.popleft()
-            if not self.poll(mark):
+            if mark.event is not None and not self.poll(mark):
                 self._unpassed.append(mark)
                 return
 

@@ -62,7 +62,7 @@ class TensorStore:
             stays = whole and group.keeps(group.slots)
             record = self._new_record(tensor, storage, span, version, chunk, group, stays, lane)
             record.external = external
-            if whole or (span.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * span.nbytes):
+            if whole or (record.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * storage_bytes):
                 self._enqueue(record, group)
             else:
                 group.deferred.append(weakref.ref(record))
@@ -162,11 +162,17 @@ class TensorStore:
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:
+        if not group.pending:
+            return
         pending = list(living(group.pending))
         group.pending.clear()
         group.pending_bytes = 0
-        for lane in dict.fromkeys(record.lane for record in pending):  # nearly always one
-            transfer = self._transfers.spill([record for record in pending if record.lane is lane])
+        while pending:
+            lane = pending[0].lane
+            leaving, pending = pending, [record for record in pending if record.lane is not lane]  # nearly always none
+            if pending:
+                leaving = [record for record in leaving if record.lane is lane]
+            transfer = self._transfers.spill(leaving)
             if transfer is not None:
                 group.transfers.append(transfer)
 

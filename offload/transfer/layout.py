@@ -85,7 +85,8 @@ def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
 
 def bytes_of(storage: torch.UntypedStorage, span: Span) -> torch.Tensor:
     """The span as a 1-D uint8 tensor that shares and holds the storage."""
-    return _over(storage, torch.uint8, span.start, (span.nbytes,), (1,))
+    start, stop = span
+    return _over(storage, torch.uint8, start, (stop - start,), (1,))
 
 
 def contiguous_stride(size: torch.Size) -> tuple[int, ...]:
