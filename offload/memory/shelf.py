@@ -71,6 +71,6 @@ class Shelf:
         yield from blocks
 
     def _count(self, block: Shelved, sign: int) -> None:
-        self.num_ranges += sign * len(block.ranges)
         for part in block.ranges:
+            self.num_ranges += sign
             self.total_bytes += sign * (part.end - part.start)

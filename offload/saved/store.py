@@ -226,7 +226,10 @@ class TensorStore:
                 f"{record.label} ({record.nbytes:,} bytes) was saved in a step that has ended; run its backward before step_end() or "
                 "reset(), or save it outside the offload hooks"
             )
-        probe = handle.probe if handle.probe is not None else _kept_view(handle)
+        probe = handle.probe
+        if probe is None:
+            assert record.views is not None  # it stays, and keeps an alias of each save
+            probe = record.views[handle.view]
         if probe._version != record.version:
             layout = handle.layout if handle.layout is not None else layout_of(probe)
             raise modified(layout.dtype, layout.size, probe._version, record.version)
@@ -270,12 +273,6 @@ class TensorStore:
         if storage is None or storage.nbytes() < record.span.stop - record.base:
             return None  # gone, or freed under its owner's hands (forced release)
         return storage
-
-
-def _kept_view(handle: Handle) -> torch.Tensor:
-    views = handle.record.views
-    assert views is not None
-    return views[handle.view]
 
 
 def _scattered(storage: torch.UntypedStorage, layout: ViewLayout) -> torch.Tensor:
