@@ -164,6 +164,7 @@ class CudaDevice:
         return tensor.device == self._device
 
     # -- order ----------------------------------------------------------------------------------------------------
+    # Asked a dozen times a tensor: lanes and events are taken for this device's own without `cast`, which is a call.
     def record(self, lane: Lane, *, timed: bool = False) -> Event:
         if timed:
             self._refuse_in_capture("a timed event")
@@ -172,16 +173,18 @@ class CudaDevice:
             event = free.pop()
         except IndexError:
             event = torch.cuda.Event(enable_timing=timed)
-        event.record(cast(CudaLane, lane).stream)
+        event.record(lane.stream)  # type: ignore[attr-defined]
         return _CudaEvent(event, free)
 
     def wait(self, lane: Lane, event: Event, order: str) -> None:
-        cast(CudaLane, lane).stream.wait_event(cast(_CudaEvent, event).event)
+        lane.stream.wait_event(event.event)  # type: ignore[attr-defined]
 
     def poll(self, event: Event) -> bool:
-        self._refuse_in_capture("a poll")
-        asked = cast(_CudaEvent, event).event
-        return polled(asked.query(), asked.synchronize)
+        if self.capturing:
+            self._refuse_in_capture("a poll")
+        asked: torch.cuda.Event = event.event  # type: ignore[attr-defined]
+        passed: bool = asked.query()
+        return passed and polled(passed, asked.synchronize)
 
     def synchronize(self, event: Event) -> None:
         self._refuse_in_capture("a synchronize")

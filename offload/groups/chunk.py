@@ -162,7 +162,10 @@ class ChunkOffloadHandler(HandCopies):
         return False
 
     def innermost_open(self) -> OffloadTensorGroup | None:
-        return next((group for _, group in reversed(self._started) if group is not None), None)
+        for _, group in reversed(self._started):
+            if group is not None:
+                return group
+        return None
 
     def open_groups(self) -> Iterator[SavedGroup]:
         """What the groups that are started and not committed have saved."""
@@ -182,7 +185,10 @@ class ChunkOffloadHandler(HandCopies):
 
     def open_group(self, name: str) -> OffloadTensorGroup | None:
         """The innermost open group of that name."""
-        return next((group for _, group in reversed(self._started) if group is not None and group.name == name), None)
+        for _, group in reversed(self._started):
+            if group is not None and group.name == name:
+                return group
+        return None
 
     def not_started(self, name: str | None) -> GroupOrderError:
         names = ", ".join(started for started, group in self._started if group is not None) or "none"

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from offload.device import Device, Event
 from offload.policy.lookahead import ActionKey
+from offload.transfer.stalls import Stall, all_passed
 
 __all__ = ["StepClock"]
 
-Stalls = list[tuple[Event, Event]]
+Stalls = list[Stall]
 
 
 class _Timed:
@@ -47,7 +48,7 @@ class StepClock:
     def end_step(self, stalls: Stalls) -> dict[ActionKey, float] | None:
         """Seconds of compute by action of the step BEFORE the one that ends; None if there was none or it is not over on the device.
 
-        stalls: (before, after) events around the waits of the step that ends, in order.
+        stalls: of the step that ends, in order.
         """
         timed, old_stalls = self._before
         self._before = (self._timed, stalls)
@@ -56,11 +57,11 @@ class StepClock:
         ends = [entry.end for entry in timed if entry.end is not None]
         if len(ends) != len(timed) or not ends:
             return None
-        if not all(device.poll(event) for event in (*ends, *(after for _, after in old_stalls))):  # not in one lane, maybe
+        if not (all(device.poll(event) for event in ends) and all_passed(device, old_stalls)):  # not in one lane, maybe
             return None
         seconds: dict[ActionKey, float] = {}
         for entry in timed:
             assert entry.end is not None
-            waited_ms = sum(device.elapsed_ms(*pair) for pair in old_stalls[entry.first_stall : entry.last_stall])
+            waited_ms = sum(stall.ms(device) for stall in old_stalls[entry.first_stall : entry.last_stall])
             seconds[entry.action] = max(0.0, (device.elapsed_ms(entry.start, entry.end) - waited_ms) / 1000)
         return seconds

@@ -4,7 +4,7 @@ One invariant: nothing of the engine is ever traced, for a graph would keep its 
 
 A mark that a compiled function calls is `untraced`: one graph break a call. What the compiler meets without being called by a model, the
 marks' backwards and the reads of saved tensors in a backward that compiled autograd traces, lies in files that it skips; that costs no
-call anything, where the wrapper of an untraced function costs each of them a microsecond.
+call anything, where the wrapper of an untraced function costs each of them a look at whether the compiler is listening.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from torch._C._dynamo import eval_frame as frames
 from torch._compile import _disable_dynamo
 
 __all__ = ["import_compiler", "untraced"]
@@ -24,14 +25,26 @@ _REASON = (
     "a mark of the offload engine moves tensors, and a graph cannot hold that: compile without fullgraph=True, which costs one graph break "
     "a mark, or keep the marks and offload_hooks() outside of the compiled function"
 )
+_PASS_OVER = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)  # a code object by itself
 
 
 def untraced(function: F) -> F:
     """`function`, run eagerly wherever a compiled function calls it: one graph break a call, and under fullgraph=True torch's error.
 
-    What torch's own checkpoint and optimizers use, rather than torch.compiler.disable: the compiler is imported by the first call.
+    What torch's own checkpoint and optimizers use, rather than torch.compiler.disable: the compiler is imported by the first call that
+    it could trace. Where it watches no frames, the function is called as it is.
     """
-    wrapper: Any = _disable_dynamo(function)
+    unwatched = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def mark(*arguments: Any, **keywords: Any) -> object:
+        if frames.get_eval_frame_callback() is None:  # to switch it off and on again is 13 calls
+            return function(*arguments, **keywords)
+        return unwatched(*arguments, **keywords)
+
+    wrapper: Any = mark
+    # a compiled function calls this after its graph break, with the compiler watching: it shall not take the wrapper for a model's frame
+    frames.set_code_exec_strategy(wrapper.__code__, _PASS_OVER)
     wrapper._torchdynamo_disable = True  # so that the error and the list of graph breaks give the reason
     wrapper._torchdynamo_disable_msg = _REASON
     return cast(F, wrapper)
@@ -39,6 +52,6 @@ def untraced(function: F) -> F:
 
 @functools.cache
 def import_compiler() -> None:
-    """What the first call of an untraced function would import otherwise: 2 s, once a process, which set-up shall pay and not step 1."""
+    """Have the compiler pass over this package: an import of 2 s, once a process, which set-up shall pay and not step 1."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch._dynamo.trace_rules").add(__name__.partition(".")[0])

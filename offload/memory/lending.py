@@ -36,9 +36,9 @@ POLLS_PER_LOAN = 2
 """Events of one new block that are asked about; the rest go to the borrower unasked, for whom a wait costs no more than a poll."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which would set each field by a call: one is made for every tensor that moves
 class Block:
-    """Host bytes on loan, until `give_back`."""
+    """Host bytes on loan, until `give_back`. Nobody changes one."""
 
     nbytes: int
     extents: tuple[torch.Tensor, ...]
@@ -72,11 +72,17 @@ class Lending:
     def __init__(self, device: Device, budget: HostBudget, *, slab_bytes: int, registration_bytes: int, inline: bool) -> None:
         """As HostArena. inline: whoever asks for bytes that are missing pins them, at once."""
         self.device = device
-        self._lock = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # growth waits on a condition over it; entering a condition is two calls more
         self._free = FreeRanges()
         self._shelf = Shelf()
         self._growth = Growth(
-            device, budget, self._free, self._lock, slab_bytes=slab_bytes, registration_bytes=registration_bytes, inline=inline
+            device,
+            budget,
+            self._free,
+            threading.Condition(self._lock),
+            slab_bytes=slab_bytes,
+            registration_bytes=registration_bytes,
+            inline=inline,
         )
         self._lent: dict[int, Block] = {}
         self._returned: deque[tuple[Block, Event | None]] = deque()  # appended to by finalisers, without the lock
@@ -197,10 +203,14 @@ class Lending:
         return self._lend(nbytes, tuple(extents), tuple(ranges), join_marks(mark for part in ranges for mark in part.marks))
 
     def _lend(self, nbytes: int, extents: tuple[torch.Tensor, ...], ranges: tuple[Range, ...], marks: tuple[Mark, ...]) -> Block:
-        for mark in marks[:POLLS_PER_LOAN]:
-            self._marks.poll(mark)
-        unpassed = tuple(mark for mark in marks if mark.event is not None)
-        after = tuple(mark.event for mark in unpassed if mark.event is not None)
+        unpassed: tuple[Mark, ...] = ()
+        after: tuple[Event, ...] = ()
+        if marks:
+            for mark in marks[:POLLS_PER_LOAN]:
+                if mark.event is not None:
+                    self._marks.poll(mark)
+            unpassed = tuple(mark for mark in marks if mark.event is not None)
+            after = tuple(mark.event for mark in unpassed if mark.event is not None)
         block = Block(nbytes, extents, after, ranges, unpassed)
         self._lent[id(block)] = block
         self._lent_bytes += nbytes
@@ -215,7 +225,7 @@ class Lending:
                 f"{len(self._lent)} blocks of {self._lent_bytes:,} bytes lent; give each block back once, where it was taken"
             )
         self._lent_bytes -= block.nbytes
-        marks = tuple(mark for mark in block.marks if mark.event is not None)
+        marks = block.marks and tuple(mark for mark in block.marks if mark.event is not None)
         if after is not None and not self._all_passed:
             mark = self._marks.of(after)
             if mark not in marks:
@@ -229,10 +239,10 @@ class Lending:
                 self._free.put(part.piece, part.start, part.end, marks)
 
     def _settle(self) -> None:
-        """Accept what finalisers returned, and ask about the few events that were asked about longest ago."""
+        """Accept what finalisers returned, and ask about the few events that were asked about longest ago, until one has not passed."""
         while self._returned:
             self._accept(*self._returned.popleft())
-        self._marks.poll_some(POLLS_PER_CALL)
+        self._marks.poll_until_unpassed(POLLS_PER_CALL)
 
 
 def _positive(nbytes: int) -> int:

@@ -53,6 +53,15 @@ class Marks:
             if not self.poll(mark):
                 self._unpassed.append(mark)
 
+    def poll_until_unpassed(self, most: int) -> None:
+        """As `poll_some`, but no further than to one that has not passed: lanes are in order, those behind it will hardly have."""
+        while most > 0 and self._unpassed:
+            most -= 1
+            mark = self._unpassed.popleft()
+            if mark.event is not None and not self.poll(mark):
+                self._unpassed.append(mark)
+                return
+
     def poll_all(self) -> None:
         self.poll_some(len(self._unpassed))
 

@@ -52,7 +52,10 @@ class Shelf:
             return None
         at = 0
         for place, candidate in enumerate(islice(same, EQUALS_LOOKED_AT)):
-            if all(mark.event is None for mark in candidate.marks):
+            for mark in candidate.marks:
+                if mark.event is not None:
+                    break
+            else:
                 at = place
                 break
         block = same[at]
@@ -68,6 +71,6 @@ class Shelf:
         yield from blocks
 
     def _count(self, block: Shelved, sign: int) -> None:
-        self.num_ranges += sign * len(block.ranges)
         for part in block.ranges:
-            self.total_bytes += sign * part.nbytes
+            self.num_ranges += sign
+            self.total_bytes += sign * (part.end - part.start)

@@ -49,17 +49,18 @@ class ComingReads:
             self.ahead_bytes -= self._sizes[self._reader]
             self._reader += 1
 
-    def look(self, room: int, piece_bytes: int) -> Look:
-        """The next records within `room` bytes, until about a piece is to be fetched. Nothing is taken until `take`.
+    def look(self, room: int, piece_bytes: int) -> Look | None:
+        """The next records within `room` bytes, until about a piece is to be fetched. Nothing is taken until `take`. None: there are none.
 
         A record larger than the room is looked at all the same when nothing else is ahead of the reader.
         """
         fetch: list[Record] = []
         keep: list[Record] = []
         nbytes = fetch_bytes = 0
-        position = self._fetched
-        while position < len(self._records) and fetch_bytes < piece_bytes:
-            record = self._records[position]()
+        records = self._records
+        position, end = self._fetched, len(records)
+        while position < end and fetch_bytes < piece_bytes:
+            record = records[position]()
             if record is not None:
                 if nbytes + record.nbytes > room and self.ahead_bytes + nbytes > 0:
                     break
@@ -72,12 +73,13 @@ class ComingReads:
                     fetch.append(record)
                     fetch_bytes += record.nbytes
             position += 1
-        return Look(fetch, keep, position, nbytes)
+        return None if position == self._fetched else Look(fetch, keep, position, nbytes)
 
     def take(self, look: Look) -> None:
         """What `look` showed has been dealt with."""
         for position in range(self._fetched, look.stop):
             record = self._records[position]()
-            self._sizes[position] = 0 if record is None else record.nbytes
-        self.ahead_bytes += sum(self._sizes[self._fetched : look.stop])
+            if record is not None:
+                self._sizes[position] = record.nbytes
+                self.ahead_bytes += record.nbytes
         self._fetched = look.stop

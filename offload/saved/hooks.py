@@ -138,11 +138,12 @@ class SavedTensorHooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         if torch._C._current_graph_task_id() != -1:
             return Passed(tensor)
-        tensor = waited(tensor)
+        if type(tensor) is not torch.Tensor:
+            tensor = waited(tensor)
         stays = self._scopes[-1].stays if self._scopes else None
         if stays is not None and stays(tensor):
             return Passed(tensor)
-        if not is_plain(tensor) and is_wrapper(tensor):
+        if type(tensor) is not torch.Tensor and not is_plain(tensor) and is_wrapper(tensor):
             if is_parameter(tensor):  # asked of the wrapper: its members know neither base nor grad_fn
                 return Passed(tensor)
             return WrapperHandle(tensor, partial(self._pack_member, self.pack) if tensor.is_nested else self.pack)

@@ -31,7 +31,8 @@ class Prefetcher:
     @property
     def stride_bytes(self) -> int:
         """How much is to be read before looking again is worth its host time: a piece, or a quarter of a small window."""
-        return min(self._piece_bytes, self._transfers.limits.max_restoring_bytes // 4)
+        quarter = self._transfers.limits.max_restoring_bytes // 4
+        return quarter if quarter < self._piece_bytes else self._piece_bytes  # asked at every read: min is a call
 
     def pump(self, chunks: Sequence[SavedChunk]) -> None:
         """Fetch what the coming reads want, as far as window and caps allow. Blocks the host: never.
@@ -48,6 +49,8 @@ class Prefetcher:
             room -= coming.ahead_bytes
             while room > 0:
                 look = coming.look(room, self._piece_bytes)
+                if look is None:
+                    break
                 for record in look.keep:
                     transfers.reclaim(record)
                 if look.fetch:

@@ -62,7 +62,7 @@ class TensorStore:
             stays = whole and group.keeps(group.slots)
             record = self._new_record(tensor, storage, span, version, chunk, group, stays, lane)
             record.external = external
-            if whole or (span.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * span.nbytes):
+            if whole or (record.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * storage_bytes):
                 self._enqueue(record, group)
             else:
                 group.deferred.append(weakref.ref(record))
@@ -162,11 +162,17 @@ class TensorStore:
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:
+        if not group.pending:
+            return
         pending = list(living(group.pending))
         group.pending.clear()
         group.pending_bytes = 0
-        for lane in dict.fromkeys(record.lane for record in pending):  # nearly always one
-            transfer = self._transfers.spill([record for record in pending if record.lane is lane])
+        while pending:
+            lane = pending[0].lane
+            leaving, pending = pending, [record for record in pending if record.lane is not lane]  # nearly always none
+            if pending:
+                leaving = [record for record in leaving if record.lane is lane]
+            transfer = self._transfers.spill(leaving)
             if transfer is not None:
                 group.transfers.append(transfer)
 
@@ -220,7 +226,10 @@ class TensorStore:
                 f"{record.label} ({record.nbytes:,} bytes) was saved in a step that has ended; run its backward before step_end() or "
                 "reset(), or save it outside the offload hooks"
             )
-        probe = handle.probe if handle.probe is not None else _kept_view(handle)
+        probe = handle.probe
+        if probe is None:
+            assert record.views is not None  # it stays, and keeps an alias of each save
+            probe = record.views[handle.view]
         if probe._version != record.version:
             layout = handle.layout if handle.layout is not None else layout_of(probe)
             raise modified(layout.dtype, layout.size, probe._version, record.version)
@@ -264,12 +273,6 @@ class TensorStore:
         if storage is None or storage.nbytes() < record.span.stop - record.base:
             return None  # gone, or freed under its owner's hands (forced release)
         return storage
-
-
-def _kept_view(handle: Handle) -> torch.Tensor:
-    views = handle.record.views
-    assert views is not None
-    return views[handle.view]
 
 
 def _scattered(storage: torch.UntypedStorage, layout: ViewLayout) -> torch.Tensor:

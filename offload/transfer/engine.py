@@ -51,7 +51,7 @@ from offload.memory.arena import Block, HostArena
 from offload.transfer.captures import CaptureSide
 from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
 from offload.transfer.layout import WeakStorage, bytes_of
-from offload.transfer.ranges import transfer_range
+from offload.transfer.ranges import copy_in_range
 from offload.transfer.record import Record, RecordState, Transfer
 
 __all__ = ["TransferEngine"]
@@ -83,10 +83,12 @@ class TransferEngine(CaptureSide):
         Order: [Order: spill], [Order: reuse].
         """
         self.check_capture("a spill")
-        self.bury()
+        if self.estate:
+            self.bury()
         device, d2h, capture = self.device, self.device.d2h, self.capture
         leaving: list[Record] = []
         blocks: list[Block] = []
+        nbytes = 0
         try:
             for record in records:
                 if record.state is not RecordState.RESIDENT:
@@ -100,6 +102,7 @@ class TransferEngine(CaptureSide):
                     continue
                 blocks.append(block)
                 leaving.append(record)
+                nbytes += record.nbytes
                 if capture is not None:
                     capture.forked[d2h] = None
                     capture.blocks.append(block)
@@ -115,9 +118,9 @@ class TransferEngine(CaptureSide):
                 for block in blocks:
                     self.arena.give_back(block, broken_off)
             raise
-        nbytes = sum(record.nbytes for record in leaving)
-        transfer = Transfer([weakref.ref(record) for record in leaving], sources, compute, event, nbytes, str(leaving[0].label), capture)
+        transfer = Transfer([], sources, compute, event, nbytes, leaving[0].label, capture)
         for record, block in zip(leaving, blocks, strict=True):
+            transfer.records.append(weakref.ref(record))
             record.move_to(RecordState.SPILLING)
             record.device_bytes = None
             record.block, record.event, record.transfer = block, event, transfer
@@ -149,12 +152,17 @@ class TransferEngine(CaptureSide):
             sources.append(source)
         device.wait(d2h, device.record(compute), "spill")
         pairs: list[CopyPair] = []
-        for last_use in {id(event): event for block in blocks for event in block.after}.values():
-            device.wait(d2h, last_use, "reuse")
+        waited: set[int] = set()
         for source, block in zip(sources, blocks, strict=True):
-            pairs.extend(_parts(block, source))
-        with transfer_range("spill", leaving[0].label.group.name):
-            device.copy(d2h, pairs)
+            for last_use in block.after:
+                if id(last_use) not in waited:
+                    waited.add(id(last_use))
+                    device.wait(d2h, last_use, "reuse")
+            if len(block.extents) == 1:
+                pairs.append((block.extents[0], source))
+            else:
+                pairs.extend(_parts(block, source))
+        copy_in_range(device, d2h, pairs, "spill", leaving[0].label.group.name)
         event = device.record(d2h)
         for key in keys:
             self._sources[key] = self._sources.get(key, 0) + 1
@@ -188,14 +196,18 @@ class TransferEngine(CaptureSide):
         reserved stays near active (hard-parts.md 4.2).
         """
         self.check_capture("a restore")
-        self.bury()
-        nbytes = sum(record.nbytes for record in records)
+        if self.estate:
+            self.bury()
         required = priority >= Priority.REQUIRED
         capture = self.capture
-        if not required and not all(capture.has_read(record.capture) if capture else record.capture is None for record in records):
-            return None
+        nbytes = 0
         for record in records:
-            self._check_saved_in_capture(record)
+            nbytes += record.nbytes
+            if not (required or (capture.has_read(record.capture) if capture else record.capture is None)):
+                return None
+        if capture is not None:
+            for record in records:
+                self._check_saved_in_capture(record)
         granted = not isinstance(self.door.admit(nbytes, Direction.H2D, records[0].label, priority), Denied)
         if not (granted or required):
             return None
@@ -220,8 +232,9 @@ class TransferEngine(CaptureSide):
             for record in records:
                 record.event = broken_off
             raise
-        transfer = Transfer([weakref.ref(record) for record in records], homes, compute, event, nbytes, str(records[0].label), capture)
+        transfer = Transfer([], homes, compute, event, nbytes, records[0].label, capture)
         for record, home in zip(records, homes, strict=True):
+            transfer.records.append(weakref.ref(record))
             record.move_to(RecordState.RESTORING)
             record.device_bytes = home.untyped_storage()
             record.weak_storage = WeakStorage(record.device_bytes)
@@ -289,9 +302,11 @@ class TransferEngine(CaptureSide):
                     f"{record.label}: the {record.nbytes:,} bytes in host memory are not the ones that were written there "
                     f"(checksum {_checksum(record.block):#x}, was {record.checksum:#x}); something else wrote to the block"
                 )
-            pairs.extend((part, extent) for extent, part in _parts(record.block, home))
-        with transfer_range("restore", records[0].label.group.name):
-            device.copy(h2d, pairs)
+            if len(record.block.extents) == 1:
+                pairs.append((home, record.block.extents[0]))
+            else:
+                pairs.extend((part, extent) for extent, part in _parts(record.block, home))
+        copy_in_range(device, h2d, pairs, "restore", records[0].label.group.name)
         return device.record(h2d)
 
     def ready(self, record: Record) -> torch.UntypedStorage:
@@ -317,9 +332,6 @@ class TransferEngine(CaptureSide):
 
 def _parts(block: Block, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(extent of the block, the part of the device bytes that belongs there): a copy stays within one registration."""
-    if len(block.extents) == 1:
-        yield block.extents[0], tensor
-        return
     start = 0
     for extent in block.extents:
         nbytes = extent.numel()

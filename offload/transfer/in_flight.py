@@ -28,10 +28,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.device import Device, Event, Lane
+from offload.device import Device, Lane
 from offload.memory.arena import HostArena
 from offload.transfer.door import Limits
-from offload.transfer.record import Record, RecordState, Remains, Transfer, living
+from offload.transfer.record import Record, RecordState, Remains, Transfer
+from offload.transfer.stalls import Stall, total_ms
 
 if TYPE_CHECKING:
     from offload.transfer.captures import CapturedGraph
@@ -76,8 +77,8 @@ class InFlight:
         self._restoring: deque[Transfer] = deque()
         self._ahead: deque[weakref.ref[Record]] = deque()  # fetched, in that order; the dead ones at its start are let go in passing
         self._sources: Counter[int] = Counter()  # spills in flight, by storage: two chunks may save one storage
-        self.stalls: list[tuple[Event, Event]] = []  # timed events around the waits of this step
-        self._stalls_before: list[tuple[Event, Event]] = []
+        self.stalls: list[Stall] = []  # of this step
+        self._stalls_before: list[Stall] = []
         self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
 
     # -- counts ---------------------------------------------------------------------------------------------------
@@ -222,8 +223,9 @@ class InFlight:
             for home in transfer.keepalive:
                 self.device.note_read(transfer.lane, home)
         transfer.keepalive.clear()
-        for record in living(transfer.records):
-            if record.state is RecordState.RESTORING:
+        for reference in transfer.records:
+            record = reference()
+            if record is not None and record.state is RecordState.RESTORING:
                 record.move_to(RecordState.RESTORED)
 
     def drop(self, record: Record) -> None:
@@ -243,7 +245,7 @@ class InFlight:
             return
         before = device.record(lane, timed=True)
         device.wait(lane, event, order)
-        self.stalls.append((before, device.record(lane, timed=True)))
+        self.stalls.append(Stall(lane, before, device.record(lane, timed=True)))
         self.counts.stall_count += 1
 
     def _settle_all(self, restores_as: str = "abandon") -> None:
@@ -268,13 +270,10 @@ class InFlight:
         self._settle_all()
         self._ahead.clear()
         self._no_room = False
-        stall_ms = self._read_stalls(self._stalls_before)
+        stall_ms = total_ms(self.device, self._stalls_before)
         self._stalls_before, self.stalls = self.stalls, []
         counts, self.counts = self.counts, TransferCounts(device_bytes_peak=self.device_bytes)
         return counts, stall_ms
-
-    def _read_stalls(self, stalls: list[tuple[Event, Event]]) -> float:
-        return sum(self.device.elapsed_ms(start, end) for start, end in stalls if self.device.poll(end))
 
     def in_flight(self) -> tuple[int, int]:
         """Transfers not yet settled: (spills, restores)."""

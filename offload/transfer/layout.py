@@ -76,14 +76,17 @@ def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
     if tensor.is_contiguous():
         stop = start + tensor.numel() * itemsize
     else:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        last = 0
+        for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
+            last += (size - 1) * stride
         stop = start + (last + 1) * itemsize
     return Span(start - start % ALIGNMENT, min(storage_bytes, stop + -stop % ALIGNMENT))
 
 
 def bytes_of(storage: torch.UntypedStorage, span: Span) -> torch.Tensor:
     """The span as a 1-D uint8 tensor that shares and holds the storage."""
-    return _over(storage, torch.uint8, span.start, (span.nbytes,), (1,))
+    start, stop = span
+    return _over(storage, torch.uint8, start, (stop - start,), (1,))
 
 
 def contiguous_stride(size: torch.Size) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ __all__ = ["LEGAL_MOVES", "Record", "RecordState", "Remains", "Transfer", "livin
 
 
 class RecordState(Enum):
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own hash is a Python call, two of them a move
     RESIDENT = auto()  # on the device, in the storage that autograd saved
     SPILLING = auto()  # D2H issued; its transfer keeps the device storage alive
     SPILLED = auto()  # the host block holds the only copy that is ours
@@ -61,7 +62,7 @@ class Transfer:
     capture: the graph that its copies are part of, None if they were issued; only the same capture may wait for the event.
     """
 
-    __slots__ = ("capture", "event", "keepalive", "lane", "name", "nbytes", "records", "settled")
+    __slots__ = ("capture", "event", "keepalive", "label", "lane", "nbytes", "records", "settled")
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Transfer:
         lane: Lane,
         event: Event,
         nbytes: int,
-        name: str,
+        label: SlotId,
         capture: CapturedGraph | None = None,
     ) -> None:
         self.records = records
@@ -78,9 +79,13 @@ class Transfer:
         self.lane = lane
         self.event = event
         self.nbytes = nbytes
-        self.name = name
+        self.label = label  # of its first record
         self.capture = capture
         self.settled = False  # passed, or `lane` waits for it
+
+    @property
+    def name(self) -> str:
+        return str(self.label)
 
 
 class Remains(NamedTuple):

@@ -7,6 +7,7 @@ import pytest
 from offload.device.sim import SimDevice
 from offload.groups.clock import Stalls, StepClock
 from offload.policy.lookahead import ActionKey
+from offload.transfer.stalls import Stall
 
 F0: ActionKey = ("F", 0, 0)
 B0: ActionKey = ("B", 0, 0)
@@ -39,7 +40,7 @@ def test_stalls_inside_an_action_are_not_its_compute() -> None:
     clock.start(B0, stalls)
     before = device.record(device.compute, timed=True)
     device.compute_for(5.0)  # stands for a wait
-    stalls.append((before, device.record(device.compute, timed=True)))
+    stalls.append(Stall(device.compute, before, device.record(device.compute, timed=True)))
     device.compute_for(1.0)
     clock.stop(B0, stalls)
     clock.end_step(stalls)

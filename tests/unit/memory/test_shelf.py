@@ -134,7 +134,7 @@ def test_a_block_that_comes_back_while_another_thread_pins_is_lent_and_nothing_m
         device.wait_at_gate()
         waiting = threading.Thread(target=lambda: lent.append(arena.contiguous(PIECE) if whole else arena.take(PIECE)))
         waiting.start()
-        while not arena._lock._waiters:  # type: ignore[attr-defined]  # until it waits for the thread that pins
+        while not arena._growth._changed._waiters:  # type: ignore[attr-defined]  # until it waits for the thread that pins
             time.sleep(0.001)
         arena.give_back(block, None)
         device.refuses = True

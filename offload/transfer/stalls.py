@@ -1,0 +1,51 @@
+"""How long compute waited for copies: timed events around each such wait, read one step late.
+
+One invariant: reading them never blocks the host, and asks about one event a lane: where the last one has passed, so have those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload.device import Device, Event, Lane
+
+__all__ = ["Stall", "all_passed", "total_ms"]
+
+
+class Stall:
+    """A wait of `lane` between two timed events."""
+
+    __slots__ = ("_ms", "after", "before", "lane")
+
+    def __init__(self, lane: Lane, before: Event, after: Event) -> None:
+        self.lane = lane
+        self.before = before
+        self.after = after
+        self._ms: float | None = None
+
+    def ms(self, device: Device) -> float:
+        """Device time between the two, which have passed. The device is asked once: a step's clock and its figures both want it."""
+        if self._ms is None:
+            self._ms = device.elapsed_ms(self.before, self.after)
+        return self._ms
+
+
+def all_passed(device: Device, stalls: Sequence[Stall]) -> bool:
+    """Whether the device got to the end of each. stalls: in the order of their waits, as everywhere here."""
+    return not _lanes_under_way(device, stalls)
+
+
+def total_ms(device: Device, stalls: Sequence[Stall]) -> float:
+    """The device time of those that have ended."""
+    under_way = _lanes_under_way(device, stalls)
+    ms = 0.0
+    for stall in stalls:
+        if stall.lane not in under_way or device.poll(stall.after):
+            ms += stall.ms(device)
+    return ms
+
+
+def _lanes_under_way(device: Device, stalls: Sequence[Stall]) -> set[Lane]:
+    """Lanes that have not got to the end of their last one."""
+    last = {stall.lane: stall.after for stall in stalls}
+    return {lane for lane, after in last.items() if not device.poll(after)}
