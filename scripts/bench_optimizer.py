@@ -217,12 +217,12 @@ def run_growth(bench: Bench) -> None:
     threads = [1] if args.tiny else [int(text) for text in args.threads.split(",")]
     print("growth: ours alone, ms by parameters and CPU threads")
     for count in layers:
-        cells = []
+        cells, numel = [], 0
         for number in threads:
             result = bench.row(kind="alone", optimizer="ours_alone", layers=count, threads=number, steps=args.steps or 3, warmup=2)
             what = f"{result['step_ms']:8.1f} (share {result['cpu_share']})" if result["status"] == "ok" else result.get("reason", "")
             cells.append(f"{number} threads {what}")
-            numel = result.get("parameters", 0)
+            numel = result.get("parameters", numel)
         print(f"  {numel / 1e9:5.2f} G  " + "   ".join(cells), flush=True)
 
 
