@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 from torch._C._dynamo import eval_frame as frames
@@ -54,4 +56,17 @@ def untraced(function: F) -> F:
 def import_compiler() -> None:
     """Have the compiler pass over this package: an import of 2 s, once a process, which set-up shall pay and not step 1."""
     importlib.import_module("torch._dynamo")
-    importlib.import_module("torch._dynamo.trace_rules").add(__name__.partition(".")[0])
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    for name in _passed_over():
+        rules.add(name)
+
+
+def _passed_over() -> Iterator[str]:
+    """Every part of the package but selective.py: a checkpoint's context_fn is refused by an error of its own, when it is traced."""
+    package, _, groups = __name__.rpartition(".")[0].partition(".")
+    for part in pkgutil.iter_modules(sys.modules[package].__path__, f"{package}."):
+        if part.name != f"{package}.{groups}":
+            yield part.name
+    for part in pkgutil.iter_modules(sys.modules[f"{package}.{groups}"].__path__, f"{package}.{groups}."):
+        if part.name != f"{package}.{groups}.selective":
+            yield part.name

@@ -34,7 +34,7 @@ def test_a_report_is_told_by_its_operations_the_engine_s_frames_and_its_test(mon
     assert not report.on_purpose
     lines = summary_of([report, report])
     assert lines[0] == "2 x TOUCHES THE ENGINE"
-    assert "offload/transfer/engine.py:_copy_out < offload/transfer/engine.py:spill" in lines[1]
+    assert "offload/transfer/ranges.py:copy_in_range < offload/transfer/engine.py:_copy_out" in lines[1]
     assert lines[-1].startswith("torch's sanitizer: 2 reports, 2 of them touch the engine")
 
 
