@@ -22,8 +22,7 @@ def steps_of(output: str) -> list[str]:
     return output.split()
 
 
-@pytest.mark.parametrize("ending", ["run_rank", "plain"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "ending"), [(0, "run_rank"), (1, "plain")])
 def test_rank_ends_with_an_error_when_the_other_is_killed_in_a_step(tmp_path: Path, victim: int, ending: str) -> None:
     with started(tmp_path, device="cpu", signal_name="KILL", victim=victim, ending=ending, timeout_s=60.0) as ranks:
         output, errors = ranks[1 - victim].communicate(timeout=BOUND_S)

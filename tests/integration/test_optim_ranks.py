@@ -47,6 +47,7 @@ PROMISED = {
     for view in (False, True)
     for kept in (False, True)
     for summed in (False, True)
+    if summed != (view == kept)
 }
 """overlap_backward=True, which is false of replicas, where the model was not given to say so."""
 SHARDS = {
