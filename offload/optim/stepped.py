@@ -137,8 +137,8 @@ class SteppedOptimizer(Optimizer):
         """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host: never.
 
         total: the norm, where it is known better, as over the stages of a pipeline. The norm of DTensors is over all ranks of their mesh,
-            each of which must call. Unlike torch's function of this name it scales what is
-            stepped, and not .grad, so that gradients which have already left need not leave again.
+            each of which must call. Unlike torch's function of this name it scales what is stepped: the .grad of an offloaded parameter,
+            which may have left, keeps its values and need not leave again; that of one whose state is on the device is scaled by step().
         """
         if self._landing.early:
             self._break("clip_grad_norm_ was called")

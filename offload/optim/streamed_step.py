@@ -244,7 +244,10 @@ class StreamedBucket:
                 gradients = [gradient.to(self.master_dtype) for gradient in gradients]  # themselves, unless somebody gave another dtype
             if factor is not None:
                 device.note_read(device.compute, factor.reshape(1).view(torch.uint8))
-                torch._foreach_mul_(gradients, factor)
+                if self.has_master or self.weights_on_host:
+                    torch._foreach_mul_(gradients, factor)  # the slot's own
+                else:  # .grad, which compute may read meanwhile: scaled in one bucket's worth of memory, gone when Adam is issued
+                    gradients = list(torch._foreach_mul(gradients, factor))
             amsgrad = bool(group["amsgrad"])
             adam(
                 targets,

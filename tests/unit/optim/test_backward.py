@@ -181,6 +181,20 @@ def test_clipping_by_the_global_norm_is_torchs_bit_for_bit(fraction: float, shar
     assert_same_bits(weights(model, optimizer), weights(reference, expected))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_clipping_leaves_the_gradients_of_offloaded_parameters_as_they_are(share: float) -> None:
+    """Whoever reads them after the step reads them beside it: nothing orders that read against a write of another lane."""
+    model = net()
+    optimizer = hybrid(model, cpu_share=share, offload_fraction=1.0, model=model)
+    backward(model, 0)
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    optimizer.clip_grad_norm_(1e-3)
+    optimizer.step()
+    optimizer.synchronize_parameters()
+    assert_same_bits([parameter.grad for parameter in model.parameters() if parameter.grad is not None], before)
+    optimizer.close()
+
+
 # -- stepping in the backward -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
