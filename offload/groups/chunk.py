@@ -9,7 +9,7 @@ A handler is built once for each (virtual stage, microbatch) and used again in e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
 from offload.saved.handles import Handle, Passed
 from offload.transfer.door import Priority
-from offload.transfer.record import RecordState
+from offload.transfer.record import Record, RecordState
 
 if TYPE_CHECKING:
     from offload.engine import OffloadEngine
@@ -74,6 +74,7 @@ class ChunkOffloadHandler(HandCopies):
         self.saved = SavedChunk(chunk_id)
         self.begun = False
         self._index = 0
+        self._regions = 0
         self._started: list[tuple[str, OffloadTensorGroup | None]] = []  # not committed yet; None: started while nothing could leave
         self._tags: dict[TensorTag, Handle | Passed] = {}
         self._pushed: Counter[int] = Counter()
@@ -87,6 +88,7 @@ class ChunkOffloadHandler(HandCopies):
             group.saved = None
         self.begun = False
         self._index = 0
+        self._regions = 0
         self._reload_index = 0
         self._started.clear()
         self._tags.clear()
@@ -140,6 +142,7 @@ class ChunkOffloadHandler(HandCopies):
             group.committed = group.sent = False
             group.total_offload_bytes = group.total_tensor_count = group.logical_bytes = 0
             group.slot_bytes = ()
+            group.regions.clear()
             group.since = torch._C._autograd._get_sequence_nr()
             group.replayed.clear()
             leaves = self.do_offload and not group.stays
@@ -229,6 +232,14 @@ class ChunkOffloadHandler(HandCopies):
         if forced and saved.leaves:  # what the plan keeps is not released either, and that is nobody's mistake
             records = self.saved.living() if self._manager is None else self._manager.living_records()
             release(forced, saved, records, self.engine.transfers)
+
+    def read_together(self, records: Sequence[Record]) -> None:
+        """A recompute will read these saves of this chunk, first to last, before it computes."""
+        self.saved.read_together(records)
+        self._regions += 1
+        for record in records:
+            group, slot = record.label
+            self.groups[group.place].regions[slot] = self._regions
 
     # -- marks, backward ----------------------------------------------------------------------------------------------
     def on_group_commit_backward(self, name: str) -> None:

@@ -23,6 +23,7 @@ class OffloadTensorGroup:
     total_offload_bytes, total_tensor_count: what was eligible to leave in the last step, one count a storage. logical_bytes: the same, one
     count a saved tensor, so that it does not depend on what shared a copy: a partial view does only while its storage has not left.
     slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
+    regions: by slot, the number of the checkpoint region whose recompute reads it.
     since: autograd's number of the first node after its start. replayed: of saved tensors that stay because CUDA graphs of torch.compile
     own their memory, bytes by address.
     stays: the plan keeps it on the device. committed: its end was marked. sent: what it saved until then has been sent, which a delayed
@@ -39,6 +40,7 @@ class OffloadTensorGroup:
         self.total_tensor_count = 0
         self.logical_bytes = 0
         self.slot_bytes: tuple[tuple[int, int], ...] = ()
+        self.regions: dict[int, int] = {}
         self.saved: SavedGroup | None = None
         self.since = 0
         self.replayed: dict[int, int] = {}

@@ -191,7 +191,7 @@ class _Region:
         with self.engine.lock:
             if self._own is not None and not self._own.committed:
                 self.manager.commit(handler, self._group)
-            chunk.read_together(together)
+            handler.read_together(together)
 
 
 class _Mode(TorchDispatchMode):

@@ -37,18 +37,24 @@ class Stays(NamedTuple):
 
 
 def cut_into_units(groups: Sequence[OffloadTensorGroup], least_bytes: int) -> list[Unit]:
-    """The groups in order, each cut after tensors that reach `least_bytes`, or a 64th of the chunk if that is more."""
+    """The groups in order, each cut after tensors that reach `least_bytes`, or a 64th of the chunk if that is more, and at the ends of
+    checkpoint regions, whose tensors are read together."""
     least_bytes = max(least_bytes, sum(group.total_offload_bytes for group in groups) // _UNITS_A_CHUNK)
     units: list[Unit] = []
     for position, group in enumerate(groups):
-        first_slot, nbytes = 0, 0
+        first_slot, nbytes, region = 0, 0, 0
         for slot, slot_bytes in group.slot_bytes or ((0, group.total_offload_bytes),):  # counted by hand: in one
+            if group.regions.get(slot, 0) != region:
+                if nbytes:
+                    units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
+                    first_slot, nbytes = slot, 0
+                region = group.regions.get(slot, 0)
             nbytes += slot_bytes
             if nbytes >= least_bytes:
-                units.append(Unit(position, first_slot, GroupSize(group.name, nbytes)))
+                units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
                 first_slot, nbytes = slot + 1, 0
         if nbytes or first_slot == 0:  # the rest, or a group without bytes
-            units.append(Unit(position, first_slot, GroupSize(group.name, nbytes)))
+            units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
     return units
 
 

@@ -60,10 +60,14 @@ class Action(NamedTuple):
 
 
 class GroupSize(NamedTuple):
-    """The bytes of one group that could leave the device, once each."""
+    """The bytes of one group that could leave the device, once each.
+
+    region: neighbours of one number other than 0 are read together, before any of their compute: what a checkpoint's recompute reads.
+    """
 
     name: str
     nbytes: int
+    region: int = 0
 
 
 class GroupKey(NamedTuple):

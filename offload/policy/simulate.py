@@ -9,6 +9,7 @@ saved bytes on the device, in any state, stay within the limit unless a single s
     window    at each group's end, what is read within the next `restoring_room_bytes` of reads is brought back, in reading order, once its
               forward is complete. Groups that are on the device count too: with a whole window at hand nothing is fetched early
     read      waits for the group's own restore, which is issued now if it was not; a group still on its way out is read where it is
+    region    groups that a recompute reads are read one after the other, then computed: from its read on a group's bytes are the graph's
     free      after the last read, at the end of the group's compute; if it was on its way out, when room is needed and the copy has ended.
               Between the I and the W of a chunk what was brought back is dropped without a copy
 
@@ -146,9 +147,13 @@ class _Step:
             self._fetch()
 
     def read(self, at: int, chunk: ChunkKey, seconds: Sequence[float]) -> None:
-        last = True
+        groups = self._sizes[chunk]
+        last, region, owed_s = True, 0, 0.0  # of the region that is being read, the compute that its reads come before
         while self._next_read < len(self._reads) and self._reads[self._next_read].action_index == at:
             _, key, last = self._reads[self._next_read]
+            if groups[key.position].region != region:
+                self._now_s += owed_s
+                region, owed_s = groups[key.position].region, 0.0
             nbytes = self._read_bytes[self._next_read]
             if self._at[key] is _At.AWAY:
                 self._make_room(nbytes)
@@ -157,12 +162,16 @@ class _Step:
                 waited_s = max(0.0, self._link.finish(H2D, key) - self._now_s)
                 self._restore_stall_s += waited_s
                 self._now_s += waited_s
-            self._now_s += seconds[key.position]
+            if region:
+                owed_s += seconds[key.position]
+            else:
+                self._now_s += seconds[key.position]
             if last:
                 self._free(key, nbytes)
             self._next_read += 1
             self._next_fetch = max(self._next_fetch, self._next_read)
             self._fetch()
+        self._now_s += owed_s
         if not last:
             self._drop_clean(chunk)
             self._open_passes.add(self._passes[chunk].popleft())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -174,6 +175,25 @@ def test_the_coming_reads_are_blocks_in_reverse_and_each_in_the_order_of_its_for
     assert places == [(str(block), str(slot)) for block in reversed(range(BLOCKS)) for slot in range(4 + inputs)]
     del loss
     step_end()
+
+
+def test_the_planner_is_told_which_tensors_a_recompute_reads_together(manager: PipelineOffloadManager) -> None:
+    blocks = build_blocks(Long)
+    for _ in range(2):  # a group of the second step is the first one's
+        init_chunk_handler(None, None, 1)
+        x = group_start(source(), "around")
+        with offload_hooks():
+            y = kept(blocks[1], kept(blocks[0], torch.sin(x)))
+            loss = group_commit(torch.cos(y), "around").sum()
+        chunk = manager.cur_forward_chunk()
+        assert chunk is not None
+        (group,) = chunk.groups
+        outside = [slot for slot, _ in group.slot_bytes if slot not in group.regions]
+        # x by sin, y by cos; sin's output and the first region's are the regions' inputs, beside four products each
+        assert [len(outside), *Counter(group.regions.values()).items()] == [2, (1, 5), (2, 5)]
+        loss.backward()
+        del x, y, loss
+        step_end()
 
 
 def test_what_a_recompute_reads_is_fetched_before_it_asks() -> None:

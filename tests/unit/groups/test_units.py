@@ -41,6 +41,17 @@ def test_group_is_cut_after_tensors_that_reach_the_least_bytes() -> None:
     ]
 
 
+def test_group_is_cut_where_a_checkpoint_region_ends() -> None:
+    group = group_of("a", 3, 3, 3, 3, 3)
+    group.regions = {1: 1, 2: 1, 3: 2}
+    assert cut_into_units([group], 100) == [
+        Unit(0, 0, GroupSize("a", 3)),
+        Unit(0, 1, GroupSize("a", 6, 1)),
+        Unit(0, 3, GroupSize("a", 3, 2)),
+        Unit(0, 4, GroupSize("a", 3)),
+    ]
+
+
 def test_units_of_a_chunk_stay_few_however_many_tensors_it_has() -> None:
     units = cut_into_units([group_of("a", *[1] * 10_000)], 1)
     assert len(units) <= 65

@@ -121,6 +121,30 @@ def test_compute_is_spread_over_groups_by_their_bytes() -> None:
     assert result.spill_stall_s == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(("region", "step_s"), [(0, 6.0), (1, 7.0)])
+def test_a_recompute_waits_for_all_that_its_region_kept_before_it_computes(region: int, step_s: float) -> None:
+    sizes = {(0, 0): [GroupSize("a", 10, region), GroupSize("b", 10, region)], (0, 1): [GroupSize("x", 10)]}
+    kept = frozenset({GroupKey((0, 1), 0)})
+    result = simulate(order("0F0 0F1 0B1 0B0"), sizes, [2.0, 1.0, 1.0, 2.0], TEN, limit_bytes=20, keeps=kept, restoring_room_bytes=20)
+    # a 0-1, out 1-2; b 1-2; x takes a's room, 2-3, and is read 3-4. At 4 b is still here and a is fetched, 4-5: beside the compute of b,
+    # or, if the recompute reads both before it computes, with nothing beside it
+    assert result.step_s == pytest.approx(step_s)
+    assert result.restore_stall_s == pytest.approx(step_s - 6.0)
+
+
+def test_what_a_recompute_has_read_is_no_longer_counted_while_it_computes() -> None:
+    kept = frozenset({GroupKey((0, 0), 1)})
+
+    def play(region: int) -> Simulation:
+        sizes = {(0, 0): [GroupSize("a", 10), GroupSize("b", 10, region)]}
+        return simulate(order("0F0 0B0"), sizes, [2.0, 2.0], TEN, limit_bytes=10, keeps=kept, restoring_room_bytes=20)
+
+    # a 0-1, out 1-2; b takes its room, 2-3, and is read at 3. From then on the graph holds b, and a is fetched while b computes, 3-4
+    assert [play(1).step_s, play(1).restore_stall_s] == pytest.approx([5.0, 0.0])
+    # a group that its own backward reads is counted until that has ended
+    assert [play(0).step_s, play(0).restore_stall_s] == pytest.approx([6.0, 1.0])
+
+
 def test_actions_without_bytes_take_their_time_and_no_lane() -> None:
     sizes: dict[ChunkKey, list[GroupSize]] = {(0, 0): [GroupSize("none", 0), GroupSize("none", 0)], (0, 1): []}
     result = simulate(order("0F0 0F1 0B1 0B0"), sizes, [4.0] * 4, TEN, limit_bytes=0, keeps=frozenset(), restoring_room_bytes=0)
