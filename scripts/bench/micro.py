@@ -9,6 +9,7 @@ One invariant: only Python calls are timed, between drained devices, and the pro
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -143,8 +144,19 @@ def _bare_us(device: torch.device, clock: Clock) -> float:
     return median(rounds)
 
 
-def measure_micro(lives: Sequence[int], *, tiny: bool, repeats: int = 5) -> dict[str, Any]:
-    """Costs for each case and number of live tensors."""
+def measure_micro(lives: Sequence[int], *, tiny: bool, repeats: int = 5, collector: bool = True) -> dict[str, Any]:
+    """Costs for each case and number of live tensors. collector: whether Python looks for cycles meanwhile, which costs by live objects."""
+    was_enabled = gc.isenabled()
+    try:
+        if not collector:
+            gc.disable()
+        return _measure(lives, tiny=tiny, repeats=repeats) | {"collector": collector}
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _measure(lives: Sequence[int], *, tiny: bool, repeats: int) -> dict[str, Any]:
     import offload
 
     device = torch.device("cpu" if tiny else "cuda")
@@ -187,6 +199,8 @@ def _cost(case: str, live: int, over: Sequence[tuple[float, float]], share: floa
 def micro_lines(result: dict[str, Any]) -> list[str]:
     """A line for each case and number of live tensors."""
     lines = [f"host cost a saved tensor over the same chain without marks; bare copies, allocation and events {result['bare_us']:.1f} us"]
+    if not result["collector"]:
+        lines[0] += "; without Python's garbage collector"
     for cost in result["costs"]:
         over = f"  (bare {cost['total_us'] - result['bare_us']:+.1f})" if cost["case"] == "moved" else ""
         lines.append(
