@@ -133,6 +133,10 @@ class Landing:
         reference, version, local_version = stamp
         return reference() is gradient and gradient._version == version and local_of(gradient)._version == local_version
 
+    def distrust(self) -> None:
+        """Gradients were written, or are about to be, in a way that no version tells: none is as it left."""
+        self._stamps.clear()
+
     def forget(self) -> None:
         """What landed counts no more; what was stepped early is for the caller to know."""
         self._begun = False

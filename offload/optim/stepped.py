@@ -63,6 +63,13 @@ class SteppedOptimizer(Optimizer):
         """Backwards inside only accumulate; the first one after it is the step's last."""
         return self._landing.watch.no_sync()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to, with a kernel that moves no version
+        counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_), and only this question tells."""
+        self._landing.distrust()
+        return False
+
     # -- the step -----------------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. closure: evaluated once.

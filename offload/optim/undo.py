@@ -205,9 +205,9 @@ class EarlySteps:
         if self.started and not self._warned and "gradient" in why:
             self._warned = True
             logger.warning(
-                "%s between the backward and step(), and %d buckets that had started early are undone; a GradScaler's unscale_ does "
-                "that in every step. Nothing starts early until %d steps in a row would have been kept: without such steps leave "
-                "step_in_backward out",
+                "%s between the backward and step(), and %d buckets that had started early are undone; a GradScaler and torch's "
+                "clip_grad_norm_ do that in every step, the optimizer's clip_grad_norm_ does not. Nothing starts early until %d steps "
+                "in a row would have been kept: without such steps leave step_in_backward out",
                 why,
                 len(self.started),
                 self.quiet_steps,

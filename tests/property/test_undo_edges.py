@@ -39,8 +39,11 @@ def unwrapped(run: Callable[[], None]) -> None:
 
 
 def trained(device: SimDevice, *, skipped: int | None = None, reader: SimLane | None = None) -> None:
-    """Three backwards in which all buckets start. skipped: which of them no step follows. reader: waits for each step's weights, on a device
-    that is so slow that the host never sees a step pass by itself."""
+    """Three backwards in which all buckets start.
+
+    skipped: which of them no step follows. reader: waits for each step's weights, on a device that is so slow that the host never sees a
+    step pass by itself.
+    """
     model, reference = net(), net()
     common = {"lr": 1e-2, "cpu_share": 0.0, "bucket_bytes": 4096, "model": model, "step_in_backward": "undoable"}
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, engine=OffloadEngine(device=device), **common)  # type: ignore[arg-type]
