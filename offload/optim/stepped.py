@@ -85,23 +85,25 @@ class SteppedOptimizer(Optimizer):
                 loss = closure()
         if self._early is not None and self._steps.error is not None:
             self._early.undo("a worker failed")
-        self._settle()
+        if not self._ahead:
+            self._steps.settle()
         self._steps.raise_failure()
         with torch.no_grad():
             self._step()
         return loss
 
-    def _settle(self) -> None:
-        """End the last step, unless some of the next one is already under way: then it has been."""
-        if not self._landing.early and not (self._early is not None and self._early.started):
-            self._steps.settle()
+    @property
+    def _ahead(self) -> bool:
+        """Whether some of the coming step is already under way; then the last one is settled."""
+        return bool(self._landing.early or (self._early is not None and self._early.started))
 
     def _step(self) -> None:
         gradients = self._gradients()
         hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
         flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
         self._review(gradients)
-        if not self._landing.early and not (self._early is not None and self._early.started):
+        if not self._ahead:
+            self._steps.settle()
             if self._placed.refresh_changed(self._steps.settle_host):
                 self._landing.forget()
             self._placed.copies.refresh()
@@ -148,7 +150,6 @@ class SteppedOptimizer(Optimizer):
         if why is None and any(member.changed_outside() for member in self._placed.members):
             why = "weights were written"
         early.review(why)
-        self._settle()
 
     def _gradients(self) -> dict[int, Tensor]:
         """By parameter. Collective where a DTensor's gradient lies otherwise than its parameter."""

@@ -88,7 +88,7 @@ class EarlySteps:
         self.counts = EarlyCounts()
         self.quiet_steps = QUIET_STEPS
         self.outside: Collection[int] = ()
-        self._final: dict[int, StreamedBucket] = {}  # of this backward: could have started, whether it did or not
+        self._final: dict[int, StreamedBucket] = {}  # of this backward, by id: could have started, whether they did or not
         self._rest = 0  # steps that must not be undone before the next start
         self._spoiled = False  # this step's would be undone
         self._given_up = False
@@ -148,6 +148,8 @@ class EarlySteps:
     # -- between the backward and the step ----------------------------------------------------------------------------
     def before_reading(self, indices: Sequence[int] | None) -> None:
         """Somebody is about to read weights of these parameters, None for all: let it be those of the last whole step. See `undo`."""
+        if not self._final:
+            return
         of = self._steps.buckets_of
         if indices is None or any(id(bucket) in self._final for index in indices for bucket in of.get(index, ())):
             self.undo("weights or state were asked for before step()")
@@ -222,7 +224,7 @@ class EarlySteps:
     def decided(self, factor: Tensor | None) -> dict[int, HostBucket]:
         """The buckets whose early steps count, by id, once the step's factor is made. See `undo`.
 
-        Blocks the host until compute has made the factor, if anything has started.
+        Blocks the host until compute has made the factor, if anything has started. A worker that fails after this fails as in any step.
         """
         self._read_asked()
         self.asks = factor is not None and not self.started and not self._spoiled
