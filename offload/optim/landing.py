@@ -57,7 +57,7 @@ class Landing:
         self._final: dict[int, int] = {}  # by bucket's id: how many of its gradients are final
 
     def _is_final(self, member: Managed) -> None:
-        """Blocks the host only if the last step is not yet issued."""
+        """Blocks the host only if the last step is not yet issued, or with undoable steps not yet made."""
         parameter = member.parameter
         if parameter.grad is None or getattr(parameter, "decoupled_grad", None) is not None:
             return

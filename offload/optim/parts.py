@@ -301,8 +301,8 @@ class StreamedPart(_Part):
         for section, (layout, _, master) in zip(self._make(plan, "the streamed parameters"), layouts, strict=True):
             for cut in layout.buckets:
                 mover = Mover(self.engine, "optimizer", len(self.buckets) + len(made))
-                sides = {"weights_on_host": self._weights_on_host, "two_sides": self.options.two_sides}
-                made.append(StreamedBucket(mover, section, cut, self.members, master, values, **sides))
+                how = {"weights_on_host": self._weights_on_host, "two_sides": self.options.two_sides}
+                made.append(StreamedBucket(mover, section, cut, self.members, master, values, **how))
         made.sort(key=lambda bucket: bucket.layout.pieces[0].parameter)
         for bucket in made:
             self._buckets_in.setdefault(id(bucket.section), []).append(bucket)

@@ -66,7 +66,6 @@ def trained(model: nn.Module, optimizer: HybridDeviceOptimizer, norms: list[floa
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.req("S3-34")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -131,7 +130,6 @@ def test_the_old_weights_do_not_raise_the_peak_of_a_step() -> None:
     assert peaks["undoable"] <= peaks[False] + (1 << 20) + other_side
 
 
-@pytest.mark.req("S3-41")
 @pytest.mark.parametrize(("dtype", "each"), [(torch.float32, 16), (torch.bfloat16, 24)])
 def test_both_sides_of_the_state_are_pinned_and_exact(dtype: torch.dtype, each: int) -> None:
     model = net(dtype)

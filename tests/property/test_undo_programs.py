@@ -18,7 +18,7 @@ from tests.unit.optim.rig import assert_same_bits, net, room_for_all
 OFTEN = ("step", "clipped step", "microbatch", "announced last microbatch", "announced last microbatch")
 
 
-@pytest.mark.req("S3-32", "S3-34")
+@pytest.mark.req("S3-32")
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(
     actions=st.lists(st.sampled_from((*ACTIONS, *OFTEN * 2)), min_size=4, max_size=20),

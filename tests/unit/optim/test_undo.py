@@ -57,7 +57,6 @@ def assert_same_state(model: nn.Module, optimizer: Optimizer, reference: nn.Modu
 
 
 # -- what is in the way -------------------------------------------------------------------------------------------------
-@pytest.mark.req("S3-34")
 @pytest.mark.parametrize("how", ["call", "argument"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_steps_that_clip_are_undone_and_others_kept_with_the_bits_of_no_early_start(dtype: torch.dtype, how: str) -> None:
@@ -380,7 +379,6 @@ def test_after_a_step_that_clipped_nothing_starts_until_eight_in_a_row_would_not
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------
-@pytest.mark.req("S3-41")
 @pytest.mark.parametrize(("dtype", "each"), [(torch.float32, 16), (torch.bfloat16, 24)])
 def test_the_second_side_doubles_the_states_host_memory_to_the_byte(dtype: torch.dtype, each: int) -> None:
     """Two moments of 4 bytes, and for bfloat16 weights a master, twice."""
