@@ -160,6 +160,16 @@ def test_a_grad_scaler_skips_and_scales_as_with_torchs_own(share: float, executo
     assert_same_bits(mine, theirs)
 
 
+def test_a_grad_scaler_breaks_the_promise_of_steps_in_the_backward() -> None:
+    model = net()
+    optimizer, _ = made(model, step_in_backward=True)
+    optimizer.last_microbatch = True
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(model(torch.randn(8, 33)).square().mean()).backward()
+    with pytest.raises(OffloadError, match=r"the gradient of parameter \d .* changed after \d+ buckets had been stepped in the backward"):
+        scaler.step(optimizer)
+
+
 @pytest.mark.parametrize("how", ["argument", "call", "known"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
