@@ -38,7 +38,7 @@ GB = 1e9
 PARTS = ("alone", "training", "losses", "growth")
 ALONE = ("gpu_fused", "ours_alone", "ours_alone_half", "ours_alone_cpu", "ours_alone_streamed", "ours_no_overlap", "torchao", "megatron")
 TRAINING = ("gpu_fused", "ours", "ours_after_backward", "ours_half", "torchao_gradients", "megatron")
-CLIPPED = ("gpu_fused", "ours_after_backward")
+CLIPPED = ("gpu_fused", "ours_after_backward", "ours_undoable", "ours_undone")
 LOSSES = ("gpu_fused", "gpu_foreach", "ours_after_backward", "ours_no_overlap")
 
 
@@ -184,7 +184,14 @@ def run_training(bench: Bench) -> None:
                 # the GPU's optimizer keeps 8 bytes a parameter; ours keeps the ring, of which each slot is one bucket's moments
                 most = gpu["active_peak"] - 8 * result["parameters"] * (0.5 if "half" in name else 1.0) + result["ring_bytes"]
                 rest += f"active {result['active_peak'] / max(1, most):.3f} of the limit  "
-                rest += f"reserved {result['reserved_peak'] / max(1, result['active_peak']):.3f} of active"
+                rest += f"reserved {result['reserved_peak'] / max(1, result['active_peak']):.3f} of active  "
+            if result["status"] == "ok" and "host_bytes" in result:
+                rest += f"host {result['host_bytes'] / result['parameters']:.2f} B a parameter"
+            if result["status"] == "ok" and (early := result["early"]):
+                rest += (
+                    f"  a step {early['started']:.1f} of {result['streamed_buckets']} buckets started early, {early['no_room']:.1f} had no "
+                    f"room, {early['undone']:.1f} were undone"
+                )
             _line(name, result, rest)
 
 

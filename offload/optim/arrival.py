@@ -28,7 +28,8 @@ class Arrivals:
     """Hooks on a model's modules. arrive: given the indices of parameters, makes the current lane wait for them; may block the host.
 
     What FSDP2 shards is read by its gathers, ahead of the module: all of that is waited for where a forward begins, at the model or at one
-    of FSDP2's modules that is called alone. `FSDPModule.unshard()` begins none: it asks `synchronize_parameters()` first.
+    of FSDP2's modules that is called alone; where a backward runs a forward again, what is below that module. `FSDPModule.unshard()` begins
+    none: it asks `synchronize_parameters()` first.
     """
 
     def __init__(self, model: nn.Module, indices: Mapping[int, int], arrive: Callable[[Sequence[int] | None], None]) -> None:
@@ -42,15 +43,19 @@ class Arrivals:
             plain = [indices[key] for key in mine if key not in gathered]
             if plain:
                 self._handles.append(module.register_forward_pre_hook(_hook(method, plain), prepend=True))
-        sharded = [index for key, index in indices.items() if key in gathered]
+        sharded = {key: index for key, index in indices.items() if key in gathered}
         if sharded:
-            self._watch_gathers(model, gathering, _hook(method, sharded))
+            self._watch_gathers(model, gathering, method, sharded)
         everything = _hook(method, None)
         self._handles.append(model.register_state_dict_pre_hook(everything))
         self._handles.append(model.register_load_state_dict_pre_hook(everything))
 
-    def _watch_gathers(self, model: nn.Module, gathering: Sequence[nn.Module], arrives: Callable[..., None]) -> None:
-        outermost = _Outermost(arrives)
+    def _watch_gathers(self, model: nn.Module, gathering: Sequence[nn.Module], method: _Arrive, sharded: Mapping[int, int]) -> None:
+        below = {
+            id(module): _hook(method, [sharded[id(parameter)] for parameter in module.parameters() if id(parameter) in sharded])
+            for module in (model, *gathering)
+        }
+        outermost = _Outermost(_hook(method, list(sharded.values())), below)
         begin, end = torch.compiler.disable(outermost.begin), torch.compiler.disable(outermost.end)
         for module in dict.fromkeys((model, *gathering)):
             self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
@@ -68,16 +73,21 @@ _Arrive = weakref.WeakMethod[Callable[[Sequence[int] | None], None]]
 
 
 class _Outermost:
-    """Waits at the outermost forward among modules that gather, for all that their gathers read."""
+    """Waits at the outermost forward among modules that gather, for all that their gathers read.
 
-    def __init__(self, arrives: Callable[..., None]) -> None:
+    below: by module's id, for a forward that a backward runs again: it reads no further.
+    """
+
+    def __init__(self, arrives: Callable[..., None], below: Mapping[int, Callable[..., None]]) -> None:
         self._arrives = arrives
+        self._below = below
         self._depth = 0
 
-    def begin(self, *_: object) -> None:
+    def begin(self, module: nn.Module, *_: object) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._arrives()
+            again = torch._C._current_graph_task_id() != -1
+            (self._below[id(module)] if again else self._arrives)()
 
     def end(self, *_: object) -> None:
         self._depth = max(0, self._depth - 1)  # a hook before ours may have raised: then it never began

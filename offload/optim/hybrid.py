@@ -44,6 +44,7 @@ from offload.optim.ranks import several_ranks
 from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
 from offload.optim.stepped import SteppedOptimizer
 from offload.optim.stepping import HostedSteps
+from offload.optim.undo import UNDOABLE, EarlySteps, StepInBackward, checked_mode
 
 __all__ = ["HybridDeviceOptimizer"]
 
@@ -69,7 +70,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         cpu_share: float | Literal["auto"] = "auto",
         bucket_bytes: int = 64 << 20,
         overlap_backward: bool | None = None,
-        step_in_backward: bool = False,
+        step_in_backward: StepInBackward = False,
         atomic_step: bool | None = None,
         max_grad_norm: float | None = None,
         cpu_threads: int | None = None,
@@ -90,7 +91,11 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         overlap_backward: let gradients land as the backward makes them. True is a promise: they are final then, and nothing reduces them
             later. None: promises that of one rank; with several, only what FSDP2 has reduced lands then, and the rest at step().
         step_in_backward: also step a bucket as soon as its gradients are final. A promise: step() follows, with the param groups as they
-            are during the backward and the gradients as it made them, without clipping. A promise that is broken is an error.
+            are during the backward and the gradients as it made them, without clipping. A promise that is broken is an error. "undoable":
+            no promise; a step that does not count after all (clipping, a step left out, changed groups or gradients, weights read before
+            step()) is undone exactly. Only streamed buckets start then, and only where their old weights fit under the memory that the
+            backward has freed; the others wait for step(), which blocks the host until the backward has ended if there is clipping. State
+            takes twice the host memory. A GradScaler changes every gradient before step(): with one nothing is gained, see undo.py.
         atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the last whole step; without
             overlap and for 2 to 3 times the memory traffic. None: for classes other than torch's Adam, AdamW, SGD and Adagrad, whose
             fused kernels check everything before they write.
@@ -125,11 +130,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 "atomic_step=False overlaps it",
                 cpu_cls.__name__,
             )
-        if step_in_backward and (not self._overlaps or max_grad_norm is not None):
-            raise ValueError(
-                "step_in_backward needs overlap, and no max_grad_norm: the norm is known only after the backward; leave one out"
-            )
-        self._step_in_backward = step_in_backward
+        self._step_in_backward = checked_mode(step_in_backward, overlaps=self._overlaps, max_grad_norm=max_grad_norm, model=model)
         self._overlap_backward = overlap_backward
         if model is not None:
             self._refuse_replicas(model)
@@ -146,6 +147,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 pin_params=pin_cpu_params,
                 masters_in_fp32=param_update_in_fp32,
                 overlap=self._overlaps,
+                two_sides=self._step_in_backward == UNDOABLE,
             ),
         )
         self._given_engine = engine
@@ -160,6 +162,8 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._model: nn.Module | None = None
         if model is not None:
             self.attach(model)
+        if self._early is not None and not self._placed.streamed.buckets:
+            logger.warning("step_in_backward=%r starts what is streamed, and nothing is; lower cpu_share, or leave it out", UNDOABLE)
 
     # -- building -----------------------------------------------------------------------------------------------------
     def _device_name(self) -> str:
@@ -175,13 +179,17 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._placed = Placement(engine, self._placing, share)
         self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
         self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
+        undoable = self._step_in_backward == UNDOABLE
+        self._early = EarlySteps(engine.device, self._steps, self._placed.streamed) if undoable else None
+        promises = self._step_in_backward is True
         self._landing = Landing(
             engine.device,
             self._steps,
             self._placed.copies,
             self._placed.refresh_changed,
-            step_early=self._step_in_backward,
-            promised=bool(self._overlap_backward or self._step_in_backward),
+            step_early=promises,
+            undoable=self._early,
+            promised=bool(self._overlap_backward or promises),
         )
         self._clip: Tensor | None = None
         try:
@@ -199,7 +207,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
 
     def _refuse_replicas(self, model: nn.Module) -> None:
         """DistributedDataParallel reduces after the hooks: what had left, or been stepped, would be the gradients of one rank."""
-        promise = "step_in_backward" if self._step_in_backward else "overlap_backward" if self._overlap_backward else None
+        promise = "step_in_backward" if self._step_in_backward is True else "overlap_backward" if self._overlap_backward else None
         if promise is None or not several_ranks():
             return
         for name, module in model.named_modules():
@@ -222,9 +230,11 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         for member in self._placed.members:
             member.name = self._names.get(id(member.parameter), member.name)
         indices = {id(member.parameter): member.index for member in self._placed.members}
-        self._arrivals = Arrivals(model, indices, self._steps.arrive)
+        self._arrivals = Arrivals(model, indices, self._arrive)
         self._model = model
         self._outside = parameters_outside(model, [member.parameter for member in self._placed.members])
+        if self._early is not None:
+            self._early.outside = frozenset(self._outside)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host for pinning."""
@@ -232,7 +242,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         if not getattr(self, "_built", False):
             return
         try:
-            self._steps.settle_host()
+            self._rest()
             self._place_groups(self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
@@ -292,7 +302,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         """
         if not getattr(self, "_built", False):
             return self._state
-        self._steps.settle_host()
+        self._rest()
         self._state.clear()
         for member in self._placed.members if self._has_state else ():
             found = dict(self._placed.state_of(member))
@@ -308,7 +318,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
 
     def dummy_step(self) -> None:
         """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded in place."""
-        self._steps.settle_host()
+        self._rest()
         self._placed.copies.refresh()
         fill_state(self.sub_optimizers)
         self._has_state = True
@@ -346,6 +356,9 @@ class HybridDeviceOptimizer(SteppedOptimizer):
 
     def begin_load(self, fraction: float | None, share: float | None, *, has_state: bool) -> None:
         """Come to rest, whatever was under way, and take over a measured share that was saved with the same fraction."""
+        if self._early is not None:
+            self._early.take_back("state is loaded")
+            self._early.forget()
         if self._steps.failed:
             self._steps.forgive()
         self._landing.early = {}
@@ -362,9 +375,9 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     # -- the end ------------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """End the workers and give the host memory back; an engine that was made here is closed too. Blocks the host."""
-        if not self._steps.failed:
+        if not self._steps.failed or (self._early is not None and self._early.started):
             try:
-                self._steps.settle_host()
+                self._rest()
             except OffloadError as error:
                 logger.warning("closing after a failed step: %s", error)
         if self._arrivals is not None:

@@ -1,13 +1,13 @@
 """What happens to a gradient that is final while the backward still runs: it leaves for the host, and on request is stepped at once.
 
 A bucket goes when the gradients of all its parameters are final. One invariant: a landing is only a start. Whether it counts is asked at
-the step, of the gradient that is there then (`has_landed`); and a bucket that was stepped early on a promise is checked against it
-(`broken`).
+the step, of the gradient that is there then (`has_landed`); and a bucket that was stepped early, on a promise or to be undone if need be
+(undo.py), is asked for what has changed since (`broken`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from offload.optim.parameters import Managed, is_laid_out_as, local_of
 from offload.optim.parts import GroupCopies
 from offload.optim.ranks import may_be_reduced_in_place
 from offload.optim.stepping import HostBucket, HostedSteps
+from offload.optim.streamed_step import StreamedBucket
+from offload.optim.undo import EarlySteps
 
 __all__ = ["Landing"]
 
@@ -28,7 +30,7 @@ class Landing:
     """The gradients of one backward. Its `watch` calls it on the thread that runs the backward.
 
     refresh: makes masters follow weights that somebody wrote, once all is at rest. step_early: step each bucket as soon as its
-        gradients are final.
+        gradients are final, on a promise. undoable: gets the streamed ones offered instead.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Landing:
         refresh: Callable[[Callable[[], None]], bool],
         *,
         step_early: bool,
+        undoable: EarlySteps | None,
         promised: bool,
     ) -> None:
         self._device = device
@@ -46,6 +49,7 @@ class Landing:
         self._copies = copies
         self._refresh = refresh
         self._step_early = step_early
+        self._undoable = undoable
         self.watch = BackwardWatch(self._is_final, promised=promised)
         self.early: dict[int, HostBucket] = {}  # stepped in this backward, by id
         self._begun = False
@@ -53,7 +57,7 @@ class Landing:
         self._final: dict[int, int] = {}  # by bucket's id: how many of its gradients are final
 
     def _is_final(self, member: Managed) -> None:
-        """Blocks the host only if the last step is not yet issued."""
+        """Blocks the host only if the last step is not yet issued, or with undoable steps not yet made."""
         parameter = member.parameter
         if parameter.grad is None or getattr(parameter, "decoupled_grad", None) is not None:
             return
@@ -63,7 +67,11 @@ class Landing:
                 self._steps.settle()
                 self._refresh(self._steps.settle_host)  # it fetches weights into the gradients' slots, so it comes before any landing
                 self._copies.refresh()
+                if self._undoable is not None:
+                    self._undoable.begin()
             for bucket in self._steps.buckets_of[member.index]:
+                if self._undoable is not None and id(bucket) in self._undoable.started:
+                    self._undoable.refuse_second(member)
                 if id(bucket) in self.early:
                     raise OffloadError(
                         f"{member} got a gradient after its bucket had been stepped in this backward; use no_sync() before the last one"
@@ -92,21 +100,28 @@ class Landing:
         if self._step_early:
             self.early[id(bucket)] = bucket
             self._steps.submit([bucket], self._steps.release([bucket]), HostScalars(), None)
+        elif self._undoable is not None and isinstance(bucket, StreamedBucket):
+            self._undoable.offer(bucket, gradients)
 
     # -- at the step --------------------------------------------------------------------------------------------------
     def has_landed(self, bucket: HostBucket, gradients: Mapping[int, Tensor]) -> bool:
         """Whether the host has, or is getting, the very gradients that are there now."""
         return isinstance(bucket, CpuBucket) and all(self._is_as_it_left(member, gradients) for member in bucket.members)
 
-    def broken(self, gradients: Mapping[int, Tensor]) -> str | None:
-        """How the promise behind the early steps was broken, if it was."""
-        changed = self._copies.changed() if self.early else []
+    def written(self, buckets: Iterable[HostBucket]) -> str | None:
+        """Whose weights somebody wrote, if anybody did, as a sentence."""
+        changed = (member for bucket in buckets for member in bucket.members if member.changed_outside())
+        return next((f"the weights of {member} were written" for member in changed), None)
+
+    def broken(self, buckets: Collection[HostBucket], gradients: Mapping[int, Tensor]) -> str | None:
+        """What has changed since these were, or could have been, stepped early, as a sentence."""
+        changed = self._copies.changed() if buckets else []
         if changed:
             return f"the param groups' {', '.join(changed)} changed"
-        for bucket in self.early.values():
+        if (written := self.written(buckets)) is not None:
+            return written
+        for bucket in buckets:
             for member in bucket.members:
-                if member.changed_outside():
-                    return f"the weights of {member} were written"
                 if not self._is_as_it_left(member, gradients):
                     return f"the gradient of {member} changed"
         return None
@@ -117,6 +132,10 @@ class Landing:
             return False
         reference, version, local_version = stamp
         return reference() is gradient and gradient._version == version and local_of(gradient)._version == local_version
+
+    def distrust(self) -> None:
+        """Gradients were written, or are about to be, in a way that no version tells: none is as it left."""
+        self._stamps.clear()
 
     def forget(self) -> None:
         """What landed counts no more; what was stepped early is for the caller to know."""

@@ -17,7 +17,7 @@ from offload.engine import OffloadEngine
 from offload.optim.buckets import Section, lay_out
 from offload.optim.classes import IMPLEMENTATION_KEYS, is_fused_adam, made_for_cpu, state_names
 from offload.optim.cpu_step import CpuBucket
-from offload.optim.host import FlatSpec, HostSection, check_budget
+from offload.optim.host import FlatSpec, HostSection, check_budget, of_side
 from offload.optim.mover import Mover
 from offload.optim.parameters import Managed, same_bits
 from offload.optim.streamed_step import Ring, StreamedBucket
@@ -37,6 +37,8 @@ class HostOptions:
     pin_params: bool
     masters_in_fp32: bool
     overlap: bool
+    two_sides: bool = False
+    """Of the streamed state: a step leaves the side that it reads as it is, so that it can be undone."""
 
     def master_dtype(self, member: Managed) -> torch.dtype:
         return torch.float32 if self.masters_in_fp32 and member.dtype in (torch.bfloat16, torch.float16) else member.dtype
@@ -270,6 +272,7 @@ class StreamedPart(_Part):
         self.buckets: list[StreamedBucket] = []
         self.ring: Ring | None = None
         self._pieces_of: dict[int, list[tuple[StreamedBucket, int]]] = {}
+        self._buckets_in: dict[int, list[StreamedBucket]] = {}  # by the section's id
         self._values: dict[int, dict[str, Any]] = {}
 
     def add(self, members: Sequence[Managed], group_of: Mapping[int, dict[str, Any]]) -> None:
@@ -291,14 +294,18 @@ class StreamedPart(_Part):
             specs = [FlatSpec(name, master.itemsize, pinned=self.options.pin_params, zero=True) for name in names]
             if dtype != master:
                 specs.append(FlatSpec("master", master.itemsize, pinned=self.options.pin_params))
+            if self.options.two_sides:
+                specs += [FlatSpec(of_side(spec.name, 1), spec.element_bytes, pinned=spec.pinned) for spec in specs]
             plan.append((layout, specs))
         made: list[StreamedBucket] = []
         for section, (layout, _, master) in zip(self._make(plan, "the streamed parameters"), layouts, strict=True):
             for cut in layout.buckets:
                 mover = Mover(self.engine, "optimizer", len(self.buckets) + len(made))
-                made.append(StreamedBucket(mover, section, cut, self.members, master, values, weights_on_host=self._weights_on_host))
+                how = {"weights_on_host": self._weights_on_host, "two_sides": self.options.two_sides}
+                made.append(StreamedBucket(mover, section, cut, self.members, master, values, **how))
         made.sort(key=lambda bucket: bucket.layout.pieces[0].parameter)
         for bucket in made:
+            self._buckets_in.setdefault(id(bucket.section), []).append(bucket)
             for place, member in enumerate(bucket.members):
                 self._pieces_of.setdefault(member.index, []).append((bucket, place))
         self.buckets.extend(made)
@@ -333,13 +340,28 @@ class StreamedPart(_Part):
                     device.note_write(device.host, _flat(master).view(torch.uint8))
                     master.copy_(weights)
 
+    def moment(self, member: Managed, name: str) -> Tensor:
+        section, start = self.places[member.index]
+        side = self._one_side(section)
+        return member.shaped(section.view(of_side(name, side), start, member.numel, self.options.master_dtype(member)))
+
+    def _one_side(self, section: HostSection) -> int:
+        """Bring the buckets of a section, and so every parameter in it, to the side that most of them are on. Blocks the host for a copy of
+        the others; nothing of them may be in flight."""
+        mine = self._buckets_in[id(section)]
+        side = int(2 * sum(bucket.side for bucket in mine) > len(mine))
+        for bucket in mine:
+            if bucket.side != side:
+                bucket.change_sides()
+        return side
+
     def master(self, member: Managed) -> Tensor:
         return self.moment(member, "master")
 
     def state_of(self, member: Managed) -> dict[Any, Any]:
         bucket, place = self._pieces_of[member.index][0]
-        names = [name for name in bucket.names() if name != "master"]
-        return {"step": bucket.steps[place], **{name: self.moment(member, name) for name in names}}
+        moments = {name: self.moment(member, name) for name in bucket.names() if name != "master"}
+        return {"step": bucket.steps[place], **moments}
 
     def set_state(self, member: Managed, state: Mapping[Any, Any]) -> None:
         for bucket, place in self._pieces_of[member.index]:

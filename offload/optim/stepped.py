@@ -20,7 +20,8 @@ from offload.optim.landing import Landing
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
 from offload.optim.parameters import laid_out_as, settle_versions
 from offload.optim.placing import Placement
-from offload.optim.stepping import HostedSteps
+from offload.optim.stepping import HostBucket, HostedSteps
+from offload.optim.undo import EarlyCounts, EarlySteps
 
 __all__ = ["SteppedOptimizer"]
 
@@ -29,7 +30,8 @@ class SteppedOptimizer(Optimizer):
     """The step, for an heir that builds what is named here.
 
     _clip: factor of the coming step, from `clip_grad_norm_`. _outside: places of the parameters that no module of `_model` owns.
-    _atomic, _overlaps: how the host's buckets are stepped. _has_state: a step was made, or state was loaded.
+    _atomic, _overlaps: how the host's buckets are stepped. _has_state: a step was made, or state was loaded. _early: of a step that may be
+    undone; `_landing.early` has those that may not.
     """
 
     max_grad_norm: float | None
@@ -39,6 +41,7 @@ class SteppedOptimizer(Optimizer):
     _steps: HostedSteps
     _landing: Landing
     _desk: ScalarDesk
+    _early: EarlySteps | None
     _clip: Tensor | None
     _model: nn.Module | None
     _outside: Sequence[int]
@@ -60,40 +63,58 @@ class SteppedOptimizer(Optimizer):
         """Backwards inside only accumulate; the first one after it is the step's last."""
         return self._landing.watch.no_sync()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to, with a kernel that moves no version
+        counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_), and only this question tells."""
+        self._landing.distrust()
+        return False
+
     # -- the step -----------------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. closure: evaluated once.
 
         With overlap and a model it returns when the work is issued; without a model it waits for the weights. Blocks the host while the
-        last step is not yet issued, and for weights that somebody changed since. Raises OffloadError if a worker failed, or if a gradient
-        cannot be used, before anything is stepped.
+        last step is not yet issued, and for weights that somebody changed since. With step_in_backward="undoable" and clipping, if a bucket
+        was stepped in the backward, it blocks the host until that has ended on the device: somebody has to know whether the norm clips.
+        Raises OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._landing.early:
+        if self._early is not None and self._steps.error is not None:
+            self._early.undo("a worker failed")
+        if not self._ahead:
             self._steps.settle()
         self._steps.raise_failure()
         with torch.no_grad():
             self._step()
         return loss
 
+    @property
+    def _ahead(self) -> bool:
+        """Whether some of the coming step is already under way; then the last one is settled."""
+        return bool(self._landing.early or (self._early is not None and self._early.started))
+
     def _step(self) -> None:
         gradients = self._gradients()
         hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
         flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
-        clips = self._clip is not None or self.max_grad_norm is not None
-        broken = "clipping was asked for" if clips and self._landing.early else self._landing.broken(gradients)
-        if broken is not None:
-            self._break(broken)
-        if not self._landing.early:
+        self._review(gradients)
+        if not self._ahead:
+            self._steps.settle()
             if self._placed.refresh_changed(self._steps.settle_host):
                 self._landing.forget()
             self._placed.copies.refresh()
         factor = self._factor()
         if self._overlaps:
-            self._step_overlapped(gradients, flats, factor)
+            stepped_early = self._landing.early
+            if self._early is not None:
+                stepped_early = self._early.decided(factor)
+                if not stepped_early:
+                    self._steps.settle()
+            self._step_overlapped(gradients, flats, factor, stepped_early)
         else:
             scalars = self._desk.send(factor) if factor is not None and self._placed.cpu.buckets else HostScalars()
             self._steps.step_inline(
@@ -107,6 +128,28 @@ class SteppedOptimizer(Optimizer):
         self._landing.forget()
         self._landing.early = {}
         self._landing.watch.end_step()
+
+    def _review(self, gradients: Mapping[int, Tensor]) -> None:
+        """Early steps that cannot count any more are undone, or are an error."""
+        landing, early = self._landing, self._early
+        if landing.early:
+            clips = self._clip is not None or self.max_grad_norm is not None
+            broken = "clipping was asked for" if clips else landing.broken(landing.early.values(), gradients)
+            if broken is not None:
+                self._break(broken)
+        if early is None or not early.final:
+            return
+        if (written := landing.written(early.started.values())) is not None:
+            count = len(early.started)
+            early.take_back(written, weights=False)
+            self._steps.fail(
+                f"{written} after {count} buckets had been stepped in the backward; two writers cannot be merged. Load the last weights "
+                "and state, and call synchronize_parameters() before writing weights between backward and step(): it undoes those steps"
+            )
+        why = landing.broken(early.final, gradients)
+        if why is None and any(member.changed_outside() for member in self._placed.members):
+            why = "weights were written"
+        early.review(why)
 
     def _gradients(self) -> dict[int, Tensor]:
         """By parameter. Collective where a DTensor's gradient lies otherwise than its parameter."""
@@ -140,18 +183,27 @@ class SteppedOptimizer(Optimizer):
             each of which must call. Unlike torch's function of this name it scales what is stepped: the .grad of an offloaded parameter,
             which may have left, keeps its values and need not leave again; that of one whose state is on the device is scaled by step().
         """
-        if self._landing.early:
+        if self._landing.early:  # on a promise
             self._break("clip_grad_norm_ was called")
         norm = total if total is not None else self._norm(norm_type)
         self.last_grad_norm = norm
         self._clip = clip_factor(max_norm, norm)
         return norm
 
-    def _step_overlapped(self, gradients: Mapping[int, Tensor], flats: Mapping[int, Tensor], factor: Tensor | None) -> None:
-        steps, early = self._steps, self._landing.early
+    def _step_overlapped(
+        self, gradients: Mapping[int, Tensor], flats: Mapping[int, Tensor], factor: Tensor | None, early: Mapping[int, HostBucket]
+    ) -> None:
+        """early: by id, what is stepped already."""
+        steps = self._steps
         self._placed.step_resident(gradients, factor)
         chosen = [bucket for bucket in steps.in_order if id(bucket) not in early and any(m.index in flats for m in bucket.members)]
-        scalars = self._desk.send(factor) if factor is not None and any(isinstance(b, CpuBucket) for b in chosen) else HostScalars()
+        asks = self._early is not None and self._early.asks
+        on_host = asks or any(isinstance(bucket, CpuBucket) for bucket in chosen)
+        scalars = self._desk.send(factor) if factor is not None and on_host else HostScalars()
+        if self._early is not None:
+            if asks:
+                self._early.ask(scalars)
+            self._early.forget()
         for bucket in chosen:
             mine = {member.index: flats[member.index] for member in bucket.members if member.index in flats}
             if not self._landing.has_landed(bucket, gradients):
@@ -165,13 +217,31 @@ class SteppedOptimizer(Optimizer):
             steps.arrive(self._outside)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
+    def _arrive(self, indices: Sequence[int] | None) -> None:
+        """The current lane is about to read the weights of these parameters, None for all. Blocks the host until they are issued."""
+        if self._early is not None:
+            self._early.before_reading(indices)
+        self._steps.arrive(indices)
+
+    def _rest(self) -> None:
+        """Bring everything to rest, after a whole step: the host may read and write weights, state and masters. Blocks the host."""
+        if self._early is not None:
+            self._early.before_reading(None)
+        self._steps.settle_host()
+
+    @property
+    def early_counts(self) -> EarlyCounts | None:
+        """How many buckets started in the backward, had no room there, or were undone; None without step_in_backward="undoable"."""
+        return self._early.counts if self._early is not None else None
+
     def synchronize_parameters(self) -> None:
-        """Let the current lane's work from here on see the new weights. Blocks the host until the step under way has been issued."""
-        self._steps.arrive(None)
+        """Let the current lane's work from here on see the new weights, or before step() the old ones. Blocks the host until the step under
+        way has been issued, or what of the next one started early is undone."""
+        self._arrive(None)
 
     def update_fp32_param_by_new_param(self) -> None:
         """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
-        self._steps.settle_host()
+        self._rest()
         for member in self._placed.members:
             member.version = -1
         self._placed.refresh_changed(self._steps.settle_host)
@@ -181,6 +251,9 @@ class SteppedOptimizer(Optimizer):
         """As torch's, for `decoupled_grad` too. Zeroing in place first orders compute behind what still reads the gradients."""
         if self._landing.early:
             self._break("zero_grad was called without step()")
+        if self._early is not None:
+            self._early.undo("zero_grad was called without step()")
+            self._early.forget()
         self._landing.forget()
         self._landing.watch.start_over()
         if not set_to_none:

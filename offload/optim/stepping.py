@@ -81,6 +81,8 @@ class HostedSteps:
         LANDING_LEAD buckets ahead of the CPU: all at once would keep the streamed buckets' state waiting behind them on d2h.
         """
         device = self._engine.device
+        given = {id(bucket) for bucket in buckets}
+        self._arrived = {key for key in self._arrived if key[0] not in given}  # of a step of them that was undone
         for bucket in buckets:
             bucket.done.clear()
         self._pending += buckets
@@ -194,6 +196,8 @@ class HostedSteps:
             device.wait(lane, event, "weights back")
             for part in bucket.weights():
                 device.note_read(lane, part.view(torch.uint8))
+            if isinstance(bucket, StreamedBucket):
+                bucket.drop_old()
             self._arrived.add(key)
 
     def settle(self) -> None:
@@ -226,7 +230,12 @@ class HostedSteps:
     # -- failures -----------------------------------------------------------------------------------------------------
     @property
     def failed(self) -> bool:
-        return bool(self._failed or self._stepper.error or self._streamer.error)
+        return bool(self._failed or self.error)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What a worker met."""
+        return self._stepper.error or self._streamer.error
 
     def fail(self, what: str) -> None:
         """Refuse every later call with this error, until state is loaded."""
@@ -237,7 +246,7 @@ class HostedSteps:
         """In the training thread, what a worker met, and what it means. Blocks the host: never."""
         if self._failed is not None:
             raise self._failed
-        error = self._stepper.error or self._streamer.error
+        error = self.error
         if error is not None:
             self._failed = OffloadError(
                 f"a step failed on a worker ({type(error).__name__}: {error}), one of {len(self._pending)} buckets in it; weights and "

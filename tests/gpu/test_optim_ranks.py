@@ -42,6 +42,9 @@ CASES = {
     "shards, stepped in the backward": Case(
         over="shards", options={**BOTH, "step_in_backward": True}, expected=UNOVERLAPPED, microbatches=2, slow=True
     ),
+    "shards, undoable, clipped": Case(
+        over="shards", options={**STREAMED, "step_in_backward": "undoable"}, microbatches=2, clip="own", slow=True
+    ),
     "shards, bad on one rank, scaled": Case(over="shards", options=BOTH, expected=UNOVERLAPPED, scaler=True, bad=True, slow=True),
 }
 RUNS = {f"{split}, {way}": (split, split, way) for split in ("half", "streamed") for way in ("whole", "shards", "own")}

@@ -112,6 +112,28 @@ def test_with_clipping_overlap_gives_the_bits_of_none() -> None:
 
 
 @pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_what_a_grad_scaler_unscales_after_it_landed_counts_unscaled(share: float) -> None:
+    """Its kernel moves no version counter: the copy that left in the backward has the scaled gradients."""
+
+    def trained(**options: Any) -> list[Tensor]:
+        model = net()
+        optimizer = hybrid(model, cpu_share=share, **options, **({"model": model} if not options else {}))
+        optimizer.last_microbatch = True
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
+        for step in range(4):
+            generator = torch.Generator(device=DEVICE).manual_seed(100 + step)
+            scaler.scale(model(torch.randn(64, WIDTH, device=DEVICE, generator=generator)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        optimizer.synchronize_parameters()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert_same_bits(trained(), trained(overlap_cpu_optimizer_d2h_h2d=False))
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_the_streamed_place_has_the_bits_of_torchs_fused_adamw_on_the_gpu(clip: float | None) -> None:
     """Cut into buckets: an elementwise kernel does not see where it is cut."""

@@ -18,6 +18,7 @@ from tests.unit.optim.rig import assert_same_bits, backward, net, weights
 
 ACTIONS = (
     "step",
+    "clipped step",
     "microbatch",
     "announced last microbatch",
     "zero",
@@ -36,7 +37,11 @@ ACTIONS = (
 def play(actions: list[str], model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     ours = isinstance(optimizer, HybridDeviceOptimizer)
     for number, action in enumerate(actions):
-        if action == "step":
+        if action in ("step", "clipped step"):
+            if action != "step":
+                max_norm = (1e-3, 1e9)[number % 2]
+                norm = optimizer.clip_grad_norm_(max_norm) if ours else nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                assert norm.isfinite()
             optimizer.step()
             optimizer.zero_grad()
         elif action in ("microbatch", "announced last microbatch"):

@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from offload import OffloadEngine
-from offload.device.sim import SimDevice
+from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
-from tests.unit.optim.rig import assert_same_bits, backward, hybrid, net, train, weights
+from tests.unit.optim.rig import assert_same_bits, backward, engine, hybrid, net, train, weights
 
 FUSED = {"lr": 1e-2, "fused": True}
 
@@ -135,8 +135,12 @@ def test_a_backward_whose_step_is_left_out_is_forgotten(in_place: bool) -> None:
     assert_same_bits(weights(model, optimizer), weights(reference, expected))
 
 
+@pytest.mark.parametrize("executor", ["late", "early"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_grad_scaler_skips_and_scales_as_with_torchs_own(share: float) -> None:
+def test_a_grad_scaler_skips_and_scales_as_with_torchs_own(share: float, executor: ExecutorName) -> None:
+    """It unscales gradients, which may have landed, with a kernel that moves no version counter. A copy that runs at once has the scaled
+    ones; one that runs late has the others by chance."""
+
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         for step in range(6):
@@ -150,10 +154,20 @@ def test_a_grad_scaler_skips_and_scales_as_with_torchs_own(share: float) -> None
     reference, model = net(), net()
     plain = AdamW(reference.parameters(), **FUSED)
     plain._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # the way that every optimizer goes
-    optimizer, _ = made(model, cpu_share=share)
+    optimizer = hybrid(model, offload_fraction=1.0, engine=engine(executor), model=model, cpu_share=share)
     (theirs, scale), (mine, my_scale) = trained(reference, plain), trained(model, optimizer)
     assert scale == my_scale
     assert_same_bits(mine, theirs)
+
+
+def test_a_grad_scaler_breaks_the_promise_of_steps_in_the_backward() -> None:
+    model = net()
+    optimizer, _ = made(model, step_in_backward=True)
+    optimizer.last_microbatch = True
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(model(torch.randn(8, 33)).square().mean()).backward()
+    with pytest.raises(OffloadError, match=r"the gradient of parameter \d .* changed after \d+ buckets had been stepped in the backward"):
+        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("how", ["argument", "call", "known"])
