@@ -422,10 +422,10 @@ class _Layers(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("held_bytes", "fitting"), [(0, 0), (4095, 0), (4096, 1), (4096 + 8192 + 4095, 1), (4096 + 8192 + 4096, 2)])
+@pytest.mark.parametrize(("held_bytes", "fitting"), [(0, 0), (12287, 0), (12288, 1), (4096 + 8192 + 12287, 1), (4096 + 8192 + 12288, 2)])
 def test_a_bucket_starts_if_its_old_weights_take_no_more_than_was_active_before(held_bytes: int, fitting: int) -> None:
     """The last layer's two buckets are offered first, and set the mark. Then the boundary's bytes are freed; a bucket's old weights take
-    4,096, and with the first bucket that starts the device learns of the layer's gradient, 8,192."""
+    4,096 and are asked for thrice, and with the first bucket that starts the device learns of the layer's gradient, 8,192."""
     device = SimDevice()
     model = _Layers(device, held_bytes)
     optimizer = made(model, room=False, engine=OffloadEngine(device=device))
