@@ -103,6 +103,8 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         if cpu_share != "auto":
             check_fraction("cpu_share", cpu_share)
         check_bytes("bucket_bytes", bucket_bytes, least=1024)
+        if cpu_threads is not None and (isinstance(cpu_threads, bool) or not isinstance(cpu_threads, int) or cpu_threads < 1):
+            raise ValueError(f"cpu_threads is {cpu_threads!r}, must be a whole number of threads, 1 or more, or None to choose it")
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
         cpu_cls, gpu_cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs), checked_class("gpu_optimizer_cls", gpu_cls, kwargs)

@@ -59,6 +59,8 @@ class Landing:
             return
         with torch.no_grad():
             if not self._begun:
+                if self._step_early:
+                    self._steps.start_workers()
                 self._begun = True
                 self._steps.settle()
                 self._refresh(self._steps.settle_host)  # it fetches weights into the gradients' slots, so it comes before any landing

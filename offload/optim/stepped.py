@@ -87,6 +87,8 @@ class SteppedOptimizer(Optimizer):
         broken = "clipping was asked for" if clips and self._landing.early else self._landing.broken(gradients)
         if broken is not None:
             self._break(broken)
+        if self._overlaps:
+            self._steps.start_workers()
         if not self._landing.early:
             if self._placed.refresh_changed(self._steps.settle_host):
                 self._landing.forget()

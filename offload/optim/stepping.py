@@ -74,6 +74,13 @@ class HostedSteps:
                 device.note_read(device.compute, part.view(torch.uint8))
         return device.record(device.compute)
 
+    def start_workers(self) -> None:
+        """Have the threads, before anything of a step is done: `submit` cannot fail for want of them after it. Raises OffloadError."""
+        if self._cpu.buckets:
+            self._stepper.start()
+        if self._streamed.buckets:
+            self._streamer.start()
+
     def submit(self, buckets: Sequence[HostBucket], released: Event, scalars: HostScalars, factor: Tensor | None) -> None:
         """Give buckets, which hold their gradients, to the workers; see waiting.py for their order. Blocks the host: never.
 
