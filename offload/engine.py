@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -94,9 +95,11 @@ class OffloadEngine:
         """Whether the calling thread is inside a call of the engine: what it computes now is the engine's, and no model's."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # what threading.Condition asks of a lock
 
-    def on_capture(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
-        """Call `begins` before each capture, when events may still be waited for, and `ends` before it ends, under the engine's lock."""
+    def on_capture(self, begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
+        """Call `begins` before each capture of a region, when events may still be waited for, and `ends` before it ends, under the
+        engine's lock. Returns what to call when that is to end."""
         self._at_boundary.append((begins, ends))
+        return partial(self._at_boundary.remove, (begins, ends))
 
     # -- set up -----------------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:

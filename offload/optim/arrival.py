@@ -5,7 +5,8 @@ a norm, a functional call) asks `synchronize_parameters()` first.
 
 # [Order: weights back]
 # hazard  RAW: `compute` reads a weight before `h2d`, or the optimizer's lane, has written it.
-# edge    the bucket keeps the event of its return or step; the lane of the first user waits for it, each lane once a step.
+# edge    the bucket keeps the event of its return or step; the lane of the first user waits for it, each lane once a step. Of a captured
+#         forward every replay is a user: replayed.py.
 # alive   the parameter is the model's.
 # proof   tests/property/test_optim_edges.py, edge "weights back"
 """

@@ -41,6 +41,7 @@ from offload.optim.parts import HostOptions
 from offload.optim.places import Place
 from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
 from offload.optim.ranks import several_ranks
+from offload.optim.replayed import ReplayedReads
 from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
 from offload.optim.stepped import SteppedOptimizer
 from offload.optim.stepping import HostedSteps
@@ -158,6 +159,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
         self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
         self._build(None if cpu_share == "auto" else float(cpu_share))
+        self._replayed = ReplayedReads(self._engine, self._arrive, self._settle, self._is_met)
         self._arrivals: Arrivals | None = None
         self._model: nn.Module | None = None
         if model is not None:
@@ -224,7 +226,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         for member in self._placed.members:
             member.name = self._names.get(id(member.parameter), member.name)
         indices = {id(member.parameter): member.index for member in self._placed.members}
-        self._arrivals = Arrivals(model, indices, self._steps.arrive)
+        self._arrivals = Arrivals(model, indices, self._arrive)
         self._model = model
         self._outside = parameters_outside(model, [member.parameter for member in self._placed.members])
 
@@ -371,6 +373,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 logger.warning("closing after a failed step: %s", error)
         if self._arrivals is not None:
             self._arrivals.close()
+        self._replayed.close()
         self._close_parts()
         if self._given_engine is None:
             self._engine.close()

@@ -57,6 +57,8 @@ class Landing:
         parameter = member.parameter
         if parameter.grad is None or getattr(parameter, "decoupled_grad", None) is not None:
             return
+        if self._device.is_capturing():
+            return  # no hook runs in the replays, whose gradients these are: they leave at the step
         with torch.no_grad():
             if not self._begun:
                 if self._step_early:

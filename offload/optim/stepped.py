@@ -20,6 +20,7 @@ from offload.optim.landing import Landing
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
 from offload.optim.parameters import laid_out_as, settle_versions
 from offload.optim.placing import Placement
+from offload.optim.replayed import ReplayedReads
 from offload.optim.stepping import HostedSteps
 
 __all__ = ["SteppedOptimizer"]
@@ -45,6 +46,7 @@ class SteppedOptimizer(Optimizer):
     _atomic: bool
     _overlaps: bool
     _has_state: bool
+    _replayed: ReplayedReads
 
     # -- backward -----------------------------------------------------------------------------------------------------
     @property
@@ -66,8 +68,9 @@ class SteppedOptimizer(Optimizer):
 
         With overlap and a model it returns when the work is issued; without a model it waits for the weights. Blocks the host while the
         last step is not yet issued, and for weights that somebody changed since. Raises OffloadError if a worker failed, or if a gradient
-        cannot be used, before anything is stepped.
+        cannot be used, before anything is stepped; CaptureError in a graph under capture.
         """
+        self._engine.refuse_in_capture("the optimizer's step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -142,6 +145,7 @@ class SteppedOptimizer(Optimizer):
             each of which must call. Unlike torch's function of this name it scales what is stepped: the .grad of an offloaded parameter,
             which may have left, keeps its values and need not leave again; that of one whose state is on the device is scaled by step().
         """
+        self._engine.refuse_in_capture("the optimizer's clip_grad_norm_()")
         if self._landing.early:
             self._break("clip_grad_norm_ was called")
         norm = total if total is not None else self._norm(norm_type)
@@ -161,7 +165,7 @@ class SteppedOptimizer(Optimizer):
         steps.submit(chosen, steps.release(chosen), scalars, factor)
         for bucket in (*early.values(), *chosen):
             steps.hold(bucket, gradients)
-        if self._model is None:
+        if self._model is None or self._replayed.unseen:
             steps.arrive(None)
         elif self._outside:
             steps.arrive(self._outside)
@@ -169,7 +173,20 @@ class SteppedOptimizer(Optimizer):
     # -- waiting ------------------------------------------------------------------------------------------------------
     def synchronize_parameters(self) -> None:
         """Let the current lane's work from here on see the new weights. Blocks the host until the step under way has been issued."""
-        self._steps.arrive(None)
+        self._arrive(None)
+
+    def _arrive(self, indices: Sequence[int] | None) -> None:
+        """The current lane's work from here on reads these parameters, by place; None for all."""
+        if self._engine.device.is_capturing():
+            self._replayed.arrive(indices)
+        else:
+            self._steps.arrive(indices)
+
+    def _settle(self) -> None:
+        self._steps.settle_host()
+
+    def _is_met(self) -> bool:
+        return self._steps.is_met
 
     def update_fp32_param_by_new_param(self) -> None:
         """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
@@ -186,6 +203,7 @@ class SteppedOptimizer(Optimizer):
         self._landing.forget()
         self._landing.watch.start_over()
         if not set_to_none:
+            self._engine.refuse_in_capture("the optimizer's zero_grad(set_to_none=False)")
             self._steps.arrive(None)
             self._steps.order_gradients()
         for member in self._placed.members:

@@ -203,6 +203,11 @@ class HostedSteps:
                 device.note_read(lane, part.view(torch.uint8))
             self._arrived.add(key)
 
+    @property
+    def is_met(self) -> bool:
+        """Whether every weight on its way has been waited for, by whatever lane: then no worker is at work either."""
+        return {id(bucket) for bucket in self._pending} <= {bucket for bucket, _ in self._arrived}
+
     def settle(self) -> None:
         """End the last step: every weight has been waited for. Blocks the host until its last bucket is issued."""
         self.arrive(None)

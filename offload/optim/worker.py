@@ -76,7 +76,7 @@ class Worker:
             self._thread = None
 
     def start(self) -> None:
-        """Have the thread, so that no `submit` can fail. Blocks the host for the start, once. Raises OffloadError if the system gives none."""
+        """Have the thread, so that no `submit` can fail. Blocks the host for the start, once. Raises OffloadError if it cannot."""
         if self._thread is not None:
             return
         count = self._threads if self._threads is not None else _default_threads(len(self._cores))
