@@ -41,6 +41,7 @@ from offload.optim.parts import HostOptions
 from offload.optim.places import Place
 from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
 from offload.optim.ranks import several_ranks
+from offload.optim.readers import Readers
 from offload.optim.replayed import ReplayedReads
 from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
 from offload.optim.stepped import SteppedOptimizer
@@ -160,6 +161,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
         self._build(None if cpu_share == "auto" else float(cpu_share))
         self._replayed = ReplayedReads(self._engine, self._arrive, self._settle, self._is_met)
+        self._readers = Readers()
         self._arrivals: Arrivals | None = None
         self._model: nn.Module | None = None
         if model is not None:
@@ -216,8 +218,9 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     def attach(self, model: nn.Module) -> None:
         """From now on each module of `model` waits for its own weights just before its forward, and step() does not.
 
-        A weight that another module reads than the one that owns it (a tied output layer that calls no module) needs
-        `synchronize_parameters()` before. What FSDP2 shards is all waited for where a forward begins, before its first gather.
+        A weight that another module reads than the one that owns it (a tied output layer that calls no module) is found out in the first
+        step and waited for by step(). Who reads weights outside of a forward calls `synchronize_parameters()` before. What FSDP2 shards is
+        all waited for where a forward begins, before its first gather.
         """
         self._refuse_replicas(model)
         if self._arrivals is not None:
@@ -227,8 +230,10 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             member.name = self._names.get(id(member.parameter), member.name)
         indices = {id(member.parameter): member.index for member in self._placed.members}
         self._arrivals = Arrivals(model, indices, self._arrive)
+        if model is not self._model:
+            self._readers = Readers()
         self._model = model
-        self._outside = parameters_outside(model, [member.parameter for member in self._placed.members])
+        self._readers.outside = frozenset(parameters_outside(model, [member.parameter for member in self._placed.members]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host for pinning."""
@@ -362,6 +367,12 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             self._build(share)
             if self._model is not None:
                 self.attach(self._model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied: its state lies in host memory of this process; save its state_dict(), "
+            "and load it into one that is built where it is needed"
+        )
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def close(self) -> None:

@@ -20,6 +20,7 @@ from offload.optim.landing import Landing
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
 from offload.optim.parameters import laid_out_as, settle_versions
 from offload.optim.placing import Placement
+from offload.optim.readers import Readers
 from offload.optim.replayed import ReplayedReads
 from offload.optim.stepping import HostedSteps
 
@@ -29,8 +30,8 @@ __all__ = ["SteppedOptimizer"]
 class SteppedOptimizer(Optimizer):
     """The step, for an heir that builds what is named here.
 
-    _clip: factor of the coming step, from `clip_grad_norm_`. _outside: places of the parameters that no module of `_model` owns.
-    _atomic, _overlaps: how the host's buckets are stepped. _has_state: a step was made, or state was loaded.
+    _clip: factor of the coming step, from `clip_grad_norm_`. _atomic, _overlaps: how the host's buckets are stepped.
+    _has_state: a step was made, or state was loaded.
     """
 
     max_grad_norm: float | None
@@ -42,7 +43,7 @@ class SteppedOptimizer(Optimizer):
     _desk: ScalarDesk
     _clip: Tensor | None
     _model: nn.Module | None
-    _outside: Sequence[int]
+    _readers: Readers
     _atomic: bool
     _overlaps: bool
     _has_state: bool
@@ -167,8 +168,8 @@ class SteppedOptimizer(Optimizer):
             steps.hold(bucket, gradients)
         if self._model is None or self._replayed.unseen:
             steps.arrive(None)
-        elif self._outside:
-            steps.arrive(self._outside)
+        else:
+            steps.arrive(self._readers.unasked([member for member in self._placed.members if member.index in flats]))
 
     # -- waiting ------------------------------------------------------------------------------------------------------
     def synchronize_parameters(self) -> None:
@@ -177,6 +178,8 @@ class SteppedOptimizer(Optimizer):
 
     def _arrive(self, indices: Sequence[int] | None) -> None:
         """The current lane's work from here on reads these parameters, by place; None for all."""
+        if indices is not None and torch.is_grad_enabled():
+            self._readers.ask(indices)
         if self._engine.device.is_capturing():
             self._replayed.arrive(indices)
         else:

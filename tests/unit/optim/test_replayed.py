@@ -42,7 +42,8 @@ class Graphed:
         return graph
 
     def step(self, number: int) -> None:
-        """From gradients that no forward made: nothing but a replay waits for the weights of the step before."""
+        """Nothing but a replay waits for its weights before the next one."""
+        self.model(batch(0))
         give_gradients(self.model, number)
         self.optimizer.step()
         self.optimizer.zero_grad()
