@@ -21,7 +21,7 @@ import torch
 
 from offload.config import OffloadConfig
 from offload.device import Device, select_device
-from offload.errors import CaptureError
+from offload.errors import CaptureError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
 from offload.policy.actions import Rates
@@ -225,7 +225,7 @@ class OffloadEngine:
 
     def close(self, chunks: Iterable[SavedChunk] = ()) -> None:
         """End the step, release every captured region, and return every pinned byte to the system. Blocks the host until the copies in
-        flight have passed."""
+        flight have passed. Raises PoolError while an optimizer or a pool has host memory on loan; called again after, it goes on."""
         with self.lock:
             self.end_step(chunks)
             for region in self.regions:
@@ -233,7 +233,12 @@ class OffloadEngine:
             self.regions.clear()
             self.device.synchronize(self.device.record(self.device.d2h))
             self.device.synchronize(self.device.record(self.device.h2d))
-            self.arena.clear()
+            try:
+                self.arena.clear()
+            except PoolError as error:
+                raise PoolError(
+                    f"the engine cannot be closed, its {error}: close() the optimizers and clear the pools that use it"
+                ) from None
 
 
 def checked_config(config: object) -> OffloadConfig:
