@@ -69,9 +69,10 @@ class SteppedOptimizer(Optimizer):
 
         With overlap and a model it returns when the work is issued; without a model it waits for the weights. Blocks the host while the
         last step is not yet issued, and for weights that somebody changed since. Raises OffloadError if a worker failed, or if a gradient
-        cannot be used, before anything is stepped; CaptureError in a graph under capture.
+        cannot be used, before anything is stepped; CaptureError in a graph under capture,
+        unless nothing is offloaded.
         """
-        self._engine.refuse_in_capture("the optimizer's step()")
+        self._refuse_in_capture("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -146,7 +147,7 @@ class SteppedOptimizer(Optimizer):
             each of which must call. Unlike torch's function of this name it scales what is stepped: the .grad of an offloaded parameter,
             which may have left, keeps its values and need not leave again; that of one whose state is on the device is scaled by step().
         """
-        self._engine.refuse_in_capture("the optimizer's clip_grad_norm_()")
+        self._refuse_in_capture("clip_grad_norm_()")
         if self._landing.early:
             self._break("clip_grad_norm_ was called")
         norm = total if total is not None else self._norm(norm_type)
@@ -185,6 +186,11 @@ class SteppedOptimizer(Optimizer):
         else:
             self._steps.arrive(indices)
 
+    def _refuse_in_capture(self, what: str) -> None:
+        """What workers and the host's own state have a part in; an optimizer that keeps all on the device may be captured."""
+        if self._steps.in_order:
+            self._engine.refuse_in_capture(f"the optimizer's {what}")
+
     def _settle(self) -> None:
         self._steps.settle_host()
 
@@ -205,8 +211,8 @@ class SteppedOptimizer(Optimizer):
             self._break("zero_grad was called without step()")
         self._landing.forget()
         self._landing.watch.start_over()
-        if not set_to_none:
-            self._engine.refuse_in_capture("the optimizer's zero_grad(set_to_none=False)")
+        if not set_to_none and self._steps.in_order:
+            self._refuse_in_capture("zero_grad(set_to_none=False)")
             self._steps.arrive(None)
             self._steps.order_gradients()
         for member in self._placed.members:

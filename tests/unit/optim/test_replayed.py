@@ -28,7 +28,7 @@ class Graphed:
         assert isinstance(self.engine.device, SimDevice)
         self.device = self.engine.device
         self.optimizer = hybrid(
-            self.model, offload_fraction=1.0, model=self.model, engine=self.engine, fused=True, **{"cpu_share": 0.5, **options}
+            self.model, model=self.model, engine=self.engine, fused=True, **{"offload_fraction": 1.0, "cpu_share": 0.5, **options}
         )
         self.seen = [torch.empty_like(parameter) for parameter in self.model.parameters()]
 
@@ -169,6 +169,15 @@ def test_what_a_replay_could_not_repeat_is_refused_in_a_capture() -> None:
                 call()
     graphed.step(0)
     assert_same_bits([parameter.detach() for parameter in settled(optimizer, graphed.model)], expected_weights(1)[0])
+
+
+def test_an_optimizer_that_keeps_all_on_the_device_may_be_captured() -> None:
+    graphed = Graphed(offload_fraction=0.0)
+    give_gradients(graphed.model, 0)
+    with graphed.device.capture():
+        graphed.optimizer.step()
+        graphed.optimizer.zero_grad(set_to_none=False)
+    assert_same_bits([parameter.detach() for parameter in graphed.model.parameters()], expected_weights(1)[0])
 
 
 def settled(optimizer: HybridDeviceOptimizer, model: nn.Module) -> list[nn.Parameter]:
