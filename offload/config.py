@@ -81,7 +81,7 @@ class OffloadConfig:
 
     trim_host: bool = True
     """Give pinned memory back that a steady step does not use, after the plan has settled. Blocks the host then. What a later step, of
-    another shape, needs again is kept from then on."""
+    another shape, needs again is kept from then on, and goes back once a thousand steps have not wanted it."""
 
     audit: bool = False
     """Compare a checksum of every host copy before and after its life there, but for those of captured graphs, which each replay writes

@@ -15,12 +15,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from offload.config import OffloadConfig
 from offload.device import Device, select_device
-from offload.errors import CaptureError
+from offload.errors import CaptureError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
 from offload.policy.actions import Rates
@@ -94,9 +95,11 @@ class OffloadEngine:
         """Whether the calling thread is inside a call of the engine: what it computes now is the engine's, and no model's."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # what threading.Condition asks of a lock
 
-    def on_capture(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
-        """Call `begins` before each capture, when events may still be waited for, and `ends` before it ends, under the engine's lock."""
+    def on_capture(self, begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
+        """Call `begins` before each capture of a region, when events may still be waited for, and `ends` before it ends, under the
+        engine's lock. Returns what to call when that is to end."""
         self._at_boundary.append((begins, ends))
+        return partial(self._at_boundary.remove, (begins, ends))
 
     # -- set up -----------------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
@@ -222,7 +225,7 @@ class OffloadEngine:
 
     def close(self, chunks: Iterable[SavedChunk] = ()) -> None:
         """End the step, release every captured region, and return every pinned byte to the system. Blocks the host until the copies in
-        flight have passed."""
+        flight have passed. Raises PoolError while an optimizer or a pool has host memory on loan; called again after, it goes on."""
         with self.lock:
             self.end_step(chunks)
             for region in self.regions:
@@ -230,7 +233,12 @@ class OffloadEngine:
             self.regions.clear()
             self.device.synchronize(self.device.record(self.device.d2h))
             self.device.synchronize(self.device.record(self.device.h2d))
-            self.arena.clear()
+            try:
+                self.arena.clear()
+            except PoolError as error:
+                raise PoolError(
+                    f"the engine cannot be closed, its {error}: close() the optimizers and clear the pools that use it"
+                ) from None
 
 
 def checked_config(config: object) -> OffloadConfig:

@@ -33,7 +33,7 @@ def run_ranks(
     ranks meet in a file there. backend: one with "nccl" in it gives rank r the CUDA device r. Raises AssertionError if a rank fails or
     time runs out.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _context("spawn" if "nccl" in backend else "forkserver")
     meeting = folder / "store"
     processes = [context.Process(target=_rank, args=(main, rank, world, meeting, backend, timeout_s, arguments)) for rank in range(world)]
     for process in processes:
@@ -53,6 +53,15 @@ def run_ranks(
     assert not errors, "\n".join(errors)
     assert exits == [0] * world, f"exit codes {exits} after at most {timeout_s:.0f} s; None was still running"
     return [pickle.loads(_result_of(meeting, rank).read_bytes()) for rank in range(world)]
+
+
+def _context(method: str) -> Any:
+    """forkserver: ranks are forks of a process that has imported torch and done nothing else, which takes each of them 5 s of a core. It
+    has no thread and knows no device; a process that is to use CUDA shall import torch itself."""
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"])
+    return context
 
 
 def _rank(

@@ -13,15 +13,19 @@ __all__ = ["replace_replay"]
 
 
 def replace_replay(graph: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call `before` and `after` around each replay of this graph. The graph would keep itself alive through its own method, hence the
-    weak reference: its private memory is to go when its owner lets go of it."""
+    """Call `before` and `after` around each replay of this graph, and around what others who listen do. The graph would keep itself alive
+    through its own method, hence the weak reference: its private memory is to go when its owner lets go of it."""
     kind, reference = type(graph), weakref.ref(graph)
+    inner: Callable[[], None] | None = vars(graph).get("replay")  # of another region that was open at the capture
 
     def replay() -> None:
         alive = reference()
         assert alive is not None, "a replay of a graph that is gone"
         before()
-        kind.replay(alive)
+        if inner is not None:
+            inner()
+        else:
+            kind.replay(alive)
         after()
 
     graph.replay = replay

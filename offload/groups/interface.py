@@ -74,7 +74,8 @@ def configure(
     device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store: a torch.distributed Store:
     the host limit is then one number for all ranks whose host_key (None: the host's name) is the same. print_summary: print the rank
     table when warm-up ends; it gathers over process_group, so all its ranks must step.
-    Blocks the host while host_reserve_bytes are pinned. Raises ValueError for an unknown device, HostBudgetError beyond the limit.
+    Blocks the host while host_reserve_bytes are pinned. Raises ValueError for an unknown device, HostBudgetError beyond the limit, and
+    PoolError while an optimizer uses the old one's engine; the old one stays then.
     """
     config = checked_config(config)
     budget: HostBudget | None = None
@@ -82,9 +83,7 @@ def configure(
         limit = config.host_limit_bytes if config.host_limit_bytes is not None else default_host_limit_bytes()
         budget = StoreHostBudget(store, host_key if host_key is not None else _host_name(), limit)
     chosen = select_device(device)
-    old, PipelineOffloadManager.OFFLOAD_MGR = PipelineOffloadManager.OFFLOAD_MGR, None
-    if old is not None:
-        old.close()
+    PipelineOffloadManager.close_instance()
     engine = OffloadEngine(config, device=chosen, budget=budget)
     manager = PipelineOffloadManager(engine, print_summary=print_summary, process_group=process_group)
     PipelineOffloadManager.OFFLOAD_MGR = manager

@@ -16,6 +16,7 @@ import torch
 from offload.config import check_bytes
 from offload.device import Lane
 from offload.engine import OffloadEngine
+from offload.errors import PoolError
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.compile_report import CompileReport
 from offload.groups.group import OffloadTensorGroup
@@ -65,11 +66,22 @@ class PipelineOffloadManager(OpenScopes):
     @classmethod
     def reset_instance(cls, manager: PipelineOffloadManager | None = None) -> PipelineOffloadManager:
         """Close the old instance, which returns its pinned memory to the system, and put a new one (or `manager`) in its place."""
-        old, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR, None
-        if old is not None and old is not manager:
-            old.close()
+        if cls.OFFLOAD_MGR is not manager:
+            cls.close_instance()
         cls.OFFLOAD_MGR = manager if manager is not None else cls()
         return cls.OFFLOAD_MGR
+
+    @classmethod
+    def close_instance(cls) -> None:
+        """Close the process-wide instance, if there is one. Raises PoolError, and leaves it in its place, while an optimizer uses its
+        engine's host memory."""
+        old, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR, None
+        if old is not None:
+            try:
+                old.close()
+            except PoolError:
+                cls.OFFLOAD_MGR = old
+                raise
 
     def close(self) -> None:
         """Drop everything and unpin. Blocks the host until the copies in flight have passed. The manager must not be used after."""

@@ -21,10 +21,19 @@ from offload.groups.units import Stays
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Kind
 from offload.policy.keeps import all_of, fraction_keeps, kept_peak_bytes, limit_keeps, margin_keeps, summary_bytes
 from offload.policy.lookahead import ActionKey
+from offload.policy.recent import RecentPeak
 
 __all__ = ["PlanSettings", "SeenStep", "StepPlanner"]
 
 _LEAST_PIECES = 2  # in flight in one direction: one that is copied, one that waits behind it
+
+REMEMBERED_STEPS = 1000
+"""Steps that host memory is kept for after one that wanted it, and at most twice as many. An evaluation or a longest sequence that comes
+more often finds its memory each time; one that came once holds it for a quarter of an hour to an hour of usual steps, not for ever."""
+
+_WORTH_A_TRIM = 8
+"""Part of the held bytes: what is forgotten goes back to the system once it is an eighth. The peaks of random lengths differ by a little
+from one thousand steps to the next, and what goes back is refused to the first step that wants it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +93,13 @@ class StepPlanner:
         self._actions: tuple[ActionKey, ...] = ()  # of the planned step
         self._looked_cut_short: object = None
         self._trimmed = self._trimmed_shape = False  # ever, and since the shape of the step is this one
-        self._wanted_peak_bytes = 0  # of the steps since host memory was given back
+        self._wanted = RecentPeak(REMEMBERED_STEPS)  # host bytes, since some were given back for the first time
 
     def after_step(self, seen: SeenStep) -> bool:
         """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward plans nothing."""
         self.pass_over(seen)
-        if self._trimmed:
-            self._wanted_peak_bytes = max(self._wanted_peak_bytes, self._engine.last_stats.host_bytes_wanted_peak)
+        if self._trimmed and self._wanted.add(self._engine.last_stats.host_bytes_wanted_peak) and self._holds_forgotten():
+            self._trimmed_shape = False
         if not seen.backward_order:
             return False
         # nothing in it depends on what the plan kept, or each plan would look like a new shape to the next
@@ -142,15 +151,20 @@ class StepPlanner:
         return not again or len(seen.chunks) > len(seen.backward_order)
 
     def _trim(self) -> None:
-        """Give back what a steady step of this shape does not use, but for what any step has wanted since the first time: memory given back
-        twice would be pinned, and the tensors that want it refused, each time that the longer shape returns. Not while a step lacks any.
-        """
+        """Give back what a steady step of this shape does not use, but for what any of the last steps has wanted (REMEMBERED_STEPS): memory
+        given back each time would be pinned, and the tensors that want it refused, each time that the longer shape returns. Not while a
+        step lacks any."""
         arena, stats = self._engine.arena, self._engine.last_stats
         if stats.refused:
             return
         # pieces go whole: with one to spare, what a step needs stays and is not pinned again
-        arena.trim(max(self._wanted_peak_bytes, stats.host_bytes_wanted_peak) + arena.registration_bytes)
+        arena.trim(max(self._wanted.value, stats.host_bytes_wanted_peak) + arena.registration_bytes)
         self._trimmed = self._trimmed_shape = True
+
+    def _holds_forgotten(self) -> bool:
+        """Whether enough is held that only steps have wanted which are forgotten."""
+        held_bytes = self._engine.arena.held_bytes
+        return held_bytes - self._wanted.value - self._engine.arena.registration_bytes >= held_bytes // _WORTH_A_TRIM
 
     def plan_now(self, seen: SeenStep) -> None:
         """End warm-up with what this step was seen to do so far."""

@@ -108,8 +108,14 @@ class Growth:
             return
         self._target_bytes = max(self._target_bytes, target_bytes)
         if self._thread is None and not self._pauses:
-            self._thread = threading.Thread(target=self._run, name="offload-host-growth", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="offload-host-growth", daemon=True)
+            try:
+                thread.start()  # it waits for the lock
+            except RuntimeError as error:  # the system gives no thread: as where it gives no memory
+                self._target_bytes = 0
+                self._refuse(deficit, error)
+                return
+            self._thread = thread
 
     def allow_retry(self) -> None:
         """Forget what was refused: somebody asks anew, or a step has ended."""

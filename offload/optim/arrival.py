@@ -1,11 +1,12 @@
 """Who waits for a weight's return: the first module that uses it, just before its forward.
 
-One invariant: a module of the model never computes with a weight that is still on its way. Whoever reads weights past the modules (a print,
-a norm, a functional call) asks `synchronize_parameters()` first.
+One invariant: a module of the model never computes with a weight that is still on its way. Whoever reads weights outside of a forward (a
+print, a norm, a moving average) asks `synchronize_parameters()` first; a forward that reads them past their modules is readers.py's.
 
 # [Order: weights back]
 # hazard  RAW: `compute` reads a weight before `h2d`, or the optimizer's lane, has written it.
-# edge    the bucket keeps the event of its return or step; the lane of the first user waits for it, each lane once a step.
+# edge    the bucket keeps the event of its return or step; the lane of the first user waits for it, each lane once a step. Of a captured
+#         forward every replay is a user: replayed.py.
 # alive   the parameter is the model's.
 # proof   tests/property/test_optim_edges.py, edge "weights back"
 """
@@ -39,23 +40,24 @@ class Arrivals:
         gathering = _gathering(model)
         gathered = {id(parameter) for module in gathering for parameter in module.parameters() if local_of(parameter) is not parameter}
         for module in model.modules():
-            mine = [id(parameter) for parameter in module.parameters(recurse=False) if id(parameter) in indices]
+            below = isinstance(module, _READ_BELOW)
+            mine = [id(parameter) for parameter in module.parameters(recurse=below) if id(parameter) in indices]
             plain = [indices[key] for key in mine if key not in gathered]
             if plain:
-                self._handles.append(module.register_forward_pre_hook(_hook(method, plain), prepend=True))
+                self._handles.append(module.register_forward_pre_hook(_Wait(method, plain, module), prepend=True))
         sharded = {key: index for key, index in indices.items() if key in gathered}
         if sharded:
             self._watch_gathers(model, gathering, method, sharded)
-        everything = _hook(method, None)
+        everything = _Wait(method, None)
         self._handles.append(model.register_state_dict_pre_hook(everything))
         self._handles.append(model.register_load_state_dict_pre_hook(everything))
 
     def _watch_gathers(self, model: nn.Module, gathering: Sequence[nn.Module], method: _Arrive, sharded: Mapping[int, int]) -> None:
         below = {
-            id(module): _hook(method, [sharded[id(parameter)] for parameter in module.parameters() if id(parameter) in sharded])
+            id(module): _Wait(method, [sharded[id(parameter)] for parameter in module.parameters() if id(parameter) in sharded])
             for module in (model, *gathering)
         }
-        outermost = _Outermost(_hook(method, list(sharded.values())), below)
+        outermost = _Outermost(_Wait(method, list(sharded.values())), below)
         begin, end = torch.compiler.disable(outermost.begin), torch.compiler.disable(outermost.end)
         for module in dict.fromkeys((model, *gathering)):
             self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
@@ -70,6 +72,9 @@ class Arrivals:
 
 
 _Arrive = weakref.WeakMethod[Callable[[Sequence[int] | None], None]]
+
+_READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules of torch that read the weights of modules below them without a call: `out_proj`, and in evaluation a whole layer."""
 
 
 class _Outermost:
@@ -109,14 +114,48 @@ def _forget_event(module: Any, *_: object) -> None:
         module.set_post_optim_event(None)
 
 
-def _hook(method: _Arrive, indices: Sequence[int] | None) -> Callable[..., None]:
-    def wait(*_: object, **__: object) -> None:
-        arrive = method()
+class _Wait:
+    """A hook that waits. Of `module`'s copy, or of what a pickle of it is read into, it does nothing: its weights are its own.
+
+    A copy reads weights like a forward, and no call of it can be hooked but this one's: it waits for all of them. What the module owns has
+    been copied by then, and is copied again.
+    """
+
+    __slots__ = ("_arrive", "_indices", "_module", "_run")
+
+    def __init__(self, arrive: _Arrive, indices: Sequence[int] | None, module: nn.Module | None = None) -> None:
+        self._arrive = arrive
+        self._indices = indices
+        self._module = None if module is None else weakref.ref(module)
+        self._run = torch.compiler.disable(self._wait)
+
+    def __call__(self, *_: object, **__: object) -> None:
+        self._run(self._indices)
+
+    def _wait(self, indices: Sequence[int] | None) -> None:
+        arrive = self._arrive()
         if arrive is not None:
             arrive(indices)
 
-    untraced: Callable[..., None] = torch.compiler.disable(wait)
-    return untraced
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
+        self._wait(None)
+        module = None if self._module is None else self._module()
+        with torch.no_grad():
+            for parameter in module.parameters(recurse=False) if module is not None else ():
+                if isinstance(copy := memo.get(id(parameter)), Tensor):
+                    local_of(copy).copy_(local_of(parameter))
+        return _Nothing()
+
+    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
+        self._wait(None)
+        return _Nothing, ()
+
+
+class _Nothing:
+    """What a hook is in a copy of its module."""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        pass
 
 
 def parameters_outside(model: nn.Module, parameters: Sequence[Tensor]) -> list[int]:

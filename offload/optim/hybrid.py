@@ -41,6 +41,8 @@ from offload.optim.parts import HostOptions
 from offload.optim.places import Place
 from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
 from offload.optim.ranks import several_ranks
+from offload.optim.readers import Readers
+from offload.optim.replayed import ReplayedReads
 from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
 from offload.optim.stepped import SteppedOptimizer
 from offload.optim.stepping import HostedSteps
@@ -108,6 +110,8 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         if cpu_share != "auto":
             check_fraction("cpu_share", cpu_share)
         check_bytes("bucket_bytes", bucket_bytes, least=1024)
+        if cpu_threads is not None and (isinstance(cpu_threads, bool) or not isinstance(cpu_threads, int) or cpu_threads < 1):
+            raise ValueError(f"cpu_threads is {cpu_threads!r}, must be a whole number of threads, 1 or more, or None to choose it")
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
         cpu_cls, gpu_cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs), checked_class("gpu_optimizer_cls", gpu_cls, kwargs)
@@ -158,6 +162,8 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
         self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
         self._build(None if cpu_share == "auto" else float(cpu_share))
+        self._replayed = ReplayedReads(self._engine, self._arrive, self._rest, self._is_met)
+        self._readers = Readers()
         self._arrivals: Arrivals | None = None
         self._model: nn.Module | None = None
         if model is not None:
@@ -220,8 +226,9 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     def attach(self, model: nn.Module) -> None:
         """From now on each module of `model` waits for its own weights just before its forward, and step() does not.
 
-        A weight that another module reads than the one that owns it (a tied output layer that calls no module) needs
-        `synchronize_parameters()` before. What FSDP2 shards is all waited for where a forward begins, before its first gather.
+        A weight that another module reads than the one that owns it (a tied output layer that calls no module) is found out in the first
+        step and waited for by step(). Who reads weights outside of a forward calls `synchronize_parameters()` before. What FSDP2 shards is
+        all waited for where a forward begins, before its first gather.
         """
         self._refuse_replicas(model)
         if self._arrivals is not None:
@@ -231,10 +238,12 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             member.name = self._names.get(id(member.parameter), member.name)
         indices = {id(member.parameter): member.index for member in self._placed.members}
         self._arrivals = Arrivals(model, indices, self._arrive)
+        if model is not self._model:
+            self._readers = Readers()
         self._model = model
-        self._outside = parameters_outside(model, [member.parameter for member in self._placed.members])
+        self._readers.outside = frozenset(parameters_outside(model, [member.parameter for member in self._placed.members]))
         if self._early is not None:
-            self._early.outside = frozenset(self._outside)
+            self._early.outside = self._readers.untold
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host for pinning."""
@@ -372,6 +381,12 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             if self._model is not None:
                 self.attach(self._model)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied: its state lies in host memory of this process; save its state_dict(), "
+            "and load it into one that is built where it is needed"
+        )
+
     # -- the end ------------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """End the workers and give the host memory back; an engine that was made here is closed too. Blocks the host."""
@@ -382,6 +397,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 logger.warning("closing after a failed step: %s", error)
         if self._arrivals is not None:
             self._arrivals.close()
+        self._replayed.close()
         self._close_parts()
         if self._given_engine is None:
             self._engine.close()

@@ -61,8 +61,12 @@ class Landing:
         parameter = member.parameter
         if parameter.grad is None or getattr(parameter, "decoupled_grad", None) is not None:
             return
+        if self._device.is_capturing():
+            return  # no hook runs in the replays, whose gradients these are: they leave at the step
         with torch.no_grad():
             if not self._begun:
+                if self._step_early:
+                    self._steps.start_workers()
                 self._begun = True
                 self._steps.settle()
                 self._refresh(self._steps.settle_host)  # it fetches weights into the gradients' slots, so it comes before any landing

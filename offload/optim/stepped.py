@@ -20,6 +20,8 @@ from offload.optim.landing import Landing
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
 from offload.optim.parameters import laid_out_as, settle_versions
 from offload.optim.placing import Placement
+from offload.optim.readers import Readers
+from offload.optim.replayed import ReplayedReads
 from offload.optim.stepping import HostBucket, HostedSteps
 from offload.optim.undo import EarlyCounts, EarlySteps
 
@@ -29,9 +31,8 @@ __all__ = ["SteppedOptimizer"]
 class SteppedOptimizer(Optimizer):
     """The step, for an heir that builds what is named here.
 
-    _clip: factor of the coming step, from `clip_grad_norm_`. _outside: places of the parameters that no module of `_model` owns.
-    _atomic, _overlaps: how the host's buckets are stepped. _has_state: a step was made, or state was loaded. _early: of a step that may be
-    undone; `_landing.early` has those that may not.
+    _clip: factor of the coming step, from `clip_grad_norm_`. _atomic, _overlaps: how the host's buckets are stepped.
+    _has_state: a step was made, or state was loaded. _early: of a step that may be undone; `_landing.early` has those that may not.
     """
 
     max_grad_norm: float | None
@@ -44,10 +45,11 @@ class SteppedOptimizer(Optimizer):
     _early: EarlySteps | None
     _clip: Tensor | None
     _model: nn.Module | None
-    _outside: Sequence[int]
+    _readers: Readers
     _atomic: bool
     _overlaps: bool
     _has_state: bool
+    _replayed: ReplayedReads
 
     # -- backward -----------------------------------------------------------------------------------------------------
     @property
@@ -77,8 +79,10 @@ class SteppedOptimizer(Optimizer):
         With overlap and a model it returns when the work is issued; without a model it waits for the weights. Blocks the host while the
         last step is not yet issued, and for weights that somebody changed since. With step_in_backward="undoable" and clipping, if a bucket
         was stepped in the backward, it blocks the host until that has ended on the device: somebody has to know whether the norm clips.
-        Raises OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped.
+        Raises OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped; CaptureError in a
+        graph under capture, unless nothing is offloaded.
         """
+        self._refuse_in_capture("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,6 +106,8 @@ class SteppedOptimizer(Optimizer):
         hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
         flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
         self._review(gradients)
+        if self._overlaps:
+            self._steps.start_workers()
         if not self._ahead:
             self._steps.settle()
             if self._placed.refresh_changed(self._steps.settle_host):
@@ -183,6 +189,7 @@ class SteppedOptimizer(Optimizer):
             each of which must call. Unlike torch's function of this name it scales what is stepped: the .grad of an offloaded parameter,
             which may have left, keeps its values and need not leave again; that of one whose state is on the device is scaled by step().
         """
+        self._refuse_in_capture("clip_grad_norm_()")
         if self._landing.early:  # on a promise
             self._break("clip_grad_norm_ was called")
         norm = total if total is not None else self._norm(norm_type)
@@ -211,14 +218,21 @@ class SteppedOptimizer(Optimizer):
         steps.submit(chosen, steps.release(chosen), scalars, factor)
         for bucket in (*early.values(), *chosen):
             steps.hold(bucket, gradients)
-        if self._model is None:
+        if self._model is None or self._replayed.unseen:
             steps.arrive(None)
-        elif self._outside:
-            steps.arrive(self._outside)
+        else:
+            steps.arrive(self._readers.unasked([member for member in self._placed.members if member.index in flats]))
+            if self._early is not None:
+                self._early.outside = self._readers.untold
 
     # -- waiting ------------------------------------------------------------------------------------------------------
     def _arrive(self, indices: Sequence[int] | None) -> None:
         """The current lane is about to read the weights of these parameters, None for all. Blocks the host until they are issued."""
+        if indices is not None and torch.is_grad_enabled():
+            self._readers.ask(indices)
+        if self._engine.device.is_capturing():
+            self._replayed.arrive(indices)
+            return
         if self._early is not None:
             self._early.before_reading(indices)
         self._steps.arrive(indices)
@@ -239,6 +253,14 @@ class SteppedOptimizer(Optimizer):
         way has been issued, or what of the next one started early is undone."""
         self._arrive(None)
 
+    def _refuse_in_capture(self, what: str) -> None:
+        """What workers and the host's own state have a part in; an optimizer that keeps all on the device may be captured."""
+        if self._steps.in_order:
+            self._engine.refuse_in_capture(f"the optimizer's {what}")
+
+    def _is_met(self) -> bool:
+        return self._steps.is_met
+
     def update_fp32_param_by_new_param(self) -> None:
         """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
         self._rest()
@@ -256,7 +278,8 @@ class SteppedOptimizer(Optimizer):
             self._early.forget()
         self._landing.forget()
         self._landing.watch.start_over()
-        if not set_to_none:
+        if not set_to_none and self._steps.in_order:
+            self._refuse_in_capture("zero_grad(set_to_none=False)")
             self._steps.arrive(None)
             self._steps.order_gradients()
         for member in self._placed.members:

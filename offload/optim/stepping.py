@@ -74,6 +74,13 @@ class HostedSteps:
                 device.note_read(device.compute, part.view(torch.uint8))
         return device.record(device.compute)
 
+    def start_workers(self) -> None:
+        """Have the threads, before anything of a step is done: `submit` cannot fail for want of them after it. Raises OffloadError."""
+        if self._cpu.buckets:
+            self._stepper.start()
+        if self._streamed.buckets:
+            self._streamer.start()
+
     def submit(self, buckets: Sequence[HostBucket], released: Event, scalars: HostScalars, factor: Tensor | None) -> None:
         """Give buckets, which hold their gradients, to the workers; see waiting.py for their order. Blocks the host: never.
 
@@ -199,6 +206,11 @@ class HostedSteps:
             if isinstance(bucket, StreamedBucket):
                 bucket.drop_old()
             self._arrived.add(key)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether every weight on its way has been waited for, by whatever lane: then no worker is at work either."""
+        return {id(bucket) for bucket in self._pending} <= {bucket for bucket, _ in self._arrived}
 
     def settle(self) -> None:
         """End the last step: every weight has been waited for. Blocks the host until its last bucket is issued."""

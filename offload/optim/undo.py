@@ -43,8 +43,8 @@ QUIET_STEPS = 8
 twice, and runs that clip do so in many steps one after the other; a run that never does loses nothing by the rule."""
 
 SPARE_ROOM = 2
-"""How many times a bucket's old weights have to fit beside themselves. At the moments when buckets are offered a layer's backward holds more
-or less of its own: with no spare room W4's peak rose by 1.3 buckets (one H200, November 2026)."""
+"""How many times a bucket's old weights have to fit beside themselves. When one bucket is offered a layer's backward holds more of its own
+than when another is: with no spare room W4's peak rose by 1.3 buckets (one H200, November 2026)."""
 
 
 def checked_mode(mode: object, *, overlaps: bool, max_grad_norm: float | None, model: nn.Module | None) -> StepInBackward:
@@ -81,7 +81,8 @@ class EarlyCounts:
 class EarlySteps:
     """The undecided buckets of one backward: `started`, by id.
 
-    quiet_steps: see QUIET_STEPS. outside: parameters that no module of the model owns; whoever reads them tells nobody.
+    quiet_steps: see QUIET_STEPS. outside: places of the parameters of which a forward may be the reader and tell
+        nobody; those that are read past their modules are known from the second step on.
     """
 
     def __init__(self, device: Device, steps: HostedSteps, streamed: StreamedPart) -> None:
@@ -110,6 +111,7 @@ class EarlySteps:
         self._read_asked()
         ring = self._streamed.ring
         if ring is not None and self._rest == 0:
+            self._steps.start_workers()
             self._device.synchronize(self._device.record(ring.lane))
             self._steps.let_go()
 
@@ -117,9 +119,9 @@ class EarlySteps:
         """Start the bucket's step, if it is likely to count and its old weights fit. Blocks the host: never.
 
         They fit where they, and SPARE_ROOM times as much, raise the bytes active on the device to no more than was active when an earlier
-        bucket was offered, without old weights. What a layer's backward needs for itself comes on top of both: with layers alike the peak of the step is what it was, and
-        a layer that needs more than those after it may raise it by the difference. In the next forward a layer's old weights are gone
-        before its activations are there, as these were freed before those came.
+        bucket was offered, without old weights. What a layer's backward needs for itself comes on top of both: with layers alike the peak of
+        the step is what it was, and a layer that needs more than those after it may raise it by the difference. In the next forward a layer's
+        old weights are gone before its activations are there, as these were freed before those came.
         """
         if any(member.index in self.outside for member in bucket.members):
             return

@@ -45,7 +45,9 @@ class Waiting:
         self._taken: _Entry | None = None  # seen by the worker's thread only
 
     def submit(self, place: int, is_ready: Callable[[], bool], step: Job, done: Job) -> None:
-        """Have the worker run `step` once, and then `done`, which also runs if the step fails or is dropped. Blocks the host: never."""
+        """Have the worker run `step` once, and then `done`, which also runs if the step fails or is dropped. Blocks the host: never, but
+        for the start of the worker, once. Raises OffloadError if it cannot start; the bucket does not wait then."""
+        self._worker.start()  # first: a bucket without a job would be waited for for ever
         with self._lock:
             self._came += 1
             bisect.insort(self._entries, _Entry(place, self._came, is_ready, step, done), key=operator.attrgetter("place"))

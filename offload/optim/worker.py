@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from offload.errors import OffloadError
+
 __all__ = ["Job", "Worker"]
 
 Job = Callable[[], None]
@@ -46,9 +48,8 @@ class Worker:
 
     def submit(self, job: Job, after: Job) -> None:
         """Run `job` after those before it, then `after`, which also runs if the job fails or is dropped. Blocks the host: never, but for
-        the start of the thread, once."""
-        if self._thread is None:
-            self._start()
+        the start of the thread, once. Raises as `start`; neither will run then."""
+        self.start()
         with self._shared.idle:
             self._shared.unfinished += 1
         self._shared.jobs.put((job, after))
@@ -74,12 +75,21 @@ class Worker:
             self._end = None
             self._thread = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Have the thread, so that no `submit` can fail. Blocks the host for the start, once. Raises OffloadError if it cannot."""
+        if self._thread is not None:
+            return
         count = self._threads if self._threads is not None else _default_threads(len(self._cores))
         started = threading.Event()
         thread = threading.Thread(target=_run, args=(self._shared, self._cores, count, started), name=self.name, daemon=True)
         before = torch.get_num_threads()
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OffloadError(
+                f"the system gives the process no thread for {self.name} beside its {threading.active_count()} Python threads ({error}); "
+                "raise the limit (ulimit -u, or pids.max of the container) and call again"
+            ) from error
         started.wait()
         torch.set_num_threads(before)  # the thread's own number has also become that of threads to come
         self._thread = thread

@@ -55,9 +55,11 @@ class CapturedGraph:
 
     spill_bytes, restore_bytes: copied by each replay. kept_bytes: should have left at the capture, and stay in the graph's memory.
     blocks: of host memory, that its spills write. sources: graphs whose spills its restores read. records: that it moved.
+    before_replay: what features do before each replay, whether it copies or not.
     """
 
     __slots__ = (
+        "before_replay",
         "blocks",
         "forked",
         "kept_bytes",
@@ -74,6 +76,7 @@ class CapturedGraph:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.before_replay: list[Callable[[], None]] = []
         self.blocks: list[Block] = []
         self.records: list[weakref.ref[Record]] = []
         self.forked: dict[Lane, None] = {}  # copy lanes that are part of the capture: they must be joined
@@ -83,6 +86,10 @@ class CapturedGraph:
         self.spill_bytes = self.restore_bytes = self.kept_bytes = 0
         self.replays = 0
         self.last_use: Event | None = None
+
+    @property
+    def copies(self) -> bool:
+        return bool(self.spill_bytes or self.restore_bytes)
 
     def reads(self, other: CapturedGraph) -> None:
         """A restore captured here reads what `other` spills."""
@@ -247,11 +254,15 @@ class CapturedRegion:
             if captured is None or not complete:
                 return
             self.graphs.append(captured)
-        if captured.spill_bytes or captured.restore_bytes:
+        if captured.copies or captured.before_replay:
             self._device.watch_replays(graph, partial(self._before_replay, captured), partial(self._after_replay, captured))
 
     # -- replays ------------------------------------------------------------------------------------------------------
     def _before_replay(self, graph: CapturedGraph) -> None:
+        for prepare in graph.before_replay:
+            prepare()
+        if not graph.copies:
+            return
         if self.released:
             raise CaptureError(
                 f"{graph.name} is replayed, but its region was released, and other copies use its {len(graph.blocks)} host blocks; "
@@ -266,6 +277,8 @@ class CapturedRegion:
             )
 
     def _after_replay(self, graph: CapturedGraph) -> None:
+        if not graph.copies:
+            return
         with self._lock:
             graph.replays += 1
             graph.unread = graph.read_elsewhere

@@ -1,19 +1,13 @@
 """Every schedule on real gloo ranks: right gradients, the order that was foretold, nothing left over, evaluation in between.
 
-The ranks are started once for all schedules (this file run as a script is one rank); each test then looks at one thing they report.
+The ranks are started once for all schedules; each test then looks at one thing they report.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from offload import OffloadConfig, PipelineOffloadManager, configure  # noqa: E402
-from parallel.order import actions_of  # noqa: E402
-from parallel.schedules import SCHEDULES, build_schedule, forget_failed_step, schedule_named, stages_of  # noqa: E402
-from parallel.stage import OffloadPipelineStage  # noqa: E402
-from parallel.transformer import TransformerConfig, build_stage_module, group_names, stage_examples  # noqa: E402
-from tests.once import made_once  # noqa: E402
+from offload import OffloadConfig, PipelineOffloadManager, configure
+from parallel.order import actions_of
+from parallel.schedules import SCHEDULES, build_schedule, forget_failed_step, schedule_named, stages_of
+from parallel.stage import OffloadPipelineStage
+from parallel.transformer import TransformerConfig, build_stage_module, group_names, stage_examples
+from tests.once import run_ranks_once
+from tests.ranks import run_ranks
 
 BATCH, SEQUENCE = 2, 16
 MODEL = TransformerConfig(dim=32, layers=8, heads=4, kv_heads=2, ffn=64, sequence=SEQUENCE, seed=7, offload_modules=group_names("all"))
 NAMES = tuple(SCHEDULES)
-SLOW_START = 240.0
 
 
 # ---- one rank ----
@@ -241,50 +231,16 @@ def host_bytes_lent(manager: PipelineOffloadManager) -> int:
     return int(manager.engine.arena.stats().lent_bytes)
 
 
-def rank_main(folder: Path, rank: int, ranks: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    reports = {name: report_of(name, rank, ranks, microbatches=2 * ranks + 2 if name == "gpipe" else 2 * ranks) for name in names}
-    (folder / f"rank{rank}.json").write_text(json.dumps(reports))
-    dist.barrier()
-    dist.destroy_process_group()
+def rank_main(rank: int, ranks: int, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: report_of(name, rank, ranks, microbatches=2 * ranks + 2 if name == "gpipe" else 2 * ranks) for name in names}
 
 
 # ---- the tests ----
 
 
-@contextmanager
-def running_ranks(folder: Path, ranks: int, names: tuple[str, ...]) -> Iterator[list[subprocess.Popen[str]]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(folder)]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), ",".join(names)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def reports_of(folder: Path, ranks: int, names: tuple[str, ...] = NAMES) -> list[dict[str, Any]]:
-    with running_ranks(folder, ranks, names) as processes:
-        outputs = [process.communicate(timeout=SLOW_START)[0] for process in processes]
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, "\n".join(outputs) or output
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = made_once(tmp_path_factory, "schedules", lambda folder: reports_of(folder, 2))
-    return found
+    return run_ranks_once(tmp_path_factory, "schedules", rank_main, 2, NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -322,7 +278,7 @@ def test_foretold_order_is_the_order_that_was_announced(two_ranks: list[dict[str
 def test_no_hidden_forward_runs_in_a_step_an_evaluation_or_after_it(two_ranks: list[dict[str, Any]], name: str) -> None:
     for rank in two_ranks:
         microbatches = len({microbatch for _, _, microbatch in rank[name]["said"]})
-        stages = {str(stage) for _, stage, _ in rank[name]["said"]}
+        stages = {stage for _, stage, _ in rank[name]["said"]}
         once_a_microbatch = dict.fromkeys(stages, microbatches)
         assert rank[name]["forwards_of_a_step"] == once_a_microbatch
         assert rank[name]["forwards_of_eval"] == once_a_microbatch
@@ -349,7 +305,7 @@ def test_receive_buffers_live_no_longer_than_their_chunk(two_ranks: list[dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_four_ranks_get_the_same_gradients_with_and_without_offload(tmp_path: Path, name: str) -> None:
-    reports = [rank[name] for rank in reports_of(tmp_path, 4, (name,))]
+    reports = [rank[name] for rank in run_ranks(rank_main, 4, tmp_path, (name,))]
     check_gradients(reports)
     for report in reports:
         assert report["said"] == report["foretold"]
@@ -393,7 +349,3 @@ def test_step_after_a_step_that_raised_has_the_right_gradients() -> None:
     pipeline.step(1)
     assert same(expected, pipeline.grads())
     assert host_bytes_lent(pipeline.manager) == 0
-
-
-if __name__ == "__main__":
-    rank_main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split(","))

@@ -6,14 +6,9 @@ This file run as a script is one rank of two.
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +20,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-import offload  # noqa: E402
-from offload import OffloadConfig, PipelineOffloadManager, configure  # noqa: E402
-from tests.integration.test_schedules import NAMES, Pipeline, build, host_bytes_lent, same  # noqa: E402
+import offload
+from offload import OffloadConfig, PipelineOffloadManager, configure
+from tests.integration.test_schedules import NAMES, Pipeline, build, host_bytes_lent, same
+from tests.ranks import run_ranks
 
 aten = torch.ops.aten
 KEEP_OPS = frozenset({aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default})
@@ -94,29 +86,13 @@ def test_every_schedule_gets_the_gradients_of_no_checkpoint_and_no_offload(name:
     check(compared(name, 0, 1, microbatches=4))
 
 
-def rank_main(folder: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    (folder / f"rank{rank}.json").write_text(json.dumps({name: compared(name, rank, 2, 4) for name in ("1f1b", "zbv")}))
-    dist.barrier()
-    dist.destroy_process_group()
+def rank_main(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    return {name: compared(name, rank, world, 4) for name in ("1f1b", "zbv")}
 
 
 def test_two_ranks_get_them_under_1f1b_and_zbv(tmp_path: Path) -> None:
-    command = [sys.executable, __file__, str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
-    for rank in range(2):
-        for found in json.loads((tmp_path / f"rank{rank}.json").read_text()).values():
+    for rank in run_ranks(rank_main, 2, tmp_path):
+        for found in rank.values():
             check(found)
 
 
@@ -232,7 +208,3 @@ def test_a_checkpoint_that_is_compiled_whole_is_refused(fullgraph: bool, manager
     manager.begin_chunk(0, 0)
     with pytest.raises(Exception, match=r"traces a checkpoint with selective_contexts\(\) whole.*Compile the function inside"):
         whole(torch.randn(8, 16, requires_grad=True))
-
-
-if __name__ == "__main__":
-    rank_main(Path(sys.argv[1]), int(sys.argv[2]))

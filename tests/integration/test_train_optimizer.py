@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_train import SMALL, run
+from tests.integration.test_train import ALONE, SMALL, run
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from training.options import fraction_without_room  # noqa: E402
+from training.options import fraction_without_room, read_options  # noqa: E402
 
 
 def losses(arguments: list[str], path: Path, *, ranks: int | None = None) -> list[float]:
@@ -44,9 +44,8 @@ def test_activations_leave_at_the_same_time_without_changing_a_bit_of_the_losses
 
 @pytest.mark.parametrize("wrong", ["1.5", "most"])
 def test_a_fraction_that_is_none_is_refused(wrong: str) -> None:
-    code, _, errors = run([f"--optimizer-offload-fraction={wrong}"])
-    assert code == 2
-    assert f"{wrong} must be a number from 0 to 1, or auto" in errors
+    with pytest.raises(ValueError, match=f"{wrong} must be a number from 0 to 1, or auto"):
+        read_options([f"--optimizer-offload-fraction={wrong}"], ALONE)
 
 
 def test_auto_is_what_finds_no_room() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -111,3 +112,12 @@ def test_watched_replay_calls_before_and_after_and_does_not_keep_the_graph(log: 
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_a_replay_that_two_regions_watch_is_told_to_both(log: list[str]) -> None:
+    """Of two engines, of a manager and of an optimizer: the second to listen took the place of the first."""
+    graph = FakeGraph(log)
+    for name in ("one", "two"):
+        replace_replay(graph, partial(log.append, f"before {name}"), partial(log.append, f"after {name}"))
+    graph.replay()
+    assert log == ["before two", "before one", "torch replays", "after one", "after two"]

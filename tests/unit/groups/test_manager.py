@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from offload import (
     GPUTensorPool,
+    HybridDeviceOptimizer,
     OffloadManager,
     PipelineOffloadManager,
     PoolError,
@@ -49,6 +52,23 @@ def test_reset_instance_makes_a_new_one_and_really_frees_the_old(manager: Pipeli
     assert manager.engine.transfers.device_bytes == 0
     with pytest.raises(StaleHandleError, match=r"s0m0/a#0\[0\] \(256 bytes\) was saved in a step that has ended; run its backward before"):
         graph.sum().backward()
+
+
+@pytest.mark.parametrize("anew", [configure, PipelineOffloadManager.reset_instance])
+def test_instance_whose_engine_an_optimizer_uses_stays_until_that_is_closed(anew: Callable[[], PipelineOffloadManager]) -> None:
+    """It was gone and its memory still pinned, and the error named blocks that no user of a manager has ever seen."""
+    manager = PipelineOffloadManager.reset_instance(build_manager())
+    model = nn.Linear(4, 4)
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, engine=manager.engine, lr=0.1, cpu_share=1.0)
+    with pytest.raises(PoolError, match=r"1 blocks of [\d,]+ bytes lent, .*: close\(\) the optimizers and clear the pools that use it"):
+        anew()
+    assert PipelineOffloadManager.get_instance() is manager
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    assert anew() is not manager
+    assert manager.engine.arena.held_bytes == 0
+    PipelineOffloadManager.get_instance().close()
 
 
 def test_reset_instance_inside_a_scope_takes_nothing_more_and_leaves_no_hooks(manager: PipelineOffloadManager) -> None:

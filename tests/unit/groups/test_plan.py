@@ -179,35 +179,81 @@ def test_step_with_fewer_microbatches_is_planned_for_when_it_comes_again() -> No
     assert stays(fewer) == [{0, 1, 2, 3}]
 
 
-def test_host_memory_that_a_longer_step_needs_again_is_not_given_back_a_second_time() -> None:
-    """Each run of equal steps trimmed to its own need: short and long sequences in turn unpinned and pinned the difference each time, and
-    on a GPU the long ones found no block until the thread that pins had caught up."""
-    engine = engine_of()
-    engine.arena = HostArena(engine.device, budget=engine.arena.budget, slab_bytes=16 * KIB, registration_bytes=4 * KIB)
-    planner = planner_of(engine)
+class _Held:
+    """A planner over an arena of 4 KiB registrations, told of steps that lent and refused so much at most."""
 
-    def run(lent_bytes: int, missing_bytes: int = 0) -> int:
-        """Six equal steps in which so much was lent at most, and in the first of them so much refused; what is held after them."""
-        chunks = chunks_of(engine, "aa", nbytes=lent_bytes)
-        for number in range(6):
+    def __init__(self) -> None:
+        self.engine = engine_of()
+        self.engine.arena = HostArena(
+            self.engine.device, budget=self.engine.arena.budget, slab_bytes=16 * KIB, registration_bytes=4 * KIB
+        )
+        self.planner = planner_of(self.engine)
+        self.trims = 0
+        self.engine.arena.reserve(64 * KIB)
+
+    def run(self, lent_bytes: int, missing_bytes: int = 0, *, steps: int = 6, backward: bool = True) -> int:
+        """Equal steps, of which the first lacked `missing_bytes`; what is held after them. backward: False for evaluations."""
+        arena = self.engine.arena
+        chunks = chunks_of(self.engine, "aa", nbytes=lent_bytes)
+        for number in range(steps):
             missing = missing_bytes if number == 0 else 0
-            engine.arena.reserve(lent_bytes + missing)
-            engine.last_stats = StepStats(
+            arena.reserve(lent_bytes + missing)
+            before = arena.held_bytes
+            self.engine.last_stats = StepStats(
                 step=0,
                 refused=int(missing > 0),
                 refused_bytes=missing,
                 host_bytes_lent_peak=lent_bytes,
                 host_bytes_wanted_peak=lent_bytes + missing,
             )
-            planner.after_step(seen(chunks, "F0 B0"))
-        return engine.arena.held_bytes
+            self.planner.after_step(seen(chunks, "F0 B0" if backward else "F0"))
+            self.trims += arena.held_bytes < before
+        return arena.held_bytes
 
-    engine.arena.reserve(64 * KIB)
+
+def test_host_memory_that_a_longer_step_needs_again_is_not_given_back_a_second_time() -> None:
+    """Each run of equal steps trimmed to its own need: short and long sequences in turn unpinned and pinned the difference each time, and
+    on a GPU the long ones found no block until the thread that pins had caught up."""
+    run = _Held().run
     assert run(8 * KIB) == 12 * KIB, "reserved and never used: given back"
     assert run(32 * KIB) == 32 * KIB
     assert run(8 * KIB) == 32 * KIB
     assert run(36 * KIB, missing_bytes=12 * KIB) == 48 * KIB, "its first step, still under the plan of another, wanted more than the others"
     assert run(8 * KIB) == 48 * KIB
+
+
+def test_host_memory_that_one_odd_step_wanted_goes_back_when_it_has_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One evaluation, or one step that was refused a lot, kept its memory pinned to the end of the training."""
+    monkeypatch.setattr("offload.groups.plan.REMEMBERED_STEPS", 20)
+    held = _Held()
+    assert held.run(8 * KIB) == 12 * KIB
+    assert held.run(40 * KIB, steps=1, backward=False) == 40 * KIB
+    assert held.run(8 * KIB, steps=20) == 40 * KIB, "remembered"
+    assert held.run(8 * KIB, steps=20) == 12 * KIB, "forgotten, in the middle of a run of equal steps"
+    assert held.trims == 2
+
+
+@pytest.mark.parametrize("period", [2, 7, 20])
+@pytest.mark.parametrize("backward", [False, True])
+def test_turns_of_training_and_evaluation_never_give_back_what_the_other_needs(
+    period: int, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.groups.plan.REMEMBERED_STEPS", 20)
+    held = _Held()
+    held.run(8 * KIB)
+    for _ in range(200 // period):
+        held.run(40 * KIB, steps=1, backward=backward)
+        assert held.run(8 * KIB, steps=period - 1) == 40 * KIB
+    assert held.trims == 1, "the first time"
+
+
+def test_forgetting_a_little_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks of random lengths differ a little from one stretch of steps to the next: what went back would be refused soon."""
+    monkeypatch.setattr("offload.groups.plan.REMEMBERED_STEPS", 20)
+    held = _Held()
+    held.run(56 * KIB)
+    assert held.run(64 * KIB, steps=1, backward=False) == 64 * KIB
+    assert held.run(56 * KIB, steps=60) == 64 * KIB
 
 
 def test_plan_by_hand_needs_no_complete_step() -> None:

@@ -178,6 +178,25 @@ def test_nothing_is_pinned_while_a_graph_is_captured(pins: bool) -> None:
     arena.give_back(block, None)
 
 
+def test_growth_without_a_thread_is_a_refusal_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error was raised in the hook that had saved a tensor, and whoever waited for the growth hung."""
+    arena = arena_on(FakeDevice(pins=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        assert arena.take(PIECE) is None
+        arena.synchronize_growth()
+    assert "host memory cannot grow; what does not fit stays on the device and is counted: can't start new thread" in caplog.text
+    arena.reserve_later(PIECE)
+    arena.synchronize_growth()
+    assert arena.take(PIECE) is not None
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_background_growth_pauses_for_a_capture_and_resumes() -> None:
     device = FakeDevice(pins=True)
     arena = arena_on(device, slab_bytes=PIECE)

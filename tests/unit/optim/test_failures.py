@@ -33,6 +33,7 @@ FUSED = {"lr": 1e-2, "fused": True}
         ({"offload_fraction": True}, "offload_fraction is True"),
         ({"cpu_share": 2}, "cpu_share is 2"),
         ({"bucket_bytes": 10}, "bucket_bytes is 10"),
+        ({"cpu_threads": 0}, "cpu_threads is 0, must be a whole number of threads, 1 or more"),
         ({"cpu_optimizer_cls": nn.Linear}, r"cpu_optimizer_cls is <class .*Linear'>, must be a class derived from torch.optim.Optimizer"),
         ({"cpu_optimizer_cls": Adam, "gpu_optimizer_cls": "AdamW"}, "gpu_optimizer_cls is 'AdamW', must be a class"),
         ({"cpu_optimizer_cls": LBFGS}, "cpu_optimizer_cls LBFGS needs a closure in every step and calls it several times"),
@@ -264,6 +265,44 @@ def test_an_optimizer_that_is_dropped_leaves_no_thread_and_no_hook_that_does_any
     gc.collect()
     assert threading.active_count() == before
     backward(model, 0)
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_step_whose_worker_cannot_start_is_an_error_and_the_next_one_makes_it(
+    share: float, fraction: float, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets without a job were pending: the next call waited for them for ever. What stays on the GPU had been stepped already."""
+    reference, model = net(), net()
+    expected = AdamW(reference.parameters(), **FUSED)
+    optimizer = hybrid(model, offload_fraction=fraction, cpu_share=share, model=model, step_in_backward=early, fused=True)
+    optimizer.last_microbatch = True
+    before = weights(model, optimizer)
+    backward(reference, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        if not early:
+            backward(model, 0)
+        with pytest.raises(OffloadError, match=r"no thread for optimizer-(cpu|stream) beside its"):
+            backward(model, 0) if early else optimizer.step()
+        assert_same_bits(weights(model, optimizer), before)
+        if early:  # the backward broke off, like any that raises
+            optimizer.zero_grad()
+            model.zero_grad()
+    if early:
+        backward(model, 0)
+    for one in (expected, optimizer):
+        one.step()
+        one.zero_grad()
+    train(reference, expected, 2, first=1)
+    train(model, optimizer, 2, first=1)
+    assert_same_bits(weights(model, optimizer), weights(reference, expected))
+    optimizer.close()
 
 
 def test_a_worker_runs_jobs_in_order_and_drops_those_after_an_error() -> None:

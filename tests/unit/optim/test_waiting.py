@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from offload.errors import OffloadError
 from offload.optim.waiting import Waiting
 from offload.optim.worker import Worker
 
@@ -117,3 +118,23 @@ def test_no_more_is_asked_than_a_choice_needs() -> None:
     desk.put(*range(50))
     assert desk.steps() == list(range(50))
     assert desk.asked <= 50
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_bucket_whose_worker_cannot_start_is_refused_and_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited without a job: a later job took it, and the last bucket of that step was never done."""
+    worker, log = Worker("test"), []
+    waiting = Waiting(worker, lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(
+            OffloadError, match=r"no thread for test beside its \d+ Python threads \(can't start new thread\); raise the limit"
+        ):
+            waiting.submit(0, lambda: True, lambda: log.append("step 0"), lambda: log.append("done 0"))
+    waiting.submit(1, lambda: True, lambda: log.append("step 1"), lambda: log.append("done 1"))
+    worker.synchronize()
+    worker.close()
+    assert log == ["step 1", "done 1"]

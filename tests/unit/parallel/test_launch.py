@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -9,31 +10,40 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from parallel.launch import Ranks, choose_device, ranks_from_environment
+from tests.once import made_once
 
 ROOT = Path(__file__).resolve().parents[3]
 ALONE = Ranks(0, 1, 0, 1)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
+PRELUDE = textwrap.dedent("""
+    import sys, time, threading
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from parallel import launch
+    launch._GRACE = 0.5
+    ranks = launch.ranks_from_environment()
+""")
+
+
+def _main(body: str) -> str:
+    return "def main():\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n"
+
+
 def start(body: str, **environment: str) -> subprocess.Popen[str]:
     """Run `body` as the main function of a rank."""
-    program = textwrap.dedent("""
-        import sys, time, threading
-        from datetime import timedelta
-        import torch
-        import torch.distributed as dist
-        from parallel import launch
-        launch._GRACE = 0.5
-        ranks = launch.ranks_from_environment()
-        def main():
-        {body}
-        launch.run_rank(main, ranks)
-    """).format(body=textwrap.indent(textwrap.dedent(body).strip(), "    "))
+    return _started(PRELUDE + _main(body) + "launch.run_rank(main, ranks)\n", **environment)
+
+
+def _started(program: str, **environment: str) -> subprocess.Popen[str]:
     clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     return subprocess.Popen(
         [sys.executable, "-c", program],
@@ -58,40 +68,74 @@ def wait_for(process: subprocess.Popen[str], word: str) -> None:
     assert process.stdout.readline().strip() == word
 
 
-def test_rank_alone_gets_a_process_group_a_mesh_and_a_store_and_ends_well() -> None:
-    body = """
+BODIES = {
+    "alone": """
         with launch.launched(ranks, torch.device("cpu")) as rank:
             assert dist.get_world_size(rank.group) == 1
             assert rank.mesh.mesh_dim_names == ("pp",)
             assert rank.store.add("pinned", 3) == 3
         assert not dist.is_initialized()
         return 0
-    """
-    assert ended(start(body)) == (0, "")
+    """,
+    "value": "raise ValueError('no layer has the mark x')",
+    "file": "raise FileNotFoundError('there is no such file')",
+    "lines": "raise RuntimeError('lost\\n  its way')",
+    "interrupt": "raise KeyboardInterrupt('after 3 of 20 steps')",
+    "cause": """
+        try:
+            raise KeyError("wq")
+        except KeyError as error:
+            raise RuntimeError("a table over several lines") from error
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code and standard error of each body, in a process of its own: a fork of one that has imported torch, for all of them."""
+    return cast(dict[str, tuple[int, str]], made_once(tmp_path_factory, "launch", _forked))
+
+
+def _forked(folder: Path) -> dict[str, tuple[int, str]]:
+    each = textwrap.dedent("""
+        import os
+        bodies, folder, codes = {bodies!r}, {folder!r}, {{}}
+        for name, body in bodies.items():
+            child = os.fork()
+            if child == 0:
+                os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), 2)
+                exec(body)
+                launch.run_rank(main, ranks)
+            codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(codes)
+    """).format(bodies={name: _main(body) for name, body in BODIES.items()}, folder=str(folder))
+    process = _started(PRELUDE + each)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    codes = ast.literal_eval(output)
+    return {name: (codes[name], (folder / name).read_text()) for name in BODIES}
+
+
+def test_rank_alone_gets_a_process_group_a_mesh_and_a_store_and_ends_well(ends: dict[str, tuple[int, str]]) -> None:
+    assert ends["alone"] == (0, "")
 
 
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
-        ("ValueError('no layer has the mark x')", 2, "no layer has the mark x"),
-        ("FileNotFoundError('there is no such file')", 2, "there is no such file"),
-        ("RuntimeError('lost\\n  its way')", 1, "RuntimeError: lost its way"),
-        ("KeyboardInterrupt('after 3 of 20 steps')", 130, "interrupted after 3 of 20 steps"),
+        ("value", 2, "no layer has the mark x"),
+        ("file", 2, "there is no such file"),
+        ("lines", 1, "RuntimeError: lost its way"),
+        ("interrupt", 130, "interrupted after 3 of 20 steps"),
     ],
 )
-def test_failure_is_one_line_and_an_exit_code(raised: str, code: int, said: str) -> None:
-    returned, errors = ended(start(f"raise {raised}"))
+def test_failure_is_one_line_and_an_exit_code(raised: str, code: int, said: str, ends: dict[str, tuple[int, str]]) -> None:
+    returned, errors = ends[raised]
     assert (returned, errors.strip()) == (code, said)
 
 
-def test_first_cause_is_told_instead_of_the_message_wrapped_around_it() -> None:
-    body = """
-        try:
-            raise KeyError("wq")
-        except KeyError as error:
-            raise RuntimeError("a table over several lines") from error
-    """
-    assert ended(start(body)) == (1, "\nKeyError: 'wq'\n")
+def test_first_cause_is_told_instead_of_the_message_wrapped_around_it(ends: dict[str, tuple[int, str]]) -> None:
+    assert ends["cause"] == (1, "\nKeyError: 'wq'\n")
 
 
 def test_interrupt_ends_a_rank_that_waits_for_a_message() -> None:
