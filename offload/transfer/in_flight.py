@@ -108,6 +108,21 @@ class InFlight:
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
 
+    def count(self, record: Record, nbytes: int, storages: int) -> None:
+        """Count so much more, or less, with a RESIDENT record that stays, after making room for it."""
+        if self.estate:
+            self.bury()
+        record.nbytes += nbytes
+        self.resident_bytes += nbytes
+        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
+        limit, counts = self.limits.device_limit_bytes, self.counts
+        if limit is not None and held > limit:
+            self._make_room(0)
+            held = self.device_bytes
+        counts.saved += storages
+        if held > counts.device_bytes_peak:
+            counts.device_bytes_peak = held
+
     def resize(self, record: Record, nbytes_before: int) -> None:
         """A RESIDENT record's span has changed since it was adopted; room is made for what it grew."""
         self.resident_bytes += record.nbytes - nbytes_before
@@ -259,7 +274,9 @@ class InFlight:
         """End a record's life whatever its state: a later read finds it RELEASED. Its block and counts are settled now."""
         remains = record.remains()
         record.move_to(RecordState.RELEASED)
-        record.device_bytes = record.block = record.probe = record.views = None
+        record.device_bytes = record.block = record.probe = None
+        for keeper in record.living_keepers():
+            keeper.probe = None
         self.estate.append(remains)
         self.bury()
 
