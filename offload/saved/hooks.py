@@ -200,12 +200,12 @@ class SavedTensorHooks:
             record, alias = packed.record, packed.probe
             with self._lock:
                 if (
-                    record.stays
+                    record.storages > 1
                     and 1 < record.unread < record.handles
                     and packed.pass_no != record.pass_no
                     and alias is not None
                     and alias._version == packed.version
-                ):  # what `read` does in the midst of a piece that stays: nobody gains by knowing
+                ):  # `read` in the midst of a piece that stays, of which nobody need know; autograd, which alone has the handle, aliases it
                     packed.pass_no = record.pass_no
                     record.unread -= 1
                     return alias

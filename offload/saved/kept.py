@@ -168,9 +168,9 @@ class KeptCall:
 
 
 def _given(leaf: Any, unpack: Callable[[Any], torch.Tensor]) -> Any:
-    if isinstance(leaf, (Handle, Passed)):  # what stays is for the next read too, and autograd makes what a call returns part of its graph
-        return (leaf.read() if isinstance(leaf, Passed) else unpack(leaf)).detach()
-    return unpack(leaf) if isinstance(leaf, WrapperHandle) else leaf
+    if isinstance(leaf, Passed):  # kept for the next read too, and autograd makes what a call returns a part of its graph
+        return leaf.read().detach()
+    return unpack(leaf) if isinstance(leaf, (Handle, WrapperHandle)) else leaf
 
 
 def _handles(packed: Any) -> Iterator[Handle]:

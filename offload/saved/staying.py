@@ -203,9 +203,9 @@ class StayingSaves:
         known = pieces[len(self._pieces)]
         with self._lock:
             piece = Record(SlotId(self._group.id, slot), Span(0, 0), WeakStorage(tensor.untyped_storage()), transfers.estate)
-            piece.lane = transfers.device.compute
             piece.stays = True
             piece.keepers = self._handles
+            piece.nbytes = known.nbytes
             piece.storages = known.storages
             piece.handles = piece.unread = known.saves
             chunk.touches += known.saves
@@ -214,7 +214,7 @@ class StayingSaves:
             self._pieces.append(reference)
             self._group.records.append(reference)
             chunk.records.append(reference)
-            transfers.count(piece, known.nbytes, known.storages)
+            transfers.adopt(piece)
         self._piece = piece
         self._next_place = pieces[len(self._pieces)].place if len(self._pieces) < len(pieces) else -1
 
@@ -248,7 +248,9 @@ class StayingSaves:
             piece.unread -= 1
             if is_first:
                 piece.storages -= 1
-                self._transfers.count(piece, -save.storage_bytes, -1)
+                piece.nbytes -= save.storage_bytes
+                self._transfers.resize(piece, piece.nbytes + save.storage_bytes)
+                self._transfers.counts.saved -= 1
 
     # -- after it -------------------------------------------------------------------------------------------------
     def learnt(self) -> KnownForward | None:

@@ -229,7 +229,7 @@ class TensorStore:
         handle.pass_no = record.pass_no
         record.unread -= 1
         if handle.layout is None:
-            return probe
+            return probe.detach()  # the alias itself is the handle's: an operator's kept output becomes a part of the recompute's graph
         storage = self._on_device(record)
         gathered = record.gathered
         tensor = view_of(storage, handle.layout, record.base) if gathered is None else _scattered(storage, gathered)

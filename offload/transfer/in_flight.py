@@ -103,28 +103,13 @@ class InFlight:
         self.resident_bytes += record.nbytes  # first: whatever fails below, a record that dies is counted out
         self._make_room(0)
         counts = self.counts
-        counts.saved += 1
+        counts.saved += record.storages
         held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes  # `_note_peak`, two calls fewer for every record
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
 
-    def count(self, record: Record, nbytes: int, storages: int) -> None:
-        """Count so much more, or less, with a RESIDENT record that stays, after making room for it."""
-        if self.estate:
-            self.bury()
-        record.nbytes += nbytes
-        self.resident_bytes += nbytes
-        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
-        limit, counts = self.limits.device_limit_bytes, self.counts
-        if limit is not None and held > limit:
-            self._make_room(0)
-            held = self.device_bytes
-        counts.saved += storages
-        if held > counts.device_bytes_peak:
-            counts.device_bytes_peak = held
-
     def resize(self, record: Record, nbytes_before: int) -> None:
-        """A RESIDENT record's span has changed since it was adopted; room is made for what it grew."""
+        """A RESIDENT record's bytes have changed since it was adopted; room is made for what it grew."""
         self.resident_bytes += record.nbytes - nbytes_before
         if record.refused:
             self._refused_bytes += record.nbytes - nbytes_before
