@@ -70,10 +70,12 @@ class _KnownPiece:
 
 @dataclass(frozen=True, slots=True)
 class KnownForward:
-    """By place: what was saved, None for what goes the normal way; and how many storages the group had before and after it."""
+    """saves: by place, None for what goes the normal way. slots: by place, the first one that no save before it has; one place more.
+    taken: every slot of these saves. pieces: in order."""
 
     saves: tuple[KnownSave | None, ...]
-    slots: tuple[tuple[int, int], ...]
+    slots: tuple[int, ...]
+    taken: frozenset[int]
     pieces: tuple[_KnownPiece, ...]
 
 
@@ -97,7 +99,6 @@ class StayingSaves:
         "_piece_bytes",
         "_pieces",
         "_saves",
-        "_slots",
         "_transfers",
     )
 
@@ -118,7 +119,6 @@ class StayingSaves:
         self._is_noted = self._is_noting = known is None
         self._saves = None if known is None else known.saves  # None: nothing is taken, from here on or at all
         self._handles: list[weakref.ref[Handle] | None] = []  # by place
-        self._slots: list[tuple[int, int]] = []  # the same, while it is noted
         self._pieces: list[weakref.ref[Record]] = []
         self._piece: Record | None = None
         self._next_place = known.pieces[0].place if known is not None and known.pieces else -1
@@ -163,9 +163,7 @@ class StayingSaves:
             return self._pack(tensor)
         # what a checkpointed region saves is read in an order of its own
         is_read_apart = self._chunk.noted is not None
-        slots = self._group.slots
         packed = self._pack(tensor)
-        self._slots.append((slots, self._group.slots))
         self._handles.append(weakref.ref(packed) if type(packed) is Handle and not is_read_apart else None)
         return packed
 
@@ -174,11 +172,7 @@ class StayingSaves:
         if place >= len(self._known.saves):
             return self._pack_changed(tensor)
         self._handles.append(None)
-        self._group.slots, after = self._known.slots[place]
-        packed = self._pack(tensor)
-        if self._group.slots != after:
-            self._change()
-        return packed
+        return self._pack(tensor)
 
     def _pack_changed(self, tensor: torch.Tensor) -> Any:
         self._change()
@@ -188,6 +182,16 @@ class StayingSaves:
         """The forward has changed: what follows goes the normal way, and the next one is noted."""
         self.close()
         self._known = None
+
+    def next_slot(self) -> int:
+        """The slot of a record of the group that is made the normal way, by whomever."""
+        known, slot = self._known, self._group.slots
+        if known is not None and self._saves is not None:
+            slot = max(slot, known.slots[len(self._handles)])
+            if slot in known.taken:  # one record more than there were
+                self._change()
+                slot = self._group.slots
+        return slot
 
     def _record_of(self, place: int, tensor: torch.Tensor) -> Record | None:
         """The record of the save at that place, if its storage is the one of `tensor`."""
@@ -243,7 +247,7 @@ class StayingSaves:
     def _take_back(self, save: KnownSave, number: int, *, is_first: bool) -> None:
         """A save that was counted with its piece has not come."""
         piece = self._pieces[number]() if number < len(self._pieces) else None
-        if piece is not None:
+        if piece is not None and piece.state is RecordState.RESIDENT:  # else its step has ended, and nothing of it is counted
             piece.handles -= 1
             piece.unread -= 1
             if is_first:
@@ -286,7 +290,10 @@ class StayingSaves:
                 pieces[-1].storages += 1
             piece_of[first].saves += 1
             saves.append(KnownSave(*layout, first, record.label.slot, record.nbytes, group_bytes, logical_bytes))
-        return KnownForward(tuple(saves), tuple(self._slots), tuple(pieces))
+        slots = [0]
+        for save in saves:
+            slots.append(slots[-1] if save is None else max(slots[-1], save.slot + 1))
+        return KnownForward(tuple(saves), tuple(slots), frozenset(save.slot for save in saves if save is not None), tuple(pieces))
 
     def _is_private(self, record: Record, saves: int) -> bool:
         """Whether the record is of storage that nothing but these saves of the group has saved, and is as it was saved."""

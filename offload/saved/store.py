@@ -117,9 +117,10 @@ class TensorStore:
         stays: bool,
         lane: Lane | None,
     ) -> Record:
-        record = Record(SlotId(group.id, group.slots), span, WeakStorage(storage), self._transfers.estate)
+        slot = group.slots if group.staying is None else group.staying.next_slot()
+        record = Record(SlotId(group.id, slot), span, WeakStorage(storage), self._transfers.estate)
         record.lane = lane
-        group.slots += 1
+        group.slots = slot + 1
         record.device_bytes = storage
         record.version = version
         record.stays = stays
