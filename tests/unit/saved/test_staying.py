@@ -234,7 +234,9 @@ def test_bytes_that_were_counted_ahead_are_taken_back_when_they_do_not_come(comm
     assert manager.engine.transfers.resident_bytes == 0
 
 
-def test_known_saves_are_judged_anew_now_and_then(manager: PipelineOffloadManager, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_saves_are_judged_anew_now_and_then(
+    manager: PipelineOffloadManager, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunk_module, "JUDGED_EVERY", 4)
     for _ in range(9):  # the group of index 0 in steps 0, 4 and 8; in step 0 it left
         step(lambda x: group(sines(3), x))
