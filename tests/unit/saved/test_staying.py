@@ -240,8 +240,7 @@ def test_known_saves_are_judged_anew_now_and_then(
     monkeypatch.setattr(chunk_module, "JUDGED_EVERY", 4)
     for _ in range(9):  # the group of index 0 in steps 0, 4 and 8; in step 0 it left
         step(lambda x: group(sines(3), x))
-    assert taken == [3, 3, 3, 3, 3, 3][: len(taken)]
-    assert len(taken) == 5
+    assert taken == [3] * 5
 
 
 def test_another_smallest_size_judges_anew(manager: PipelineOffloadManager, taken: list[int]) -> None:
@@ -361,7 +360,7 @@ def test_bytes_of_a_piece_go_with_their_nodes_and_its_count_with_the_last(manage
 def test_a_known_save_holds_back_the_forced_release_of_its_storage_by_another_group(
     taken: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The group that leaves saves the storage of a known save for the first time: freed by force, the other's backward would read nothing."""
+    """The group that leaves saves the storage of a known save for the first time; freed by force, the other would read nothing."""
 
     def forward(x: Tensor, release: bool) -> Tensor:
         saved: list[Tensor] = []
