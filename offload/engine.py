@@ -25,11 +25,12 @@ from offload.errors import CaptureError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
 from offload.policy.actions import Rates
-from offload.saved.chunk import SavedChunk
+from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.handles import Handle
 from offload.saved.hooks import SavedTensorHooks
 from offload.saved.prefetch import Prefetcher
+from offload.saved.staying import KnownForward, StayingSaves
 from offload.saved.store import TensorStore
 from offload.telemetry.records import StepStats
 from offload.transfer.captures import CapturedRegion
@@ -75,7 +76,7 @@ class OffloadEngine:
         self._readers: list[Callable[[Handle], None]] = []
         self._at_boundary: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self.regions: list[CapturedRegion] = []  # not released
-        self.hooks = SavedTensorHooks(self.store, self.externals, self.lock, self.device, self._tell_readers)
+        self.hooks = SavedTensorHooks(self.store, self.externals, self.lock, self.device, self._readers)
         self.step = 0
         self.last_stats = StepStats(step=-1)
         self.rates: Rates | None = None  # of the link, once measured
@@ -86,10 +87,6 @@ class OffloadEngine:
     def on_read(self, reader: Callable[[Handle], None]) -> None:
         """Call `reader` after every read of a saved record, under the engine's lock."""
         self._readers.append(reader)
-
-    def _tell_readers(self, handle: Handle) -> None:
-        for reader in self._readers:
-            reader(handle)
 
     def at_work(self) -> bool:
         """Whether the calling thread is inside a call of the engine: what it computes now is the engine's, and no model's."""
@@ -143,6 +140,11 @@ class OffloadEngine:
         with self.lock:
             self.externals.register(tensor, ExternalKind.OPTED_OUT)
 
+    def staying(self, chunk: SavedChunk, group: SavedGroup, known: KnownForward | None) -> StayingSaves:
+        """The pack hook of a group that stays."""
+        pack, piece_bytes = self.hooks.pack, self.config.piece_bytes
+        return StayingSaves(chunk, group, known, transfers=self.transfers, pack=pack, lock=self.lock, piece_bytes=piece_bytes)
+
     # -- captures -----------------------------------------------------------------------------------------------------
     @contextmanager
     def capturing(self) -> Iterator[CapturedRegion]:
@@ -184,7 +186,7 @@ class OffloadEngine:
                 for record in chunk.living():
                     if record.state is not RecordState.RELEASED:
                         if record.unread > 0:  # else its graph was only retained
-                            leftovers += 1
+                            leftovers += record.storages
                             leftover_bytes += record.nbytes
                         self.transfers.release(record)
             if leftovers:

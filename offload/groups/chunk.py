@@ -25,6 +25,7 @@ from offload.memory.tensor_pool import GPUTensorPool
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
 from offload.saved.handles import Handle, Passed
+from offload.saved.staying import JUDGED_EVERY
 from offload.transfer.door import Priority
 from offload.transfer.record import Record, RecordState
 
@@ -85,6 +86,8 @@ class ChunkOffloadHandler(HandCopies):
         """Forget this step's tensors; the recorded groups stay."""
         self.saved = SavedChunk(self.id)
         for group in self.groups:
+            if group.saved is not None and group.saved.staying is not None:
+                group.saved.staying.close()
             group.saved = None
         self.begun = False
         self._index = 0
@@ -93,6 +96,14 @@ class ChunkOffloadHandler(HandCopies):
         self._started.clear()
         self._tags.clear()
         self._pushed.clear()
+
+    def complete(self) -> None:
+        """The forward is over: see what its groups that stay have saved, for the next one."""
+        if not self.saved.readable:
+            self.saved.complete()
+            for group in self.groups:
+                if group.saved is not None and group.saved.staying is not None:
+                    group.known = group.saved.staying.learnt()
 
     def end_recording(self) -> None:
         """Groups that this step did not start are no longer part of the chunk."""
@@ -147,6 +158,9 @@ class ChunkOffloadHandler(HandCopies):
             group.replayed.clear()
             leaves = self.do_offload and not group.stays
             group.saved = SavedGroup(GroupId(self.id, index, name), leaves=leaves, stays_from=self.stays_from.get(index))
+            if self.do_offload and group.stays:
+                known = None if (self.engine.step + index) % JUDGED_EVERY == 0 else group.known
+                group.saved.staying = self.engine.staying(self.saved, group.saved, known)
             self._started.append((name, group))
             return group
 
@@ -183,6 +197,8 @@ class ChunkOffloadHandler(HandCopies):
             if group is not None and name in (None, started):
                 del self._started[position]
                 group.committed = True
+                if group.saved is not None and group.saved.staying is not None:
+                    group.saved.staying.close()
                 return group
         raise self.not_started(name)
 

@@ -37,7 +37,8 @@ def release(tensors: list[torch.Tensor], saved: SavedGroup, records: Iterable[Re
     own = set(saved.living())
     sharing: dict[int, list[Record]] = {}
     for record in records:
-        sharing.setdefault(record.weak_storage.key, []).append(record)
+        for key in record.storage_keys():
+            sharing.setdefault(key, []).append(record)
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:

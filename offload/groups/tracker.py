@@ -86,7 +86,7 @@ class ChunkTracker(ABC):
             handler = self._handlers.get(ChunkId(stage, microbatch))
             self._clock.stop(("F", stage, microbatch), self.engine.transfers.stalls)
             if handler is not None:
-                handler.saved.complete()
+                handler.complete()
                 if self._input_half_reads.get(stage) is False:
                     handler.saved.expect(())  # its input half reads nothing: fetch for the weight half, when the input half is over
                 self._look_ahead()
@@ -150,7 +150,7 @@ class ChunkTracker(ABC):
             return  # a checkpoint runs a forward again
         with self.engine.lock:
             if self._forward is not None:
-                self._forward.saved.complete()
+                self._forward.complete()
             if not torch.is_grad_enabled():
                 self._forward = None  # an evaluation saves nothing, and is no microbatch of the step
                 return
@@ -170,7 +170,10 @@ class ChunkTracker(ABC):
         elif handler.begun:  # the same forward again in one step: an exception was caught, or gradients are being verified
             self._retired.append(handler.saved)
             handler.reset()
-        handler.min_offloaded_tensor_size = min_elements
+        if handler.min_offloaded_tensor_size != min_elements:
+            handler.min_offloaded_tensor_size = min_elements
+            for group in handler.groups:
+                group.known = None  # judged by another size
         self._forward = handler
         self._forward_order.append(handler)
         self._lookahead.advance(("F", *chunk_id))
@@ -188,7 +191,7 @@ class ChunkTracker(ABC):
             self.pump()
 
     def _start_reading(self, handler: ChunkOffloadHandler, kind: str) -> None:
-        handler.saved.complete()
+        handler.complete()
         self._backward = handler
         self._kind = kind
         self._reads = 0
@@ -199,18 +202,21 @@ class ChunkTracker(ABC):
         self._look_ahead()
 
     def _on_read(self, handle: Handle) -> None:
-        label = handle.record.label
-        handler = self._handlers.get(label.group.chunk)
-        if handler is None:
-            return
-        if handler is not self._backward:
-            self.reading(handler)
+        record = handle.record
+        chunk_id = record.label.group.chunk
+        if self._backward is None or self._backward.id is not chunk_id:
+            handler = self._handlers.get(chunk_id)
+            if handler is None:
+                return
+            if handler is not self._backward:
+                self.reading(handler)
         self._reads += 1
-        self._read_bytes += handle.record.nbytes
-        if self._kind == "W" and handle.record.block is not None:
-            self._weight_log.append((label.group.place, label.slot))
-        if self._read_bytes >= self.engine.prefetch.stride_bytes:  # less cannot have made room for a piece
-            self.pump()
+        if self._kind == "W" and record.block is not None:
+            self._weight_log.append((record.label.group.place, record.label.slot))
+        if record.unread == 0:
+            self._read_bytes += record.nbytes
+            if self._read_bytes >= self.engine.prefetch.stride_bytes:  # less cannot have made room for a piece
+                self.pump()
 
     def _look_ahead(self) -> None:
         """The chunks that backwards will read next, soonest first."""

@@ -119,9 +119,9 @@ class EarlySteps:
         """Start the bucket's step, if it is likely to count and its old weights fit. Blocks the host: never.
 
         They fit where they, and SPARE_ROOM times as much, raise the bytes active on the device to no more than was active when an earlier
-        bucket was offered, without old weights. What a layer's backward needs for itself comes on top of both: with layers alike the peak of
-        the step is what it was, and a layer that needs more than those after it may raise it by the difference. In the next forward a layer's
-        old weights are gone before its activations are there, as these were freed before those came.
+        bucket was offered, without old weights. What a layer's backward needs for itself comes on top of both: with layers alike the peak
+        of the step is what it was, and a layer that needs more than those after it may raise it by the difference. In the next forward a
+        layer's old weights are gone before its activations are there, as these were freed before those came.
         """
         if any(member.index in self.outside for member in bucket.members):
             return

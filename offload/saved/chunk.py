@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from offload.ids import ChunkId, GroupId
 from offload.saved.coming import ComingReads
 from offload.transfer.record import Record, Transfer, living
+
+if TYPE_CHECKING:
+    from offload.saved.staying import StayingSaves
 
 __all__ = ["SavedChunk", "SavedGroup"]
 
@@ -18,7 +22,8 @@ __all__ = ["SavedChunk", "SavedGroup"]
 class SavedGroup:
     """The saves of one group: records that wait for their piece to be full, and partial views that wait for the commit.
 
-    leaves: whether anything of it does. stays_from: the slot from which on its records stay nevertheless; None if all leave.
+    leaves: whether anything of it does. stays_from: the slot from which on its records stay nevertheless; None if all leave. staying: the
+    pack hook of a group that stays; None for the normal one.
     """
 
     __slots__ = (
@@ -32,6 +37,7 @@ class SavedGroup:
         "records",
         "slot_bytes",
         "slots",
+        "staying",
         "stays_from",
         "transfers",
     )
@@ -49,6 +55,7 @@ class SavedGroup:
         self.slots = 0
         self.slot_bytes: dict[int, int] = {}  # eligible bytes of each record
         self.transfers: list[Transfer] = []
+        self.staying: StayingSaves | None = None
 
     def keeps(self, slot: int) -> bool:
         """Whether the plan keeps the record of that slot."""

@@ -1,6 +1,6 @@
 """What autograd's graph keeps instead of a saved tensor: a handle of one that may leave, or the tensor itself, passed through.
 
-One invariant: neither keeps alive the node that it is kept by, and a handle keeps no device bytes but through its record.
+One invariant: neither keeps alive the node that it is kept by, and a handle keeps no device bytes but those that its record counts.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ __all__ = ["Handle", "Passed", "modified"]
 
 
 class Handle:
-    """What autograd's graph keeps instead of a tensor: names a record, owns no storage.
+    """What autograd's graph keeps instead of a tensor: names a record, and owns no storage unless that record stays.
 
-    layout and probe: how to rebuild the tensor, and a tensor without bytes that has its version (the record's own where it was the
-    first save). Both None where the record stays and keeps an alias of the tensor: `view` is its place in `record.views`.
+    layout and probe: how to rebuild the tensor, and a tensor without bytes that counts its versions (the record's own where it was the
+    first save). Where the record stays, layout is None and the probe an alias of the tensor, which is all that a read needs; None once the
+    record is released. version: at the save.
     """
 
-    __slots__ = ("layout", "pass_no", "probe", "record", "view")
+    __slots__ = ("__weakref__", "layout", "pass_no", "probe", "record", "version")
 
-    def __init__(self, record: Record, layout: ViewLayout | None, probe: torch.Tensor | None, view: int = -1) -> None:
+    def __init__(self, record: Record, layout: ViewLayout | None, probe: torch.Tensor | None, version: int) -> None:
         self.record = record
         self.layout = layout
         self.probe = probe
-        self.view = view
+        self.version = version
         self.pass_no = record.pass_no - 1  # not read yet in the pass under way
 
 

@@ -93,7 +93,8 @@ def _wrapper_probe(tensor: torch.Tensor, names: Sequence[str]) -> torch.Tensor |
 class SavedTensorHooks:
     """pack and unpack. unpack may run on autograd's own thread; both take the engine's lock.
 
-    on_read: called after each read of a record, still under the lock; where the prefetcher is pumped.
+    readers: called after each read of a record, still under the lock; where the prefetcher is pumped. Of the reads of a piece that stays,
+    after the first and the last.
     """
 
     def __init__(
@@ -102,23 +103,30 @@ class SavedTensorHooks:
         externals: ExternalStorages,
         lock: AbstractContextManager[object],
         device: Device,
-        on_read: Callable[[Handle], None],
+        readers: Sequence[Callable[[Handle], None]],
     ) -> None:
         self._store = store
         self._externals = externals
         self._lock = lock
         self._device = device
-        self._on_read = on_read
+        self._readers = readers
         self._scopes: list[InstalledScope] = []
         self._named_types: set[type[torch.Tensor]] = set()
 
     # -- scopes ---------------------------------------------------------------------------------------------------
-    def push(self, scope: Scope, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope:
+    def push(
+        self,
+        scope: Scope,
+        stays: Callable[[torch.Tensor], bool] | None = None,
+        pack: Callable[[torch.Tensor], Any] | None = None,
+    ) -> InstalledScope:
         """Make `scope` the innermost and install the pair. Give what this returns to `pop`.
 
         stays: asked of each tensor saved while the scope is innermost, of a wrapper and of its members; one that does is kept.
+        pack: stands before `self.pack`, which it calls for what it does not know; None for that alone.
         """
-        installed = InstalledScope(scope, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), stays)
+        pair = torch.autograd.graph.saved_tensors_hooks(self.pack if pack is None else pack, self.unpack)
+        installed = InstalledScope(scope, pair, stays)
         installed.pair.__enter__()
         self._scopes.append(installed)
         return installed
@@ -189,9 +197,21 @@ class SavedTensorHooks:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is Handle:
+            record, alias = packed.record, packed.probe
             with self._lock:
+                if (
+                    record.storages > 1
+                    and 1 < record.unread < record.handles
+                    and packed.pass_no != record.pass_no
+                    and alias is not None
+                    and alias._version == packed.version
+                ):  # `read` in the midst of a piece that stays, of which nobody need know; autograd, which alone has the handle, aliases it
+                    packed.pass_no = record.pass_no
+                    record.unread -= 1
+                    return alias
                 tensor = self._store.read(packed)
-                self._on_read(packed)
+                for reader in self._readers:
+                    reader(packed)
                 return tensor
         if type(packed) is Passed:
             return packed.read()

@@ -72,17 +72,12 @@ class TensorStore:
         if chunk.noted is not None:
             chunk.noted.append(weakref.ref(record))
         group.logical_bytes += nbytes
-        if record.views is not None:
-            return self._kept(record, tensor)
+        if record.stays:
+            record.lone_layout = None
+            handle = Handle(record, None, record.probe if record.handles == 1 else tensor.detach(), version)
+            record.keepers = (*record.keepers, weakref.ref(handle))
+            return handle
         return self._leaving(record, tensor)
-
-    def _kept(self, record: Record, tensor: torch.Tensor) -> Handle:
-        """A save of a record that stays: an alias of the tensor is all that a read needs."""
-        assert record.views is not None
-        if len(record.views) < record.handles:  # the first one is the record's probe
-            record.views.append(tensor.detach())
-        record.lone_layout = None
-        return Handle(record, None, None, record.handles - 1)
 
     def _leaving(self, record: Record, tensor: torch.Tensor) -> Handle:
         layout = layout_of(tensor)
@@ -92,7 +87,7 @@ class TensorStore:
             probe = self._probe(tensor)  # `.data` shares the storage, but counts versions of its own
             if record.lone_layout != layout:
                 record.lone_layout = None
-        return Handle(record, layout, probe)
+        return Handle(record, layout, probe, record.version)
 
     def _joinable(self, chunk: SavedChunk, key: int, span: Span, version: int) -> Record | None:
         reference = chunk.table.get(key)
@@ -122,16 +117,14 @@ class TensorStore:
         stays: bool,
         lane: Lane | None,
     ) -> Record:
-        record = Record(SlotId(group.id, group.slots), span, WeakStorage(storage), self._transfers.estate)
+        slot = group.slots if group.staying is None else group.staying.next_slot()
+        record = Record(SlotId(group.id, slot), span, WeakStorage(storage), self._transfers.estate)
         record.lane = lane
-        group.slots += 1
+        group.slots = slot + 1
         record.device_bytes = storage
         record.version = version
-        if stays:
-            record.probe = tensor.detach()
-            record.views = [record.probe]
-        else:
-            record.probe = self._probe(tensor)
+        record.stays = stays
+        record.probe = tensor.detach() if stays else self._probe(tensor)
         reference = weakref.ref(record)
         group.records.append(reference)
         chunk.records.append(reference)
@@ -227,19 +220,17 @@ class TensorStore:
                 "reset(), or save it outside the offload hooks"
             )
         probe = handle.probe
-        if probe is None:
-            assert record.views is not None  # it stays, and keeps an alias of each save
-            probe = record.views[handle.view]
-        if probe._version != record.version:
+        assert probe is not None
+        if probe._version != handle.version:
             layout = handle.layout if handle.layout is not None else layout_of(probe)
-            raise modified(layout.dtype, layout.size, probe._version, record.version)
+            raise modified(layout.dtype, layout.size, probe._version, handle.version)
         if handle.pass_no == record.pass_no:  # read before: a second pass over the graph begins for this record
             record.pass_no += 1
             record.unread = record.handles
         handle.pass_no = record.pass_no
         record.unread -= 1
         if handle.layout is None:
-            return probe.detach()  # the alias itself is the record's: an operator's kept output becomes a part of the recompute's graph
+            return probe.detach()  # the alias itself is the handle's: an operator's kept output becomes a part of the recompute's graph
         storage = self._on_device(record)
         gathered = record.gathered
         tensor = view_of(storage, handle.layout, record.base) if gathered is None else _scattered(storage, gathered)

@@ -103,13 +103,13 @@ class InFlight:
         self.resident_bytes += record.nbytes  # first: whatever fails below, a record that dies is counted out
         self._make_room(0)
         counts = self.counts
-        counts.saved += 1
+        counts.saved += record.storages
         held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes  # `_note_peak`, two calls fewer for every record
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
 
     def resize(self, record: Record, nbytes_before: int) -> None:
-        """A RESIDENT record's span has changed since it was adopted; room is made for what it grew."""
+        """A RESIDENT record's bytes have changed since it was adopted; room is made for what it grew."""
         self.resident_bytes += record.nbytes - nbytes_before
         if record.refused:
             self._refused_bytes += record.nbytes - nbytes_before
@@ -259,7 +259,9 @@ class InFlight:
         """End a record's life whatever its state: a later read finds it RELEASED. Its block and counts are settled now."""
         remains = record.remains()
         record.move_to(RecordState.RELEASED)
-        record.device_bytes = record.block = record.probe = record.views = None
+        record.device_bytes = record.block = record.probe = None
+        for keeper in record.living_keepers():
+            keeper.probe = None
         self.estate.append(remains)
         self.bury()
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -88,6 +88,12 @@ class Transfer:
         return str(self.label)
 
 
+class Keeper(Protocol):
+    """A handle of a record that stays. probe: an alias of what was saved."""
+
+    probe: torch.Tensor | None
+
+
 class Remains(NamedTuple):
     """What a dead record leaves to its engine. event: the last use of the block. capture: whose region holds the block."""
 
@@ -105,7 +111,8 @@ class Record:
 
     span: the bytes of the storage that move. handles: how many times autograd saved it; unread: how many of them have not been
     read in the pass under way. touch: the order of its latest save, so of its first read in a backward. capture: the graph in which it was
-    saved, and whose replays write its block; None outside of captures.
+    saved, and whose replays write its block; None outside of captures. stays: for good; `keepers` are its handles, each with an alias that
+    holds its bytes. storages: more than one where it is a piece of what stays (saved/staying.py), which has no span, version or probe.
     """
 
     __slots__ = (
@@ -120,6 +127,7 @@ class Record:
         "external",
         "gathered",
         "handles",
+        "keepers",
         "label",
         "lane",
         "lone_layout",
@@ -129,11 +137,12 @@ class Record:
         "refused",
         "span",
         "state",
+        "stays",
+        "storages",
         "touch",
         "transfer",
         "unread",
         "version",
-        "views",
         "weak_storage",
     )
 
@@ -155,7 +164,9 @@ class Record:
         self.gathered: ViewLayout | None = None  # the block holds this sparse view, packed
         self.probe: torch.Tensor | None = None
         self.version = 0
-        self.views: list[torch.Tensor] | None = None  # aliases of the saves, where the record stays for good; they hold the device bytes
+        self.stays = False
+        self.keepers: Sequence[Callable[[], Keeper | None] | None] = ()  # weak references
+        self.storages = 1
         self.external = False
         self.handles = 0
         self.unread = 0
@@ -163,6 +174,18 @@ class Record:
         self.touch = 0
         self.checksum: int | None = None
         self.refused = False  # it should have left, and found no room on the host
+
+    def storage_keys(self) -> set[int]:
+        """Of the storages whose bytes these are."""
+        if not self.stays:
+            return {self.weak_storage.key}
+        return {keeper.probe.untyped_storage()._cdata for keeper in self.living_keepers() if keeper.probe is not None}
+
+    def living_keepers(self) -> Iterator[Keeper]:
+        for reference in self.keepers:
+            keeper = None if reference is None else reference()
+            if keeper is not None:
+                yield keeper
 
     def cover(self, span: Span) -> None:
         """Move these bytes of the storage, and no others."""

@@ -52,7 +52,7 @@ class Watch:
 
     def _declare(self, record: Record) -> None:
         """The lane that saves a tensor for the first time is the one that wrote it."""
-        if self._written is None:
+        if self._written is None or record.device_bytes is None:  # a piece that stays is never copied
             return
         known = self._written.get(record.weak_storage.key)
         if known is None or known.get() is None:
