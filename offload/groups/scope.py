@@ -31,6 +31,8 @@ class GroupScope:
         group, saved = self._group, self._saved
         if group.committed or saved is None or group.saved is not saved or not self._handler.do_offload:
             return None  # committed, or of a step that has ended inside the scope
+        if not tensor.requires_grad:
+            saved.unwritten_until = torch._C._autograd._get_sequence_nr()
         return self._engine.store.save(tensor, self._handler.saved, saved)
 
     def note_replayed(self, tensor: torch.Tensor) -> None:

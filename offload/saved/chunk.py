@@ -23,7 +23,8 @@ class SavedGroup:
     """The saves of one group: records that wait for their piece to be full, and partial views that wait for the commit.
 
     leaves: whether anything of it does. stays_from: the slot from which on its records stay nevertheless; None if all leave. staying: the
-    pack hook of a group that stays; None for the normal one.
+    pack hook of a group that stays; None for the normal one. unwritten_until: autograd's number while an operator runs of whose saves one
+    has no gradient: rrelu saves its noise, and then draws it, unseen by any version. Its saves leave with the next one, or at the commit.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class SavedGroup:
         "staying",
         "stays_from",
         "transfers",
+        "unwritten_until",
     )
 
     def __init__(self, group_id: GroupId, *, leaves: bool, stays_from: int | None = None) -> None:
@@ -56,6 +58,7 @@ class SavedGroup:
         self.slot_bytes: dict[int, int] = {}  # eligible bytes of each record
         self.transfers: list[Transfer] = []
         self.staying: StayingSaves | None = None
+        self.unwritten_until = -1
 
     def keeps(self, slot: int) -> bool:
         """Whether the plan keeps the record of that slot."""

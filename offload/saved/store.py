@@ -29,6 +29,8 @@ __all__ = ["TensorStore"]
 
 _GATHER_BELOW = 0.5  # a lone view that covers less than half of its span is packed first: fewer bytes cross the link (S2-103)
 
+_sequence_nr = torch._C._autograd._get_sequence_nr
+
 
 class TensorStore:
     """Saves and reads. Callers hold the engine's lock.
@@ -151,7 +153,7 @@ class TensorStore:
             return
         group.pending.append(weakref.ref(record))
         group.pending_bytes += nbytes
-        if group.pending_bytes >= self._piece_bytes or self._transfers.over_limit:
+        if (group.pending_bytes >= self._piece_bytes or self._transfers.over_limit) and group.unwritten_until != _sequence_nr():
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:

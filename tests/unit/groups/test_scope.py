@@ -1,0 +1,46 @@
+"""What a group takes of an operator that writes after autograd has saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload import group_commit, group_start, init_chunk_handler, offload_hooks, step_end
+from tests.unit.groups.regions import let_go
+from tests.unit.groups.stack import build_manager, installed
+
+ELEMENTS = 64
+
+
+def slopes(x: torch.Tensor, count: int) -> torch.Tensor:
+    for _ in range(count):
+        x = torch.nn.functional.rrelu(x, 0.1, 0.9, training=True)
+    return x
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_noise_that_an_operator_draws_after_autograd_has_saved_it_leaves_when_it_is_drawn(count: int) -> None:
+    """rrelu in training: no version moves. A piece that was full at the save left with the bytes of before."""
+    torch.manual_seed(3)
+    leaf = torch.randn(ELEMENTS, requires_grad=True)
+    slopes(leaf * 1.0, count).sum().backward()
+    expected, leaf.grad = leaf.grad, None
+    with installed(build_manager("early", piece_bytes=1)) as manager:
+        assert manager is not None
+        torch.manual_seed(3)
+        assert torch.equal(torch.randn(ELEMENTS), leaf.detach())
+        init_chunk_handler(None, None, 1)
+        x = group_start(leaf * 1.0, "noise")
+        with offload_hooks():
+            y = slopes(x, count)
+        y = group_commit(y, "noise")
+        assert manager.engine.transfers.counts.spill_bytes == 2 * count * ELEMENTS * 4, "each call's input and noise"
+        loss = y.sum()
+        del x, y
+        let_go(manager)
+        loss.backward()
+        del loss
+        step_end()
+    assert leaf.grad is not None
+    assert expected is not None
+    assert torch.equal(leaf.grad, expected)
