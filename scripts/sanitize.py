@@ -20,6 +20,13 @@ Expected reports, and why each is none of the engine's:
                                                        test fails there, since a report ends it before it can compare bytes
     torch.empty(0) on two streams                      none: a tensor without bytes goes by its Python id, which a later one may get
 
+Not run with it, because it cannot be right about them:
+
+    tests of CUDA graphs     it takes a call under capture for work that runs then, on the capture's stream, and sees no replay; so a copy
+                             into a graph's input races with what was captured. test_without_offload_replays_have_the_bits_of_eager, where
+                             nothing of the engine runs, is reported like the rest (74 reports in 52 tests, one H200, November 2026)
+    tests of torch.compile   it is a dispatch mode, under which nothing is compiled
+
 Two reports would have been false and are avoided where the engine makes them (offload/device/sanitizer.py): an event that a poll found
 passed (the sanitizer sees no query), and a tensor made over bytes that are there (`set_` counts as a kernel that writes them).
 tests/property/test_sanitizer.py runs the same sanitizer over simulated lanes.
@@ -44,6 +51,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ON_PURPOSE = "test_without_its_edge_"
 TOO_LONG = ("test_soak.py", "test_overlap.py", "test_composition.py")
 """Two thousand steps, figures of time, and ranks of their own: nothing in them that the others do not do."""
+NOT_SEEN = ("test_graphs.py", "test_optimizer_graphs.py", "test_compile.py")
+"""What the sanitizer cannot follow; see above."""
 SMALL = ("tests/gpu/test_transfer.py", "tests/gpu/test_exact.py", "-k", "all_dtypes or (each_group_alone and core_attn)")
 """All dtypes and layouts there and back, and a few steps of a transformer: memcheck makes kernels slower by a factor of ten and more."""
 COMPUTE_SANITIZER = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
@@ -144,7 +153,7 @@ def run(command: Sequence[str], log: Path, **environment: str) -> list[str]:
 
 
 def run_csan(folder: Path, arguments: Sequence[str]) -> list[str]:
-    ignored = [f"--ignore=tests/gpu/{name}" for name in TOO_LONG]
+    ignored = [f"--ignore=tests/gpu/{name}" for name in (*TOO_LONG, *NOT_SEEN)]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-s", "--tb=line", "tests/gpu", *ignored, *arguments]
     return run(command, folder / "csan.log", TORCH_CUDA_SANITIZER="1")
 

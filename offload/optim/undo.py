@@ -123,8 +123,8 @@ class EarlySteps:
         of the step is what it was, and a layer that needs more than those after it may raise it by the difference. In the next forward a
         layer's old weights are gone before its activations are there, as these were freed before those came.
         """
-        if any(member.index in self.outside for member in bucket.members):
-            return
+        if any(member.index in self.outside or member.changed_outside() for member in bucket.members):
+            return  # who reads it may not say so; or weights were written since the last step, and step() has to look at them first
         self._final[id(bucket)] = bucket
         if self._rest > 0:
             return

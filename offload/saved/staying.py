@@ -32,7 +32,7 @@ from offload.transfer.record import Record, RecordState
 
 __all__ = ["JUDGED_EVERY", "KnownForward", "KnownSave", "StayingSaves"]
 
-JUDGED_EVERY = 64
+JUDGED_EVERY = 50
 """Steps. One forward in so many of a group that stays is noted anew, different groups in different steps: at 20 microseconds more a
 tensor, less than half a microsecond a step."""
 

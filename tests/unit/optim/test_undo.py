@@ -119,6 +119,12 @@ def written(model: nn.Module, optimizer: Optimizer) -> None:
             parameter.mul_(0.9)
 
 
+def written_and_again(model: nn.Module, optimizer: Optimizer) -> None:
+    """What was written before the last backward is no second writer, and no bucket of it starts."""
+    written(model, optimizer)
+    backward(model, 77)
+
+
 def looked_at(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.state_dict()
 
@@ -127,7 +133,11 @@ def left_out(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("what", [scaled, lost, another_lr, again, evaluated, written, looked_at, left_out], ids=lambda what: what.__name__)
+@pytest.mark.parametrize(
+    "what",
+    [scaled, lost, another_lr, again, evaluated, written, written_and_again, looked_at, left_out],
+    ids=lambda what: what.__name__,
+)
 def test_whatever_comes_between_a_backward_and_its_step_undoes_it_exactly(what: Callable[[nn.Module, Optimizer], None]) -> None:
     reference, model = net(), net()
     expected, optimizer = AdamW(reference.parameters(), **FUSED), made(model)
