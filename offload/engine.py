@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_IN_FLIGHT_BYTES = 1 << 30  # bytes: 20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting
 
+KNOWN_SHARE = 256
+"""Of a device limit, one part in so many is the most that is counted too high for groups that stay: a piece counts until all is read."""
+
 
 class OffloadEngine:
     """One per process and device.
@@ -143,6 +146,8 @@ class OffloadEngine:
     def staying(self, chunk: SavedChunk, group: SavedGroup, known: KnownForward | None) -> StayingSaves:
         """The pack hook of a group that stays."""
         pack, piece_bytes = self.hooks.pack, self.config.piece_bytes
+        if self.limits.device_limit_bytes is not None:
+            piece_bytes = min(piece_bytes, self.limits.device_limit_bytes // KNOWN_SHARE)
         return StayingSaves(chunk, group, known, transfers=self.transfers, pack=pack, lock=self.lock, piece_bytes=piece_bytes)
 
     # -- captures -----------------------------------------------------------------------------------------------------

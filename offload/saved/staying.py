@@ -2,8 +2,9 @@
 
 What a save costs is mostly finding out what the tensor is: whether it may leave, which storage it has, who else has saved that. So the
 first forward in which a group stays is noted, save by save. In a later one, a save that looks as it did takes an alias of the tensor and
-joins its piece: one record for about `piece_bytes` of storages, counted when the first of them is saved. At the first save that looks
-different what is counted is put right, and from there on all goes the normal way.
+joins its piece: one record for at most `piece_bytes` of storages, or for one that is larger. Its bytes are counted as they are saved, and
+until all of it has been read. At the first save that looks different what the piece was made for and has not come is taken off it, and from
+there on all goes the normal way.
 
 One invariant: neither bits nor limits depend on what was noted. A handle holds an alias of its own tensor and checks its version. What is
 counted are the bytes that the tensor's layout takes, and that is compared, as is with which earlier save it shares them. Not looked at
@@ -151,9 +152,17 @@ class StayingSaves:
             return self._pack_changed(tensor)
         if place == self._next_place:
             self._open_piece(tensor, save.slot)
-        record = self._piece if first == place else self._record_of(first, tensor)
-        if record is None:
-            return self._pack_changed(tensor)
+        if first == place:
+            record = self._piece
+            assert record is not None
+            with self._lock:
+                record.nbytes += save.storage_bytes
+                self._transfers.resize(record, record.nbytes - save.storage_bytes)
+        else:
+            joined = self._record_of(first, tensor)
+            if joined is None:
+                return self._pack_changed(tensor)
+            record = joined
         handle = Handle(record, None, tensor.detach(), tensor._version)
         handles.append(weakref.ref(handle))
         return handle
@@ -209,7 +218,6 @@ class StayingSaves:
             piece = Record(SlotId(self._group.id, slot), Span(0, 0), WeakStorage(tensor.untyped_storage()), transfers.estate)
             piece.stays = True
             piece.keepers = self._handles
-            piece.nbytes = known.nbytes
             piece.storages = known.storages
             piece.handles = piece.unread = known.saves
             chunk.touches += known.saves
@@ -252,8 +260,6 @@ class StayingSaves:
             piece.unread -= 1
             if is_first:
                 piece.storages -= 1
-                piece.nbytes -= save.storage_bytes
-                self._transfers.resize(piece, piece.nbytes + save.storage_bytes)
                 self._transfers.counts.saved -= 1
 
     # -- after it -------------------------------------------------------------------------------------------------
@@ -283,7 +289,7 @@ class StayingSaves:
             logical_bytes = layout.size.numel() * layout.dtype.itemsize
             first = firsts.setdefault(id(record), place)
             if first == place:
-                if not pieces or pieces[-1].nbytes >= self._piece_bytes:
+                if not pieces or pieces[-1].nbytes + record.nbytes > self._piece_bytes:
                     pieces.append(_KnownPiece(place))
                 piece_of[place] = pieces[-1]
                 pieces[-1].nbytes += record.nbytes
