@@ -225,7 +225,7 @@ class ChunkTracker(ABC):
             coming.append(self._backward.saved)
         for _, stage, microbatch in self._lookahead.coming():
             handler = self._handlers.get(ChunkId(stage, microbatch))
-            if handler is not None and handler.begun and handler.saved not in coming:
+            if handler is not None and (handler.begun or handler is self._forward) and handler.saved not in coming:
                 coming.append(handler.saved)
                 if len(coming) == _CHUNKS_AHEAD:
                     break
