@@ -219,7 +219,7 @@ class ChunkTracker(ABC):
                 self.pump()
 
     def _look_ahead(self) -> None:
-        """The chunks that backwards will read next, soonest first. The one whose forward runs has its place before it has saved anything."""
+        """The chunks that backwards will read next, soonest first; one whose forward runs is among them before it has saved anything."""
         coming: list[SavedChunk] = []
         if self._backward is not None:
             coming.append(self._backward.saved)
