@@ -219,13 +219,13 @@ class ChunkTracker(ABC):
                 self.pump()
 
     def _look_ahead(self) -> None:
-        """The chunks that backwards will read next, soonest first."""
+        """The chunks that backwards will read next, soonest first; one whose forward runs is among them before it has saved anything."""
         coming: list[SavedChunk] = []
         if self._backward is not None:
             coming.append(self._backward.saved)
         for _, stage, microbatch in self._lookahead.coming():
             handler = self._handlers.get(ChunkId(stage, microbatch))
-            if handler is not None and handler.begun and handler.saved not in coming:
+            if handler is not None and (handler.begun or handler is self._forward) and handler.saved not in coming:
                 coming.append(handler.saved)
                 if len(coming) == _CHUNKS_AHEAD:
                     break

@@ -63,11 +63,18 @@ class Lookahead:
             self._lost = True
 
     def coming(self) -> Iterator[ActionKey]:
-        """The backward actions still to come, soonest first; nothing where the step has left the list."""
-        if not self._lost:
-            for action in self.actions[self._position :]:
-                if action[0] != "F":
-                    yield action
+        """The backward actions that come next, soonest first, up to the first whose forward is still to come: until that is made, nobody
+        knows how much is read before what follows. Nothing where the step has left the list."""
+        if self._lost:
+            return
+        unmade: set[tuple[int, int]] = set()
+        for kind, stage, microbatch in self.actions[self._position :]:
+            if kind == "F":
+                unmade.add((stage, microbatch))
+            elif (stage, microbatch) in unmade:
+                return
+            else:
+                yield kind, stage, microbatch
 
     def end_step(self) -> None:
         """Start over; what was seen becomes the next hint where no list was given."""

@@ -54,6 +54,7 @@ class TransferCounts:
     wanted_peak_bytes: int = 0  # lent and refused together, at a refusal: what the host would have to hold
     stall_count: int = 0
     device_bytes_peak: int = 0
+    largest_bytes: int = 0  # of the records so far, when they were saved
     replays: int = 0
     replayed_bytes: int = 0
 
@@ -107,6 +108,8 @@ class InFlight:
         held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes  # `_note_peak`, two calls fewer for every record
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
+        if record.nbytes > counts.largest_bytes:
+            counts.largest_bytes = record.nbytes
 
     def resize(self, record: Record, nbytes_before: int) -> None:
         """A RESIDENT record's bytes have changed since it was adopted; room is made for what it grew."""
@@ -176,10 +179,17 @@ class InFlight:
         return nbytes <= 0
 
     def reclaim(self, record: Record) -> None:
-        """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill keeps its source to the end."""
+        """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill keeps its source to the end.
+
+        Not where that would leave less of the device limit than the largest record takes: what is resident can make no room, also when an
+        input half has read it and its weight half is far away, and the next read has to go ahead.
+        """
         storage = record.weak_storage.get()
         transfer = record.transfer
         if storage is None or transfer is None or record.external:
+            return
+        limit = self.limits.device_limit_bytes
+        if limit is not None and self.resident_bytes + record.nbytes + self.counts.largest_bytes > limit:
             return
         record.move_to(RecordState.RESIDENT)
         record.device_bytes = storage

@@ -30,21 +30,42 @@ def test_first_step_without_a_schedule_foretells_nothing() -> None:
 def test_given_schedule_is_followed_from_its_first_action() -> None:
     lookahead = Lookahead()
     lookahead.give(ONE_F_ONE_B)
-    assert coming(lookahead) == "0B0 0B1 0B2"
-    run(lookahead, ONE_F_ONE_B[:3])
+    assert coming(lookahead) == ""
+    run(lookahead, ONE_F_ONE_B[:2])
+    assert coming(lookahead) == "0B0 0B1"
+    run(lookahead, ONE_F_ONE_B[2:4])
     assert coming(lookahead) == "0B1 0B2"
-    run(lookahead, ONE_F_ONE_B[3:])
+    run(lookahead, ONE_F_ONE_B[4:])
     assert coming(lookahead) == ""
     lookahead.end_step()
-    assert coming(lookahead) == "0B0 0B1 0B2"
-    assert lookahead.seen == ()
+    run(lookahead, ONE_F_ONE_B[:4])
+    assert coming(lookahead) == "0B1 0B2"
+    assert lookahead.seen == tuple(ONE_F_ONE_B[:4])
+
+
+def test_nothing_is_foretold_after_a_backward_whose_forward_is_still_to_come() -> None:
+    """Else what is read after it was taken for what is read next: under ZBV a whole window of the first stage's chunk was held back on the
+    device while the forward ran that is read before it."""
+    lookahead = Lookahead()
+    lookahead.give([("F", 1, 0), ("F", 2, 0), ("I", 2, 0), ("W", 2, 0), ("I", 1, 0), ("W", 1, 0)])
+    lookahead.advance(("F", 1, 0))
+    assert coming(lookahead) == ""
+    lookahead.advance(("F", 2, 0))
+    assert coming(lookahead) == "2I0 2W0 1I0 1W0"
+
+
+def test_forward_that_will_not_come_again_stops_no_hint() -> None:
+    lookahead = Lookahead()
+    lookahead.give([("F", 0, 0), ("B", 0, 0), ("B", 5, 5), ("F", 0, 1), ("B", 0, 2), ("B", 0, 1)])
+    lookahead.advance(("F", 0, 0))
+    assert coming(lookahead) == "0B0 5B5 0B2"
 
 
 def test_last_step_is_the_hint_where_no_schedule_was_given() -> None:
     lookahead = Lookahead()
     run(lookahead, ONE_F_ONE_B)
     lookahead.end_step()
-    run(lookahead, ONE_F_ONE_B[:3])
+    run(lookahead, ONE_F_ONE_B[:4])
     assert coming(lookahead) == "0B1 0B2"
 
 
@@ -53,9 +74,11 @@ def test_given_schedule_wins_over_the_last_step_until_it_is_taken_back() -> None
     run(lookahead, ONE_F_ONE_B)
     lookahead.end_step()
     lookahead.give([("F", 1, 0), ("B", 1, 0)])
+    lookahead.advance(("F", 1, 0))
     assert coming(lookahead) == "1B0"
     lookahead.give(None)
-    assert coming(lookahead) == "0B0 0B1 0B2"
+    run(lookahead, ONE_F_ONE_B[:2])
+    assert coming(lookahead) == "0B0 0B1"
 
 
 def test_evaluation_between_steps_does_not_become_the_hint() -> None:
@@ -64,7 +87,9 @@ def test_evaluation_between_steps_does_not_become_the_hint() -> None:
     lookahead.end_step()
     run(lookahead, [("F", 0, 0), ("F", 0, 1)])
     lookahead.end_step()
-    assert coming(lookahead) == "0B0 0B1 0B2"
+    assert lookahead.actions == tuple(ONE_F_ONE_B)
+    run(lookahead, ONE_F_ONE_B[:4])
+    assert coming(lookahead) == "0B1 0B2"
 
 
 def test_step_that_leaves_the_list_gets_no_hint_until_it_is_back() -> None:
@@ -96,7 +121,7 @@ def test_same_action_twice_in_a_list_is_found_in_order() -> None:
 def test_halves_of_a_split_backward_are_both_foretold() -> None:
     lookahead = Lookahead()
     lookahead.give([("F", 0, 0), ("I", 0, 0), ("F", 0, 1), ("I", 0, 1), ("W", 0, 0), ("W", 0, 1)])
-    run(lookahead, [("F", 0, 0), ("I", 0, 0)])
+    run(lookahead, [("F", 0, 0), ("I", 0, 0), ("F", 0, 1)])
     assert coming(lookahead) == "0I1 0W0 0W1"
 
 

@@ -357,6 +357,16 @@ def test_room_is_not_made_by_waiting_for_a_spill_that_holds_nothing() -> None:
     rig.end()
 
 
+@pytest.mark.parametrize(("limit_bytes", "state"), [(2 * KIB, RecordState.RESIDENT), (2 * KIB - 1, RecordState.SPILLING)])
+def test_a_tensor_on_its_way_out_stays_only_if_the_largest_still_fits_beside_what_stays(limit_bytes: int, state: RecordState) -> None:
+    rig, y = reclaimed(device_limit_bytes=limit_bytes, max_restoring_bytes=KIB)
+    assert rig.states() == [state]
+    y.sum().backward()
+    assert rig.restored_bytes == 0, "it was read where it was"
+    del y
+    rig.end()
+
+
 def test_the_next_spill_into_the_block_of_an_unused_copy_waits_for_it() -> None:
     rig, y = reclaimed(executor="late")
     with rig.group():

@@ -1,0 +1,51 @@
+"""The device limit under torch's orders of two stages a rank, with a plan made from times.
+
+In these the backward that comes next may be of a chunk whose forward has not run: what is read after it is not next. And between the halves
+of a split backward what was held back stays.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.groups import timed
+from offload.groups.clock import StepClock
+from offload.policy.actions import Rates
+from tests.unit.groups.stack import Action, Driver, assert_same, baseline, build_manager, build_stages, installed
+
+MICROBATCHES, STEPS = 4, 5
+ORDERS = {  # of two ranks: "F12" is the forward of microbatch 2 on the second of this rank's two stages
+    "zbv, first rank": "F00 F01 F02 F10 I10 W10 F11 I11 W11 F03 I00 W00 F12 I12 W12 I01 W01 F13 I13 W13 I02 W02 I03 W03",
+    "zbv, last rank": "F00 F10 F01 F11 I10 W10 F02 I00 W00 F12 I11 W11 F03 I01 W01 F13 I12 W12 I02 I13 I03 W02 W13 W03",
+    "dualpipev, first rank": "F00 F01 F02 F10 I10 W10 F11 F03 B11 F12 B00 B12 F13 B01 B13 I02 W02 I03 W03",
+    "interleaved1f1b, first rank": "F00 F01 F10 F11 F02 B10 F03 B11 F12 B00 F13 B01 B12 B13 B02 B03",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("zbv, first rank", 1.2), ("zbv, last rank", 2.4), ("dualpipev, first rank", 2.4), ("interleaved1f1b, first rank", 1.2)],
+)
+def test_limit_holds_in_every_step_of_a_schedule_with_two_stages_a_rank(name: str, chunks: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that is read second was taken for the one that is read next: while the forward ran that is read before it, a window of it
+    was held back beside all that the plan keeps, and nothing could make room. chunks: the limit, in what a chunk saves."""
+    order: list[Action] = [(action[0], int(action[1]), int(action[2])) for action in ORDERS[name].split()]
+    expected = baseline(build_stages(2), [order] * STEPS)
+    with installed(build_manager()) as manager:
+        assert manager is not None
+        Driver(build_stages(2), announced=True).step(order)
+        limit_bytes = int(chunks * manager.stats.spill_bytes / (2 * MICROBATCHES))
+    monkeypatch.setattr(StepClock, "end_step", lambda self, stalls: dict.fromkeys(order, 1e-3))
+    monkeypatch.setattr(timed, "_MOST_TRIALS", timed._FEWEST_TRIALS)  # a short search finds a plan that fits, too
+    with installed(build_manager(device_limit_bytes=limit_bytes)) as manager:
+        assert manager is not None
+        manager.engine.rates = Rates(d2h_bytes_per_s=2e7, h2d_bytes_per_s=2e7)
+        driver = Driver(build_stages(2), announced=True)
+        found = []
+        for _ in range(STEPS):
+            manager.set_order(order)
+            found.append(driver.step(order))
+            assert manager.stats.device_bytes_peak <= limit_bytes
+            assert manager.stats.refused == 0
+        assert manager._planner._trial is not None, "no plan was made from times"
+    assert_same(expected, found)
