@@ -114,6 +114,7 @@ class InFlight:
     def resize(self, record: Record, nbytes_before: int) -> None:
         """A RESIDENT record's bytes have changed since it was adopted; room is made for what it grew."""
         self.resident_bytes += record.nbytes - nbytes_before
+        self.counts.largest_bytes = max(self.counts.largest_bytes, record.nbytes)
         if record.refused:
             self._refused_bytes += record.nbytes - nbytes_before
         if record.nbytes > nbytes_before:
