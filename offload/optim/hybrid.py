@@ -24,14 +24,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from offload.config import check_bytes, check_fraction
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
-from offload.optim.arrival import Arrivals, parameters_outside
+from offload.optim.arrival import Arrivals
 from offload.optim.classes import checked_class, defaults_of
 from offload.optim.landing import Landing
 from offload.optim.mover import Mover
@@ -40,7 +39,6 @@ from offload.optim.parameters import Managed
 from offload.optim.parts import HostOptions
 from offload.optim.places import Place
 from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
-from offload.optim.ranks import several_ranks
 from offload.optim.readers import Readers
 from offload.optim.replayed import ReplayedReads
 from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
@@ -210,40 +208,6 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._steps.index()
         if self._overlaps and (self._overlap_backward is not False or self._step_in_backward):
             self._landing.watch.watch(offloaded)
-
-    def _refuse_replicas(self, model: nn.Module) -> None:
-        """DistributedDataParallel reduces after the hooks: what had left, or been stepped, would be the gradients of one rank."""
-        promise = "step_in_backward" if self._step_in_backward is True else "overlap_backward" if self._overlap_backward else None
-        if promise is None or not several_ranks():
-            return
-        for name, module in model.named_modules():
-            if isinstance(module, nn.parallel.DistributedDataParallel):
-                raise ValueError(
-                    f"{promise}=True promises final gradients, and {name or 'the model'} is a DistributedDataParallel over "
-                    f"{torch.distributed.get_world_size()} ranks, which reduces them later; leave {promise} out"
-                )
-
-    def attach(self, model: nn.Module) -> None:
-        """From now on each module of `model` waits for its own weights just before its forward, and step() does not.
-
-        A weight that another module reads than the one that owns it (a tied output layer that calls no module) is found out in the first
-        step and waited for by step(). Who reads weights outside of a forward calls `synchronize_parameters()` before. What FSDP2 shards is
-        all waited for where a forward begins, before its first gather.
-        """
-        self._refuse_replicas(model)
-        if self._arrivals is not None:
-            self._arrivals.close()
-        self._names.update((id(parameter), name) for name, parameter in model.named_parameters())
-        for member in self._placed.members:
-            member.name = self._names.get(id(member.parameter), member.name)
-        indices = {id(member.parameter): member.index for member in self._placed.members}
-        self._arrivals = Arrivals(model, indices, self._arrive)
-        if model is not self._model:
-            self._readers = Readers()
-        self._model = model
-        self._readers.outside = frozenset(parameters_outside(model, [member.parameter for member in self._placed.members]))
-        if self._early is not None:
-            self._early.outside = self._readers.untold
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host for pinning."""

@@ -6,50 +6,39 @@ either begins with every gradient checked and every earlier promise kept, or rai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from offload.engine import OffloadEngine
+from offload.optim.awaited import AwaitedOptimizer
 from offload.optim.cpu_step import CpuBucket, HostScalars
 from offload.optim.landing import Landing
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
 from offload.optim.parameters import laid_out_as, settle_versions
-from offload.optim.placing import Placement
-from offload.optim.readers import Readers
-from offload.optim.replayed import ReplayedReads
-from offload.optim.stepping import HostBucket, HostedSteps
-from offload.optim.undo import EarlyCounts, EarlySteps
+from offload.optim.stepping import HostBucket
+from offload.optim.undo import EarlyCounts
 
 __all__ = ["SteppedOptimizer"]
 
 
-class SteppedOptimizer(Optimizer):
+class SteppedOptimizer(AwaitedOptimizer):
     """The step, for an heir that builds what is named here.
 
     _clip: factor of the coming step, from `clip_grad_norm_`. _atomic, _overlaps: how the host's buckets are stepped.
-    _has_state: a step was made, or state was loaded. _early: of a step that may be undone; `_landing.early` has those that may not.
+    _has_state: a step was made, or state was loaded. `_landing.early` has what was stepped in the backward on a promise.
     """
 
     max_grad_norm: float | None
     last_grad_norm: Tensor | None
-    _engine: OffloadEngine
-    _placed: Placement
-    _steps: HostedSteps
     _landing: Landing
     _desk: ScalarDesk
-    _early: EarlySteps | None
     _clip: Tensor | None
-    _model: nn.Module | None
-    _readers: Readers
     _atomic: bool
     _overlaps: bool
     _has_state: bool
-    _replayed: ReplayedReads
 
     # -- backward -----------------------------------------------------------------------------------------------------
     @property
@@ -71,6 +60,11 @@ class SteppedOptimizer(Optimizer):
         counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_), and only this question tells."""
         self._landing.distrust()
         return False
+
+    @property
+    def early_counts(self) -> EarlyCounts | None:
+        """How many buckets started in the backward, had no room there, or were undone; None without step_in_backward="undoable"."""
+        return self._early.counts if self._early is not None else None
 
     # -- the step -----------------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -225,42 +219,7 @@ class SteppedOptimizer(Optimizer):
             if self._early is not None:
                 self._early.outside = self._readers.untold
 
-    # -- waiting ------------------------------------------------------------------------------------------------------
-    def _arrive(self, indices: Sequence[int] | None) -> None:
-        """The current lane is about to read the weights of these parameters, None for all. Blocks the host until they are issued."""
-        if indices is not None and torch.is_grad_enabled():
-            self._readers.ask(indices)
-        if self._engine.device.is_capturing():
-            self._replayed.arrive(indices)
-            return
-        if self._early is not None:
-            self._early.before_reading(indices)
-        self._steps.arrive(indices)
-
-    def _rest(self) -> None:
-        """Bring everything to rest, after a whole step: the host may read and write weights, state and masters. Blocks the host."""
-        if self._early is not None:
-            self._early.before_reading(None)
-        self._steps.settle_host()
-
-    @property
-    def early_counts(self) -> EarlyCounts | None:
-        """How many buckets started in the backward, had no room there, or were undone; None without step_in_backward="undoable"."""
-        return self._early.counts if self._early is not None else None
-
-    def synchronize_parameters(self) -> None:
-        """Let the current lane's work from here on see the new weights, or before step() the old ones. Blocks the host until the step under
-        way has been issued, or what of the next one started early is undone."""
-        self._arrive(None)
-
-    def _refuse_in_capture(self, what: str) -> None:
-        """What workers and the host's own state have a part in; an optimizer that keeps all on the device may be captured."""
-        if self._steps.in_order:
-            self._engine.refuse_in_capture(f"the optimizer's {what}")
-
-    def _is_met(self) -> bool:
-        return self._steps.is_met
-
+    # -- masters ------------------------------------------------------------------------------------------------------
     def update_fp32_param_by_new_param(self) -> None:
         """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
         self._rest()
