@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from offload.device import Device, Lane
 from offload.memory.arena import HostArena
 from offload.transfer.door import Limits
-from offload.transfer.record import Record, RecordState, Remains, Transfer
+from offload.transfer.record import Record, RecordState, Remains, Transfer, living
 from offload.transfer.stalls import Stall, total_ms
 
 if TYPE_CHECKING:
@@ -166,7 +166,36 @@ class InFlight:
             self.settle_spill(oldest)
         if device_cap is None or self.device_bytes + nbytes <= device_cap:
             return True
-        return may_settle is None and self._drop_furthest(self.device_bytes + nbytes - device_cap)
+        if may_settle is not None:
+            return False
+        self._let_held_back_go(device_cap - nbytes)
+        return self.device_bytes + nbytes <= device_cap or self._drop_furthest(self.device_bytes + nbytes - device_cap)
+
+    def _let_held_back_go(self, device_bytes: int) -> None:
+        """Settle spills whose records were reclaimed and have not been read, the oldest first, until no more than `device_bytes` are left:
+        their copies have gone on, and the host has the bytes."""
+        for transfer in [*self._spilling]:
+            if self.device_bytes <= device_bytes:
+                return
+            held = [record for record in living(transfer.records) if self._is_held_back(record, transfer)]
+            for record in held:
+                record.move_to(RecordState.SPILLING)
+                record.device_bytes = None
+                transfer.nbytes += record.nbytes
+                self.spilling_bytes += record.nbytes
+                self.resident_bytes -= record.nbytes
+            if held:
+                self.settle_spill(transfer)
+
+    @staticmethod
+    def _is_held_back(record: Record, transfer: Transfer) -> bool:
+        return (
+            record.state is RecordState.RESIDENT
+            and record.transfer is transfer
+            and record.block is not None
+            and record.capture is None
+            and record.unread == record.handles
+        )
 
     def _drop_furthest(self, nbytes: int) -> bool:
         """Drop at least `nbytes` of what was fetched ahead, the latest fetched first: it is read last. False if there is not as much."""
@@ -180,7 +209,8 @@ class InFlight:
         return nbytes <= 0
 
     def reclaim(self, record: Record) -> None:
-        """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill keeps its source to the end.
+        """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill keeps its source to the end, and
+        the record its block: until the spill is settled it can be sent on its way again (`_let_held_back_go`).
 
         Not where that would leave less of the device limit than the largest record takes: what is resident can make no room, also when an
         input half has read it and its weight half is far away, and the next read has to go ahead.
@@ -197,10 +227,8 @@ class InFlight:
         transfer.nbytes -= record.nbytes
         self.spilling_bytes -= record.nbytes
         self.resident_bytes += record.nbytes
-        if record.block is not None:
-            if record.capture is None:  # else each replay writes it all the same
-                self.arena.give_back(record.block, record.event)
-            record.block = None
+        if record.capture is not None:
+            record.block = None  # each replay writes it all the same
 
     # -- settling -------------------------------------------------------------------------------------------------
     def settle_spill(self, transfer: Transfer) -> None:
@@ -220,8 +248,13 @@ class InFlight:
             else:
                 if record is None or record.state is not RecordState.RESIDENT:
                     self.device.note_free(transfer.lane, source)
-            if record is not None and record.state is RecordState.SPILLING:
+            if record is None:
+                continue
+            if record.state is RecordState.SPILLING:
                 record.move_to(RecordState.SPILLED)
+            elif record.block is not None and record.capture is None and record.transfer is transfer:  # held back, and so it stays
+                self.arena.give_back(record.block, record.event)
+                record.block = None
         transfer.keepalive.clear()
 
     def _settle_restore(self, transfer: Transfer, order: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload.saved.staying import StayingSaves
-from tests.gpu.workbench import SEQUENCES, TOKENS, Program, assert_same_bits, build_manager
+from tests.gpu.workbench import Program, assert_same_bits, build_manager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -17,9 +17,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "keeps half": {"activation_offload_fraction": 0.5, "max_spilling_bytes": 256 << 10, "max_restoring_bytes": 256 << 10},
     "keeps to a limit": {"device_limit_bytes": 6 << 20, "piece_bytes": 64 << 10},
 }
-LARGEST_BYTES = SEQUENCES * TOKENS * 352 * 2
-"""Of one saved tensor. A timed plan leaves no more room than its simulated step needs, and the engine may hold back one tensor more for its
-reader than the simulation did: by that much the limit may be passed, since what is held back makes no room again."""
 
 
 @pytest.mark.parametrize("streams", [0, 2])
@@ -44,4 +41,4 @@ def test_what_a_plan_keeps_has_the_same_bits_when_it_is_known(plan: str, streams
         counts = [(stats.saved, stats.device_bytes_peak) for stats in with_offload.stats]
         assert counts[2:] == [counts[1]] * 4, "known in the last four steps, judged in the one before"
     if plan == "keeps to a limit" and not streams:
-        assert max(stats.device_bytes_peak for stats in with_offload.stats) <= (6 << 20) + LARGEST_BYTES
+        assert max(stats.device_bytes_peak for stats in with_offload.stats) <= 6 << 20

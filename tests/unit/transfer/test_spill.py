@@ -331,10 +331,27 @@ def test_a_tensor_on_its_way_out_that_is_read_next_stays() -> None:
     rig, y = reclaimed()
     assert rig.states() == [RecordState.RESIDENT]
     assert (rig.transfers.resident_bytes, rig.transfers.spilling_bytes) == (KIB, 0)
+    assert rig.engine.arena.stats().lent == 1, "while its copy runs it may have to leave after all"
+    rig.leave()
+    assert rig.states() == [RecordState.RESIDENT]
     assert rig.engine.arena.stats().lent == 0
     y.sum().backward()
     assert rig.restored_bytes == 0
     del y
+    rig.end()
+
+
+@pytest.mark.parametrize("executor", ["late", "early"])
+def test_what_was_held_back_makes_room_for_a_save_that_finds_no_other(executor: ExecutorName) -> None:
+    """The group's tensors stay by plan, so nothing of them is in flight."""
+    rig, y = reclaimed(executor=executor, device_limit_bytes=2 * KIB, max_restoring_bytes=KIB)
+    with rig.group(leaves=False):
+        z = chain(leaf(), 2)
+    assert rig.states() == [RecordState.SPILLED, RecordState.RESIDENT, RecordState.RESIDENT]
+    assert rig.transfers.counts.device_bytes_peak == 2 * KIB
+    (y.sum() + z.sum()).backward()
+    assert rig.restored_bytes == KIB
+    del y, z
     rig.end()
 
 
@@ -369,6 +386,7 @@ def test_a_tensor_on_its_way_out_stays_only_if_the_largest_still_fits_beside_wha
 
 def test_the_next_spill_into_the_block_of_an_unused_copy_waits_for_it() -> None:
     rig, y = reclaimed(executor="late")
+    rig.leave()
     with rig.group():
         z = (leaf() * 2).sin()
     assert rig.engine.arena.stats().lent_peak_bytes == KIB
