@@ -439,6 +439,8 @@ def test_a_bucket_starts_if_its_old_weights_take_no_more_than_was_active_before(
     device = SimDevice()
     model = _Layers(device, held_bytes)
     optimizer = made(model, room=False, engine=OffloadEngine(device=device))
+    for weight in model.parameters():  # else the device would learn of their bytes from the worker, whenever that comes to them
+        device.note_write(device.compute, weight.detach().view(-1).view(torch.uint8))
     for step in range(3):
         model(torch.ones(1, 32)).square().mean().backward()
         assert len(optimizer._early.started) == fitting  # type: ignore[union-attr]
