@@ -5,7 +5,8 @@ a lane that could reuse them is ordered behind the copy. The host never blocks; 
 
 Three counts say where saved bytes are on the device: resident (kept), spilling (leaving; held by transfers in `_spilling`, oldest
 first) and restoring (fetched back and not yet read for the last time). Their sum stays under `device_limit_bytes` as long as
-something can be waited for: before bytes are added, the oldest spill is settled, which makes compute wait for it and drops its source.
+something can be waited for: before bytes are added, the oldest spill is settled, which makes compute wait for it and drops its source;
+where none holds bytes, what was held back for its reader is sent on its way again, whose copy has never stopped.
 
 # [Order: settle]
 # hazard  allocator reuse: the source goes back to compute's allocator while `d2h` still reads it.
@@ -178,6 +179,7 @@ class InFlight:
             if self.device_bytes <= device_bytes:
                 return
             held = [record for record in living(transfer.records) if self._is_held_back(record, transfer)]
+            held = [record for record in held if record.unread == record.handles]
             for record in held:
                 record.move_to(RecordState.SPILLING)
                 record.device_bytes = None
@@ -189,13 +191,9 @@ class InFlight:
 
     @staticmethod
     def _is_held_back(record: Record, transfer: Transfer) -> bool:
-        return (
-            record.state is RecordState.RESIDENT
-            and record.transfer is transfer
-            and record.block is not None
-            and record.capture is None
-            and record.unread == record.handles
-        )
+        """Whether the record was reclaimed from this spill, whose block it still has. That happens to complete chunks only, so no save has
+        joined the record since, and the block has all that will be read."""
+        return record.state is RecordState.RESIDENT and record.transfer is transfer and record.block is not None and record.capture is None
 
     def _drop_furthest(self, nbytes: int) -> bool:
         """Drop at least `nbytes` of what was fetched ahead, the latest fetched first: it is read last. False if there is not as much."""
@@ -252,7 +250,7 @@ class InFlight:
                 continue
             if record.state is RecordState.SPILLING:
                 record.move_to(RecordState.SPILLED)
-            elif record.block is not None and record.capture is None and record.transfer is transfer:  # held back, and so it stays
+            elif self._is_held_back(record, transfer):  # and so it stays: its block is the next spill's, after this one's event
                 self.arena.give_back(record.block, record.event)
                 record.block = None
         transfer.keepalive.clear()

@@ -353,6 +353,17 @@ def test_bytes_of_a_piece_go_with_their_nodes_and_its_count_with_the_last(manage
 
 
 # -- beside others ---------------------------------------------------------------------------------------------------------
+def last_of_five(forward: Callable[[Tensor, bool], Tensor]) -> tuple[Tensor, StepStats]:
+    """The fifth step, the only one of which `forward` is told so, when the first group of each chunk stays and the others leave."""
+    with installed(build_manager(activation_offload_fraction=1.0)) as manager:
+        assert manager is not None
+        for number in range(5):
+            for handler in manager._handlers.values():
+                handler.stays = frozenset({0})
+            found = step(lambda x, last=number == 4: forward(x, last))  # type: ignore[misc]
+    return found
+
+
 def test_a_known_save_holds_back_the_forced_release_of_its_storage_by_another_group(
     taken: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -367,13 +378,8 @@ def test_a_known_save_holds_back_the_forced_release_of_its_storage_by_another_gr
         return offload.group_commit(z, "left", saved if release else None)
 
     expected = plain(lambda x: forward(x, True))
-    with installed(build_manager(activation_offload_fraction=1.0)) as manager:
-        assert manager is not None
-        for number in range(5):
-            for handler in manager._handlers.values():
-                handler.stays = frozenset({0})
-            with caplog.at_level(logging.WARNING, "offload"):
-                gradient, _ = step(lambda x, last=number == 4: forward(x, last))  # type: ignore[misc]
+    with caplog.at_level(logging.WARNING, "offload"):
+        gradient, _ = last_of_five(forward)
     assert taken[-1] == 1
     assert torch.equal(gradient, expected)
     assert "another save still keeps it on the device" in caplog.text
@@ -386,12 +392,7 @@ def test_a_storage_that_another_group_begins_to_save_is_counted_twice_at_most_an
         return group(lambda x: x * saved[0] if shared else x * x, y, "left")
 
     expected = plain(lambda x: forward(x, True))
-    with installed(build_manager(activation_offload_fraction=1.0)) as manager:
-        assert manager is not None
-        for number in range(5):
-            for handler in manager._handlers.values():
-                handler.stays = frozenset({0})
-            gradient, stats = step(lambda x, last=number == 4: forward(x, last))  # type: ignore[misc]
+    gradient, stats = last_of_five(forward)
     assert taken[-1] == 1
     assert torch.equal(gradient, expected)
     assert 2 * NBYTES <= stats.device_bytes_peak <= 3 * NBYTES

@@ -394,3 +394,16 @@ def test_the_next_spill_into_the_block_of_an_unused_copy_waits_for_it() -> None:
     (y.sum() + z.sum()).backward()
     del y, z
     rig.end()
+
+
+def test_the_next_spill_into_the_block_of_a_dead_tensor_waits_for_its_unused_copy() -> None:
+    rig, y = reclaimed(executor="late")
+    del y
+    rig.transfers.bury()
+    with rig.group():
+        z = (leaf() * 2).sin()
+    assert rig.engine.arena.stats().lent_peak_bytes == KIB, "the copy of the first is still in flight"
+    rig.leave()
+    z.sum().backward()
+    del z
+    rig.end()
