@@ -250,7 +250,7 @@ class InFlight:
                 continue
             if record.state is RecordState.SPILLING:
                 record.move_to(RecordState.SPILLED)
-            elif self._is_held_back(record, transfer):  # and so it stays: its block is the next spill's, after this one's event
+            elif record.block is not None and self._is_held_back(record, transfer):  # it stays, and its block is for the next spill
                 self.arena.give_back(record.block, record.event)
                 record.block = None
         transfer.keepalive.clear()
