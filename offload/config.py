@@ -83,6 +83,10 @@ class OffloadConfig:
     """Give pinned memory back that a steady step does not use, after the plan has settled. Blocks the host then. What a later step, of
     another shape, needs again is kept from then on, and goes back once a thousand steps have not wanted it."""
 
+    trim_device: bool = True
+    """Give cached device memory back, once the plan has settled, where torch's allocator holds more than a thirty-second beyond what was
+    ever in use at once: blocks of sizes that the first steps wanted. Blocks the host then, at the begin of one step."""
+
     audit: bool = False
     """Compare a checksum of every host copy before and after its life there, but for those of captured graphs, which each replay writes
     anew. Blocks the host: for debugging."""

@@ -178,3 +178,10 @@ class Device(Protocol):
 
     def active_bytes(self) -> int:
         """Bytes in live blocks of the device allocator now; what this engine lent out and knows of on the simulated device."""
+
+    def release_cached(self, worth: int) -> int:
+        """Return to the driver what the device allocator has cached and nothing uses, if it holds a `worth`-th more than was ever in live
+        blocks at once (since torch's peaks were reset last). Returns the bytes; 0 on the simulated device, which caches none.
+
+        Blocks the host until the device is idle, if it is worth it. Raises CaptureError in a capture.
+        """

@@ -251,6 +251,15 @@ class CudaDevice:
     def active_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
 
+    def release_cached(self, worth: int) -> int:
+        self._refuse_in_capture("a release of cached memory")
+        stats = torch.cuda.memory_stats(self._device)
+        reserved = int(stats["reserved_bytes.all.current"])
+        if (reserved - stats["active_bytes.all.peak"]) * worth < reserved:
+            return 0
+        torch.cuda.empty_cache()
+        return reserved - torch.cuda.memory_reserved(self._device)
+
 
 class _OnDevice:
     """Passes on what happens on one device, and keeps in mind whether it is being captured."""

@@ -285,6 +285,9 @@ class PipelineOffloadManager(OpenScopes):
         return self._backward
 
     # -- step ---------------------------------------------------------------------------------------------------------
+    def _step_begins(self) -> None:
+        self._planner.before_step()
+
     def step_end(self) -> StepStats:
         """End the step, once its gradients are final: drop leftovers with one warning, settle, count, and plan after warm-up.
 

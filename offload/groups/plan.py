@@ -9,6 +9,7 @@ tries the best plans, a step each.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -25,6 +26,8 @@ from offload.policy.recent import RecentPeak
 
 __all__ = ["PlanSettings", "SeenStep", "StepPlanner"]
 
+logger = logging.getLogger(__name__)
+
 _LEAST_PIECES = 2  # in flight in one direction: one that is copied, one that waits behind it
 
 REMEMBERED_STEPS = 1000
@@ -34,6 +37,9 @@ more often finds its memory each time; one that came once holds it for a quarter
 _WORTH_A_TRIM = 8
 """Part of the held bytes: what is forgotten goes back to the system once it is an eighth. The peaks of random lengths differ by a little
 from one thousand steps to the next, and what goes back is refused to the first step that wants it again."""
+
+_WORTH_A_RELEASE = 32
+"""Part of the reserved device bytes: below it, blocks of the wrong sizes cost less than asking the driver for all of them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +99,7 @@ class StepPlanner:
         self._actions: tuple[ActionKey, ...] = ()  # of the planned step
         self._looked_cut_short: object = None
         self._trimmed = self._trimmed_shape = False  # ever, and since the shape of the step is this one
+        self._release_due = self._released_shape = False  # device memory that is cached: at the next step's begin, and since the plan
         self._wanted = RecentPeak(REMEMBERED_STEPS)  # host bytes, since some were given back for the first time
 
     def after_step(self, seen: SeenStep) -> bool:
@@ -111,7 +118,7 @@ class StepPlanner:
             self._signature = signature
             self._actions = tuple(seen.actions)
             self._trial = None
-            self._trimmed_shape = False
+            self._trimmed_shape = self._released_shape = self._release_due = False
             self._steady_steps = 0
             first, self.is_warmup = self.is_warmup, False
             self._install(seen, self._untimed(seen))
@@ -121,16 +128,32 @@ class StepPlanner:
         trial = self._trial
         if trial is None:
             if self._steady_steps >= 2 and self._try_timed(seen):
-                self._trimmed_shape = False  # another plan needs another amount
+                self._trimmed_shape = self._released_shape = False  # another plan needs another amount
                 self._steady_steps = 2
                 return False
         elif (plan := trial.whole_step_ended()) is not None:
             self._follow(seen, plan)
             self._steady_steps = 2
             return False
-        if self._steady_steps >= (4 if trial is None else 3) and self._engine.config.trim_host and not self._trimmed_shape:
-            self._trim()
+        if self._steady_steps >= (4 if trial is None else 3):
+            if self._engine.config.trim_host and not self._trimmed_shape:
+                self._trim()
+            if self._engine.config.trim_device and not self._released_shape:
+                self._release_due = self._released_shape = True
         return False
+
+    def before_step(self) -> None:
+        """A step begins. Once the plan has settled, device memory is given back that the allocator has cached in sizes that the steps before
+        it wanted: only now, when the gradients of the last step may be gone, are there whole segments to give back.
+
+        Source: W1 of the benchmarks, 3 GB of saved bytes on the device, one H200: without, reserved over active was 1.08 to 1.15.
+        """
+        if not self._release_due or self._engine.device.is_capturing():
+            return
+        self._release_due = False
+        released = self._engine.device.release_cached(_WORTH_A_RELEASE)
+        if released:
+            logger.info("%s bytes of cached device memory given back, once for this plan", f"{released:,}")
 
     def pass_over(self, seen: SeenStep) -> None:
         """A step has ended that says nothing of the plan, but for the stall of the one before it, which may have been on trial."""

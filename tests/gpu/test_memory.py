@@ -188,6 +188,30 @@ def test_ten_steps_hold_what_one_step_holds(managed: Any, caps: dict[str, int]) 
     assert max(held) == held[0], "the host memory grew although it was reserved"
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_an_odd_phase_left_in_the_cache_goes_back_once_the_plan_has_settled(managed: Any, asked: bool) -> None:
+    """Two segments that nobody uses: they can hold no block of a step beside the ones that it has, and are there until they are given back."""
+    ends = Ends.of()
+    manager = managed(max_spilling_bytes=2 * N, trim_device=asked)
+    for _ in range(2):  # without a plan and with one: all the memory that a step takes
+        run_step(ends, manager)
+    torch.cuda.synchronize()
+    steady = torch.cuda.memory_reserved()
+    odd = [torch.empty(steady, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    odd.clear()
+    torch.cuda.reset_peak_memory_stats()
+    reserved = []
+    for _ in range(7):
+        run_step(ends, manager)
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[:3] == [3 * steady] * 3
+    if asked:
+        assert max(reserved[3:]) <= steady
+    else:
+        assert reserved[3:] == [3 * steady] * 4
+
+
 @pytest.mark.req("S0-38")
 def test_a_leftover_of_4_mb_in_each_step_does_not_stay(managed: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Its graph is kept and its backward never runs: a step holds it until it ends, and only its sum, 512 bytes, stays."""

@@ -128,6 +128,41 @@ def test_no_host_memory_is_added_from_the_second_iteration_on(executor: Any) -> 
         assert manager.cpu_tensor_pool.stats["pool_misses"] == 0
 
 
+@pytest.mark.parametrize(("asked", "expected"), [(True, [5, 13]), (False, [])])
+def test_cached_device_memory_goes_back_once_at_the_begin_of_a_step_after_the_plan_has_settled(
+    asked: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a step's begin, because that is when the gradients of the last one may be gone."""
+    with installed(build_manager(trim_device=asked)) as manager:
+        assert manager is not None
+        driver = Driver(build_stages())
+        ended: list[None] = []
+        released: list[int] = []
+        saved: list[int] = []
+
+        def release(worth: int) -> int:
+            assert worth == 32
+            released.append(len(ended))
+            saved.append(manager.engine.transfers.counts.saved)
+            return 1
+
+        monkeypatch.setattr(manager.engine.device, "release_cached", release)
+        for actions in [one_f_one_b(4, 2)] * 9 + [gpipe(2)] * 6:  # another shape has another plan
+            driver.step(actions)
+            ended.append(None)
+        assert released == expected
+        assert not any(saved), "before the step has saved anything"
+
+
+def test_steps_whose_shapes_come_in_turns_give_no_cached_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(build_manager()) as manager:
+        assert manager is not None
+        driver = Driver(build_stages())
+        monkeypatch.setattr(manager.engine.device, "release_cached", lambda _: pytest.fail("the plan never settled"))
+        for microbatches in (1, 2, 3, 2) * 3:
+            driver.step(gpipe(microbatches))
+
+
 def test_ten_steps_with_a_leftover_each_grow_nothing(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
     """S0-38's shape: a saved tensor of 4 MB whose backward never runs, kept by the caller, in each of ten steps."""
     device = manager.engine.device
