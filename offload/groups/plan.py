@@ -143,8 +143,8 @@ class StepPlanner:
         return False
 
     def before_step(self) -> None:
-        """A step begins. Once the plan has settled, device memory is given back that the allocator has cached in sizes that the steps before
-        it wanted: only now, when the gradients of the last step may be gone, are there whole segments to give back.
+        """A step begins. Once the plan has settled, device memory is given back that the allocator has cached in sizes that the steps
+        before wanted: only now, when the gradients of the last step may be gone, are there whole segments to give back.
 
         Source: W1 of the benchmarks, 3 GB of saved bytes on the device, one H200: without, reserved over active was 1.08 to 1.15.
         """

@@ -190,7 +190,7 @@ def test_ten_steps_hold_what_one_step_holds(managed: Any, caps: dict[str, int]) 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_what_an_odd_phase_left_in_the_cache_goes_back_once_the_plan_has_settled(managed: Any, asked: bool) -> None:
-    """Two segments that nobody uses: they can hold no block of a step beside the ones that it has, and are there until they are given back."""
+    """Two segments that nobody uses: they can hold no block of a step beside the ones that it has, and stay until they are given back."""
     ends = Ends.of()
     manager = managed(max_spilling_bytes=2 * N, trim_device=asked)
     for _ in range(2):  # without a plan and with one: all the memory that a step takes

@@ -128,7 +128,7 @@ def test_no_host_memory_is_added_from_the_second_iteration_on(executor: Any) -> 
         assert manager.cpu_tensor_pool.stats["pool_misses"] == 0
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(True, [5, 13]), (False, [])])
+@pytest.mark.parametrize(("asked", "expected"), [(True, [5, 14]), (False, [])])
 def test_cached_device_memory_goes_back_once_at_the_begin_of_a_step_after_the_plan_has_settled(
     asked: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +147,7 @@ def test_cached_device_memory_goes_back_once_at_the_begin_of_a_step_after_the_pl
             return 1
 
         monkeypatch.setattr(manager.engine.device, "release_cached", release)
-        for actions in [one_f_one_b(4, 2)] * 9 + [gpipe(2)] * 6:  # another shape has another plan
+        for actions in [one_f_one_b(4, 2)] * 9 + [gpipe(3)] * 6:  # another shape has another plan
             driver.step(actions)
             ended.append(None)
         assert released == expected
