@@ -44,12 +44,27 @@ def test_a_report_of_a_test_that_leaves_an_edge_out_is_expected(monkeypatch: pyt
     assert report.on_purpose
     assert report.test == TWIN.strip()
     assert summary_of([report])[0] == "1 x edge left out on purpose"
-    assert summary_of([report])[-1] == "torch's sanitizer: 1 reports, 0 of them touch the engine and are not made on purpose"
+    assert summary_of([report])[-1] == "torch's sanitizer: 1 reports, 0 of them touch the engine and have no explanation"
+
+
+def test_a_report_is_explained_by_both_of_its_operations_and_not_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view that an operator does not declare is harmless over a spill's source; beside anything else it would be a finding."""
+    (found,) = reports_in(f"{PLAIN}{report_without('spill', monkeypatch)}".splitlines())
+    view = found.now._replace(operator="aten::_unsafe_view")
+    assert found.alarming
+    assert found._replace(now=view).alarming, "the earlier access is no spill"
+    assert found._replace(before=found.now).alarming, "nor is every access after a spill a view"
+    explained = found._replace(now=view, before=found.now)
+    assert explained.explanation is not None
+    assert not explained.alarming
+    assert explained.of_engine
+    assert summary_of([explained, found, explained])[0].startswith("2 x explained: the operator gives a view")
+    assert summary_of([explained, found])[-1] == "torch's sanitizer: 2 reports, 1 of them touch the engine and have no explanation"
 
 
 def test_a_clean_log_has_no_reports() -> None:
     assert list(reports_in(f"{PLAIN}PASSED\n3 passed in 1.00s\n".splitlines())) == []
-    assert summary_of([]) == ["torch's sanitizer: 0 reports, 0 of them touch the engine and are not made on purpose"]
+    assert summary_of([]) == ["torch's sanitizer: 0 reports, 0 of them touch the engine and have no explanation"]
 
 
 @pytest.mark.parametrize(
