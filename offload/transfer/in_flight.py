@@ -213,7 +213,7 @@ class InFlight:
         Not where that would leave less of the device limit than the largest record takes: what is resident can make no room, also when an
         input half has read it and its weight half is far away, and the next read has to go ahead.
         """
-        storage = record.weak_storage.get()
+        storage = record.storage()
         transfer = record.transfer
         if storage is None or transfer is None or record.external:
             return
@@ -234,7 +234,6 @@ class InFlight:
         if transfer.settled:
             return
         self._await(transfer, "settle")
-        transfer.settled = True
         self._spilling.remove(transfer)  # nearly always the first
         self.spilling_bytes -= transfer.nbytes
         for reference, source in zip(transfer.records, transfer.keepalive, strict=True):
@@ -253,22 +252,21 @@ class InFlight:
             elif record.block is not None and self._is_held_back(record, transfer):  # it stays, and its block is for the next spill
                 self.arena.give_back(record.block, record.event)
                 record.block = None
-        transfer.keepalive.clear()
+        transfer.settle()
 
     def _settle_restore(self, transfer: Transfer, order: str) -> None:
         if transfer.settled:
             return
         self._await(transfer, order)
-        transfer.settled = True
         self._restoring.remove(transfer)  # readers come in about the order of issue: near the front
         if order == "read":  # what is abandoned only goes back to the allocator
             for home in transfer.keepalive:
                 self.device.note_read(transfer.lane, home)
-        transfer.keepalive.clear()
         for reference in transfer.records:
             record = reference()
             if record is not None and record.state is RecordState.RESTORING:
                 record.move_to(RecordState.RESTORED)
+        transfer.settle()
 
     def drop(self, record: Record) -> None:
         """Let a RESTORED record's device bytes go; its host copy is clean, so this is free. The caller may still hold the storage."""

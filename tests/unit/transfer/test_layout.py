@@ -94,11 +94,11 @@ def test_a_weak_reference_to_a_storage_does_not_hold_it_and_keeps_its_key_from_b
         storage = torch.empty(1024, dtype=torch.uint8).untyped_storage()
         weak = WeakStorage(storage)
         assert weak.key == storage._cdata
-        found = weak.get()
+        found = weak.storage()
         assert found is not None
         assert found.data_ptr() == storage.data_ptr()
         del found, storage
-        assert weak.get() is None
+        assert weak.storage() is None
         others = [torch.empty(1024, dtype=torch.uint8).untyped_storage() for _ in range(100)]
         assert weak.key not in {other._cdata for other in others}
     finally:

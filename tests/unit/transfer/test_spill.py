@@ -201,7 +201,7 @@ def test_a_group_smaller_than_a_piece_leaves_at_its_commit_under_one_event() -> 
     rig = Rig(piece_bytes=100 * KIB)
     with rig.group(commit=False) as group:
         y = chain(leaf(), 5)
-    assert group.transfers == []
+    assert group.transfers == ()
     rig.engine.store.commit(group)
     assert [transfer.nbytes for transfer in group.transfers] == [5 * KIB]
     assert rig.device.waits["spill"] == 1
@@ -225,11 +225,11 @@ def test_the_source_lives_until_compute_is_ordered_after_its_copy() -> None:
     with rig.group():
         y = (leaf() * 2).sin()
     (record,) = rig.records()
-    source = WeakStorage(record.weak_storage.get())  # type: ignore[arg-type]
+    source = WeakStorage(record.storage())  # type: ignore[arg-type]
     assert record.device_bytes is None
-    assert source.get() is not None
+    assert source.storage() is not None
     rig.leave()
-    assert source.get() is None
+    assert source.storage() is None
     del y
     rig.end()
 
