@@ -27,7 +27,7 @@ import torch
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.transfer.engine import TransferEngine
-from offload.transfer.layout import Span, layout_of
+from offload.transfer.layout import layout_of
 from offload.transfer.record import Record, RecordState
 
 __all__ = ["JUDGED_EVERY", "KnownForward", "KnownSave", "StayingSaves"]
@@ -214,7 +214,7 @@ class StayingSaves:
         pieces, chunk, transfers = self._known.pieces, self._chunk, self._transfers
         known = pieces[len(self._pieces)]
         with self._lock:
-            piece = Record(self._group.id, slot, Span(0, 0), tensor.untyped_storage(), transfers.estate)
+            piece = Record(self._group.id, slot, 0, 0, tensor.untyped_storage(), transfers.estate)
             piece.stays = True
             piece.keepers = self._handles
             piece.storages = known.storages

@@ -21,7 +21,7 @@ from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.handles import Handle, modified
 from offload.transfer.door import Priority
 from offload.transfer.engine import TransferEngine
-from offload.transfer.layout import Layouts, Span, ViewLayout, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
+from offload.transfer.layout import Layouts, ViewLayout, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
 from offload.transfer.record import Record, RecordState, living
 
 __all__ = ["TensorStore"]
@@ -55,14 +55,14 @@ class TensorStore:
         storage_bytes = storage.nbytes()
         nbytes = tensor.numel() * tensor.element_size()
         whole = nbytes == storage_bytes and tensor.is_contiguous()
-        span = Span(0, nbytes) if whole else span_of(tensor, storage_bytes)
+        start, stop = (0, nbytes) if whole else span_of(tensor, storage_bytes)
         version = tensor._version
         external = self._externals.kind_of(storage._cdata) is ExternalKind.BUFFER
         chunk.touches += 1
-        record = None if external else self._joinable(chunk, storage._cdata, span, version)
+        record = None if external else self._joinable(chunk, storage._cdata, start, stop, version)
         if record is None:
             stays = whole and group.keeps(group.slots)
-            record = self._new_record(tensor, storage, span, version, chunk, group, stays, lane)
+            record = self._new_record(tensor, storage, start, stop, version, chunk, group, stays, lane)
             record.external = external
             if whole or (record.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * storage_bytes):
                 self._enqueue(record, group)
@@ -93,7 +93,7 @@ class TensorStore:
                 record.lone_layout = None
         return Handle(record, layout, probe, record.version)
 
-    def _joinable(self, chunk: SavedChunk, key: int, span: Span, version: int) -> Record | None:
+    def _joinable(self, chunk: SavedChunk, key: int, start: int, stop: int, version: int) -> Record | None:
         reference = chunk.table.get(key)
         record = None if reference is None else reference()
         if record is None or record.version != version or record.probe is None or record.probe._version != version:
@@ -102,11 +102,12 @@ class TensorStore:
             return None
         if record.key != key:  # its bytes are a packed or a restored copy by now, and `key` may be a new storage's
             return None
-        if not record.span.covers(span):
+        if start < record.start or record.stop < stop:
             if record.state is not RecordState.RESIDENT:
                 return None
             before = record.nbytes
-            record.cover(record.span.union(span))  # still here: the commit decides on the union of the saved ranges
+            # still here: the commit decides on the union of the saved ranges
+            record.cover(min(record.start, start), max(record.stop, stop))
             self._transfers.resize(record, before)
         return record
 
@@ -114,7 +115,8 @@ class TensorStore:
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        span: Span,
+        start: int,
+        stop: int,
         version: int,
         chunk: SavedChunk,
         group: SavedGroup,
@@ -122,7 +124,7 @@ class TensorStore:
         lane: Lane | None,
     ) -> Record:
         slot = group.slots if group.staying is None else group.staying.next_slot()
-        record = Record(group.id, slot, span, storage, self._transfers.estate)
+        record = Record(group.id, slot, start, stop, storage, self._transfers.estate)
         record.lane = lane
         group.slots = slot + 1
         record.device_bytes = storage
@@ -210,7 +212,7 @@ class TensorStore:
         record.gathered = layout
         record.device_bytes = packed.untyped_storage()
         record.refer_to(record.device_bytes)
-        record.cover(Span(0, packed_bytes))
+        record.cover(0, packed_bytes)
         self._transfers.resize(record, before)
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ class TensorStore:
         if record.external and record.base == 0:
             return None
         storage = record.storage()
-        if storage is None or storage.nbytes() < record.start + record.nbytes - record.base:
+        if storage is None or storage.nbytes() < record.stop - record.base:
             return None  # gone, or freed under its owner's hands (forced release)
         return storage
 

@@ -51,7 +51,7 @@ from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
 from offload.transfer.captures import CaptureSide
 from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
-from offload.transfer.layout import Span, bytes_of
+from offload.transfer.layout import bytes_of
 from offload.transfer.ranges import copy_in_range
 from offload.transfer.record import Record, RecordState, Transfer
 
@@ -145,7 +145,7 @@ class TransferEngine(CaptureSide):
         keys: list[int] = []
         for record in leaving:
             assert record.device_bytes is not None
-            source = bytes_of(record.device_bytes, record.span)
+            source = bytes_of(record.device_bytes, record.start, record.nbytes)
             key = record.device_bytes._cdata
             if key not in self._sources and key not in keys:  # else compute wrote it before the copy that still reads it
                 device.note_write(compute, source)
@@ -325,7 +325,7 @@ class TransferEngine(CaptureSide):
             return record.device_bytes
         self.device.wait(lane, self.device.record(transfer.lane), "read")
         own = self.device.empty(record.nbytes)
-        own.copy_(bytes_of(record.device_bytes, Span(0, record.nbytes)))
+        own.copy_(bytes_of(record.device_bytes, 0, record.nbytes))
         self.device.wait(transfer.lane, self.device.record(lane), "settle")
         return own.untyped_storage()
 

@@ -36,16 +36,6 @@ class Span(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-    def union(self, other: Span) -> Span:
-        return Span(min(self.start, other.start), max(self.stop, other.stop))
-
-    def covers(self, other: Span) -> bool:
-        return self.start <= other.start and other.stop <= self.stop
-
 
 class ViewLayout(NamedTuple):
     """How one tensor looks at its storage. offset: elements of dtype from the start of the storage."""
@@ -124,10 +114,9 @@ def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
     return Span(start - start % ALIGNMENT, min(storage_bytes, stop + -stop % ALIGNMENT))
 
 
-def bytes_of(storage: torch.UntypedStorage, span: Span) -> torch.Tensor:
-    """The span as a 1-D uint8 tensor that shares and holds the storage."""
-    start, stop = span
-    return _over(storage, torch.uint8, start, (stop - start,), (1,))
+def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    """These bytes as a 1-D uint8 tensor that shares and holds the storage."""
+    return _over(storage, torch.uint8, start, (nbytes,), (1,))
 
 
 def contiguous_stride(size: torch.Size) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ import torch
 
 from offload.errors import RecordStateError
 from offload.ids import GroupId, SlotId
-from offload.transfer.layout import Span, ViewLayout, WeakStorage
+from offload.transfer.layout import ViewLayout, WeakStorage
 
 if TYPE_CHECKING:
     from offload.device import Event, Lane
@@ -149,12 +149,13 @@ class Record(WeakStorage):
         "version",
     )
 
-    def __init__(self, group: GroupId, slot: int, span: Span, storage: torch.UntypedStorage, estate: deque[Remains]) -> None:
+    def __init__(self, group: GroupId, slot: int, start: int, stop: int, storage: torch.UntypedStorage, estate: deque[Remains]) -> None:
+        """start, stop: the bytes of `storage` that move."""
         super().__init__(storage)
         self.group = group
         self.slot = slot
-        self.start, stop = span
-        self.nbytes = stop - self.start  # kept: it is asked for ten times in a record's life
+        self.start = start
+        self.nbytes = stop - start
         self.base = 0  # first byte of the saved storage that the one referred to has: 0, after a restore `start`
         self.estate = estate
         self.state = RecordState.RESIDENT
@@ -184,8 +185,8 @@ class Record(WeakStorage):
         return SlotId(self.group, self.slot)
 
     @property
-    def span(self) -> Span:
-        return Span(self.start, self.start + self.nbytes)
+    def stop(self) -> int:
+        return self.start + self.nbytes
 
     def storage_keys(self) -> set[int]:
         """Of the storages whose bytes these are."""
@@ -199,10 +200,10 @@ class Record(WeakStorage):
             if keeper is not None:
                 yield keeper
 
-    def cover(self, span: Span) -> None:
+    def cover(self, start: int, stop: int) -> None:
         """Move these bytes of the storage, and no others."""
-        self.start, stop = span
-        self.nbytes = stop - self.start
+        self.start = start
+        self.nbytes = stop - start
 
     def move_to(self, state: RecordState) -> None:
         legal = LEGAL_MOVES[self.state]

@@ -19,7 +19,7 @@ from offload.memory.arena import HostArena
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.transfer.door import Priority
-from offload.transfer.layout import Span, bytes_of
+from offload.transfer.layout import bytes_of
 
 NUMBERS = 1024  # of one saved tensor, float32
 NBYTES = 4 * NUMBERS
@@ -53,7 +53,7 @@ class Layer:
                 self.transfers.settle_spill(record.transfer)
             self.transfers.restore([record], Priority.REQUIRED)
             storage = self.transfers.ready(record)
-            found = bytes_of(storage, Span(0, record.nbytes)).view(torch.float32)
+            found = bytes_of(storage, 0, record.nbytes).view(torch.float32)
             self.device.launch(lambda index=index, found=found: self.out[index].copy_(found))
             self.transfers.drop(record)
 

@@ -59,7 +59,7 @@ class Watch:
             assert record.device_bytes is not None
             self._written[record.key] = WeakStorage(record.device_bytes)
             device = self.engine.device
-            device.note_write(device.compute, bytes_of(record.device_bytes, record.span))
+            device.note_write(device.compute, bytes_of(record.device_bytes, record.start, record.nbytes))
 
     def resize(self, record: Record, nbytes_before: int) -> None:
         self._resize(record, nbytes_before)

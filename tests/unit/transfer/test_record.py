@@ -11,7 +11,6 @@ import torch
 
 from offload.errors import OffloadError, RecordStateError
 from offload.ids import ChunkId, GroupId
-from offload.transfer.layout import Span
 from offload.transfer.record import LEGAL_MOVES, Record, RecordState, Remains
 
 S = RecordState
@@ -33,7 +32,7 @@ ALL = list(itertools.product(S, S))
 
 def record_in(state: RecordState, estate: deque[Remains] | None = None) -> Record:
     storage = torch.empty(4096, dtype=torch.uint8).untyped_storage()
-    record = Record(GroupId(ChunkId(1, 4), 2, "core_attn"), 0, Span(0, 4096), storage, deque() if estate is None else estate)
+    record = Record(GroupId(ChunkId(1, 4), 2, "core_attn"), 0, 0, 4096, storage, deque() if estate is None else estate)
     record.state = state
     return record
 
