@@ -30,7 +30,8 @@ ALIGN_BYTES = 512
 """Where extents start, as torch's device allocator does."""
 
 POLLS_PER_CALL = 2
-"""Events asked about in each call, whatever the number pending: the host cost of a call stays flat."""
+"""Events asked about by each taker, and for each event that comes with a block, whatever the number pending: the host cost of a call
+stays flat."""
 
 POLLS_PER_LOAN = 2
 """Events of one new block that are asked about; the rest go to the borrower unasked, for whom a wait costs no more than a poll."""
@@ -154,7 +155,7 @@ class Lending:
         Raises PoolError if the block is not on loan from this arena. Blocks the host: never.
         """
         with self._lock:
-            self._accept_returned()  # polls nothing: that is for those who take
+            self._accept_returned()
             self._accept(block, after)
 
     def give_back_later(self, block: Block, after: Event | None) -> None:
@@ -227,6 +228,8 @@ class Lending:
         self._lent_bytes -= block.nbytes
         marks = block.marks and tuple([mark for mark in block.marks if mark.event is not None])
         if after is not None and not self._all_passed:
+            if not self._marks.knows(after):  # for each that comes, some of the older ones are asked about: they do not pile up
+                self._marks.poll_until_unpassed(POLLS_PER_CALL)
             mark = self._marks.of(after)
             if mark not in marks:
                 marks = (*marks, mark)

@@ -317,8 +317,10 @@ class TransferEngine(CaptureSide):
         """
         transfer = record.transfer
         assert transfer is not None
-        self._check_saved_in_capture(record)
-        self._settle_restore(transfer, "read")
+        if self.capture is not None:
+            self._check_saved_in_capture(record)
+        if not transfer.settled:
+            self._settle_restore(transfer, "read")
         assert record.device_bytes is not None
         lane = self.device.compute
         if lane is transfer.lane:
