@@ -143,7 +143,6 @@ def leaving(manager: PipelineOffloadManager) -> list[str]:
     return [str(record.label) for transfer in manager.engine.transfers._spilling for record in living(transfer.records)]
 
 
-
 @pytest.mark.req("S2-84", "S2-86")
 def test_delayed_commit_sends_nothing_until_the_flush(manager: PipelineOffloadManager) -> None:
     init_chunk_handler(None, None, 1)
