@@ -52,7 +52,7 @@ class PipelineOffloadManager(OpenScopes):
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
         self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []  # with the capture of the commit
-        self._pending: dict[str, deque[tuple[Transfer, ...]]] = defaultdict(deque)
+        self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._compile_report = CompileReport()
 
     # -- the process-wide instance ------------------------------------------------------------------------------------

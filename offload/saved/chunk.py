@@ -57,7 +57,7 @@ class SavedGroup:
         self.logical_bytes = 0  # the same, one count a saved tensor
         self.slots = 0
         self.slot_bytes: dict[int, int] = {}  # eligible bytes of each record
-        self.transfers: tuple[Transfer, ...] = ()
+        self.transfers: list[Transfer] = []
         self.staying: StayingSaves | None = None
         self.unwritten_until = -1
 

@@ -175,7 +175,7 @@ class TensorStore:
                 leaving = [record for record in leaving if record.lane is lane]
             transfer = self._transfers.spill(leaving)
             if transfer is not None:
-                group.transfers = (*group.transfers, transfer)
+                group.transfers.append(transfer)
 
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""

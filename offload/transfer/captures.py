@@ -168,7 +168,8 @@ class CaptureSide(InFlight):
                 if transfers is self._spilling:
                     self.spilling_bytes -= transfer.nbytes
                     self._sources -= Counter(source.untyped_storage()._cdata for source in transfer.keepalive)
-                transfer.settle()
+                transfer.settled = True
+                transfer.let_go()
         for record in living(capture.records):
             if record.transfer is not None and record.transfer.capture is capture:
                 if record.state is RecordState.RESTORING:

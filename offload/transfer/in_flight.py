@@ -237,6 +237,7 @@ class InFlight:
         if transfer.settled:
             return
         self._await(transfer, "settle")
+        transfer.settled = True
         self._spilling.remove(transfer)  # nearly always the first
         self.spilling_bytes -= transfer.nbytes
         for reference, source in zip(transfer.records, transfer.keepalive, strict=True):
@@ -255,12 +256,13 @@ class InFlight:
             elif record.block is not None and self._is_held_back(record, transfer):  # it stays, and its block is for the next spill
                 self.arena.give_back(record.block, record.event)
                 record.block = None
-        transfer.settle()
+        transfer.let_go()
 
     def _settle_restore(self, transfer: Transfer, order: str) -> None:
         if transfer.settled:
             return
         self._await(transfer, order)
+        transfer.settled = True
         self._restoring.remove(transfer)  # readers come in about the order of issue: near the front
         if order == "read":  # what is abandoned only goes back to the allocator
             for home in transfer.keepalive:
@@ -269,7 +271,7 @@ class InFlight:
             record = reference()
             if record is not None and record.state is RecordState.RESTORING:
                 record.move_to(RecordState.RESTORED)
-        transfer.settle()
+        transfer.let_go()
 
     def drop(self, record: Record) -> None:
         """Let a RESTORED record's device bytes go; its host copy is clean, so this is free. The caller may still hold the storage."""

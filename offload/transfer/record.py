@@ -82,9 +82,8 @@ class Transfer:
         self.capture = capture
         self.settled = False  # passed, or `lane` waits for it
 
-    def settle(self) -> None:
-        """Let its bytes go: it has passed, or `lane` waits for it."""
-        self.settled = True
+    def let_go(self) -> None:
+        """Of its bytes: it is settled."""
         self.records = self.keepalive = ()
 
 

@@ -201,7 +201,7 @@ def test_a_group_smaller_than_a_piece_leaves_at_its_commit_under_one_event() -> 
     rig = Rig(piece_bytes=100 * KIB)
     with rig.group(commit=False) as group:
         y = chain(leaf(), 5)
-    assert group.transfers == ()
+    assert group.transfers == []
     rig.engine.store.commit(group)
     assert [transfer.nbytes for transfer in group.transfers] == [5 * KIB]
     assert rig.device.waits["spill"] == 1
