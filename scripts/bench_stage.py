@@ -80,11 +80,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--profile-summary", action="store_true", help="how busy compute, d2h and h2d were in one profiled step of each row but nothing"
     )
     parser.add_argument("--micro", action="store_true", help="host cost a saved tensor instead of the workloads")
-    parser.add_argument(
-        "--no-collector",
-        action="store_true",
-        help="--micro without Python's cyclic garbage collector, as trainers run that collect between steps; it costs by live objects",
-    )
     parser.add_argument("--live", default=LIVE, help="live tensors for --micro (%(default)s)")
     parser.add_argument("--out", metavar="FILE", help="write every figure and sample as JSON")
     parser.add_argument(
@@ -215,7 +210,7 @@ def run_micro(args: argparse.Namespace, record: dict[str, Any]) -> int:
         print("no CUDA device: these figures need a GPU; --tiny --micro runs the arithmetic on the simulated device")
         return 2
     lives = [10, 40] if args.tiny and args.live == LIVE else [int(text) for text in args.live.split(",")]
-    record["micro"] = micro.measure_micro(lives, tiny=args.tiny, repeats=3 if args.tiny else 5, collector=not args.no_collector)
+    record["micro"] = micro.measure_micro(lives, tiny=args.tiny)
     for line in micro.micro_lines(record["micro"]):
         print(line)
     write(args, record)

@@ -88,6 +88,7 @@ class ChunkOffloadHandler(HandCopies):
         for group in self.groups:
             if group.saved is not None and group.saved.staying is not None:
                 group.saved.staying.close()
+                group.saved.staying = None  # they hold each other, and all weak references of the chunk
             group.saved = None
         self.begun = False
         self._index = 0
@@ -254,8 +255,7 @@ class ChunkOffloadHandler(HandCopies):
         self.saved.read_together(records)
         self._regions += 1
         for record in records:
-            group, slot = record.label
-            self.groups[group.place].regions[slot] = self._regions
+            self.groups[record.group.place].regions[record.slot] = self._regions
 
     # -- marks, backward ----------------------------------------------------------------------------------------------
     def on_group_commit_backward(self, name: str) -> None:

@@ -44,9 +44,9 @@ def release(tensors: list[torch.Tensor], saved: SavedGroup, records: Iterable[Re
         if storage.nbytes() == 0:
             continue  # a view of one that was released just now
         sharers = sharing.get(storage._cdata, [])
-        if any(record in own and saved.keeps(record.label.slot) for record in sharers):
+        if any(record in own and saved.keeps(record.slot) for record in sharers):
             continue  # the plan keeps this part of the group
-        copied = any(record in own and record.span.nbytes == storage.nbytes() for record in sharers)
+        copied = any(record in own and record.nbytes == storage.nbytes() for record in sharers)
         if not copied or any(record.state is RecordState.RESIDENT for record in sharers):
             why = "another save still keeps it on the device" if copied else "this group has not copied all of its storage to the host"
             logger.warning(

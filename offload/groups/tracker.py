@@ -205,7 +205,7 @@ class ChunkTracker(ABC):
 
     def _on_read(self, handle: Handle) -> None:
         record = handle.record
-        chunk_id = record.label.group.chunk
+        chunk_id = record.group.chunk
         if self._backward is None or self._backward.id is not chunk_id:
             handler = self._handlers.get(chunk_id)
             if handler is None:
@@ -214,7 +214,7 @@ class ChunkTracker(ABC):
                 self.reading(handler)
         self._reads += 1
         if self._kind == "W" and record.block is not None:
-            self._weight_log.append((record.label.group.place, record.label.slot))
+            self._weight_log.append((record.group.place, record.slot))
         if record.unread == 0:
             self._read_bytes += record.nbytes
             if self._read_bytes >= self.engine.prefetch.stride_bytes:  # less cannot have made room for a piece

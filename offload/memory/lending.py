@@ -30,7 +30,8 @@ ALIGN_BYTES = 512
 """Where extents start, as torch's device allocator does."""
 
 POLLS_PER_CALL = 2
-"""Events asked about in each call, whatever the number pending: the host cost of a call stays flat."""
+"""Events asked about by each taker, and for each event that comes with a block, whatever the number pending: the host cost of a call
+stays flat."""
 
 POLLS_PER_LOAN = 2
 """Events of one new block that are asked about; the rest go to the borrower unasked, for whom a wait costs no more than a poll."""
@@ -154,7 +155,7 @@ class Lending:
         Raises PoolError if the block is not on loan from this arena. Blocks the host: never.
         """
         with self._lock:
-            self._settle()
+            self._accept_returned()
             self._accept(block, after)
 
     def give_back_later(self, block: Block, after: Event | None) -> None:
@@ -203,15 +204,15 @@ class Lending:
         return self._lend(nbytes, tuple(extents), tuple(ranges), join_marks(mark for part in ranges for mark in part.marks))
 
     def _lend(self, nbytes: int, extents: tuple[torch.Tensor, ...], ranges: tuple[Range, ...], marks: tuple[Mark, ...]) -> Block:
-        unpassed: tuple[Mark, ...] = ()
-        after: tuple[Event, ...] = ()
-        if marks:
-            for mark in marks[:POLLS_PER_LOAN]:
-                if mark.event is not None:
-                    self._marks.poll(mark)
-            unpassed = tuple(mark for mark in marks if mark.event is not None)
-            after = tuple(mark.event for mark in unpassed if mark.event is not None)
-        block = Block(nbytes, extents, after, ranges, unpassed)
+        unpassed: list[Mark] = []
+        after: list[Event] = []
+        for place, mark in enumerate(marks):
+            if mark.event is not None and place < POLLS_PER_LOAN:
+                self._marks.poll(mark)
+            if mark.event is not None:
+                unpassed.append(mark)
+                after.append(mark.event)
+        block = Block(nbytes, extents, tuple(after), ranges, tuple(unpassed))
         self._lent[id(block)] = block
         self._lent_bytes += nbytes
         if self._lent_bytes > self._lent_peak_bytes:
@@ -225,8 +226,10 @@ class Lending:
                 f"{len(self._lent)} blocks of {self._lent_bytes:,} bytes lent; give each block back once, where it was taken"
             )
         self._lent_bytes -= block.nbytes
-        marks = block.marks and tuple(mark for mark in block.marks if mark.event is not None)
+        marks = block.marks and tuple([mark for mark in block.marks if mark.event is not None])
         if after is not None and not self._all_passed:
+            if not self._marks.knows(after):  # for each that comes, some of the older ones are asked about: they do not pile up
+                self._marks.poll_until_unpassed(POLLS_PER_CALL)
             mark = self._marks.of(after)
             if mark not in marks:
                 marks = (*marks, mark)
@@ -238,10 +241,14 @@ class Lending:
             for part in ranges:
                 self._free.put(part.piece, part.start, part.end, marks)
 
-    def _settle(self) -> None:
-        """Accept what finalisers returned, and ask about the few events that were asked about longest ago, until one has not passed."""
+    def _accept_returned(self) -> None:
+        """What finalisers gave back."""
         while self._returned:
             self._accept(*self._returned.popleft())
+
+    def _settle(self) -> None:
+        """Accept what finalisers returned, and ask about the few events that were asked about longest ago, until one has not passed."""
+        self._accept_returned()
         self._marks.poll_until_unpassed(POLLS_PER_CALL)
 
 

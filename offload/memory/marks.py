@@ -33,6 +33,9 @@ class Marks:
         self._of_event: dict[int, Mark] = {}  # by id of the event, which the mark keeps alive
         self._unpassed: deque[Mark] = deque()  # and some that passed since they were asked about last
 
+    def knows(self, event: Event) -> bool:
+        return id(event) in self._of_event
+
     def of(self, event: Event) -> Mark:
         mark = self._of_event.get(id(event))
         if mark is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from offload.device import CopyPair, Device
 from offload.engine import OffloadEngine
-from offload.ids import ChunkId, GroupId, SlotId
+from offload.ids import ChunkId, GroupId
 from offload.transfer.door import Direction, Priority
 from offload.transfer.ranges import transfer_range
 
@@ -25,18 +25,18 @@ class Mover:
     def __init__(self, engine: OffloadEngine, name: str, place: int) -> None:
         self.device: Device = engine.device
         self._door = engine.transfers.door
-        self.owner = SlotId(GroupId(ChunkId(0, 0), place, name), 0)
+        self.owner = GroupId(ChunkId(0, 0), place, name)
 
     def send(self, pairs: Sequence[CopyPair]) -> None:
         """To the host, on d2h. Blocks the host only where its side is not pinned."""
         self._door.admit(_nbytes(pairs), Direction.D2H, self.owner, Priority.REQUIRED)
-        with transfer_range("send", self.owner.group.name):
+        with transfer_range("send", self.owner.name):
             self.device.copy(self.device.d2h, pairs)
 
     def fetch(self, pairs: Sequence[CopyPair]) -> None:
         """To the device, on h2d. Blocks the host only where its side is not pinned."""
         self._door.admit(_nbytes(pairs), Direction.H2D, self.owner, Priority.REQUIRED)
-        with transfer_range("fetch", self.owner.group.name):
+        with transfer_range("fetch", self.owner.name):
             self.device.copy(self.device.h2d, pairs)
 
 

@@ -20,7 +20,8 @@ __all__ = ["SavedChunk", "SavedGroup"]
 
 
 class SavedGroup:
-    """The saves of one group: records that wait for their piece to be full, and partial views that wait for the commit.
+    """The saves of one group. pending: records that wait for their piece to be full. deferred: partial views that wait for the commit; of
+    either None, where there are none.
 
     leaves: whether anything of it does. stays_from: the slot from which on its records stay nevertheless; None if all leave. staying: the
     pack hook of a group that stays; None for the normal one. unwritten_until: autograd's number while an operator runs of whose saves one
@@ -49,8 +50,8 @@ class SavedGroup:
         self.leaves = leaves
         self.stays_from = stays_from
         self.records: list[weakref.ref[Record]] = []
-        self.pending: list[weakref.ref[Record]] = []
-        self.deferred: list[weakref.ref[Record]] = []
+        self.pending: list[weakref.ref[Record]] | None = None
+        self.deferred: list[weakref.ref[Record]] | None = None
         self.pending_bytes = 0
         self.nbytes = 0  # eligible bytes, one count a storage: what leaves if the group does
         self.logical_bytes = 0  # the same, one count a saved tensor
@@ -119,5 +120,5 @@ class SavedChunk:
 
     def expect(self, reads: Sequence[tuple[int, int]]) -> None:
         """The coming reads are these (group, slot) pairs, as an earlier microbatch was seen to read them; none for ()."""
-        by_place = {(record.label.group.place, record.label.slot): record for record in self.living()}
+        by_place = {(record.group.place, record.slot): record for record in self.living()}
         self.coming = ComingReads([by_place[place] for place in dict.fromkeys(reads) if place in by_place])

@@ -69,7 +69,7 @@ class ComingReads:
                 nbytes += record.nbytes
                 if record.state is RecordState.SPILLING:
                     keep.append(record)
-                elif record.state is RecordState.SPILLED and (record.external or record.weak_storage.get() is None):
+                elif record.state is RecordState.SPILLED and (record.external or record.storage() is None):
                     fetch.append(record)
                     fetch_bytes += record.nbytes
             position += 1

@@ -49,7 +49,7 @@ class ExternalStorages:
 
     def forget_dead(self) -> None:
         """Drop entries whose storage is gone. Once a step: the dictionary stays as large as what lives."""
-        dead = [key for key, (weak, _) in self._entries.items() if weak.get() is None]
+        dead = [key for key, (weak, _) in self._entries.items() if weak.storage() is None]
         for key in dead:
             del self._entries[key]
 

@@ -111,6 +111,7 @@ class SavedTensorHooks:
         self._device = device
         self._readers = readers
         self._scopes: list[InstalledScope] = []
+        self._owners: list[Scope] = []  # of each of them, its scope
         self._named_types: set[type[torch.Tensor]] = set()
 
     # -- scopes ---------------------------------------------------------------------------------------------------
@@ -129,13 +130,14 @@ class SavedTensorHooks:
         installed = InstalledScope(scope, pair, stays)
         installed.pair.__enter__()
         self._scopes.append(installed)
+        self._owners.append(scope)
         return installed
 
     def pop(self, installed: InstalledScope) -> None:
         """Take out exactly what `push` put in."""
         for position in range(len(self._scopes) - 1, -1, -1):
             if self._scopes[position] is installed:
-                del self._scopes[position]
+                del self._scopes[position], self._owners[position]
                 break
         installed.pair.__exit__()
 
@@ -156,7 +158,7 @@ class SavedTensorHooks:
                 return Passed(tensor)
             return WrapperHandle(tensor, partial(self._pack_member, self.pack) if tensor.is_nested else self.pack)
         with self._lock:
-            return self._pack_plain(tensor, [installed.scope for installed in self._scopes])
+            return self._pack_plain(tensor, self._owners)
 
     def pack_for(self, scope: Scope, tensor: torch.Tensor) -> Any:
         """`pack`, for a tensor that `scope` owns whatever pair is innermost: an operator's output that autograd never saves."""

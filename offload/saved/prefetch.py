@@ -75,7 +75,7 @@ def _read_after(transfer: Transfer, ranks: dict[ChunkId, int], rank: int, touch:
     for reference in transfer.records:
         record = reference()
         if record is not None:
-            other = ranks.get(record.label.group.chunk)
+            other = ranks.get(record.group.chunk)
             if other is None:
                 return True  # its backward is further away than anything that is being fetched
             return other > rank or (other == rank and record.touch < touch)

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.ids import SlotId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.transfer.engine import TransferEngine
-from offload.transfer.layout import Span, WeakStorage, layout_of
+from offload.transfer.layout import layout_of
 from offload.transfer.record import Record, RecordState
 
 __all__ = ["JUDGED_EVERY", "KnownForward", "KnownSave", "StayingSaves"]
@@ -215,7 +214,7 @@ class StayingSaves:
         pieces, chunk, transfers = self._known.pieces, self._chunk, self._transfers
         known = pieces[len(self._pieces)]
         with self._lock:
-            piece = Record(SlotId(self._group.id, slot), Span(0, 0), WeakStorage(tensor.untyped_storage()), transfers.estate)
+            piece = Record(self._group.id, slot, 0, 0, tensor.untyped_storage(), transfers.estate)
             piece.stays = True
             piece.keepers = self._handles
             piece.storages = known.storages
@@ -278,7 +277,7 @@ class StayingSaves:
         piece_of: dict[int, _KnownPiece] = {}
         for place, handle in enumerate(handles):
             record = None if handle is None else handle.record
-            group_bytes = None if record is None else self._group.slot_bytes.get(record.label.slot)
+            group_bytes = None if record is None else self._group.slot_bytes.get(record.slot)
             if handle is None or record is None or group_bytes is None or not self._is_private(record, saves_of[id(record)]):
                 saves.append(None)
                 continue
@@ -295,7 +294,7 @@ class StayingSaves:
                 pieces[-1].nbytes += record.nbytes
                 pieces[-1].storages += 1
             piece_of[first].saves += 1
-            saves.append(KnownSave(*layout, first, record.label.slot, record.nbytes, group_bytes, logical_bytes))
+            saves.append(KnownSave(*layout, first, record.slot, record.nbytes, group_bytes, logical_bytes))
         slots = [0]
         for save in saves:
             slots.append(slots[-1] if save is None else max(slots[-1], save.slot + 1))
@@ -305,7 +304,7 @@ class StayingSaves:
         """Whether the record is of storage that nothing but these saves of the group has saved, and is as it was saved."""
         return (
             record.handles == saves
-            and record.label.group is self._group.id
+            and record.group is self._group.id
             and record.state is RecordState.RESIDENT
             and record.gathered is None
             and not record.external

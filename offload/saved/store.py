@@ -16,13 +16,12 @@ import torch
 
 from offload.device import Device, Lane
 from offload.errors import StaleHandleError
-from offload.ids import SlotId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.handles import Handle, modified
 from offload.transfer.door import Priority
 from offload.transfer.engine import TransferEngine
-from offload.transfer.layout import Span, ViewLayout, WeakStorage, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
+from offload.transfer.layout import Layouts, ViewLayout, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
 from offload.transfer.record import Record, RecordState, living
 
 __all__ = ["TensorStore"]
@@ -44,6 +43,7 @@ class TensorStore:
         self._externals = externals
         self._piece_bytes = piece_bytes
         self._blanks: dict[torch.dtype, torch.Tensor] = {}
+        self._layouts = Layouts()
 
     # -- saving ---------------------------------------------------------------------------------------------------
     def save(self, tensor: torch.Tensor, chunk: SavedChunk, group: SavedGroup, lane: Lane | None = None) -> Handle:
@@ -55,18 +55,20 @@ class TensorStore:
         storage_bytes = storage.nbytes()
         nbytes = tensor.numel() * tensor.element_size()
         whole = nbytes == storage_bytes and tensor.is_contiguous()
-        span = Span(0, nbytes) if whole else span_of(tensor, storage_bytes)
+        start, stop = (0, nbytes) if whole else span_of(tensor, storage_bytes)
         version = tensor._version
         external = self._externals.kind_of(storage._cdata) is ExternalKind.BUFFER
         chunk.touches += 1
-        record = None if external else self._joinable(chunk, storage._cdata, span, version)
+        record = None if external else self._joinable(chunk, storage._cdata, start, stop, version)
         if record is None:
             stays = whole and group.keeps(group.slots)
-            record = self._new_record(tensor, storage, span, version, chunk, group, stays, lane)
+            record = self._new_record(tensor, storage, start, stop, version, chunk, group, stays, lane)
             record.external = external
             if whole or (record.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * storage_bytes):
                 self._enqueue(record, group)
             else:
+                if group.deferred is None:
+                    group.deferred = []
                 group.deferred.append(weakref.ref(record))
         record.handles += 1
         record.unread += 1
@@ -82,7 +84,7 @@ class TensorStore:
         return self._leaving(record, tensor)
 
     def _leaving(self, record: Record, tensor: torch.Tensor) -> Handle:
-        layout = layout_of(tensor)
+        layout = self._layouts.of(tensor)
         if record.handles == 1:
             record.lone_layout, probe = layout, record.probe
         else:
@@ -91,20 +93,21 @@ class TensorStore:
                 record.lone_layout = None
         return Handle(record, layout, probe, record.version)
 
-    def _joinable(self, chunk: SavedChunk, key: int, span: Span, version: int) -> Record | None:
+    def _joinable(self, chunk: SavedChunk, key: int, start: int, stop: int, version: int) -> Record | None:
         reference = chunk.table.get(key)
         record = None if reference is None else reference()
         if record is None or record.version != version or record.probe is None or record.probe._version != version:
             return None
         if record.capture is not self._transfers.capture:  # a graph copies what it computed, and nothing else
             return None
-        if record.weak_storage.key != key:  # its bytes are a packed or a restored copy by now, and `key` may be a new storage's
+        if record.key != key:  # its bytes are a packed or a restored copy by now, and `key` may be a new storage's
             return None
-        if not record.span.covers(span):
+        if start < record.start or record.stop < stop:
             if record.state is not RecordState.RESIDENT:
                 return None
             before = record.nbytes
-            record.cover(record.span.union(span))  # still here: the commit decides on the union of the saved ranges
+            # still here: the commit decides on the union of the saved ranges
+            record.cover(min(record.start, start), max(record.stop, stop))
             self._transfers.resize(record, before)
         return record
 
@@ -112,7 +115,8 @@ class TensorStore:
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        span: Span,
+        start: int,
+        stop: int,
         version: int,
         chunk: SavedChunk,
         group: SavedGroup,
@@ -120,7 +124,7 @@ class TensorStore:
         lane: Lane | None,
     ) -> Record:
         slot = group.slots if group.staying is None else group.staying.next_slot()
-        record = Record(SlotId(group.id, slot), span, WeakStorage(storage), self._transfers.estate)
+        record = Record(group.id, slot, start, stop, storage, self._transfers.estate)
         record.lane = lane
         group.slots = slot + 1
         record.device_bytes = storage
@@ -144,23 +148,25 @@ class TensorStore:
         return probe
 
     def _enqueue(self, record: Record, group: SavedGroup) -> None:
-        slot = record.label.slot
+        slot = record.slot
         stays = group.keeps(slot)
         nbytes = record.nbytes if not stays else self._packed_bytes(record) or record.nbytes  # the same count whether it stays or leaves
         group.nbytes += nbytes
         group.slot_bytes[slot] = nbytes
         if stays:
             return
+        if group.pending is None:
+            group.pending = []
         group.pending.append(weakref.ref(record))
         group.pending_bytes += nbytes
         if (group.pending_bytes >= self._piece_bytes or self._transfers.over_limit) and group.unwritten_until != _sequence_nr():
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:
-        if not group.pending:
+        if group.pending is None:
             return
         pending = list(living(group.pending))
-        group.pending.clear()
+        group.pending = None
         group.pending_bytes = 0
         while pending:
             lane = pending[0].lane
@@ -174,11 +180,11 @@ class TensorStore:
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
         packs_all = self._transfers.limits.device_limit_bytes is not None  # a plan under a limit counts on what stays packed, too
-        for record in living(group.deferred):
-            if (packs_all or not group.keeps(record.label.slot)) and record.state is RecordState.RESIDENT:
+        for record in living(group.deferred or ()):
+            if (packs_all or not group.keeps(record.slot)) and record.state is RecordState.RESIDENT:
                 self._gather(record)
             self._enqueue(record, group)
-        group.deferred.clear()
+        group.deferred = None
         self._send(group)
 
     def _packed_bytes(self, record: Record) -> int | None:
@@ -205,8 +211,8 @@ class TensorStore:
             packed.copy_(view_of(record.device_bytes, layout, 0))
         record.gathered = layout
         record.device_bytes = packed.untyped_storage()
-        record.weak_storage = WeakStorage(record.device_bytes)
-        record.cover(Span(0, packed_bytes))
+        record.refer_to(record.device_bytes)
+        record.cover(0, packed_bytes)
         self._transfers.resize(record, before)
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -262,8 +268,8 @@ class TensorStore:
         """The storage itself, where something still holds it: no copy. Not one that somebody outside autograd may have overwritten."""
         if record.external and record.base == 0:
             return None
-        storage = record.weak_storage.get()
-        if storage is None or storage.nbytes() < record.span.stop - record.base:
+        storage = record.storage()
+        if storage is None or storage.nbytes() < record.stop - record.base:
             return None  # gone, or freed under its owner's hands (forced release)
         return storage
 

@@ -165,11 +165,11 @@ class CaptureSide(InFlight):
         for transfers in (self._spilling, self._restoring):
             for transfer in [transfer for transfer in transfers if transfer.capture is capture]:  # whose join CUDA refused
                 transfers.remove(transfer)
-                transfer.settled = True
                 if transfers is self._spilling:
                     self.spilling_bytes -= transfer.nbytes
                     self._sources -= Counter(source.untyped_storage()._cdata for source in transfer.keepalive)
-                transfer.keepalive.clear()
+                transfer.settled = True
+                transfer.let_go()
         for record in living(capture.records):
             if record.transfer is not None and record.transfer.capture is capture:
                 if record.state is RecordState.RESTORING:

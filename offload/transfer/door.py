@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple, Protocol
 
-from offload.ids import SlotId
+from offload.ids import GroupId
 
 __all__ = ["CapsDoor", "Denied", "Direction", "Door", "Grant", "Limits", "Priority"]
 
@@ -38,7 +38,7 @@ class Denied(NamedTuple):
 
 
 class Door(Protocol):
-    def admit(self, nbytes: int, direction: Direction, owner: SlotId, priority: Priority) -> Grant | Denied:
+    def admit(self, nbytes: int, direction: Direction, owner: GroupId, priority: Priority) -> Grant | Denied:
         """Whether `owner` may move `nbytes` now. Never blocks the host."""
 
 
@@ -57,7 +57,7 @@ class CapsDoor:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
 
-    def admit(self, nbytes: int, direction: Direction, owner: SlotId, priority: Priority) -> Grant | Denied:
+    def admit(self, nbytes: int, direction: Direction, owner: GroupId, priority: Priority) -> Grant | Denied:
         if direction is Direction.D2H and self._limits.max_spilling_bytes == 0:
             return Denied("D2H_CAP_ZERO")
         return Grant(nbytes)

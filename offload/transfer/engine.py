@@ -51,7 +51,7 @@ from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
 from offload.transfer.captures import CaptureSide
 from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
-from offload.transfer.layout import WeakStorage, bytes_of
+from offload.transfer.layout import bytes_of
 from offload.transfer.ranges import copy_in_range
 from offload.transfer.record import Record, RecordState, Transfer
 
@@ -95,7 +95,7 @@ class TransferEngine(CaptureSide):
                 if record.state is not RecordState.RESIDENT:
                     continue
                 denied = record.capture is not capture or isinstance(
-                    self.door.admit(record.nbytes, Direction.D2H, record.label, Priority.BACKGROUND), Denied
+                    self.door.admit(record.nbytes, Direction.D2H, record.group, Priority.BACKGROUND), Denied
                 )
                 block = None if denied else self.arena.take(record.nbytes)
                 if block is None:
@@ -119,9 +119,9 @@ class TransferEngine(CaptureSide):
                 for block in blocks:
                     self.arena.give_back(block, broken_off)
             raise
-        transfer = Transfer([], sources, compute, event, nbytes, leaving[0].label, capture)
+        transfer = Transfer(tuple(map(weakref.ref, leaving)), sources, compute, event, nbytes, capture)
+        del sources  # the transfer's alone: it may be settled below
         for record, block in zip(leaving, blocks, strict=True):
-            transfer.records.append(weakref.ref(record))
             record.move_to(RecordState.SPILLING)
             record.device_bytes = None
             record.block, record.event, record.transfer = block, event, transfer
@@ -138,14 +138,14 @@ class TransferEngine(CaptureSide):
         self._make_room(0)
         return transfer
 
-    def _copy_out(self, leaving: Sequence[Record], blocks: Sequence[Block], compute: Lane) -> tuple[list[torch.Tensor], Event]:
+    def _copy_out(self, leaving: Sequence[Record], blocks: Sequence[Block], compute: Lane) -> tuple[tuple[torch.Tensor, ...], Event]:
         """Issue the copies of a spill: (their sources, the event after them)."""
         device, d2h = self.device, self.device.d2h
         sources: list[torch.Tensor] = []
         keys: list[int] = []
         for record in leaving:
             assert record.device_bytes is not None
-            source = bytes_of(record.device_bytes, record.span)
+            source = bytes_of(record.device_bytes, record.start, record.nbytes)
             key = record.device_bytes._cdata
             if key not in self._sources and key not in keys:  # else compute wrote it before the copy that still reads it
                 device.note_write(compute, source)
@@ -163,11 +163,11 @@ class TransferEngine(CaptureSide):
                 pairs.append((block.extents[0], source))
             else:
                 pairs.extend(_parts(block, source))
-        copy_in_range(device, d2h, pairs, "spill", leaving[0].label.group.name)
+        copy_in_range(device, d2h, pairs, "spill", leaving[0].group.name)
         event = device.record(d2h)
         for key in keys:
             self._sources[key] = self._sources.get(key, 0) + 1
-        return sources, event
+        return tuple(sources), event
 
     def _refuse(self, record: Record, *, for_want_of_memory: bool) -> None:
         self.counts.refused += 1
@@ -209,7 +209,7 @@ class TransferEngine(CaptureSide):
         if capture is not None:
             for record in records:
                 self._check_saved_in_capture(record)
-        granted = not isinstance(self.door.admit(nbytes, Direction.H2D, records[0].label, priority), Denied)
+        granted = not isinstance(self.door.admit(nbytes, Direction.H2D, records[0].group, priority), Denied)
         if not (granted or required):
             return None
         if not self._make_room(nbytes, may_settle) and not required:
@@ -233,13 +233,12 @@ class TransferEngine(CaptureSide):
             for record in records:
                 record.event = broken_off
             raise
-        transfer = Transfer([], homes, compute, event, nbytes, records[0].label, capture)
+        transfer = Transfer(tuple(map(weakref.ref, records)), tuple(homes), compute, event, nbytes, capture)
         for record, home in zip(records, homes, strict=True):
-            transfer.records.append(weakref.ref(record))
             record.move_to(RecordState.RESTORING)
             record.device_bytes = home.untyped_storage()
-            record.weak_storage = WeakStorage(record.device_bytes)
-            record.base = record.span.start
+            record.refer_to(record.device_bytes)
+            record.base = record.start
             record.event, record.transfer = event, transfer
         self._restoring.append(transfer)
         self._ahead.extend(transfer.records)
@@ -272,7 +271,7 @@ class TransferEngine(CaptureSide):
                 "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it holds (device_limit_bytes %s); "
                 "for the rest of such a step each tensor comes back when it is read. Lower device_limit_bytes to leave more room",
                 f"{sum(record.nbytes for record in records):,}",
-                records[0].label.group,
+                records[0].group,
                 f"{self.device_bytes:,}",
                 "None" if limit is None else f"{limit:,}",
             )
@@ -307,7 +306,7 @@ class TransferEngine(CaptureSide):
                 pairs.append((home, record.block.extents[0]))
             else:
                 pairs.extend((part, extent) for extent, part in _parts(record.block, home))
-        copy_in_range(device, h2d, pairs, "restore", records[0].label.group.name)
+        copy_in_range(device, h2d, pairs, "restore", records[0].group.name)
         return device.record(h2d)
 
     def ready(self, record: Record) -> torch.UntypedStorage:
@@ -318,15 +317,17 @@ class TransferEngine(CaptureSide):
         """
         transfer = record.transfer
         assert transfer is not None
-        self._check_saved_in_capture(record)
-        self._settle_restore(transfer, "read")
+        if self.capture is not None:
+            self._check_saved_in_capture(record)
+        if not transfer.settled:
+            self._settle_restore(transfer, "read")
         assert record.device_bytes is not None
         lane = self.device.compute
         if lane is transfer.lane:
             return record.device_bytes
         self.device.wait(lane, self.device.record(transfer.lane), "read")
         own = self.device.empty(record.nbytes)
-        own.copy_(bytes_of(record.device_bytes, type(record.span)(0, record.nbytes)))
+        own.copy_(bytes_of(record.device_bytes, 0, record.nbytes))
         self.device.wait(transfer.lane, self.device.record(lane), "settle")
         return own.untyped_storage()
 

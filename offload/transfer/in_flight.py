@@ -155,12 +155,15 @@ class InFlight:
         spill_cap, device_cap = self.limits.max_spilling_bytes, self.limits.device_limit_bytes
         if (spill_cap is None or self.spilling_bytes <= spill_cap) and (device_cap is None or self.device_bytes + nbytes <= device_cap):
             return True
-        for oldest in [*self._spilling]:
+        reclaimed = 0  # at the front, of which settling makes no room
+        while reclaimed < len(self._spilling):
+            oldest = self._spilling[reclaimed]
             over_cap = spill_cap is not None and self.spilling_bytes > spill_cap and self.spilling_bytes > oldest.nbytes
             over_limit = device_cap is not None and self.device_bytes + nbytes > device_cap
             if not (over_cap or over_limit):
                 return True
-            if oldest.nbytes == 0:  # reclaimed: settling it makes no room
+            if oldest.nbytes == 0:
+                reclaimed += 1
                 continue
             if may_settle is not None and not may_settle(oldest):
                 return not over_limit
@@ -213,7 +216,7 @@ class InFlight:
         Not where that would leave less of the device limit than the largest record takes: what is resident can make no room, also when an
         input half has read it and its weight half is far away, and the next read has to go ahead.
         """
-        storage = record.weak_storage.get()
+        storage = record.storage()
         transfer = record.transfer
         if storage is None or transfer is None or record.external:
             return
@@ -253,7 +256,7 @@ class InFlight:
             elif record.block is not None and self._is_held_back(record, transfer):  # it stays, and its block is for the next spill
                 self.arena.give_back(record.block, record.event)
                 record.block = None
-        transfer.keepalive.clear()
+        transfer.let_go()
 
     def _settle_restore(self, transfer: Transfer, order: str) -> None:
         if transfer.settled:
@@ -264,11 +267,11 @@ class InFlight:
         if order == "read":  # what is abandoned only goes back to the allocator
             for home in transfer.keepalive:
                 self.device.note_read(transfer.lane, home)
-        transfer.keepalive.clear()
         for reference in transfer.records:
             record = reference()
             if record is not None and record.state is RecordState.RESTORING:
                 record.move_to(RecordState.RESTORED)
+        transfer.let_go()
 
     def drop(self, record: Record) -> None:
         """Let a RESTORED record's device bytes go; its host copy is clean, so this is free. The caller may still hold the storage."""

@@ -6,13 +6,25 @@ would choose other kernels and change bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from offload.device.sanitizer import sanitizing
 
-__all__ = ["Span", "ViewLayout", "WeakStorage", "bytes_of", "contiguous_stride", "layout_of", "overlaps_itself", "span_of", "view_of"]
+__all__ = [
+    "Layouts",
+    "Span",
+    "ViewLayout",
+    "WeakStorage",
+    "bytes_of",
+    "contiguous_stride",
+    "layout_of",
+    "overlaps_itself",
+    "span_of",
+    "view_of",
+]
 
 ALIGNMENT = 16
 """Bytes; the largest item size of a torch dtype. Spans start on it, so that any view over a copied span stays aligned."""
@@ -23,16 +35,6 @@ class Span(NamedTuple):
 
     start: int
     stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-    def union(self, other: Span) -> Span:
-        return Span(min(self.start, other.start), max(self.stop, other.stop))
-
-    def covers(self, other: Span) -> bool:
-        return self.start <= other.start and other.stop <= self.stop
 
 
 class ViewLayout(NamedTuple):
@@ -51,18 +53,47 @@ class WeakStorage:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.key = int(storage._cdata)
-        self._pointer = storage._weak_ref()
+        self._pointer: Any = storage._weak_ref()
 
-    def get(self) -> torch.UntypedStorage | None:
+    def refer_to(self, storage: torch.UntypedStorage) -> None:
+        """From here on to another storage."""
+        before, self._pointer = self._pointer, storage._weak_ref()
+        self.key = int(storage._cdata)
+        _free_weak_ref(before)
+
+    def storage(self) -> torch.UntypedStorage | None:
         """The storage, if something still holds it."""
         return torch.UntypedStorage._new_with_weak_ptr(self._pointer)
 
     def __del__(self) -> None:
-        # bound as a default: module globals may be gone when the interpreter exits
-        _free_weak_ref(self._pointer)  # type: ignore[no-untyped-call]
+        _free_weak_ref(self._pointer)  # bound below: `torch` may be gone when the interpreter exits
 
 
-_free_weak_ref = torch.UntypedStorage._free_weak_ref
+_free_weak_ref: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref
+
+
+class Layouts:
+    """One object for all equal layouts: a model saves few distinct ones, many times each.
+
+    Whatever else their number is, no more than `_MOST` are remembered; what is forgotten lives on with whom it was given to.
+    """
+
+    _MOST = 4096
+
+    def __init__(self) -> None:
+        self._known: dict[ViewLayout, ViewLayout] = {}
+
+    def of(self, tensor: torch.Tensor) -> ViewLayout:
+        layout = layout_of(tensor)
+        known = self._known.get(layout)
+        if known is None:
+            if len(self._known) >= self._MOST:
+                self._known.clear()
+            known = self._known[layout] = layout
+        return known
+
+    def __len__(self) -> int:
+        return len(self._known)
 
 
 def layout_of(tensor: torch.Tensor) -> ViewLayout:
@@ -83,10 +114,9 @@ def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
     return Span(start - start % ALIGNMENT, min(storage_bytes, stop + -stop % ALIGNMENT))
 
 
-def bytes_of(storage: torch.UntypedStorage, span: Span) -> torch.Tensor:
-    """The span as a 1-D uint8 tensor that shares and holds the storage."""
-    start, stop = span
-    return _over(storage, torch.uint8, start, (stop - start,), (1,))
+def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    """These bytes as a 1-D uint8 tensor that shares and holds the storage."""
+    return _over(storage, torch.uint8, start, (nbytes,), (1,))
 
 
 def contiguous_stride(size: torch.Size) -> tuple[int, ...]:

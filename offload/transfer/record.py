@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from offload.errors import RecordStateError
-from offload.ids import SlotId
-from offload.transfer.layout import Span, ViewLayout, WeakStorage
+from offload.ids import GroupId, SlotId
+from offload.transfer.layout import ViewLayout, WeakStorage
 
 if TYPE_CHECKING:
     from offload.device import Event, Lane
@@ -58,20 +58,20 @@ LEGAL_MOVES: dict[RecordState, frozenset[RecordState]] = {
 class Transfer:
     """A piece in flight: its bytes stay alive until the event has passed, or until a lane that reuses them is ordered after it.
 
-    keepalive: device tensors, sources of a spill or destinations of a restore. lane: the compute lane whose allocator owns them.
+    keepalive: device tensors, sources of a spill or destinations of a restore, one a record; of both none once it is settled.
+    lane: the compute lane whose allocator owns them.
     capture: the graph that its copies are part of, None if they were issued; only the same capture may wait for the event.
     """
 
-    __slots__ = ("capture", "event", "keepalive", "label", "lane", "nbytes", "records", "settled")
+    __slots__ = ("capture", "event", "keepalive", "lane", "nbytes", "records", "settled")
 
     def __init__(
         self,
-        records: list[weakref.ref[Record]],
-        keepalive: list[torch.Tensor],
+        records: tuple[weakref.ref[Record], ...],
+        keepalive: tuple[torch.Tensor, ...],
         lane: Lane,
         event: Event,
         nbytes: int,
-        label: SlotId,
         capture: CapturedGraph | None = None,
     ) -> None:
         self.records = records
@@ -79,13 +79,12 @@ class Transfer:
         self.lane = lane
         self.event = event
         self.nbytes = nbytes
-        self.label = label  # of its first record
         self.capture = capture
         self.settled = False  # passed, or `lane` waits for it
 
-    @property
-    def name(self) -> str:
-        return str(self.label)
+    def let_go(self) -> None:
+        """Of its bytes: it is settled."""
+        self.records = self.keepalive = ()
 
 
 class Keeper(Protocol):
@@ -106,13 +105,16 @@ class Remains(NamedTuple):
     capture: CapturedGraph | None
 
 
-class Record:
-    """One storage, at one version, saved by one chunk.
+class Record(WeakStorage):
+    """One storage, at one version, saved by one chunk: a weak reference to it, later to the restored one, or to a packed copy.
 
-    span: the bytes of the storage that move. handles: how many times autograd saved it; unread: how many of them have not been
-    read in the pass under way. touch: the order of its latest save, so of its first read in a backward. capture: the graph in which it was
-    saved, and whose replays write its block; None outside of captures. stays: for good; `keepers` are its handles, each with an alias that
-    holds its bytes. storages: more than one where it is a piece of what stays (saved/staying.py), which has no span, version or probe.
+    It has few objects of its own, because each that lives as long as a saved tensor is one more for Python's collector to walk.
+
+    group, slot: whose it is. start, nbytes: the bytes of the saved storage that move. handles: how many times autograd saved it; unread:
+    how many of them have not been read in the pass under way. touch: the order of its latest save, so of its first read in a backward.
+    capture: the graph in which it was saved, and whose replays write its block; None outside of captures. stays: for good; `keepers` are
+    its handles, each with an alias that holds its bytes. storages: more than one where it is a piece of what stays (saved/staying.py),
+    which has no bytes to move, version or probe.
     """
 
     __slots__ = (
@@ -126,16 +128,17 @@ class Record:
         "event",
         "external",
         "gathered",
+        "group",
         "handles",
         "keepers",
-        "label",
         "lane",
         "lone_layout",
         "nbytes",
         "pass_no",
         "probe",
         "refused",
-        "span",
+        "slot",
+        "start",
         "state",
         "stays",
         "storages",
@@ -143,15 +146,16 @@ class Record:
         "transfer",
         "unread",
         "version",
-        "weak_storage",
     )
 
-    def __init__(self, label: SlotId, span: Span, weak_storage: WeakStorage, estate: deque[Remains]) -> None:
-        self.label = label
-        self.span = span
-        self.nbytes = span.stop - span.start  # kept: it is asked for ten times in a record's life
-        self.weak_storage = weak_storage  # of the storage that autograd saved, later of the restored one
-        self.base = 0  # first byte of the saved storage that `weak_storage` has: 0, after a restore span.start
+    def __init__(self, group: GroupId, slot: int, start: int, stop: int, storage: torch.UntypedStorage, estate: deque[Remains]) -> None:
+        """start, stop: the bytes of `storage` that move."""
+        super().__init__(storage)
+        self.group = group
+        self.slot = slot
+        self.start = start
+        self.nbytes = stop - start
+        self.base = 0  # first byte of the saved storage that the one referred to has: 0, after a restore `start`
         self.estate = estate
         self.state = RecordState.RESIDENT
         self.device_bytes: torch.UntypedStorage | None = None
@@ -175,10 +179,18 @@ class Record:
         self.checksum: int | None = None
         self.refused = False  # it should have left, and found no room on the host
 
+    @property
+    def label(self) -> SlotId:
+        return SlotId(self.group, self.slot)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
     def storage_keys(self) -> set[int]:
         """Of the storages whose bytes these are."""
         if not self.stays:
-            return {self.weak_storage.key}
+            return {self.key}
         return {keeper.probe.untyped_storage()._cdata for keeper in self.living_keepers() if keeper.probe is not None}
 
     def living_keepers(self) -> Iterator[Keeper]:
@@ -187,10 +199,10 @@ class Record:
             if keeper is not None:
                 yield keeper
 
-    def cover(self, span: Span) -> None:
+    def cover(self, start: int, stop: int) -> None:
         """Move these bytes of the storage, and no others."""
-        self.span = span
-        self.nbytes = span.stop - span.start
+        self.start = start
+        self.nbytes = stop - start
 
     def move_to(self, state: RecordState) -> None:
         legal = LEGAL_MOVES[self.state]
@@ -205,6 +217,7 @@ class Record:
         return Remains(self.state, self.nbytes, self.block, self.event, self.transfer, self.refused, self.capture)
 
     def __del__(self) -> None:
+        super().__del__()
         if self.state is not RecordState.RELEASED:  # `remains`, without a call: every record dies once
             self.estate.append(Remains(self.state, self.nbytes, self.block, self.event, self.transfer, self.refused, self.capture))
 

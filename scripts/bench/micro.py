@@ -1,33 +1,80 @@
 """Host cost of one saved tensor: through this project's hooks, kept or moved, against the bare calls that a move cannot do without.
 
-A chain of sines saves one new storage an operation, and nothing but the graph holds it. A chain of `live` tensors is built first and
-stays alive; then a probe chain is timed, forward (pack, commit, copies issued) and backward (fetch, unpack), then a short tail,
-so that the groups that a plan keeps for the end of the forward are not the probe's. Costs are differences to the same chain without
-marks, taken with few and with many tensors a group: from the two follow the cost of a tensor and that of a group with its marks.
-One invariant: only Python calls are timed, between drained devices, and the probe is short enough for the launch queue.
+A chain of sines saves one new storage an operation, and nothing but the graph holds it. A step builds four chains, each on a leaf of its
+own: `live` tensors that stay alive, a probe with many tensors a group, a probe with few, and a tail, which has the group that a plan keeps
+for the end of the forward and the bytes that are still on their way when it ends. Then it runs their backwards, the last chain first. From
+the two probes follow the cost of a tensor and that of a group with its marks. Both caps in flight are a few dozen tensors: where the probes
+begin, in either direction, spills are settled and restores are fetched at the rate at which tensors come, whatever is alive.
+
+What is timed: the Python calls of each probe's forward (marks, hooks, operators, pack, commit, copies issued) and of its backward (the
+engine's call, unpack, restores issued, marks), each from a drained device, and less what Python's cyclic collector took meanwhile. Next to
+every marked step the same step is run without marks, hooks or manager. A tensor's own cost is the median, over such pairs, of their
+difference: what disturbs a host adds to few of the steps, and a pair is over before the host's speed has drifted.
+
+Where a collection lands is chance, and a full one in the middle of a probe would be charged to its few tensors; its cost is no chance.
+So the collector is timed by its own callbacks over whole steps, and what the marked steps have more of is divided by all their
+tensors: a mean, because collections are rare and each belongs to the tensors of many steps. The total is own and collector together.
+
+One invariant: only Python calls are timed, between drained devices, and a probe is short enough for the launch queue, so that no call
+waits for the device.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from bench.measure import Clock, median
 
-__all__ = ["MicroCost", "measure_micro", "micro_lines"]
+__all__ = ["Collector", "MicroCost", "measure_micro", "micro_lines"]
 
-_PROBE = 96
-_TAIL = 40
-_PER_GROUP = (4, 32)
-_ELEMENTS = 1 << 16
+_FEW, _MANY = 4, 32
+"""Tensors a group."""
+
+_PROBE = 128
+"""Tensors. In a moved probe's backward each has two kernels, a copy and a share of its piece's events and waits: about 5 launches,
+of the 1,000 or so that CUDA queues before a launch waits."""
+
+_WINDOW = 32
+"""Tensors in flight in either direction, at most."""
+
+_TAIL = 2 * _MANY
+_WARMUP = 4  # steps: one shows the groups, one is noted where they stay, and torch's own caches are filled
+_PAIRS = (7, 48)  # at least and at most, of a case and a number of live tensors
+_PAIRS_S = 4.0  # no pair is begun after so many seconds, but for the least
 _CASES = ("small", "kept", "moved")
 """small: below the smallest size that may leave. kept: could leave, the plan keeps it (fraction 0). moved: leaves and comes back."""
+
+
+class Collector:
+    """What Python's cyclic collector has done since this was entered, as it says itself. seconds: in it, on any thread. full: collections
+    of everything that is alive."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.full = 0
+        self._began = 0.0
+
+    def _tell(self, phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began
+            self.full += about["generation"] == 2
+
+    def __enter__(self) -> Collector:
+        gc.callbacks.append(self._tell)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        gc.callbacks.remove(self._tell)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,43 +83,101 @@ class MicroCost:
 
     case: str
     live: int
+    pairs: int
+    """Of a marked and a plain step."""
     forward_us: float
     backward_us: float
+    spread_us: float
+    """Between the quartiles of the pairs' own costs."""
+    collector_us: float
+    full_collections: int
+    """In all marked steps."""
     group_us: float
     """Two marks and the hooks, forward and backward."""
+    bare_us: float
+    """The bare calls of a move, measured beside these pairs."""
     moved_share: float
-    """Of the saved tensors of the step, how many left."""
+    """Of the saved tensors of the last step, how many left."""
+
+    @property
+    def own_us(self) -> float:
+        return self.forward_us + self.backward_us
 
     @property
     def total_us(self) -> float:
-        return self.forward_us + self.backward_us
+        return self.own_us + self.collector_us
+
+    @property
+    def over_bare_us(self) -> float:
+        return self.total_us - self.bare_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bench:
+    """What all steps share. probe: tensors of each probe; elements: of each tensor."""
+
+    device: torch.device
+    clock: Clock
+    collector: Collector
+    probe: int
+    elements: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.clock.cuda else torch.float32
+
+    @property
+    def tensor_bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class _StepCost:
+    """Microseconds a tensor of the two probes without the collector's; seconds of the collector's in the whole step."""
+
+    forward_us: dict[int, float] = field(default_factory=dict)  # by tensors a group
+    backward_us: dict[int, float] = field(default_factory=dict)
+    collector_s: float = 0.0
+    full_collections: int = 0
+
+    def tensor_us(self, plain: _StepCost) -> tuple[float, float]:
+        """(forward, backward) of a tensor over the plain step: with n tensors a group it is tensor + group / n."""
+        forward, backward = (
+            (_MANY * (marked[_MANY] - bare[_MANY]) - _FEW * (marked[_FEW] - bare[_FEW])) / (_MANY - _FEW)
+            for marked, bare in ((self.forward_us, plain.forward_us), (self.backward_us, plain.backward_us))
+        )
+        return forward, backward
+
+    def group_us(self, plain: _StepCost) -> float:
+        few = self.forward_us[_FEW] - plain.forward_us[_FEW] + self.backward_us[_FEW] - plain.backward_us[_FEW]
+        return _FEW * (few - sum(self.tensor_us(plain)))
 
 
 class _Chain:
-    """A leaf, a chain of sines on it, and the cost of its two passes."""
+    """A leaf, a chain of sines on it, and the seconds of its two passes, but for the collector's."""
 
-    def __init__(self, device: torch.device, length: int, offload: Any | None, per_group: int) -> None:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._leaf = torch.rand(_ELEMENTS, device=device, dtype=dtype).requires_grad_()
+    def __init__(self, bench: _Bench, length: int, per_group: int, offload: Any | None) -> None:
+        self._leaf = torch.rand(bench.elements, device=bench.device, dtype=bench.dtype).requires_grad_()
+        self._bench = bench
         self._length = length
-        self._per_group = per_group
+        self.per_group = per_group
         self._offload = offload
         self._out: torch.Tensor | None = None
 
     def forward(self) -> float:
-        """Seconds of the calls."""
-        offload = self._offload
+        offload, collector = self._offload, self._bench.collector
         x = self._leaf * 1.0  # the first saved tensor is an intermediate, like all others
-        began = time.perf_counter()
-        for _ in range(self._length // self._per_group):
+        self._bench.clock.drain()
+        began, collected = time.perf_counter(), collector.seconds
+        for first in range(0, self._length, self.per_group):
             if offload is not None:
                 x = offload.group_start(x, "probe")
             with offload.offload_hooks() if offload is not None else nullcontext():
-                for _ in range(self._per_group):
+                for _ in range(min(self.per_group, self._length - first)):
                     x = torch.sin(x)
             if offload is not None:
                 x = offload.group_commit(x, "probe")
-        spent = time.perf_counter() - began
+        spent = time.perf_counter() - began - (collector.seconds - collected)
         self._out = x
         return spent
 
@@ -80,131 +185,172 @@ class _Chain:
         assert self._out is not None
         out, self._out = self._out, None
         grad = torch.ones_like(out)
-        began = time.perf_counter()
+        collector = self._bench.collector
+        self._bench.clock.drain()
+        began, collected = time.perf_counter(), collector.seconds
         out.backward(grad)
-        spent = time.perf_counter() - began
+        spent = time.perf_counter() - began - (collector.seconds - collected)
         self._leaf.grad = None
         return spent
 
 
-def _once(device: torch.device, live: int, clock: Clock, manager: Any | None, per_group: int) -> tuple[float, float]:
-    """One step: (forward, backward) microseconds a tensor of the probe."""
+def _step(bench: _Bench, live: int, manager: Any | None) -> _StepCost:
+    """One step, marked where there is a manager."""
     offload: Any = None
     if manager is not None:
         import offload as module
 
         offload = module
+    collector, cost = bench.collector, _StepCost()
+    collected, full = collector.seconds, collector.full
+    if manager is not None:
         manager.set_order([("F", 0, 0), ("B", 0, 0)])
         manager.begin_chunk(0, 0)
-    chains = [_Chain(device, length, offload, per_group) for length in (live, _PROBE, _TAIL)]
-    spent = []
-    for chain in chains:
-        clock.drain()
-        spent.append(chain.forward())
+    lengths = ((live, _FEW), (bench.probe, _MANY), (bench.probe, _FEW), (_TAIL, _MANY))
+    chains = [_Chain(bench, length, per_group, offload) for length, per_group in lengths]
+    held, *probes, tail = chains
+    held.forward()
+    for probe in probes:
+        cost.forward_us[probe.per_group] = probe.forward() / bench.probe * 1e6
+    tail.forward()
     if manager is not None:
         manager.end_forward(0, 0)
         manager.begin_backward(0, 0, "B")
-    clock.drain()
-    backward = chains[1].backward()
-    clock.drain()
-    chains[2].backward()
-    chains[0].backward()
+    tail.backward()
+    for probe in reversed(probes):
+        cost.backward_us[probe.per_group] = probe.backward() / bench.probe * 1e6
+    held.backward()
     if manager is not None:
         manager.end_backward(0, 0, "B")
         manager.step_end()
-    clock.drain()
-    return spent[1] / _PROBE * 1e6, backward / _PROBE * 1e6
+    bench.clock.drain()
+    cost.collector_s, cost.full_collections = collector.seconds - collected, collector.full - full
+    return cost
 
 
-def _median_pair(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return median([pair[0] for pair in pairs]), median([pair[1] for pair in pairs])
-
-
-def _bare_us(device: torch.device, clock: Clock) -> float:
+class _BareCalls:
     """The calls that moving a tensor takes at least: two copies, one allocation, and a group's share of two events and two waits."""
-    source = torch.rand(_ELEMENTS, device=device, dtype=torch.bfloat16)
-    host = torch.empty(_PROBE, _ELEMENTS, dtype=torch.bfloat16, pin_memory=device.type == "cuda")
-    rounds = []
-    for _ in range(5):
-        clock.drain()
+
+    def __init__(self, bench: _Bench) -> None:
+        self._bench = bench
+        self._source = torch.rand(bench.elements, device=bench.device, dtype=bench.dtype)
+        self._host = torch.empty(bench.probe, bench.elements, dtype=bench.dtype, pin_memory=bench.clock.cuda).unbind()
+
+    def us(self) -> float:
+        """Microseconds a tensor, once."""
+        collector, source, cuda = self._bench.collector, self._source, self._bench.clock.cuda
+        self._bench.clock.drain()
         fresh = []
-        began = time.perf_counter()
-        for at in range(_PROBE):
-            host[at].copy_(source, non_blocking=True)
+        began, collected = time.perf_counter(), collector.seconds
+        for at, host in enumerate(self._host):
+            host.copy_(source, non_blocking=True)
             back = torch.empty_like(source)
-            back.copy_(host[at], non_blocking=True)
+            back.copy_(host, non_blocking=True)
             fresh.append(back)
-            if at % _PER_GROUP[0] == 0 and clock.cuda:
+            if at % _FEW == 0 and cuda:
                 for _ in range(2):
                     event = torch.cuda.Event()
                     event.record()
                     torch.cuda.current_stream().wait_event(event)
-        rounds.append((time.perf_counter() - began) / _PROBE * 1e6)
-        clock.drain()
-    return median(rounds)
+        spent = time.perf_counter() - began - (collector.seconds - collected)
+        self._bench.clock.drain()
+        return spent / len(self._host) * 1e6
 
 
-def measure_micro(lives: Sequence[int], *, tiny: bool, repeats: int = 5, collector: bool = True) -> dict[str, Any]:
-    """Costs for each case and number of live tensors. collector: whether Python looks for cycles meanwhile, which costs by live objects."""
-    was_enabled = gc.isenabled()
-    try:
-        if not collector:
-            gc.disable()
-        return _measure(lives, tiny=tiny, repeats=repeats) | {"collector": collector}
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _measure(lives: Sequence[int], *, tiny: bool, repeats: int) -> dict[str, Any]:
-    import offload
-
+def measure_micro(lives: Sequence[int], *, tiny: bool) -> dict[str, Any]:
+    """Costs for each case and number of live tensors, with Python's collector as the process has it. tiny: on the simulated device."""
     device = torch.device("cpu" if tiny else "cuda")
-    clock = Clock(device)
+    seconds = {"set-up": 0.0, "steps": 0.0}
     costs: list[MicroCost] = []
-    for live in lives:
-        plain = _median_pair([_once(device, live, clock, None, _PER_GROUP[0]) for _ in range(2 + repeats)][2:])
-        for case in _CASES:
-            moved_bytes = (live + _PROBE + _TAIL) * _ELEMENTS * (4 if tiny else 2)
-            config = offload.OffloadConfig(
-                min_offloaded_tensor_size=1 << 40 if case == "small" else 1,
-                activation_offload_fraction=1.0 if case == "moved" else 0.0,
-                host_reserve_bytes=moved_bytes * 5 // 4 if case == "moved" else 0,
-                host_limit_bytes=64 << 30,
-            )
-            over: list[tuple[float, float]] = []
-            for per_group in _PER_GROUP:
-                manager = offload.configure(config, device="sim" if tiny else "cuda", print_summary=False)
-                ours = _median_pair([_once(device, live, clock, manager, per_group) for _ in range(2 + repeats)][2:])
-                over.append((ours[0] - plain[0], ours[1] - plain[1]))
-                stats = manager.stats
-                share = stats.spilled / stats.saved if stats.saved else 0.0
-                offload.PipelineOffloadManager.reset_instance()
-            costs.append(_cost(case, live, over, share))
+    with Collector() as collector:
+        bench = _Bench(
+            device=device,
+            clock=Clock(device),
+            collector=collector,
+            probe=_MANY if tiny else _PROBE,
+            elements=1 << 10 if tiny else 1 << 16,
+        )
+        bare = _BareCalls(bench)
+        for live in lives:
+            for case in _CASES:
+                costs.append(_measure_case(bench, case, live, bare, seconds, tiny=tiny))
     return {
-        "bare_us": _bare_us(device, clock),
-        "elements": _ELEMENTS,
-        "costs": [asdict(cost) | {"total_us": cost.total_us} for cost in costs],
+        "elements": bench.elements,
+        "seconds": seconds,
+        "costs": [asdict(cost) | {"own_us": cost.own_us, "total_us": cost.total_us, "over_bare_us": cost.over_bare_us} for cost in costs],
     }
 
 
-def _cost(case: str, live: int, over: Sequence[tuple[float, float]], share: float) -> MicroCost:
-    """From the costs a tensor with few and with many tensors a group: c = tensor + group / tensors."""
-    few, many = _PER_GROUP
-    forward, backward = ((many * large - few * small) / (many - few) for small, large in zip(*over, strict=True))
-    group_us = few * (sum(over[0]) - forward - backward)
-    return MicroCost(case=case, live=live, forward_us=forward, backward_us=backward, group_us=group_us, moved_share=share)
+def _measure_case(bench: _Bench, case: str, live: int, bare: _BareCalls, seconds: dict[str, float], *, tiny: bool) -> MicroCost:
+    """Pairs of a marked and a plain step with a manager of their own. seconds: added to, by what they went into."""
+    import offload
+
+    num_tensors = live + 2 * bench.probe + _TAIL
+    began = time.perf_counter()
+    config = offload.OffloadConfig(
+        min_offloaded_tensor_size=1 << 40 if case == "small" else 1,
+        activation_offload_fraction=1.0 if case == "moved" else 0.0,
+        max_spilling_bytes=_WINDOW * bench.tensor_bytes,
+        max_restoring_bytes=_WINDOW * bench.tensor_bytes,
+        host_reserve_bytes=num_tensors * bench.tensor_bytes * 5 // 4 if case == "moved" else 0,
+        host_limit_bytes=64 << 30,
+    )
+    manager = offload.configure(config, device="sim" if tiny else "cuda", print_summary=False)
+    try:
+        ready = time.perf_counter()
+        for _ in range(1 if tiny else _WARMUP):
+            _step(bench, live, manager)
+        _step(bench, live, None)
+        least, most = (2, 2) if tiny else _PAIRS
+        pairs: list[tuple[_StepCost, _StepCost]] = []
+        bare_us: list[float] = []
+        first = time.perf_counter()
+        while len(pairs) < least or (len(pairs) < most and time.perf_counter() - first < _PAIRS_S):
+            pairs.append((_step(bench, live, manager), _step(bench, live, None)))
+            bare_us.append(bare.us())
+        stats = manager.stats
+        done = time.perf_counter()
+    finally:
+        offload.PipelineOffloadManager.reset_instance()
+    seconds["steps"] += done - ready
+    seconds["set-up"] += ready - began + time.perf_counter() - done
+    return _cost_of(case, live, num_tensors, pairs, median(bare_us), stats.spilled / stats.saved if stats.saved else 0.0)
+
+
+def _cost_of(
+    case: str, live: int, num_tensors: int, pairs: Sequence[tuple[_StepCost, _StepCost]], bare_us: float, moved_share: float
+) -> MicroCost:
+    tensor_us = [marked.tensor_us(plain) for marked, plain in pairs]
+    low, _, high = statistics.quantiles([sum(both) for both in tensor_us], n=4)
+    collector_s = sum(marked.collector_s - plain.collector_s for marked, plain in pairs)
+    return MicroCost(
+        case=case,
+        live=live,
+        pairs=len(pairs),
+        forward_us=median([forward for forward, _ in tensor_us]),
+        backward_us=median([backward for _, backward in tensor_us]),
+        spread_us=high - low,
+        collector_us=collector_s / len(pairs) / num_tensors * 1e6,
+        full_collections=sum(marked.full_collections for marked, _ in pairs),
+        group_us=median([marked.group_us(plain) for marked, plain in pairs]),
+        bare_us=bare_us,
+        moved_share=moved_share,
+    )
 
 
 def micro_lines(result: dict[str, Any]) -> list[str]:
     """A line for each case and number of live tensors."""
-    lines = [f"host cost a saved tensor over the same chain without marks; bare copies, allocation and events {result['bare_us']:.1f} us"]
-    if not result["collector"]:
-        lines[0] += "; without Python's garbage collector"
+    seconds = result["seconds"]
+    lines = [
+        f"host cost a saved tensor over the same chain without marks; set-up {seconds['set-up']:.0f} s, steps {seconds['steps']:.0f} s"
+        + ("" if gc.isenabled() else "; Python's cyclic collector is off")
+    ]
     for cost in result["costs"]:
-        over = f"  (bare {cost['total_us'] - result['bare_us']:+.1f})" if cost["case"] == "moved" else ""
+        full = f"{cost['full_collections']} full in {cost['pairs']} steps"
+        over = f"; bare calls {cost['bare_us']:.1f}, over them {cost['over_bare_us']:+.1f}" if cost["case"] == "moved" else ""
         lines.append(
-            f"  {cost['case']:<6} {cost['live']:>6} live: forward {cost['forward_us']:6.1f} backward {cost['backward_us']:6.1f} "
-            f"total {cost['total_us']:6.1f} us, a group {cost['group_us']:6.1f} us, {100 * cost['moved_share']:.0f}% left{over}"
+            f"  {cost['case']:<6} {cost['live']:>6} live: forward {cost['forward_us']:5.1f} backward {cost['backward_us']:5.1f} "
+            f"(quartiles {cost['spread_us']:.1f} apart) collector {cost['collector_us']:4.1f} ({full}) total {cost['total_us']:5.1f} us, "
+            f"a group {cost['group_us']:5.1f} us, {100 * cost['moved_share']:.0f}% left{over}"
         )
     return lines

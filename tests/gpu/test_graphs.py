@@ -430,7 +430,7 @@ def test_active_memory_between_forward_and_backward_falls_by_what_the_table_says
         with_offload, alive = held_after_forward()
         left = [record for record in manager.living_records() if record.state is RecordState.SPILLED]
         assert len(left) == DEPTH
-        gone = [record for record in left if record.weak_storage.get() is None]
+        gone = [record for record in left if record.storage() is None]
         assert len(gone) == DEPTH - 1  # the last result is the output
     assert region.spill_bytes == sum(record.nbytes for record in left)
     assert without - with_offload == sum(record.nbytes for record in gone)

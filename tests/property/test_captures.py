@@ -53,7 +53,7 @@ class Layer:
                 self.transfers.settle_spill(record.transfer)
             self.transfers.restore([record], Priority.REQUIRED)
             storage = self.transfers.ready(record)
-            found = bytes_of(storage, type(record.span)(0, record.nbytes)).view(torch.float32)
+            found = bytes_of(storage, 0, record.nbytes).view(torch.float32)
             self.device.launch(lambda index=index, found=found: self.out[index].copy_(found))
             self.transfers.drop(record)
 

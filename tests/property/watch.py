@@ -54,12 +54,12 @@ class Watch:
         """The lane that saves a tensor for the first time is the one that wrote it."""
         if self._written is None or record.device_bytes is None:  # a piece that stays is never copied
             return
-        known = self._written.get(record.weak_storage.key)
-        if known is None or known.get() is None:
+        known = self._written.get(record.key)
+        if known is None or known.storage() is None:
             assert record.device_bytes is not None
-            self._written[record.weak_storage.key] = WeakStorage(record.device_bytes)
+            self._written[record.key] = WeakStorage(record.device_bytes)
             device = self.engine.device
-            device.note_write(device.compute, bytes_of(record.device_bytes, record.span))
+            device.note_write(device.compute, bytes_of(record.device_bytes, record.start, record.nbytes))
 
     def resize(self, record: Record, nbytes_before: int) -> None:
         self._resize(record, nbytes_before)

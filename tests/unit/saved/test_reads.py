@@ -188,12 +188,12 @@ def test_what_is_never_read_is_freed_without_the_garbage_collector(executor: Exe
         with rig.group():
             y = chain(x)
         watched = [weakref.ref(record) for record in rig.records()]
-        storages = [WeakStorage(record.weak_storage.get()) for record in rig.records()]  # type: ignore[arg-type]
+        storages = [WeakStorage(record.storage()) for record in rig.records()]  # type: ignore[arg-type]
         assert len(watched) == CHAIN_SAVES
         del y
         assert [reference() for reference in watched] == CHAIN_SAVES * [None]
         rig.leave()
-        assert [storage.get() for storage in storages] == CHAIN_SAVES * [None]
+        assert [storage.storage() for storage in storages] == CHAIN_SAVES * [None]
         rig.transfers.bury()
         rig.assert_empty()
         rig.end()
@@ -213,7 +213,7 @@ def test_a_node_that_saves_its_own_output_is_freed_without_the_garbage_collector
         storage = WeakStorage(y.untyped_storage())
         del y
         rig.leave()
-        assert storage.get() is None
+        assert storage.storage() is None
     finally:
         gc.enable()
     rig.end()

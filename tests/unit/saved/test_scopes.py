@@ -142,7 +142,7 @@ def test_every_reader_is_told_of_every_read_under_the_lock() -> None:
     rig = Rig()
     told: list[tuple[int, ChunkId]] = []
     for number in (1, 2):
-        rig.engine.on_read(lambda handle, number=number: told.append((number, handle.record.label.group.chunk)))  # type: ignore[misc]
+        rig.engine.on_read(lambda handle, number=number: told.append((number, handle.record.group.chunk)))  # type: ignore[misc]
     with rig.group():
         y = keep([], torch.randn(ELEMENTS))
     y.backward()

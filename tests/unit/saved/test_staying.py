@@ -314,11 +314,11 @@ def test_known_saves_that_are_left_over_are_named_and_let_go_of(manager: Pipelin
         return x
 
     y = group(body, torch.ones(ELEMENTS, requires_grad=True) * 1)
-    assert all(storage.get() is not None for storage in storages)
+    assert all(storage.storage() is not None for storage in storages)
     with caplog.at_level(logging.WARNING, "offload"):
         offload.step_end()
     assert f"step 3 ended with 3 saved tensors ({3 * NBYTES} bytes) whose backward has not run" in caplog.text
-    assert [storage.get() for storage in storages] == [None] * 3
+    assert [storage.storage() for storage in storages] == [None] * 3
     with pytest.raises(StaleHandleError):
         y.sum().backward()
 
@@ -337,7 +337,7 @@ def test_bytes_of_a_piece_go_with_their_nodes_and_its_count_with_the_last(manage
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            living.append(sum(storage.get() is not None for storage in storages))
+            living.append(sum(storage.storage() is not None for storage in storages))
             return grads[0]
 
     def body(x: Tensor) -> Tensor:

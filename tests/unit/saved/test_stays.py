@@ -106,7 +106,7 @@ def test_a_storage_saved_by_a_group_that_stays_and_one_that_leaves_follows_the_f
     assert_equal_bits([expected, expected[:8], expected.view(16, 16)] * 2, found)
     found.clear()
     del output, outputs
-    assert storage.get() is None
+    assert storage.storage() is None
     rig.end()
 
 
@@ -139,7 +139,7 @@ def test_what_stays_and_is_never_read_goes_with_its_graph_without_the_garbage_co
             y = x.exp()  # saves its own output
         storage = WeakStorage(y.untyped_storage())
         del y
-        assert storage.get() is None
+        assert storage.storage() is None
     finally:
         gc.enable()
     rig.end()
@@ -152,9 +152,9 @@ def test_what_stays_and_is_left_over_lets_go_of_its_bytes_at_the_end_of_the_step
     with rig.group(leaves=False):
         packed = [rig.engine.hooks.pack(x), rig.engine.hooks.pack(x[:8])]
     del x
-    assert storage.get() is not None
+    assert storage.storage() is not None
     rig.end()
-    assert storage.get() is None
+    assert storage.storage() is None
     assert len(packed) == 2, "the handles live"
 
 
@@ -169,7 +169,7 @@ def test_the_bytes_that_stay_go_when_the_last_of_their_nodes_has_run() -> None:
         output.grad_fn.found.clear()  # type: ignore[union-attr]
         output.backward()
         output.grad_fn.found.clear()  # type: ignore[union-attr]
-        assert (storage.get() is None) == (number == 1)
+        assert (storage.storage() is None) == (number == 1)
     rig.transfers.bury()
     assert rig.transfers.resident_bytes == 0
     del output, outputs

@@ -215,7 +215,7 @@ def test_only_the_range_of_a_small_view_moves_and_its_huge_storage_is_freed() ->
     del huge
     assert rig.spilled_bytes == 400
     rig.leave()
-    assert storage.get() is None
+    assert storage.storage() is None
     y.backward()
     assert_equal_bits([expected], found)
     assert found[0].untyped_storage().nbytes() == 400

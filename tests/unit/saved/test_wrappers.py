@@ -88,7 +88,7 @@ def test_a_saved_dtensor_holds_no_bytes_of_its_own(mesh: DeviceMesh) -> None:
         packed = rig.engine.hooks.pack(value)
     del value
     rig.leave()
-    assert storage.get() is None
+    assert storage.storage() is None
     del packed
     rig.end()
 

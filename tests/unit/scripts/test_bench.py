@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -106,18 +105,6 @@ def test_tiny_run_prints_every_row_and_writes_every_sample(tmp_path: Path, capsy
             assert result["status"] in ("not installed", "skipped")
     assert {"torch", "cpus"} <= written["hardware"].keys()
     assert written["links"]["measured"] is False
-
-
-def test_tiny_micro_prints_a_line_for_each_case_and_number_of_live_tensors(capsys: pytest.CaptureFixture[str]) -> None:
-    threads = torch.get_num_threads()
-    try:
-        assert bench_stage.main(["--tiny", "--micro", "--live", "8,16", "--no-collector"]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    assert gc.isenabled(), "as it was before"
-    text = capsys.readouterr().out
-    assert "without Python's garbage collector" in text.splitlines()[0]
-    assert [line.split()[:2] for line in text.splitlines()[1:]] == [[case, n] for n in ("8", "16") for case in ("small", "kept", "moved")]
 
 
 def test_total_limit_below_what_is_resident_is_a_skipped_row_not_a_crash() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload.ids import ChunkId, GroupId, SlotId
+from offload.ids import ChunkId, GroupId
 from offload.transfer.door import CapsDoor, Denied, Direction, Grant, Limits, Priority
 from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
 
-OWNER = SlotId(GroupId(ChunkId(0, 0), 0, "group"), 0)
+OWNER = GroupId(ChunkId(0, 0), 0, "group")
 
 
 class Doorman:
@@ -19,7 +19,7 @@ class Doorman:
         self.denied = denied
         self.asked: list[tuple[int, Direction, str, Priority]] = []
 
-    def admit(self, nbytes: int, direction: Direction, owner: SlotId, priority: Priority) -> Grant | Denied:
+    def admit(self, nbytes: int, direction: Direction, owner: GroupId, priority: Priority) -> Grant | Denied:
         self.asked.append((nbytes, direction, str(owner), priority))
         return Denied("CLOSED") if direction is self.denied else Grant(nbytes)
 
@@ -43,7 +43,7 @@ def test_a_denied_spill_leaves_its_tensor_on_the_device_and_is_counted() -> None
     x = torch.randn(256, requires_grad=True)
     assert_equal_bits(gradients(torch.sin, [x]), gradients(torch.sin, [x], rig))
     assert rig.spilled_bytes == 0
-    assert door.asked == [(1024, Direction.D2H, "s0m0/group#0[0]", Priority.BACKGROUND)]
+    assert door.asked == [(1024, Direction.D2H, "s0m0/group#0", Priority.BACKGROUND)]
     stats = rig.end()
     assert (stats.saved, stats.kept, stats.refused, stats.refused_bytes) == (1, 1, 1, 1024)
 

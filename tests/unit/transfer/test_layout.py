@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.transfer.layout import ALIGNMENT, Span, WeakStorage, bytes_of, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
+from offload.transfer.layout import (
+    ALIGNMENT,
+    Layouts,
+    Span,
+    WeakStorage,
+    bytes_of,
+    contiguous_stride,
+    layout_of,
+    overlaps_itself,
+    span_of,
+    view_of,
+)
 
 BASE = torch.arange(64 * 64, dtype=torch.float32).view(64, 64)
 """16,384 bytes; a row has 256."""
@@ -45,7 +56,7 @@ def test_a_span_ends_with_its_storage_where_that_is_not_a_multiple_of_sixteen() 
 def test_a_view_over_a_copy_of_its_span_has_the_same_size_strides_and_elements(name: str) -> None:
     view = VIEWS[name][0](BASE)
     span = span_of(view, BASE.untyped_storage().nbytes())
-    copy = bytes_of(BASE.untyped_storage(), span).clone()
+    copy = bytes_of(BASE.untyped_storage(), span.start, span.stop - span.start).clone()
     rebuilt = view_of(copy.untyped_storage(), layout_of(view), span.start)
     assert (rebuilt.size(), rebuilt.stride(), rebuilt.dtype) == (view.size(), view.stride(), view.dtype)
     assert torch.equal(rebuilt, view)
@@ -53,16 +64,6 @@ def test_a_view_over_a_copy_of_its_span_has_the_same_size_strides_and_elements(n
 
 def test_sixteen_bytes_hold_the_largest_element() -> None:
     assert torch.complex128.itemsize == ALIGNMENT
-
-
-def test_the_union_of_spans_covers_both() -> None:
-    one, other = Span(16, 64), Span(128, 160)
-    union = one.union(other)
-    assert union == Span(16, 160)
-    assert union.nbytes == 144
-    assert union.covers(one)
-    assert union.covers(other)
-    assert not one.covers(union)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +95,42 @@ def test_a_weak_reference_to_a_storage_does_not_hold_it_and_keeps_its_key_from_b
         storage = torch.empty(1024, dtype=torch.uint8).untyped_storage()
         weak = WeakStorage(storage)
         assert weak.key == storage._cdata
-        found = weak.get()
+        found = weak.storage()
         assert found is not None
         assert found.data_ptr() == storage.data_ptr()
         del found, storage
-        assert weak.get() is None
+        assert weak.storage() is None
         others = [torch.empty(1024, dtype=torch.uint8).untyped_storage() for _ in range(100)]
         assert weak.key not in {other._cdata for other in others}
     finally:
         gc.enable()
+
+
+def test_equal_layouts_are_one_object_and_others_are_not() -> None:
+    layouts = Layouts()
+    one = layouts.of(torch.empty(4, 6))
+    assert layouts.of(torch.empty(4, 6)) is one
+    others = [torch.empty(6, 4), torch.empty(6, 4).t(), torch.empty(30)[2:26].view(4, 6), torch.empty(4, 6, dtype=torch.int32)]
+    assert one not in [layouts.of(tensor) for tensor in others]
+    assert all(layouts.of(tensor) == layout_of(tensor) for tensor in others)
+    assert len(layouts) == 1 + len(others)
+
+
+def test_layouts_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layouts, "_MOST", 3)
+    layouts = Layouts()
+    first = layouts.of(torch.empty(0))
+    for length in range(1, 20):
+        assert layouts.of(torch.empty(length)) == layout_of(torch.empty(length))
+        assert len(layouts) <= 3
+    assert layouts.of(torch.empty(0)) == first, "forgotten, and the same all the same"
+
+
+def test_a_weak_reference_follows_the_storage_that_it_is_told_of() -> None:
+    first, second = (torch.empty(8).untyped_storage() for _ in range(2))
+    weak = WeakStorage(first)
+    weak.refer_to(second)
+    assert weak.key == second._cdata
+    del second
+    assert weak.storage() is None
+    assert first.nbytes() == 32

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from offload.errors import OffloadError, RecordStateError
-from offload.ids import ChunkId, GroupId, SlotId
-from offload.transfer.layout import Span, WeakStorage
+from offload.ids import ChunkId, GroupId
 from offload.transfer.record import LEGAL_MOVES, Record, RecordState, Remains
 
 S = RecordState
@@ -33,8 +32,7 @@ ALL = list(itertools.product(S, S))
 
 def record_in(state: RecordState, estate: deque[Remains] | None = None) -> Record:
     storage = torch.empty(4096, dtype=torch.uint8).untyped_storage()
-    label = SlotId(GroupId(ChunkId(1, 4), 2, "core_attn"), 0)
-    record = Record(label, Span(0, 4096), WeakStorage(storage), deque() if estate is None else estate)
+    record = Record(GroupId(ChunkId(1, 4), 2, "core_attn"), 0, 0, 4096, storage, deque() if estate is None else estate)
     record.state = state
     return record
 

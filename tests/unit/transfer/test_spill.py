@@ -225,11 +225,11 @@ def test_the_source_lives_until_compute_is_ordered_after_its_copy() -> None:
     with rig.group():
         y = (leaf() * 2).sin()
     (record,) = rig.records()
-    source = WeakStorage(record.weak_storage.get())  # type: ignore[arg-type]
+    source = WeakStorage(record.storage())  # type: ignore[arg-type]
     assert record.device_bytes is None
-    assert source.get() is not None
+    assert source.storage() is not None
     rig.leave()
-    assert source.get() is None
+    assert source.storage() is None
     del y
     rig.end()
 
