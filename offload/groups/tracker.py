@@ -269,6 +269,8 @@ class ChunkTracker(ABC):
         """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""
         self._read_bytes = 0
         if self._coming:
+            if self.engine.transfers.dropped and self._backward is not None:
+                self.engine.prefetch.look_back(self._coming)
             self.engine.prefetch.pump(self._coming)
 
     # -- step ---------------------------------------------------------------------------------------------------------

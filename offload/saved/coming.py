@@ -40,14 +40,27 @@ class ComingReads:
 
     def follow_reader(self) -> None:
         """Move past what has been read, or will never be."""
-        while self._reader < self._fetched:
-            record = self._records[self._reader]()
-            if record is not None and record.state is not RecordState.RELEASED:
-                expected = self._passes[self._reader]
-                if record.pass_no < expected or (record.pass_no == expected and record.unread > 0):
-                    return
+        while self._reader < self._fetched and self._unread(self._reader) is None:
             self.ahead_bytes -= self._sizes[self._reader]
             self._reader += 1
+
+    def _unread(self, position: int) -> Record | None:
+        """The record there, if it is still to be read."""
+        record = self._records[position]()
+        if record is None or record.state is RecordState.RELEASED:
+            return None
+        expected = self._passes[position]
+        return record if record.pass_no < expected or (record.pass_no == expected and record.unread > 0) else None
+
+    def look_back(self) -> None:
+        """Look again from the first record that was fetched and dropped before it was read: nobody else would fetch it before its reader,
+        who then drops the next one to make room, and so on to the end of the chunk."""
+        for position in range(self._reader, self._fetched):
+            record = self._unread(position)
+            if record is not None and _is_away(record):
+                self.ahead_bytes -= sum(self._sizes[position : self._fetched])
+                self._fetched = position
+                return
 
     def look(self, room: int, piece_bytes: int) -> Look | None:
         """The next records within `room` bytes, until about a piece is to be fetched. Nothing is taken until `take`. None: there are none.
@@ -69,7 +82,7 @@ class ComingReads:
                 nbytes += record.nbytes
                 if record.state is RecordState.SPILLING:
                     keep.append(record)
-                elif record.state is RecordState.SPILLED and (record.external or record.storage() is None):
+                elif _is_away(record):
                     fetch.append(record)
                     fetch_bytes += record.nbytes
             position += 1
@@ -83,3 +96,8 @@ class ComingReads:
                 self._sizes[position] = record.nbytes
                 self.ahead_bytes += record.nbytes
         self._fetched = look.stop
+
+
+def _is_away(record: Record) -> bool:
+    """Whether its bytes have to come back: they are on the host, and nothing on the device still holds them."""
+    return record.state is RecordState.SPILLED and (record.external or record.storage() is None)

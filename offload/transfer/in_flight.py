@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.device import Device, Lane
+from offload.ids import ChunkId
 from offload.memory.arena import HostArena
 from offload.transfer.door import Limits
 from offload.transfer.record import Record, RecordState, Remains, Transfer, living
@@ -78,6 +79,7 @@ class InFlight:
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
         self._ahead: deque[weakref.ref[Record]] = deque()  # fetched, in that order; the dead ones at its start are let go in passing
+        self.dropped: set[ChunkId] = set()  # chunks of which something fetched ahead was dropped, since the prefetch looked back
         self._sources: Counter[int] = Counter()  # spills in flight, by storage: two chunks may save one storage
         self.stalls: list[Stall] = []  # of this step
         self._stalls_before: list[Stall] = []
@@ -206,6 +208,7 @@ class InFlight:
                 continue
             self._settle_restore(record.transfer, "abandon")
             self.drop(record)
+            self.dropped.add(record.group.chunk)
             nbytes -= record.nbytes
         return nbytes <= 0
 
@@ -316,6 +319,7 @@ class InFlight:
         self.bury()
         self._settle_all()
         self._ahead.clear()
+        self.dropped.clear()
         self._no_room = False
         stall_ms = total_ms(self.device, self._stalls_before)
         self._stalls_before, self.stalls = self.stalls, []

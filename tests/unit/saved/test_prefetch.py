@@ -216,6 +216,30 @@ def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
     rig.end()
 
 
+def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> None:
+    rig = Rig(max_restoring_bytes=4 * KIB, device_limit_bytes=5 * KIB)
+    y = saved(rig, 6)
+    pump(rig)
+    fetched = [SPILLED, SPILLED, RESTORING, RESTORING, RESTORING, RESTORING]
+    assert rig.states() == fetched
+    rig.chunk()
+    with rig.group(leaves=False):
+        z = chain(leaf(), 2)
+    dropped = [SPILLED, SPILLED, SPILLED, *fetched[3:], RESIDENT, RESIDENT]
+    assert rig.states() == dropped
+    del z
+    pump(rig)
+    assert rig.states() == dropped[:6], "the window thinks that it has it"
+    for _ in range(2):
+        rig.engine.prefetch.look_back(rig.chunks)
+        pump(rig)
+        assert rig.states() == fetched
+        assert rig.chunks[0].coming.ahead_bytes == 4 * KIB
+    y.sum().backward()
+    del y
+    rig.end()
+
+
 # -- results ------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("kib", [0, 1, 3, 100])
