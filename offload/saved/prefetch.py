@@ -35,7 +35,7 @@ class Prefetcher:
         return quarter if quarter < self._piece_bytes else self._piece_bytes  # asked at every read: min is a call
 
     def look_back(self, chunks: Sequence[SavedChunk]) -> None:
-        """Something that was fetched has been dropped for want of room: see to it that it is fetched again. Between backwards that would only
+        """Something that was fetched has been dropped for want of room: let it be fetched again. Between backwards that would only
         be dropped again, by the next save that finds no room."""
         dropped = self._transfers.dropped
         for chunk in chunks:
