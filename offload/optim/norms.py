@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from offload.device import Event
 from offload.memory.arena import Block, HostArena
 from offload.optim.cpu_step import HostScalars
 from offload.optim.mover import Mover
@@ -56,8 +57,10 @@ class ScalarDesk:
     """Sends a step's factor to the host. Two places in host memory, used in turn: a worker may still read the last step's.
 
     # [Order: factor]
-    # hazard  RAW: `d2h` copies the factor that `compute` is still making; then a worker reads what `d2h` is still writing.
-    # edge    d2h waits for an event recorded on compute; the worker synchronizes the event of the copy.
+    # hazard  RAW: `d2h` copies the factor that `compute` is still making; then a worker reads what `d2h` is still writing. Allocator reuse:
+    #         where nothing is stepped no worker waits for the copy, and the next factor takes the place of one that it still reads.
+    # edge    d2h waits for an event recorded on compute; the worker synchronizes the event of the copy; compute waits for it before
+    #         the desk lets go of that factor.
     # alive   the desk holds the device's number until the next one.
     # proof   tests/property/test_optim_edges.py, edge "factor"
     """
@@ -67,6 +70,7 @@ class ScalarDesk:
         self._block: Block | None = None
         self._arena = arena
         self._source: Tensor | None = None
+        self._sent: Event | None = None
         self._turn = 0
 
     def send(self, factor: Tensor) -> HostScalars:
@@ -79,9 +83,11 @@ class ScalarDesk:
         source = factor.detach().reshape(1).view(torch.uint8)
         device.wait(device.d2h, device.record(device.compute), "factor")
         self._mover.send([(landing, source)])
-        event = device.record(device.d2h)
+        if self._sent is not None:
+            device.wait(device.compute, self._sent, "factor")
+        self._sent = device.record(device.d2h)
         self._source = source
-        return HostScalars(landing.view(torch.float32)[0], event)
+        return HostScalars(landing.view(torch.float32)[0], self._sent)
 
     def close(self) -> None:
         if self._block is not None:

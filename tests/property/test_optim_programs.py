@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -87,6 +87,16 @@ def play(actions: list[str], model: nn.Module, optimizer: Optimizer) -> list[Ten
     attached=st.booleans(),
     overlap=st.booleans(),
     bucket=st.sampled_from((1024, 4096, 1 << 20)),
+)
+@example(  # nothing is stepped, so nothing waited for the copy of the first factor before the second took its place
+    actions=["step", "clipped step", "clipped step"],
+    executor="late",
+    seed=0,
+    share=0.5,
+    fraction=0.5,
+    attached=False,
+    overlap=False,
+    bucket=1024,
 )
 def test_a_random_program_has_no_hazard_and_torchs_bits(
     actions: list[str], executor: ExecutorName, seed: int, share: float, fraction: float, attached: bool, overlap: bool, bucket: int
