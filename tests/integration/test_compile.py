@@ -175,7 +175,8 @@ def test_what_a_compiled_function_keeps_beside_the_hooks_is_said_once_by_group_g
         ended(manager)
     (message,) = warnings()
     assert message.startswith("group 'block' of chunk s0m0: compiled graph ")
-    assert "compiled.py:" in message, "the compiled function is named by its file"
+    if torch.__version__ >= (2, 13):  # torch 2.11 has only a number for it
+        assert "compiled.py:" in message, "the compiled function is named by its file"
     assert f"keeps {4 * ROWS * WIDTH:,} bytes (1 tensor) beside the saved-tensor hooks" in message
     assert "ctx.save_for_backward" in message
 

@@ -100,7 +100,7 @@ def test_under_compiled_autograd_nothing_of_the_engine_is_traced_and_no_step_aft
     assert dict(counters["stats"]) == after_first, "a later step was compiled anew"
     assert counters["graph_break"]
     for reason in counters["graph_break"]:
-        assert "skip directory" in reason, f"the compiler looked into the engine: {reason}"
+        assert "skip directory" in reason or "marked as skipped" in reason, f"the compiler looked into the engine: {reason}"
         assert "/offload/" in reason, f"the compiler looked into the engine: {reason}"
 
 

@@ -50,6 +50,18 @@ def run(device: SimDevice, body: Callable[[Tensor], Tensor]) -> None:
         PipelineOffloadManager.OFFLOAD_MGR = None
 
 
+def run_to_its_hazard(program: Callable[[SimDevice], None], device: SimDevice) -> None:
+    """What the program raises holds none of its frames any more: torch 2.11 leaves a checkpoint's contexts, and so our modes, open until the
+    frames of an exception in its forward are gone, and pytest keeps those of an expected failure."""
+    try:
+        program(device)
+    except HazardError as error:
+        said = str(error)
+    else:
+        return
+    raise HazardError(said)
+
+
 def one_lane(device: SimDevice) -> None:
     run(device, lambda x: torch.sin(x @ WEIGHT).tanh())
 
@@ -88,7 +100,7 @@ def test_a_kept_output_has_no_hazard_on_its_way(program: Callable[[SimDevice], N
 @pytest.mark.parametrize("title", NEEDED)
 @pytest.mark.xfail(strict=True, raises=HazardError, reason="the edge is left out")
 def test_without_one_of_its_edges_it_has(title: str) -> None:
-    one_lane(SimDevice(executor="late", without={title}))
+    run_to_its_hazard(one_lane, SimDevice(executor="late", without={title}))
 
 
 @pytest.mark.xfail(strict=True, raises=HazardError, reason="the record is given the lane of the save, not the operator's")
@@ -100,4 +112,4 @@ def test_without_the_operators_lane_it_has(monkeypatch: pytest.MonkeyPatch) -> N
             super().__init__(*arguments[:-1], None)  # type: ignore[arg-type]
 
     monkeypatch.setattr(selective, "KeptScope", Late)
-    two_lanes(SimDevice(executor="late"))
+    run_to_its_hazard(two_lanes, SimDevice(executor="late"))
