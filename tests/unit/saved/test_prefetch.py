@@ -203,7 +203,7 @@ def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
     rig.leave()
     coming = ComingReads(rig.records())
     look = coming.look(3 * KIB, KIB)
-    assert [len(look.fetch), look.stop, look.nbytes] == [1, 1, KIB]
+    assert [len(look.fetch), look.sizes, look.nbytes] == [1, [KIB], KIB]
     coming.take(look)
     coming.take(coming.look(2 * KIB, 100 * KIB))
     assert coming.ahead_bytes == 3 * KIB
