@@ -267,7 +267,7 @@ class ChunkOffloadHandler(HandCopies):
         """The backward has passed a group: room for the next ones."""
         if self._manager is not None:
             with self.engine.lock:
-                self._manager.pump(in_backward=True)
+                self._manager.pump()
 
     # -- by hand: tensors -------------------------------------------------------------------------------------------
     def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:

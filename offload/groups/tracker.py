@@ -105,7 +105,7 @@ class ChunkTracker(ABC):
             if handler is None or not handler.begun:
                 return
             self._start_reading(handler, kind)
-            self.pump(in_backward=True)
+            self.pump()
 
     def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
         """That backward is over. After an input half, what was fetched and is clean is dropped: the weight half reads less."""
@@ -190,7 +190,7 @@ class ChunkTracker(ABC):
                 if not self._announced:
                     self._lookahead.advance(("B", *handler.id))
                 self._start_reading(handler, "B")
-            self.pump(in_backward=True)
+            self.pump()
 
     def _start_reading(self, handler: ChunkOffloadHandler, kind: str) -> None:
         handler.complete()
@@ -218,7 +218,7 @@ class ChunkTracker(ABC):
         if record.unread == 0:
             self._read_bytes += record.nbytes
             if self._read_bytes >= self.engine.prefetch.stride_bytes:  # less cannot have made room for a piece
-                self.pump(in_backward=True)
+                self.pump()
 
     def _look_ahead(self) -> None:
         """The chunks that backwards will read next, soonest first; one whose forward runs is among them before it has saved anything."""
@@ -265,15 +265,12 @@ class ChunkTracker(ABC):
     def _step_begins(self) -> None:
         """The first forward of a step begins."""
 
-    def pump(self, *, in_backward: bool = False) -> None:
-        """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never.
-
-        in_backward: a backward asks, not a forward. `_backward` does not tell: where chunks are not announced it stays until the next one.
-        """
+    def pump(self) -> None:
+        """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""
         self._read_bytes = 0
         if self._coming:
-            if in_backward and self.engine.transfers.dropped:
-                self.engine.prefetch.look_back(self._coming)
+            if self.engine.transfers.dropped and self._backward is not None:
+                self.engine.prefetch.look_back(self._backward.saved)
             self.engine.prefetch.pump(self._coming)
 
     # -- step ---------------------------------------------------------------------------------------------------------

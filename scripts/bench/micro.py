@@ -3,8 +3,9 @@
 A chain of sines saves one new storage an operation, and nothing but the graph holds it. A step builds four chains, each on a leaf of its
 own: `live` tensors that stay alive and a window more, a probe with many tensors a group, a probe with few, and a tail, which has the
 group that a plan keeps for the end of the forward and the bytes that are still on their way when it ends. Then it runs their backwards,
-the last chain first. From the two probes follow the cost of a tensor and that of a group with its marks. Both caps in flight are a window of tensors: where the probes
-begin, in either direction, spills are settled and restores are fetched at the rate at which tensors come, whatever is alive.
+the last chain first. From the two probes follow the cost of a tensor and that of a group with its marks. Both caps in flight are a window
+of tensors: where the probes begin, in either direction, spills are settled and restores are fetched at the rate at which tensors come,
+whatever is alive.
 
 What is timed: the Python calls of each probe's forward (marks, hooks, operators, pack, commit, copies issued) and of its backward (the
 engine's call, unpack, restores issued, marks), each from a drained device, and less what Python's cyclic collector took meanwhile. Next to

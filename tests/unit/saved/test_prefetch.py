@@ -231,7 +231,7 @@ def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> No
     pump(rig)
     assert rig.states() == dropped[:6], "the window thinks that it has it"
     for _ in range(2):
-        rig.engine.prefetch.look_back(rig.chunks)
+        rig.engine.prefetch.look_back(rig.chunks[0])
         pump(rig)
         assert rig.states() == fetched
         assert rig.chunks[0].coming.ahead_bytes == 4 * KIB
