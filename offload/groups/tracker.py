@@ -270,7 +270,7 @@ class ChunkTracker(ABC):
         self._read_bytes = 0
         if self._coming:
             if self.engine.transfers.dropped and self._backward is not None:
-                self.engine.prefetch.look_back(self._coming)
+                self.engine.prefetch.look_back(self._backward.saved)
             self.engine.prefetch.pump(self._coming)
 
     # -- step ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The records that a backward will read, in order, and how far ahead of its reader a fetch has looked.
 
-One invariant: `ahead_bytes` counts every record between the reader and the fetch that has not been read, wherever its bytes are. So a
-window over it bounds what is fetched early, and fetches nothing while what is read next is on the device anyway.
+One invariant: `ahead_bytes` counts every record between the reader and the fetch that had not been read when it was looked at, wherever
+its bytes are. So a window over it bounds what is fetched early, and fetches nothing while what is read next is on the device anyway.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ __all__ = ["ComingReads", "Look"]
 
 
 class Look(NamedTuple):
-    """What lies next: records to fetch, records to keep although they are on their way out, up to a position."""
+    """What lies next: records to fetch, records to keep although they are on their way out. sizes: bytes of each position that was looked
+    at, 0 where nothing will be read any more; nbytes: their sum."""
 
     fetch: list[Record]
     keep: list[Record]
-    stop: int
+    sizes: list[int]
     nbytes: int
 
 
@@ -69,33 +70,33 @@ class ComingReads:
         """
         fetch: list[Record] = []
         keep: list[Record] = []
+        sizes: list[int] = []
         nbytes = fetch_bytes = 0
-        records = self._records
-        position, end = self._fetched, len(records)
+        position, end = self._fetched, len(self._records)
         while position < end and fetch_bytes < piece_bytes:
-            record = records[position]()
-            if record is not None:
+            record = self._unread(position)  # one that was read out of turn may live on, away, to the weight half
+            if record is None:
+                sizes.append(0)
+            else:
                 if nbytes + record.nbytes > room and self.ahead_bytes + nbytes > 0:
                     break
                 if fetch and record.capture is not fetch[-1].capture:
                     break  # a graph fetches what its own forward saved
                 nbytes += record.nbytes
+                sizes.append(record.nbytes)
                 if record.state is RecordState.SPILLING:
                     keep.append(record)
                 elif _is_away(record):
                     fetch.append(record)
                     fetch_bytes += record.nbytes
             position += 1
-        return None if position == self._fetched else Look(fetch, keep, position, nbytes)
+        return Look(fetch, keep, sizes, nbytes) if sizes else None
 
     def take(self, look: Look) -> None:
         """What `look` showed has been dealt with."""
-        for position in range(self._fetched, look.stop):
-            record = self._records[position]()
-            if record is not None:
-                self._sizes[position] = record.nbytes
-                self.ahead_bytes += record.nbytes
-        self._fetched = look.stop
+        start, self._fetched = self._fetched, self._fetched + len(look.sizes)
+        self._sizes[start : self._fetched] = look.sizes
+        self.ahead_bytes += look.nbytes
 
 
 def _is_away(record: Record) -> bool:

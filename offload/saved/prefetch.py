@@ -34,14 +34,12 @@ class Prefetcher:
         quarter = self._transfers.limits.max_restoring_bytes // 4
         return quarter if quarter < self._piece_bytes else self._piece_bytes  # asked at every read: min is a call
 
-    def look_back(self, chunks: Sequence[SavedChunk]) -> None:
-        """Something that was fetched has been dropped for want of room: let it be fetched again. Between backwards that would only
-        be dropped again, by the next save that finds no room."""
-        dropped = self._transfers.dropped
-        for chunk in chunks:
-            if chunk.id in dropped:
-                dropped.discard(chunk.id)
-                chunk.coming.look_back()
+    def look_back(self, chunk: SavedChunk) -> None:
+        """Something that was fetched may have been dropped for want of room: let it be fetched again. `chunk` is the one that a backward
+        reads: of those after it more would only be dropped again, by the next save or read that finds no room."""
+        if chunk.id in self._transfers.dropped:
+            self._transfers.dropped.discard(chunk.id)
+            chunk.coming.look_back()
 
     def pump(self, chunks: Sequence[SavedChunk]) -> None:
         """Fetch what the coming reads want, as far as window and caps allow. Blocks the host: never.

@@ -188,7 +188,7 @@ class TransferEngine(CaptureSide):
     ) -> Transfer | None:
         """Fetch SPILLED records back as one piece under one event. Blocks the host: never.
 
-        Each gets a new storage of span.nbytes, allocated on compute. Readers go through `ready`.
+        Each gets a new storage of its `nbytes`, allocated on compute. Readers go through `ready`.
         Returns None, with nothing moved, if the door, the device limit or a full device denies a speculative restore; a required one goes
             ahead, and raises torch.OutOfMemoryError where the device has no room for it at all. In a capture a speculative one is denied
             until its graph has read something of the same forward: it may need nothing of another.

@@ -11,7 +11,7 @@ import pytest
 from offload.groups import timed
 from offload.groups.clock import StepClock
 from offload.policy.actions import Rates
-from tests.unit.groups.stack import ROWS, WIDTH, Action, Driver, assert_same, baseline, build_manager, build_stages, installed
+from tests.unit.groups.stack import ROWS, WIDTH, Action, Driver, assert_same, baseline, build_manager, build_stages, installed, one_f_one_b
 
 MICROBATCHES, STEPS = 4, 5
 GROUP = 4 * ROWS * WIDTH
@@ -74,3 +74,32 @@ def test_what_a_save_drops_of_the_next_window_is_fetched_again_and_not_the_rest_
         assert (stats.saved, stats.spilled) == (2 * layers, 2 * layers - 6)
         assert stats.restored <= stats.spilled
     assert_same(expected, found)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_what_the_saves_of_a_forward_drop_is_not_fetched_again_before_a_backward(announced: bool) -> None:
+    """Each save would drop it again. Where chunks are not announced nothing ends a backward but the next one: 67 tensors came back then."""
+    order = one_f_one_b(6, 2)
+    stages = build_stages(1, 8, ("fc1",))
+    with installed(build_manager(device_limit_bytes=6 * GROUP, max_restoring_bytes=6 * GROUP, piece_bytes=1)) as manager:
+        assert manager is not None
+        driver = Driver(stages, announced=announced)
+        for _ in range(3):
+            manager.set_order(order)
+            driver.step(order)
+            assert manager.stats.spilled == 6 * 8
+            assert manager.stats.restored == 46  # nine are dropped, and fetched twice
+
+
+def test_a_weight_half_of_unknown_reads_does_not_fetch_the_next_chunk_again_for_each_of_them() -> None:
+    """Each of its reads drops one tensor of the chunk that is read next. Fetched again, that one was dropped by the next read: 112 tensors
+    came back instead of 85."""
+    order: list[Action] = [("F", 0, 0), ("F", 1, 0), ("I", 1, 0), ("W", 1, 0), ("B", 0, 0)]
+    names = ("norm", "fc1", "act", "fc2")
+    expected = baseline(build_stages(2, 5, names), [order])
+    with installed(build_manager(device_limit_bytes=4 * GROUP, max_restoring_bytes=4 * GROUP, piece_bytes=1)) as manager:
+        assert manager is not None
+        manager.set_order(order)
+        found = Driver(build_stages(2, 5, names), announced=True).step(order)
+        assert (manager.stats.spilled, manager.stats.restored) == (60, 85)
+    assert_same(expected, [found])

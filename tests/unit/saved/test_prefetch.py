@@ -203,7 +203,7 @@ def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
     rig.leave()
     coming = ComingReads(rig.records())
     look = coming.look(3 * KIB, KIB)
-    assert [len(look.fetch), look.stop, look.nbytes] == [1, 1, KIB]
+    assert [len(look.fetch), look.sizes, look.nbytes] == [1, [KIB], KIB]
     coming.take(look)
     coming.take(coming.look(2 * KIB, 100 * KIB))
     assert coming.ahead_bytes == 3 * KIB
@@ -231,7 +231,7 @@ def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> No
     pump(rig)
     assert rig.states() == dropped[:6], "the window thinks that it has it"
     for _ in range(2):
-        rig.engine.prefetch.look_back(rig.chunks)
+        rig.engine.prefetch.look_back(rig.chunks[0])
         pump(rig)
         assert rig.states() == fetched
         assert rig.chunks[0].coming.ahead_bytes == 4 * KIB
