@@ -183,5 +183,5 @@ class Device(Protocol):
         """Return to the driver what the device allocator has cached and nothing uses, if it holds a `worth`-th more than was ever in live
         blocks at once (since torch's peaks were reset last). Returns the bytes; 0 on the simulated device, which caches none.
 
-        Blocks the host until the device is idle, if it is worth it. Raises CaptureError in a capture.
+        Blocks the host until the device is idle, if it is worth it. Ask `is_capturing` first: CUDA's raises CaptureError in a capture.
         """

@@ -51,8 +51,8 @@ def run(device: SimDevice, body: Callable[[Tensor], Tensor]) -> None:
 
 
 def run_to_its_hazard(program: Callable[[SimDevice], None], device: SimDevice) -> None:
-    """What the program raises holds none of its frames any more: torch 2.11 leaves a checkpoint's contexts, and so our modes, open until the
-    frames of an exception in its forward are gone, and pytest keeps those of an expected failure."""
+    """What the program raises holds none of its frames any more: torch 2.11 leaves a checkpoint's contexts, and so our modes, open until
+    the frames of an exception in its forward are gone, and pytest keeps those of an expected failure."""
     try:
         program(device)
     except HazardError as error:
