@@ -1,11 +1,10 @@
 """Host cost of one saved tensor: through this project's hooks, kept or moved, against the bare calls that a move cannot do without.
 
 A chain of sines saves one new storage an operation, and nothing but the graph holds it. A step builds four chains, each on a leaf of its
-own: `live` tensors that stay alive and a window more, a probe with many tensors a group, a probe with few, and a tail, which has the
-group that a plan keeps for the end of the forward and the bytes that are still on their way when it ends. Then it runs their backwards,
-the last chain first. From the two probes follow the cost of a tensor and that of a group with its marks. Both caps in flight are a window
-of tensors: where the probes begin, in either direction, spills are settled and restores are fetched at the rate at which tensors come,
-whatever is alive.
+own: `live` tensors that stay alive, a probe with many tensors a group, a probe with few, and a tail, which has the group that a plan keeps
+for the end of the forward and the bytes that are still on their way when it ends. Then it runs their backwards, the last chain first. From
+the two probes follow the cost of a tensor and that of a group with its marks. Both caps in flight are a few dozen tensors: where the probes
+begin, in either direction, spills are settled and restores are fetched at the rate at which tensors come, whatever is alive.
 
 What is timed: the Python calls of each probe's forward (marks, hooks, operators, pack, commit, copies issued) and of its backward (the
 engine's call, unpack, restores issued, marks), each from a drained device, and less what Python's cyclic collector took meanwhile. Next to
@@ -43,12 +42,10 @@ _PROBE = 128
 """Tensors. In a moved probe's backward each has two kernels, a copy and a share of its piece's events and waits: about 5 launches,
 of the 1,000 or so that CUDA queues before a launch waits."""
 
-_WINDOW = 128
-"""Tensors in flight in either direction, at most. They come back in pieces of a quarter of it: 32, where a usual piece has 256 of this
-size."""
+_WINDOW = 32
+"""Tensors in flight in either direction, at most."""
 
-_TAIL = _WINDOW + _MANY
-"""Tensors: all that is still on its way out when the forward ends, and so need not come back."""
+_TAIL = 2 * _MANY
 _WARMUP = 4  # steps: one shows the groups, one is noted where they stay, and torch's own caches are filled
 _PAIRS = (7, 48)  # at least and at most, of a case and a number of live tensors
 _PAIRS_S = 4.0  # no pair is begun after so many seconds, but for the least
@@ -209,7 +206,7 @@ def _step(bench: _Bench, live: int, manager: Any | None) -> _StepCost:
     if manager is not None:
         manager.set_order([("F", 0, 0), ("B", 0, 0)])
         manager.begin_chunk(0, 0)
-    lengths = ((live + _WINDOW, _FEW), (bench.probe, _MANY), (bench.probe, _FEW), (_TAIL, _MANY))
+    lengths = ((live, _FEW), (bench.probe, _MANY), (bench.probe, _FEW), (_TAIL, _MANY))
     chains = [_Chain(bench, length, per_group, offload) for length, per_group in lengths]
     held, *probes, tail = chains
     held.forward()
@@ -288,7 +285,7 @@ def _measure_case(bench: _Bench, case: str, live: int, bare: _BareCalls, seconds
     """Pairs of a marked and a plain step with a manager of their own. seconds: added to, by what they went into."""
     import offload
 
-    num_tensors = live + _WINDOW + 2 * bench.probe + _TAIL
+    num_tensors = live + 2 * bench.probe + _TAIL
     began = time.perf_counter()
     config = offload.OffloadConfig(
         min_offloaded_tensor_size=1 << 40 if case == "small" else 1,
