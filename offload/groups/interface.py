@@ -110,7 +110,8 @@ def init_chunk_handler(
     """The forward of the next microbatch of virtual stage `vp_stage` begins. Call it at the start of every microbatch's forward.
 
     min_offloaded_tensor_size: elements, not bytes. The keywords set the plan's fields (OffloadConfig has their meaning); one left out stays
-    as it is. Raises ValueError for a stage outside 0..vp_size-1, a negative size, a fraction outside 0..1.
+    as it is. Raises ValueError for a stage outside 0..vp_size-1, a negative size, a fraction outside 0..1. Blocks the host: never, but once
+    for a plan that has settled, where cached device memory goes back (`trim_device`).
     """
     manager = PipelineOffloadManager.get_instance()
     changes: dict[str, Any] = {}

@@ -72,7 +72,10 @@ class ChunkTracker(ABC):
 
     # -- chunks, announced ------------------------------------------------------------------------------------------------
     def begin_chunk(self, stage: int, microbatch: int) -> None:
-        """The forward of (virtual stage, microbatch) begins; its marks and hooks belong to this chunk from now on."""
+        """The forward of (virtual stage, microbatch) begins; its marks and hooks belong to this chunk from now on.
+
+        Blocks the host: never, but once for a plan that has settled, where cached device memory goes back (`trim_device`).
+        """
         check_index("stage", stage)
         check_index("microbatch", microbatch)
         with self.engine.lock:
@@ -137,7 +140,7 @@ class ChunkTracker(ABC):
 
         A forward without gradients belongs to no chunk, and one inside a backward to the chunk that it recomputes: neither is counted.
         vp_size: virtual stages of this rank, None for 1. vp_stage: None for 0. min_offloaded_tensor_size: elements. Raises ValueError
-        for a stage outside 0..vp_size-1.
+        for a stage outside 0..vp_size-1. Blocks the host: as `begin_chunk`.
         """
         size = 1 if vp_size is None else vp_size
         stage = 0 if vp_stage is None else vp_stage
