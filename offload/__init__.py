@@ -1,4 +1,5 @@
-"""Offload engine: saved activations leave for pinned host memory and come back, beside the compute, without changing a bit.
+"""Offload engine: saved activations leave for pinned host memory and come back, beside the compute, without
+changing a bit.
 
 from offload import configure, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
 

@@ -1,6 +1,7 @@
 """What a user can set, checked before anything is built.
 
-One invariant: a config that exists is valid; nothing further down checks it again. Sizes are bytes, except where a name says elements.
+One invariant: a config that exists is valid; nothing further down checks it again. Sizes are bytes, except
+where a name says elements.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ MIB = 1 << 20
 def check_fraction(name: str, value: float) -> None:
     """ValueError unless `value` is a number in 0..1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} is {value!r}, must be a number between 0 and 1; 1 lets every eligible group leave, 0 none")
+        raise ValueError(
+            f"{name} is {value!r}, must be a number between 0 and 1; 1 lets every eligible group leave, 0 "
+            "none"
+        )
 
 
 def check_min_elements(value: int) -> None:
     """ValueError unless `value` is a count of elements."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"min_offloaded_tensor_size is {value!r}, must be a whole number of elements, 0 or more (the default is {MIB:,})")
+        raise ValueError(
+            f"min_offloaded_tensor_size is {value!r}, must be a whole number of elements, 0 or more (the "
+            f"default is {MIB:,})"
+        )
 
 
 def check_index(name: str, value: object) -> None:
@@ -45,33 +52,40 @@ class OffloadConfig:
     """Limits and thresholds of one engine. `None` means "derive it", not "off"."""
 
     min_offloaded_tensor_size: int = MIB
-    """Elements. A smaller saved tensor stays on the device: its copy would cost more host time than it frees."""
+    """Elements. A smaller saved tensor stays on the device: its copy would cost more host time than it
+    frees."""
 
     activation_offload_fraction: float = 1.0
     """Share of the eligible groups of a chunk, in forward order, that leave after warm-up; the rest stay."""
 
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Bytes. Pipeline rank r keeps r * delta bytes on the device: early ranks hold more chunks, so they offload more."""
+    """Bytes. Pipeline rank r keeps r * delta bytes on the device: early ranks hold more chunks, so they
+    offload more."""
 
     pp_rank: int = 0
     """Pipeline rank, for the delta above."""
 
     max_inflight_offloads: int | None = None
-    """Groups of one name whose spill may be pending at a commit. 0: compute waits at every commit. None: no such cap."""
+    """Groups of one name whose spill may be pending at a commit. 0: compute waits at every commit. None: no
+    such cap."""
 
     device_limit_bytes: int | None = None
-    """Bytes of saved tensors on the device in any state: kept, leaving, coming back. None: only the two caps below hold."""
+    """Bytes of saved tensors on the device in any state: kept, leaving, coming back. None: only the two caps
+    below hold."""
 
     max_spilling_bytes: int | None = None
-    """Bytes in flight to the host. Past it the compute lane, never the host, waits for the oldest. 0 refuses every spill.
+    """Bytes in flight to the host. Past it the compute lane, never the host, waits for the oldest. 0 refuses
+    every spill.
     None: the room that the device limit leaves, or 1 GiB where there is no limit: 20 ms of a 55 GB/s link."""
 
     max_restoring_bytes: int | None = None
-    """Bytes of coming reads that are fetched back ahead of their reader. 0: each tensor is fetched when it is read. None: a quarter of
-    the device limit until the plan has measured what is best, or 1 GiB where there is no limit."""
+    """Bytes of coming reads that are fetched back ahead of their reader. 0: each tensor is fetched when it is
+    read. None: a quarter of the device limit until the plan has measured what is best, or 1 GiB where there
+    is no limit."""
 
     piece_bytes: int = 32 * MIB
-    """Bytes. A group leaves in pieces of about this size, each under one event; 16 MiB already reach the link's rate."""
+    """Bytes. A group leaves in pieces of about this size, each under one event; 16 MiB already reach the
+    link's rate."""
 
     host_limit_bytes: int | None = None
     """Pinned bytes that all ranks of one host may hold together. None: 80% of the machine's memory."""
@@ -80,16 +94,18 @@ class OffloadConfig:
     """Bytes pinned at construction, so that the first step finds its blocks."""
 
     trim_host: bool = True
-    """Give pinned memory back that a steady step does not use, after the plan has settled. Blocks the host then. What a later step, of
-    another shape, needs again is kept from then on, and goes back once a thousand steps have not wanted it."""
+    """Give pinned memory back that a steady step does not use, after the plan has settled. Blocks the host
+    then. What a later step, of another shape, needs again is kept from then on, and goes back once a thousand
+    steps have not wanted it."""
 
     trim_device: bool = True
-    """Give cached device memory back, once the plan has settled, where torch's allocator holds more than a thirty-second beyond what was
-    ever in use at once: blocks of sizes that the first steps wanted. Blocks the host then, at the begin of one step."""
+    """Give cached device memory back, once the plan has settled, where torch's allocator holds more than a
+    thirty-second beyond what was ever in use at once: blocks of sizes that the first steps wanted. Blocks the
+    host then, at the begin of one step."""
 
     audit: bool = False
-    """Compare a checksum of every host copy before and after its life there, but for those of captured graphs, which each replay writes
-    anew. Blocks the host: for debugging."""
+    """Compare a checksum of every host copy before and after its life there, but for those of captured
+    graphs, which each replay writes anew. Blocks the host: for debugging."""
 
     def __post_init__(self) -> None:
         check_min_elements(self.min_offloaded_tensor_size)
@@ -103,10 +119,16 @@ class OffloadConfig:
         check_bytes("host_reserve_bytes", self.host_reserve_bytes)
         check_index("pp_rank", self.pp_rank)
         inflight = self.max_inflight_offloads
-        if inflight is not None and (isinstance(inflight, bool) or not isinstance(inflight, int) or inflight < 0):
-            raise ValueError(f"max_inflight_offloads is {inflight!r}, must be None (no cap) or a whole number of groups, 0 or more")
+        if inflight is not None and (
+            isinstance(inflight, bool) or not isinstance(inflight, int) or inflight < 0
+        ):
+            raise ValueError(
+                f"max_inflight_offloads is {inflight!r}, must be None (no cap) or a whole number of groups, "
+                "0 or more"
+            )
         if self.host_limit_bytes is not None and self.host_reserve_bytes > self.host_limit_bytes:
             raise ValueError(
-                f"host_reserve_bytes is {self.host_reserve_bytes:,} but host_limit_bytes only {self.host_limit_bytes:,}; "
+                f"host_reserve_bytes is {self.host_reserve_bytes:,} but host_limit_bytes only "
+                f"{self.host_limit_bytes:,}; "
                 "raise the limit or reserve less"
             )

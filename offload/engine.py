@@ -1,11 +1,13 @@
 """OffloadEngine: builds device, arena, transfers and store, and owns the step's lifecycle.
 
-One invariant: it names none of the features that attach to it. A feature opens scopes on `hooks`, keeps chunks, and pumps `prefetch`;
-the engine ends the step for all of them.
+One invariant: it names none of the features that attach to it. A feature opens scopes on `hooks`, keeps
+chunks, and pumps `prefetch`; the engine ends the step for all of them.
 
-    engine = OffloadEngine(OffloadConfig(device_limit_bytes=4 << 30))          # cuda where there is a GPU, else the simulated device
+    engine = OffloadEngine(OffloadConfig(device_limit_bytes=4 << 30))          # cuda where there is a GPU,
+                                                                               else the simulated device
     engine.reserve_host(32 << 30)                                              # pin before step 1
-    ...                                                                        # a feature saves and reads through engine.hooks
+    ...                                                                        # a feature saves and reads
+                                                                               through engine.hooks
     stats = engine.end_step(chunks)
 """
 
@@ -43,17 +45,20 @@ __all__ = ["DEFAULT_IN_FLIGHT_BYTES", "OffloadEngine", "checked_config"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_IN_FLIGHT_BYTES = 1 << 30  # bytes: 20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting
+# bytes: 20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting
+DEFAULT_IN_FLIGHT_BYTES = 1 << 30
 
 KNOWN_SHARE = 256
-"""Of a device limit, one part in so many is the most that is counted too high for groups that stay: a piece counts until all is read."""
+"""Of a device limit, one part in so many is the most that is counted too high for groups that stay: a piece
+counts until all is read."""
 
 
 class OffloadEngine:
     """One per process and device.
 
-    config: checked limits. device: None takes CUDA where there is a GPU, else the simulated device. budget: host bytes that all ranks of
-        this host may pin together; None counts this process alone. door: asked before every transfer; None grants within the caps.
+    config: checked limits. device: None takes CUDA where there is a GPU, else the simulated device. budget:
+        host bytes that all ranks of this host may pin together; None counts this process alone. door: asked
+        before every transfer; None grants within the caps.
     """
 
     def __init__(
@@ -72,9 +77,13 @@ class OffloadEngine:
             budget = LocalHostBudget(limit if limit is not None else default_host_limit_bytes())
         self.arena = HostArena(self.device, budget=budget)
         self.limits = _limits(self.config)
-        self.transfers = TransferEngine(self.device, self.arena, self.limits, door=door, audit=self.config.audit)
+        self.transfers = TransferEngine(
+            self.device, self.arena, self.limits, door=door, audit=self.config.audit
+        )
         self.externals = ExternalStorages()
-        self.store = TensorStore(self.device, self.transfers, self.externals, piece_bytes=self.config.piece_bytes)
+        self.store = TensorStore(
+            self.device, self.transfers, self.externals, piece_bytes=self.config.piece_bytes
+        )
         self.prefetch = Prefetcher(self.transfers, piece_bytes=self.config.piece_bytes)
         self._readers: list[Callable[[Handle], None]] = []
         self._at_boundary: list[tuple[Callable[[], None], Callable[[], None]]] = []
@@ -86,24 +95,27 @@ class OffloadEngine:
         if self.config.host_reserve_bytes:
             self.reserve_host(self.config.host_reserve_bytes)
 
-    # -- what features attach to --------------------------------------------------------------------------------------
+    # -- what features attach to -----------------------------------------------------------------------------
     def on_read(self, reader: Callable[[Handle], None]) -> None:
         """Call `reader` after every read of a saved record, under the engine's lock."""
         self._readers.append(reader)
 
     def at_work(self) -> bool:
-        """Whether the calling thread is inside a call of the engine: what it computes now is the engine's, and no model's."""
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # what threading.Condition asks of a lock
+        """Whether the calling thread is inside a call of the engine: what it computes now is the engine's,
+        and no model's."""
+        # what threading.Condition asks of a lock
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     def on_capture(self, begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
-        """Call `begins` before each capture of a region, when events may still be waited for, and `ends` before it ends, under the
-        engine's lock. Returns what to call when that is to end."""
+        """Call `begins` before each capture of a region, when events may still be waited for, and `ends`
+        before it ends, under the engine's lock. Returns what to call when that is to end."""
         self._at_boundary.append((begins, ends))
         return partial(self._at_boundary.remove, (begins, ends))
 
-    # -- set up -----------------------------------------------------------------------------------------------------
+    # -- set up ----------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
-        """Pin until at least `nbytes` are held, and measure the link once. Blocks the host for about nbytes / 17 GB/s, and 30 ms.
+        """Pin until at least `nbytes` are held, and measure the link once. Blocks the host for about nbytes /
+        17 GB/s, and 30 ms.
 
         measure: False leaves the link to `measure_link`, for ranks that do it together.
         Raises HostBudgetError beyond the budget.
@@ -118,7 +130,8 @@ class OffloadEngine:
         return self.device.pins and self.arena.stats().free_bytes >= LINK_TEST_BYTES
 
     def measure_link(self, line_up: Callable[[], None] | None = None) -> Rates | None:
-        """Measure the rates that the plan is made with, now and over again; between steps only. Blocks the host for about 30 ms.
+        """Measure the rates that the plan is made with, now and over again; between steps only. Blocks the
+        host for about 30 ms.
 
         line_up: called three times, before each measurement: a barrier over ranks that measure together.
         """
@@ -134,7 +147,8 @@ class OffloadEngine:
                 self.externals.register(buffer, ExternalKind.OPTED_OUT)
 
     def register_external(self, tensor: torch.Tensor) -> None:
-        """`tensor`'s storage is written from outside autograd (a receive buffer): saves of it never share one copy."""
+        """`tensor`'s storage is written from outside autograd (a receive buffer): saves of it never share one
+        copy."""
         with self.lock:
             self.externals.register(tensor, ExternalKind.BUFFER)
 
@@ -148,16 +162,19 @@ class OffloadEngine:
         pack, piece_bytes = self.hooks.pack, self.config.piece_bytes
         if self.limits.device_limit_bytes is not None:
             piece_bytes = min(piece_bytes, self.limits.device_limit_bytes // KNOWN_SHARE)
-        return StayingSaves(chunk, group, known, transfers=self.transfers, pack=pack, lock=self.lock, piece_bytes=piece_bytes)
+        return StayingSaves(
+            chunk, group, known, transfers=self.transfers, pack=pack, lock=self.lock, piece_bytes=piece_bytes
+        )
 
-    # -- captures -----------------------------------------------------------------------------------------------------
+    # -- captures --------------------------------------------------------------------------------------------
     @contextmanager
     def capturing(self) -> Iterator[CapturedRegion]:
-        """What is captured inside may copy; its host blocks belong to the region from then on. Eager work inside is as outside.
+        """What is captured inside may copy; its host blocks belong to the region from then on. Eager work
+        inside is as outside.
 
-        Host memory for every block must be held before: a capture pins nothing, and no two graphs share a block. Raises CaptureError if a
-        region is open. Each capture blocks the host until the copies before it have passed. An exception that leaves it releases the
-        region.
+        Host memory for every block must be held before: a capture pins nothing, and no two graphs share a
+        block. Raises CaptureError if a region is open. Each capture blocks the host until the copies before
+        it have passed. An exception that leaves it releases the region.
         """
         region = CapturedRegion(self.device, self.arena, self.transfers, self.lock, self._at_boundary)
         with self.device.watch_captures(region):
@@ -173,15 +190,18 @@ class OffloadEngine:
     def refuse_in_capture(self, what: str) -> None:
         """Raise CaptureError while a graph is captured. what: cannot be replayed."""
         if self.device.is_capturing():
-            raise CaptureError(f"{what} inside a graph under capture, whose replays could not repeat it; call it outside of the capture")
+            raise CaptureError(
+                f"{what} inside a graph under capture, whose replays could not repeat it; call it outside of "
+                "the capture"
+            )
 
-    # -- lifecycle --------------------------------------------------------------------------------------------------
+    # -- lifecycle -------------------------------------------------------------------------------------------
     def end_step(self, chunks: Iterable[SavedChunk]) -> StepStats:
         """End the step: drop leftover records, settle what is in flight, report. Blocks the host: never.
 
-        A leftover is a saved tensor whose backward has not run; it is dropped with one warning, and reading it later raises
-        StaleHandleError. So nothing of one step holds device or pinned bytes in the next, but for what captured graphs own.
-        Raises CaptureError while a graph is captured.
+        A leftover is a saved tensor whose backward has not run; it is dropped with one warning, and reading
+        it later raises StaleHandleError. So nothing of one step holds device or pinned bytes in the next, but
+        for what captured graphs own. Raises CaptureError while a graph is captured.
         """
         with self.lock:
             self.refuse_in_capture("a step's end")
@@ -196,7 +216,8 @@ class OffloadEngine:
                         self.transfers.release(record)
             if leftovers:
                 logger.warning(
-                    "step %d ended with %s saved tensors (%s bytes) whose backward has not run; they are dropped, and reading one raises "
+                    "step %d ended with %s saved tensors (%s bytes) whose backward has not run; they are "
+                    "dropped, and reading one raises "
                     "StaleHandleError. Run the backward first, or forward without gradients in evaluation",
                     self.step,
                     f"{leftovers:,}",
@@ -231,8 +252,9 @@ class OffloadEngine:
             return self.last_stats
 
     def close(self, chunks: Iterable[SavedChunk] = ()) -> None:
-        """End the step, release every captured region, and return every pinned byte to the system. Blocks the host until the copies in
-        flight have passed. Raises PoolError while an optimizer or a pool has host memory on loan; called again after, it goes on."""
+        """End the step, release every captured region, and return every pinned byte to the system. Blocks the
+        host until the copies in flight have passed. Raises PoolError while an optimizer or a pool has host
+        memory on loan; called again after, it goes on."""
         with self.lock:
             self.end_step(chunks)
             for region in self.regions:
@@ -244,7 +266,8 @@ class OffloadEngine:
                 self.arena.clear()
             except PoolError as error:
                 raise PoolError(
-                    f"the engine cannot be closed, its {error}: close() the optimizers and clear the pools that use it"
+                    f"the engine cannot be closed, its {error}: close() the optimizers and clear the pools "
+                    "that use it"
                 ) from None
 
 
@@ -253,7 +276,9 @@ def checked_config(config: object) -> OffloadConfig:
     if config is None:
         return OffloadConfig()
     if not isinstance(config, OffloadConfig):
-        raise ValueError(f"config is a {type(config).__name__}, must be an OffloadConfig, or None for the default one")
+        raise ValueError(
+            f"config is a {type(config).__name__}, must be an OffloadConfig, or None for the default one"
+        )
     return config
 
 

@@ -1,7 +1,7 @@
 """Every error that this project raises of its own accord.
 
-One invariant: a message names the thing, both numbers and the next step. `ValueError` is for what a user configured,
-an `OffloadError` for what a run met, `assert` for what a programmer broke.
+One invariant: a message names the thing, both numbers and the next step. `ValueError` is for what a user
+configured, an `OffloadError` for what a run met, `assert` for what a programmer broke.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class GroupOrderError(OffloadError):
 
 
 class CaptureError(OffloadError):
-    """Something was asked for that a graph under capture, or one that was captured, cannot do; nothing has been captured or replayed."""
+    """Something was asked for that a graph under capture, or one that was captured, cannot do; nothing has
+    been captured or replayed."""
 
 
 class HazardError(OffloadError):

@@ -1,4 +1,5 @@
-"""Fine-grained activation offloading under the names of Megatron-core's module page. Re-exports, and the long function names.
+"""Fine-grained activation offloading under the names of Megatron-core's module page. Re-exports, and the long
+function names.
 
 DEBUG and DEBUG_RANK: `debug_rank` logs on that rank only, and only when DEBUG is set.
 """

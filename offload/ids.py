@@ -1,7 +1,8 @@
 """Names of what is offloaded: which chunk, which group in it, which tensor in that.
 
-One invariant: an id says *whose* bytes these are and never where they are; nothing is looked up by position in a queue.
-Printed `s1m4/core_attn#2[0]`: virtual stage 1, microbatch 4, the third group of that chunk, its first tensor.
+One invariant: an id says *whose* bytes these are and never where they are; nothing is looked up by position
+in a queue. Printed `s1m4/core_attn#2[0]`: virtual stage 1, microbatch 4, the third group of that chunk, its
+first tensor.
 """
 
 from __future__ import annotations

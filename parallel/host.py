@@ -1,8 +1,9 @@
 """Host memory for all ranks together: each pins its own, then the link is measured by all at once.
 
-A rank that measures alone is told what an idle host gives it; during a step every rank of the host copies, through the same memory and
-perhaps the same switch, and a plan made of the lone rate moves more than the link then carries. One invariant: a rank that cannot pin is
-heard by all others before anybody waits for it, and every rank raises.
+A rank that measures alone is told what an idle host gives it; during a step every rank of the host copies,
+through the same memory and perhaps the same switch, and a plan made of the lone rate moves more than the link
+then carries. One invariant: a rank that cannot pin is heard by all others before anybody waits for it, and
+every rank raises.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ logger = logging.getLogger(__name__)
 def reserve_host_together(manager: PipelineOffloadManager, nbytes: int, group: dist.ProcessGroup) -> None:
     """Pin until at least `nbytes` are held here, then measure the link while the other ranks of `group` do.
 
-    nbytes: this rank's own number. Every rank of the group must call, and the group must carry CPU tensors (gloo).
-    The link is measured again even where a rate is known: a lone rate is what this is to replace. Where a rank has no link or too little
-    host memory to measure with, the others measure without waiting for one another, after one warning.
-    Raises HostBudgetError on every rank if one of them may not pin, naming those. Blocks the host until all have pinned.
+    nbytes: this rank's own number. Every rank of the group must call, and the group must carry CPU tensors
+    (gloo). The link is measured again even where a rate is known: a lone rate is what this is to replace.
+    Where a rank has no link or too little host memory to measure with, the others measure without waiting for
+    one another, after one warning. Raises HostBudgetError on every rank if one of them may not pin, naming
+    those. Blocks the host until all have pinned.
     """
     refused: HostBudgetError | None = None
     try:
@@ -39,13 +41,16 @@ def reserve_host_together(manager: PipelineOffloadManager, nbytes: int, group: d
     dist.all_gather_object(answers, (None if refused is None else str(refused), able), group=group)
     refusals = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(answers) if why is not None]
     if refusals:
-        raise HostBudgetError(f"{len(refusals)} of {len(answers)} ranks could not pin: {'; '.join(refusals)}") from refused
+        raise HostBudgetError(
+            f"{len(refusals)} of {len(answers)} ranks could not pin: {'; '.join(refusals)}"
+        ) from refused
     if not able:
         return
     unable = [rank for rank, (_, measures) in enumerate(answers) if not measures]
     if unable:
         logger.warning(
-            "ranks %s of %d hold too little host memory to measure the link with: the others measure it each alone, and may plan with "
+            "ranks %s of %d hold too little host memory to measure the link with: the others measure it each "
+            "alone, and may plan with "
             "more than they get in a step; reserve host memory on every rank",
             ", ".join(map(str, unable)),
             len(answers),

@@ -1,10 +1,11 @@
 """How a rank starts and how it ends.
 
-One invariant: a rank never waits for one that is gone. It starts with a time limit on every message, it leaves at once when it fails
-(without the orderly teardown, which would wait for the others), and a rank whose launcher has died is ended by the kernel.
+One invariant: a rank never waits for one that is gone. It starts with a time limit on every message, it
+leaves at once when it fails (without the orderly teardown, which would wait for the others), and a rank whose
+launcher has died is ended by the kernel.
 
-`torchrun` tells a process its rank in the environment; without torchrun there is one rank, which gets a process group of its own, so that
-the pipeline runs the same code.
+`torchrun` tells a process its rank in the environment; without torchrun there is one rank, which gets a
+process group of its own, so that the pipeline runs the same code.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 __all__ = ["Rank", "Ranks", "choose_device", "launched", "ranks_from_environment", "run_rank"]
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
-_SIGNS_OF_LOSS = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out", "remote process exited")
+_SIGNS_OF_LOSS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "timed out",
+    "remote process exited",
+)
 _GRACE = 3.0  # seconds: what a bystander leaves to the rank that can say more
 
 
@@ -71,9 +78,17 @@ def ranks_from_environment() -> Ranks:
         return Ranks(0, 1, 0, 1)
     try:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return Ranks(rank, world, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        return Ranks(
+            rank,
+            world,
+            int(os.environ.get("LOCAL_RANK", rank)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        )
     except (KeyError, ValueError) as error:
-        raise ValueError(f"RANK is set, but not all that torchrun sets beside it ({error}); start with torchrun, or unset RANK") from error
+        raise ValueError(
+            f"RANK is set, but not all that torchrun sets beside it ({error}); start with torchrun, or unset "
+            "RANK"
+        ) from error
 
 
 def choose_device(wanted: str, ranks: Ranks) -> torch.device:
@@ -85,24 +100,31 @@ def choose_device(wanted: str, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if gpus < ranks.local_world:
         remedy = f"start {gpus} ranks or take --device cpu" if gpus else "take --device cpu"
-        raise ValueError(f"{ranks.local_world} ranks on this host want a GPU each, and torch sees {gpus}; {remedy}")
+        raise ValueError(
+            f"{ranks.local_world} ranks on this host want a GPU each, and torch sees {gpus}; {remedy}"
+        )
     return torch.device("cuda", ranks.local_rank)
 
 
 @contextmanager
-def launched(ranks: Ranks, device: torch.device, *, timeout: float = 300.0, store: Store | None = None) -> Iterator[Rank]:
+def launched(
+    ranks: Ranks, device: torch.device, *, timeout: float = 300.0, store: Store | None = None
+) -> Iterator[Rank]:
     """Bring this rank up, and down again after an orderly end.
 
     timeout: seconds that a message may take. store: where the ranks meet; None takes what torchrun says.
-    After an exception nothing is torn down: whoever catches it has to end the process (`run_rank` does), since a group whose other ranks
-    may be gone can only be waited for.
+    After an exception nothing is torn down: whoever catches it has to end the process (`run_rank` does),
+    since a group whose other ranks may be gone can only be waited for.
     """
     _end_with_launcher(ranks)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # torch says so once, when autograd's own thread meets the GPU first in a matrix product; it sets the context, and all is well.
-        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
+        # torch says so once, when autograd's own thread meets the GPU first in a matrix product; it sets the
+        # context, and all is well.
+        warnings.filterwarnings(
+            "ignore", message="Attempting to run cuBLAS, but there was no current CUDA context"
+        )
     limit = timedelta(seconds=timeout)
     if store is None and not ranks.under_torchrun:
         store = HashStore()
@@ -113,7 +135,8 @@ def launched(ranks: Ranks, device: torch.device, *, timeout: float = 300.0, stor
     mesh = init_device_mesh(device.type, (ranks.world,), mesh_dim_names=("pp",))
     group = mesh.get_group("pp")
     if device.type == "cuda":
-        # NCCL makes a group's communicator at its first use, with all ranks; a schedule's first use may be by two neighbours alone
+        # NCCL makes a group's communicator at its first use, with all ranks; a schedule's first use may be by
+        # two neighbours alone
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     yield Rank(ranks, device, mesh, group, _get_default_store())
     if device.type == "cuda":
@@ -127,8 +150,8 @@ def launched(ranks: Ranks, device: torch.device, *, timeout: float = 300.0, stor
 def run_rank(main: Callable[[], int], ranks: Ranks) -> NoReturn:
     """Run a rank to its exit code, and say in one line why it failed; never returns.
 
-    A failure leaves by `os._exit`: Python's own exit would join threads that wait for ranks that are gone. Set OFFLOAD_TRACEBACK=1 to see
-    where it came from.
+    A failure leaves by `os._exit`: Python's own exit would join threads that wait for ranks that are gone.
+    Set OFFLOAD_TRACEBACK=1 to see where it came from.
     """
     leaving = threading.Event()
     _watch_interrupts(ranks, leaving)
@@ -136,7 +159,8 @@ def run_rank(main: Callable[[], int], ranks: Ranks) -> NoReturn:
         try:
             code = main()
         except Exception as error:
-            code = _explained(error, ranks)  # may wait, and then hear that the other ranks were interrupted as this one is
+            # may wait, and then hear that the other ranks were interrupted as this one is
+            code = _explained(error, ranks)
         leaving.set()
     except KeyboardInterrupt as interrupt:
         leaving.set()
@@ -182,9 +206,9 @@ def _say(text: str) -> None:
 def _watch_interrupts(ranks: Ranks, leaving: threading.Event) -> None:
     """Make Ctrl-C work wherever the main thread is.
 
-    Python raises KeyboardInterrupt only between its own instructions, so a rank that waits in gloo or NCCL would not hear it; and one
-    that is raised in a finaliser is lost. The signal is also written to a socket; a thread reads it, repeats it, and at last ends the
-    process.
+    Python raises KeyboardInterrupt only between its own instructions, so a rank that waits in gloo or NCCL
+    would not hear it; and one that is raised in a finaliser is lost. The signal is also written to a socket;
+    a thread reads it, repeats it, and at last ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread may ask for signals

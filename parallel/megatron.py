@@ -1,14 +1,19 @@
-"""The drop-in for Megatron-core: its models and schedules as they are, with this engine under their offload marks.
+"""The drop-in for Megatron-core: its models and schedules as they are, with this engine under their offload
+marks.
 
     from parallel import megatron
     megatron.install()                              # before the first import of megatron.core
-    from megatron.core.models.gpt import GPTModel   # fine_grained_activation_offloading=True now means this engine
-    from megatron.core.optimizer import get_megatron_optimizer  # and optimizer_cpu_offload=True its hybrid optimizer
+    from megatron.core.models.gpt import GPTModel   # fine_grained_activation_offloading=True now means this
+                                                    engine
+    from megatron.core.optimizer import get_megatron_optimizer  # and optimizer_cpu_offload=True its hybrid
+    optimizer
 
-Megatron keeps its marks in one module, `PAGE`, and its hybrid optimizer in another, `OPTIMIZER_PAGE`. `install` sees to it that an import
-of them finds the names of `parallel.megatron_page` and of `parallel.megatron_optimizer`.
+Megatron keeps its marks in one module, `PAGE`, and its hybrid optimizer in another, `OPTIMIZER_PAGE`.
+`install` sees to it that an import of them finds the names of `parallel.megatron_page` and of
+`parallel.megatron_optimizer`.
 
-One invariant: nothing is asked of Megatron. It is not imported here and no file of it is read, so it may be absent, or there in part.
+One invariant: nothing is asked of Megatron. It is not imported here and no file of it is read, so it may be
+absent, or there in part.
 """
 
 from __future__ import annotations
@@ -26,11 +31,15 @@ from parallel.megatron_page import PAGE, GraphCaptureError, names_of
 
 __all__ = ["OPTIMIZER_PAGE", "PAGE", "GraphCaptureError", "HybridDeviceOptimizer", "install", "uninstall"]
 
-PAGES: dict[str, Callable[[ModuleType], dict[str, Any]]] = {PAGE: names_of, OPTIMIZER_PAGE: names_of_optimizer_page}
+PAGES: dict[str, Callable[[ModuleType], dict[str, Any]]] = {
+    PAGE: names_of,
+    OPTIMIZER_PAGE: names_of_optimizer_page,
+}
 
 
 class _PageFinder(MetaPathFinder, Loader):
-    """Answers for PAGES alone. The import system does the rest, so that the parent packages get their attributes as usual."""
+    """Answers for PAGES alone. The import system does the rest, so that the parent packages get their
+    attributes as usual."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return ModuleSpec(fullname, self, origin=__name__) if fullname in PAGES else None
@@ -51,16 +60,18 @@ def _is_ours(module: ModuleType | None) -> bool:
 
 
 def install() -> None:
-    """From now on an import of PAGES finds this engine. Megatron need not be installed, nor whole; a second call changes nothing.
+    """From now on an import of PAGES finds this engine. Megatron need not be installed, nor whole; a second
+    call changes nothing.
 
-    Raises OffloadError if one of Megatron's own pages is already loaded: its modules hold names of it, so this one would be asked by some
-    of them only. Blocks the host: never.
+    Raises OffloadError if one of Megatron's own pages is already loaded: its modules hold names of it, so
+    this one would be asked by some of them only. Blocks the host: never.
     """
     for page in PAGES:
         loaded = sys.modules.get(page)
         if loaded is not None and not _is_ours(loaded):
             raise OffloadError(
-                f"{page} is already loaded from {getattr(loaded, '__file__', None) or 'an unknown place'}, and Megatron's modules hold its "
+                f"{page} is already loaded from {getattr(loaded, '__file__', None) or 'an unknown place'}, "
+                "and Megatron's modules hold its "
                 "names; call parallel.megatron.install() before the first import of megatron.core"
             )
     if _installed() is None:
@@ -68,7 +79,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: the next import of PAGES finds Megatron's own. Modules that were loaded in between keep the names they took."""
+    """Undo `install`: the next import of PAGES finds Megatron's own. Modules that were loaded in between keep
+    the names they took."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _PageFinder)]
     for page in PAGES:
         loaded = sys.modules.get(page)

@@ -1,10 +1,13 @@
-"""What stands in place of Megatron-core's hybrid optimizer: its name, its arguments and its methods, over `offload.HybridDeviceOptimizer`.
+"""What stands in place of Megatron-core's hybrid optimizer: its name, its arguments and its methods, over
+`offload.HybridDeviceOptimizer`.
 
-Megatron makes one over the whole model and then throws it away for one over this rank's shards, made of `defaults`; or it puts
-float32 copies into the param groups where the parameters were. So all that is given is only written down at first.
+Megatron makes one over the whole model and then throws it away for one over this rank's shards, made of
+`defaults`; or it puts float32 copies into the param groups where the parameters were. So all that is given is
+only written down at first.
 
-One invariant: nothing is pinned, fetched or moved before the first call that needs it; from then on the parameters are fixed, and param
-groups that hold others are refused. What somebody wrote into `state` by then counts in every call after it.
+One invariant: nothing is pinned, fetched or moved before the first call that needs it; from then on the
+parameters are fixed, and param groups that hold others are refused. What somebody wrote into `state` by then
+counts in every call after it.
 """
 
 from __future__ import annotations
@@ -51,27 +54,35 @@ MAPS_OF_MEGATRON = frozenset(
 
 
 def kwargs_of_both(kwargs: Mapping[str, Any], classes: Sequence[type[Optimizer]]) -> dict[str, Any]:
-    """What every class takes. Megatron says `bias_correction` and `fused` to classes of which one knows the first and one the second.
+    """What every class takes. Megatron says `bias_correction` and `fused` to classes of which one knows the
+    first and one the second.
 
-    Raises ValueError for any other argument that a class does not take, and for bias_correction=False, which torch's cannot do.
+    Raises ValueError for any other argument that a class does not take, and for bias_correction=False, which
+    torch's cannot do.
     """
     chosen = dict(kwargs)
     for cls in classes:
         known = inspect.signature(cls).parameters
         for key, value in kwargs.items():
-            if key in known or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+            if key in known or any(
+                parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()
+            ):
                 continue
             if key != "fused" and not (key == "bias_correction" and value is True):
-                raise ValueError(f"{key}={value!r} is given, and {cls.__name__} takes no {key}; both optimizer classes get all arguments")
+                raise ValueError(
+                    f"{key}={value!r} is given, and {cls.__name__} takes no {key}; both optimizer classes "
+                    "get all arguments"
+                )
             chosen.pop(key, None)  # on the host the fused kernel is asked for anyway, where there is one
     return chosen
 
 
 class HybridDeviceOptimizer(Optimizer):
-    """Megatron's class of this name. Offloaded parameters are stepped by the host, all of them, so that every replica has the same bits.
+    """Megatron's class of this name. Offloaded parameters are stepped by the host, all of them, so that every
+    replica has the same bits.
 
-    Gradients leave at step(): Megatron's are final only once they are reduced. step() returns when compute has been made to wait for the
-    weights, so whatever reads them next may be issued at once.
+    Gradients leave at step(): Megatron's are final only once they are reduced. step() returns when compute
+    has been made to wait for the weights, so whatever reads them next may be issued at once.
     """
 
     defaults: dict[str, Any]
@@ -88,7 +99,8 @@ class HybridDeviceOptimizer(Optimizer):
         overlap_cpu_optimizer_d2h_h2d: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As Megatron's; `defaults` are these arguments. The fraction and the classes are checked when the first call builds the rest.
+        """As Megatron's; `defaults` are these arguments. The fraction and the classes are checked when the
+        first call builds the rest.
 
         Raises ValueError for an argument that one of the classes does not take. Blocks the host: never.
         """
@@ -101,7 +113,9 @@ class HybridDeviceOptimizer(Optimizer):
             "pin_cpu_params": pin_cpu_params,
             "overlap_cpu_optimizer_d2h_h2d": overlap_cpu_optimizer_d2h_h2d,
         }
-        self._kwargs = kwargs_of_both(kwargs, [cls for cls in (cpu_optimizer_cls, gpu_optimizer_cls) if cls is not None])
+        self._kwargs = kwargs_of_both(
+            kwargs, [cls for cls in (cpu_optimizer_cls, gpu_optimizer_cls) if cls is not None]
+        )
         self._built: offload.HybridDeviceOptimizer | None = None
         self._has_state = False  # somebody's: of a step, a dummy step or a load
         self._shown: defaultdict[Tensor, Any] | None = None  # `state` as it was handed out
@@ -140,16 +154,21 @@ class HybridDeviceOptimizer(Optimizer):
 
     @property
     def hybrid(self) -> offload.HybridDeviceOptimizer:
-        """The engine's optimizer. Blocks the host when it is built, as its constructor does, and raises what that raises."""
+        """The engine's optimizer. Blocks the host when it is built, as its constructor does, and raises what
+        that raises."""
         if self._built is None:
             self._built = offload.HybridDeviceOptimizer(
                 self.param_groups, **self._arguments, cpu_share=1.0, overlap_backward=False, **self._kwargs
             )  # its groups are the very dicts of these
-            self._refetches = [id(parameter) for group in self.param_groups for parameter in group["params"]] != self._given
+            self._refetches = [
+                id(parameter) for group in self.param_groups for parameter in group["params"]
+            ] != self._given
             if self._refetches and self._arguments["offload_fraction"]:
                 logger.warning(
-                    "the hybrid optimizer's parameters are copies that Megatron put in their place, and writes through .data, where nobody "
-                    "sees it; so each step first reads the offloaded ones back from the device. With use_distributed_optimizer=True and "
+                    "the hybrid optimizer's parameters are copies that Megatron put in their place, and "
+                    "writes through .data, where nobody "
+                    "sees it; so each step first reads the offloaded ones back from the device. With "
+                    "use_distributed_optimizer=True and "
                     "use_precision_aware_optimizer=True there are no such copies"
                 )
         return self._built
@@ -160,10 +179,14 @@ class HybridDeviceOptimizer(Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         same = len(self.param_groups) == len(hybrid.param_groups) and len(parameters) == len(hybrid.members)
         same = same and all(map(operator.is_, self.param_groups, hybrid.param_groups))
-        if not same or not all(map(operator.is_, parameters, (member.parameter for member in hybrid.members))):
+        if not same or not all(
+            map(operator.is_, parameters, (member.parameter for member in hybrid.members))
+        ):
             raise OffloadError(
-                f"the param groups hold {len(parameters):,} parameters in {len(self.param_groups)} groups, which are not the very "
-                f"{len(hybrid.members):,} in {len(hybrid.param_groups)} that their state was made for; make a new optimizer for others"
+                f"the param groups hold {len(parameters):,} parameters in {len(self.param_groups)} groups, "
+                "which are not the very "
+                f"{len(hybrid.members):,} in {len(hybrid.param_groups)} that their state was made for; make "
+                "a new optimizer for others"
             )
         return hybrid
 
@@ -173,12 +196,14 @@ class HybridDeviceOptimizer(Optimizer):
         self._take_writes(hybrid)
         return hybrid
 
-    # -- the step -----------------------------------------------------------------------------------------------------
+    # -- the step --------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See offload.HybridDeviceOptimizer. Raises OffloadError in a capture: half of the step is the host's."""
+        """See offload.HybridDeviceOptimizer. Raises OffloadError in a capture: half of the step is the
+        host's."""
         if engine_page.is_graph_capturing():
             raise OffloadError(
-                "step() is captured into a CUDA graph, and the host's part of it would not be replayed; set optimizer_cuda_graph=False"
+                "step() is captured into a CUDA graph, and the host's part of it would not be replayed; set "
+                "optimizer_cuda_graph=False"
             )
         hybrid = self._ready()
         if self._refetches:
@@ -203,24 +228,31 @@ class HybridDeviceOptimizer(Optimizer):
                 decoupled.zero_()
 
     def dummy_step(self) -> None:
-        """Fill `state` with zeros, to load into. Megatron's own steps by random gradients; this leaves the weights as they are."""
+        """Fill `state` with zeros, to load into. Megatron's own steps by random gradients; this leaves the
+        weights as they are."""
         self._ready().dummy_step()
         self._shown = None
         self._has_state = True
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Masters follow the weights. Raises OffloadError if the parameters are masters themselves, whose weights only Megatron knows."""
+        """Masters follow the weights. Raises OffloadError if the parameters are masters themselves, whose
+        weights only Megatron knows."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        mine = [isinstance(parameter, nn.Parameter) or parameter._is_view() or parameter.dtype != torch.float32 for parameter in parameters]
+        mine = [
+            isinstance(parameter, nn.Parameter) or parameter._is_view() or parameter.dtype != torch.float32
+            for parameter in parameters
+        ]
         if parameters and not any(mine):
             raise OffloadError(
-                f"update_fp32_param_by_new_param: the {len(parameters):,} parameters are float32 masters of Megatron's; the model's new "
-                "weights are not among them, so training would go on from the old ones; set use_precision_aware_optimizer=True"
+                f"update_fp32_param_by_new_param: the {len(parameters):,} parameters are float32 masters of "
+                "Megatron's; the model's new "
+                "weights are not among them, so training would go on from the old ones; set "
+                "use_precision_aware_optimizer=True"
             )
         if self._built is not None:  # else they are fetched when it is
             self._ready().update_fp32_param_by_new_param()
 
-    # -- the optimizers inside ----------------------------------------------------------------------------------------
+    # -- the optimizers inside -------------------------------------------------------------------------------
     @property
     def cpu_optimizers(self) -> list[Optimizer]:
         return self.hybrid.cpu_optimizers
@@ -240,17 +272,19 @@ class HybridDeviceOptimizer(Optimizer):
             return arguments[name]
         if name in MAPS_OF_MEGATRON:
             raise AttributeError(
-                f"this HybridDeviceOptimizer has no {name}: masters and moments are ranges of pinned buckets, not tensors of their own; "
-                f"state[parameter] has a parameter's, {MASTER!r} among them, and hybrid.place_of(parameter) says where they are"
+                f"this HybridDeviceOptimizer has no {name}: masters and moments are ranges of pinned "
+                "buckets, not tensors of their own; "
+                f"state[parameter] has a parameter's, {MASTER!r} among them, and hybrid.place_of(parameter) "
+                "says where they are"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """By parameter: empty before the first step, dummy step or load. Tensors are the real ones, or views of them: a later step
-        changes them, and a copy into one counts. So does a new value under a key, from the next call on. Blocks the host for the step
-        under way.
+        """By parameter: empty before the first step, dummy step or load. Tensors are the real ones, or views
+        of them: a later step changes them, and a copy into one counts. So does a new value under a key, from
+        the next call on. Blocks the host for the step under way.
         """
         if self._shown is None:
             found = self._built.state if self._built is not None and self._has_state else {}
@@ -270,12 +304,15 @@ class HybridDeviceOptimizer(Optimizer):
         if self._shown is None:
             return
         shown = {parameter: entry for parameter, entry in self._shown.items() if entry}
-        if shown.keys() != self._as_read.keys() or any(_differs(entry, self._as_read[parameter]) for parameter, entry in shown.items()):
+        if shown.keys() != self._as_read.keys() or any(
+            _differs(entry, self._as_read[parameter]) for parameter, entry in shown.items()
+        ):
             order = {id(member.parameter): member.index for member in hybrid.members}
             foreign = [parameter for parameter in shown if id(parameter) not in order]
             if foreign:
                 raise OffloadError(
-                    f"state has entries of {len(foreign):,} tensors, the first of shape {tuple(foreign[0].shape)}, in no param group"
+                    f"state has entries of {len(foreign):,} tensors, the first of shape "
+                    f"{tuple(foreign[0].shape)}, in no param group"
                 )
             state = {order[id(parameter)]: entry for parameter, entry in shown.items()}
             self._load(hybrid, {"state": state, "param_groups": self._numbered_groups()})
@@ -284,7 +321,8 @@ class HybridDeviceOptimizer(Optimizer):
         self._as_read = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: it refers to the tensors of `state`. Places are not in it: they follow from the arguments alone."""
+        """As torch's: it refers to the tensors of `state`. Places are not in it: they follow from the
+        arguments alone."""
         if self._built is not None:
             self._ready()
         packed = super().state_dict()
@@ -294,7 +332,8 @@ class HybridDeviceOptimizer(Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """A state dict of this class, of Megatron's own or of a torch optimizer of the class. Checked before anything changes."""
+        """A state dict of this class, of Megatron's own or of a torch optimizer of the class. Checked before
+        anything changes."""
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
@@ -305,43 +344,56 @@ class HybridDeviceOptimizer(Optimizer):
             post_hook(self)
 
     def _load(self, hybrid: offload.HybridDeviceOptimizer, given: Mapping[str, Any]) -> None:
-        """Counts of groups go to the groups that keep one, and to their parameters. A master that only was read is left out: then the
-        weights say whether it still holds."""
+        """Counts of groups go to the groups that keep one, and to their parameters. A master that only was
+        read is left out: then the weights say whether it still holds."""
         loaded = dict(given)
         counts = self._counts()
         groups: list[dict[str, Any]] = [dict(group) for group in loaded.get("param_groups", ())]
         if "state" in loaded and len(groups) == len(self.param_groups):
             as_read = {id(entry[MASTER]) for entry in self._as_read.values() if MASTER in entry}
             state = loaded["state"] = {
-                key: {name: value for name, value in entry.items() if name != MASTER or id(value) not in as_read}
+                key: {
+                    name: value for name, value in entry.items() if name != MASTER or id(value) not in as_read
+                }
                 for key, entry in loaded["state"].items()
             }
             for group, own, places in counts:
                 count = groups[group].get("step", own.get("step"))
-                for key in (groups[group]["params"][place] for place in places if place < len(groups[group]["params"])):
+                for key in (
+                    groups[group]["params"][place] for place in places if place < len(groups[group]["params"])
+                ):
                     if count is not None and state.get(key):
                         state[key].setdefault("step", torch.tensor(float(count)))
         steps = [group.pop("step", None) for group in groups]
         if groups:
-            loaded["param_groups"] = [{key: value for key, value in group.items() if key not in self._arguments} for group in groups]
+            loaded["param_groups"] = [
+                {key: value for key, value in group.items() if key not in self._arguments} for group in groups
+            ]
         hybrid.load_state_dict(loaded)
         for group, own, _ in counts:
             if steps[group] is not None:
                 own["step"] = int(steps[group])
 
     def _counts(self) -> list[tuple[int, dict[str, Any], list[int]]]:
-        """Where the device's optimizer counts steps in its groups, as those of Transformer Engine and Apex do, and not by parameter, as
-        torch's: the index of a group here, the optimizer's own group, and the places of its parameters in the one here.
+        """Where the device's optimizer counts steps in its groups, as those of Transformer Engine and Apex
+        do, and not by parameter, as torch's: the index of a group here, the optimizer's own group, and the
+        places of its parameters in the one here.
         """
         hybrid = self._built
         optimizer = hybrid.gpu_optimizer if hybrid is not None else None
-        if hybrid is None or optimizer is None or isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        if (
+            hybrid is None
+            or optimizer is None
+            or isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        ):
             return []
         own_of = {id(tensor): own for own in optimizer.param_groups for tensor in own["params"]}
         stepped = {id(member.parameter): id(hybrid.placed.master_of(member)) for member in hybrid.members}
         found = []
         for index, group in enumerate(self.param_groups):
-            places = [place for place, parameter in enumerate(group["params"]) if stepped[id(parameter)] in own_of]
+            places = [
+                place for place, parameter in enumerate(group["params"]) if stepped[id(parameter)] in own_of
+            ]
             if places:
                 found.append((index, own_of[stepped[id(group["params"][places[0]])]], places))
         return found

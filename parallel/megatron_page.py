@@ -1,11 +1,13 @@
-"""What stands in place of Megatron-core's offload module: its names, for both generations of callers, over this engine.
+"""What stands in place of Megatron-core's offload module: its names, for both generations of callers, over
+this engine.
 
-Up to core 0.18 a group is committed by a static `group_commit(tensor, name)`, from 0.19 on by `group_offload(tensor)` of the object that
-opened it; the order of the arguments that begin a microbatch differs too.
+Up to core 0.18 a group is committed by a static `group_commit(tensor, name)`, from 0.19 on by
+`group_offload(tensor)` of the object that opened it; the order of the arguments that begin a microbatch
+differs too.
 
-One invariant: what a name answers depends on the arguments of the call; only a call that both generations would accept is read by the
-version of Megatron that is loaded. What the engine cannot do is refused: a group inside a CUDA graph that is captured outside of
-`offload.capturing()` raises GraphCaptureError.
+One invariant: what a name answers depends on the arguments of the call; only a call that both generations
+would accept is read by the version of Megatron that is loaded. What the engine cannot do is refused: a group
+inside a CUDA graph that is captured outside of `offload.capturing()` raises GraphCaptureError.
 """
 
 from __future__ import annotations
@@ -37,12 +39,15 @@ Tensors = Sequence[torch.Tensor] | None
 
 
 class GraphCaptureError(OffloadError):
-    """A group was opened in a CUDA graph that no region owns: its replays would copy to pinned blocks that the engine has lent again."""
+    """A group was opened in a CUDA graph that no region owns: its replays would copy to pinned blocks that
+    the engine has lent again."""
 
 
 def megatron_version() -> tuple[int, int] | None:
-    """(major, minor) of the Megatron-core that this process has loaded; None if it has none, or one that does not say."""
-    for module in ("megatron.core.package_info", "megatron.core"):  # the second gets its version late in its own import
+    """(major, minor) of the Megatron-core that this process has loaded; None if it has none, or one that does
+    not say."""
+    # the second gets its version late in its own import
+    for module in ("megatron.core.package_info", "megatron.core"):
         found = re.match(r"(\d+)\.(\d+)", str(getattr(sys.modules.get(module), "__version__", "")))
         if found:
             return int(found[1]), int(found[2])
@@ -57,21 +62,36 @@ NEWER_KEYWORDS = frozenset({"pp_rank", "delta_offload_bytes_across_pp_ranks", "a
 def init_chunk_handler(*arguments: Any, **keywords: Any) -> None:
     """The forward of a virtual stage's next microbatch begins; in either generation's order of arguments.
 
-    0.16 and 0.17: (vp_size, vp_stage, min_offloaded_tensor_size). 0.18: max_inflight_offloads as the fourth. From 0.19: (pp_rank, vp_size,
-    vp_stage, min_offloaded_tensor_size, delta_offload_bytes_across_pp_ranks, activation_offload_fraction, max_inflight_offloads). A fifth
-    position or a keyword that only 0.19 has tells the newer order. Other positions are read by the loaded version; where there is none
-    a fourth tells the newer order and fewer the older one.
-    min_offloaded_tensor_size: elements, not bytes. Raises ValueError for values outside their ranges, TypeError for unknown arguments.
-    Blocks the host: never.
+    0.16 and 0.17: (vp_size, vp_stage, min_offloaded_tensor_size). 0.18: max_inflight_offloads as the fourth.
+    From 0.19: (pp_rank, vp_size, vp_stage, min_offloaded_tensor_size, delta_offload_bytes_across_pp_ranks,
+    activation_offload_fraction, max_inflight_offloads). A fifth position or a keyword that only 0.19 has
+    tells the newer order. Other positions are read by the loaded version; where there is none a fourth tells
+    the newer order and fewer the older one.
+    min_offloaded_tensor_size: elements, not bytes. Raises ValueError for values outside their ranges,
+    TypeError for unknown arguments. Blocks the host: never.
     """
     version = megatron_version()
-    newer = len(arguments) > 4 or not NEWER_KEYWORDS.isdisjoint(keywords) or (arguments and version is not None and version >= (0, 19))
+    newer = (
+        len(arguments) > 4
+        or not NEWER_KEYWORDS.isdisjoint(keywords)
+        or (arguments and version is not None and version >= (0, 19))
+    )
     capped = "max_inflight_offloads" in keywords or (len(arguments) == 4 and version == (0, 18))
-    begin = _begin_newer if newer else _begin_0_18 if capped else _begin_newer if len(arguments) == 4 else _begin_0_16
+    begin = (
+        _begin_newer
+        if newer
+        else _begin_0_18
+        if capped
+        else _begin_newer
+        if len(arguments) == 4
+        else _begin_0_16
+    )
     begin(*arguments, **keywords)
 
 
-def _begin_0_16(vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 2**20) -> None:
+def _begin_0_16(
+    vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 2**20
+) -> None:
     offload.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size)
 
 
@@ -81,7 +101,9 @@ def _begin_0_18(
     min_offloaded_tensor_size: int = 2**20,
     max_inflight_offloads: int | None = None,
 ) -> None:
-    offload.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, max_inflight_offloads=max_inflight_offloads)
+    offload.init_chunk_handler(
+        vp_size, vp_stage, min_offloaded_tensor_size, max_inflight_offloads=max_inflight_offloads
+    )
     _take_cap_back(max_inflight_offloads)
 
 
@@ -117,7 +139,8 @@ def _take_cap_back(max_inflight_offloads: int | None) -> None:
 
 
 def is_tagged_to_stay(tensor: torch.Tensor) -> bool:
-    """Whether a tensor carries one of the attributes that Megatron's own engine respects. Up to 0.18 the first, from 0.19 on the others."""
+    """Whether a tensor carries one of the attributes that Megatron's own engine respects. Up to 0.18 the
+    first, from 0.19 on the others."""
     return (
         getattr(tensor, "offloading_activation", True) is False
         or bool(getattr(tensor, "_TE_do_not_offload", False))
@@ -130,7 +153,8 @@ def _close_nothing() -> None:
 
 
 def _open_scope(manager: PipelineOffloadManager | None) -> Callable[[], None]:
-    """Install the hooks for the innermost open group; returns what removes exactly them, whatever is switched in between."""
+    """Install the hooks for the innermost open group; returns what removes exactly them, whatever is switched
+    in between."""
     installed = None if manager is None else manager.open_scope(is_tagged_to_stay)
     if manager is None or installed is None:
         return _close_nothing
@@ -155,41 +179,58 @@ def get_context(flag: bool) -> AbstractContextManager[Any]:
 def group_start(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """Open group `name`: an identity. tensor: an input of the group's layers, any shape and dtype.
 
-    Raises GraphCaptureError in a capture outside of `offload.capturing()`, unless offloading is switched off; ValueError for no name.
-    Blocks the host: never.
+    Raises GraphCaptureError in a capture outside of `offload.capturing()`, unless offloading is switched off;
+    ValueError for no name. Blocks the host: never.
     """
     manager = PipelineOffloadManager.OFFLOAD_MGR
-    if manager is not None and manager.do_offload and engine_page.is_graph_capturing() and not manager.is_capturing:
+    if (
+        manager is not None
+        and manager.do_offload
+        and engine_page.is_graph_capturing()
+        and not manager.is_capturing
+    ):
         raise GraphCaptureError(
-            f"group {name!r} is opened while a CUDA graph is captured, and no region holds the host memory that its replays would copy to; "
-            "make the graphs inside `with offload.capturing():`, around Megatron's create_cudagraphs(), with host memory reserved for them "
-            f"(OffloadConfig.host_reserve_bytes); or take the module of {name!r} out of the captured ones (cuda_graph_modules, or "
+            f"group {name!r} is opened while a CUDA graph is captured, and no region holds the host memory "
+            "that its replays would copy to; "
+            "make the graphs inside `with offload.capturing():`, around Megatron's create_cudagraphs(), with "
+            "host memory reserved for them "
+            f"(OffloadConfig.host_reserve_bytes); or take the module of {name!r} out of the captured ones "
+            "(cuda_graph_modules, or "
             "cuda_graph_scope) or out of offload_modules"
         )
     return engine_page.fine_grained_offloading_group_start(tensor, name)
 
 
-def group_commit(tensor: T, name: str, forced_released_tensors: Tensors = None, delay_offload: bool = False) -> T:
+def group_commit(
+    tensor: T, name: str, forced_released_tensors: Tensors = None, delay_offload: bool = False
+) -> T:
     """Close group `name`, as callers up to 0.18 do: delay_offload always waits for `flush_delayed_groups`.
 
-    tensor: an output of the group's layers, or a tuple or list whose first element is one. forced_released_tensors: freed once copied.
-    Raises GroupOrderError if no such group is open. Blocks the host: never.
+    tensor: an output of the group's layers, or a tuple or list whose first element is one.
+    forced_released_tensors: freed once copied. Raises GroupOrderError if no such group is open. Blocks the
+        host: never.
     """
     forced = None if forced_released_tensors is None else list(forced_released_tensors)
     return offload.group_commit(tensor, name, forced, delay_offload)
 
 
-def group_offload(tensor: T, name: str, forced_released_tensors: Tensors = None, delay_offload: bool = False) -> T:
-    """Close group `name`, as callers of 0.19 do: `group_commit`, but delay_offload counts only while a captured graph runs."""
+def group_offload(
+    tensor: T, name: str, forced_released_tensors: Tensors = None, delay_offload: bool = False
+) -> T:
+    """Close group `name`, as callers of 0.19 do: `group_commit`, but delay_offload counts only while a
+    captured graph runs."""
     manager = PipelineOffloadManager.OFFLOAD_MGR
     replaying = delay_offload and manager is not None and _replay_of(manager).running
     return group_commit(tensor, name, forced_released_tensors, replaying)
 
 
 class _GroupOffload:
-    """`Interface.group_offload(tensor, name, ...)`; of an instance, which knows its name, `group_offload(tensor, ...)`."""
+    """`Interface.group_offload(tensor, name, ...)`; of an instance, which knows its name,
+    `group_offload(tensor, ...)`."""
 
-    def __get__(self, instance: FineGrainedActivationOffloadingInterface | None, owner: type) -> Callable[..., Any]:
+    def __get__(
+        self, instance: FineGrainedActivationOffloadingInterface | None, owner: type
+    ) -> Callable[..., Any]:
         return group_offload if instance is None else instance.offload_group
 
 
@@ -198,7 +239,8 @@ class _GroupOffload:
 
 @dataclass
 class _Replay:
-    """Of one manager: whether a captured graph runs now, and the stream and event that order graphs against copies."""
+    """Of one manager: whether a captured graph runs now, and the stream and event that order graphs against
+    copies."""
 
     running: bool = False
     stream: Any = None
@@ -209,45 +251,61 @@ _replays: WeakKeyDictionary[PipelineOffloadManager, _Replay] = WeakKeyDictionary
 
 
 def _replay_of(manager: PipelineOffloadManager | None = None) -> _Replay:
-    return _replays.setdefault(manager if manager is not None else PipelineOffloadManager.get_instance(), _Replay())
+    return _replays.setdefault(
+        manager if manager is not None else PipelineOffloadManager.get_instance(), _Replay()
+    )
 
 
 def _graph_tools() -> _Replay:
     replay = _replay_of()
     if replay.stream is None:
         if not torch.cuda.is_available():
-            raise OffloadError("the stream and event of CUDA graphs were asked for, and torch sees no GPU; set cuda_graph_impl to 'none'")
+            raise OffloadError(
+                "the stream and event of CUDA graphs were asked for, and torch sees no GPU; set "
+                "cuda_graph_impl to 'none'"
+            )
         replay.stream, replay.event = torch.cuda.Stream(), torch.cuda.Event(external=True)
     return replay
 
 
 def forward_record(event: Any = None) -> None:
-    """Order the current stream after the spills so far and record `event` there; without one, the process's own graph event."""
+    """Order the current stream after the spills so far and record `event` there; without one, the process's
+    own graph event."""
     engine_page.fine_grained_offloading_forward_record(_graph_tools().event if event is None else event)
 
 
 def backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
-    """An identity whose backward records `event`, or the process's own graph event, ordered after the restores so far."""
-    return engine_page.fine_grained_offloading_backward_record(tensor, _graph_tools().event if event is None else event)
+    """An identity whose backward records `event`, or the process's own graph event, ordered after the
+    restores so far."""
+    return engine_page.fine_grained_offloading_backward_record(
+        tensor, _graph_tools().event if event is None else event
+    )
 
 
 # ---- the step and its table ----
 
 
 def reset(process_group: Any = None) -> None:
-    """The step ends, its gradients final. process_group: the ranks whose table is printed after warm-up; None leaves it as it was."""
+    """The step ends, its gradients final. process_group: the ranks whose table is printed after warm-up; None
+    leaves it as it was."""
     if process_group is not None:
         PipelineOffloadManager.get_instance().process_group = process_group
     offload.reset()
 
 
-def print_offload_summary_table(total_offload_bytes: dict[str, int], duplicates: Any = None, process_group: Any = None) -> None:
-    """The table of all ranks, bytes by group. duplicates: bytes by group that another engine copied twice; this one copies a storage once,
-    so they are logged, not printed. A second position that is no mapping is the process group. Blocks the host: as the engine's."""
+def print_offload_summary_table(
+    total_offload_bytes: dict[str, int], duplicates: Any = None, process_group: Any = None
+) -> None:
+    """The table of all ranks, bytes by group. duplicates: bytes by group that another engine copied twice;
+    this one copies a storage once, so they are logged, not printed. A second position that is no mapping is
+    the process group. Blocks the host: as the engine's."""
     if duplicates is not None and not isinstance(duplicates, Mapping):
         duplicates, process_group = None, duplicates
     if duplicates:
-        logger.warning("the summary table has no column for duplicate copies, left out: %s bytes", f"{sum(duplicates.values()):,}")
+        logger.warning(
+            "the summary table has no column for duplicate copies, left out: %s bytes",
+            f"{sum(duplicates.values()):,}",
+        )
     offload.print_offload_summary_table(total_offload_bytes, process_group=process_group)
 
 
@@ -255,9 +313,11 @@ def print_offload_summary_table(total_offload_bytes: dict[str, int], duplicates:
 
 
 class FineGrainedActivationOffloadingInterface:
-    """`with Interface(offload, tensor, name) as tensor:` opens a group and installs the hooks; a no-op, arguments unread, unless `offload`.
+    """`with Interface(offload, tensor, name) as tensor:` opens a group and installs the hooks; a no-op,
+    arguments unread, unless `offload`.
 
-    The group is closed by `group_commit(tensor, name, ...)` of the class or `group_offload(tensor, ...)` of the object.
+    The group is closed by `group_commit(tensor, name, ...)` of the class or `group_offload(tensor, ...)` of
+    the object.
     """
 
     def __init__(self, offload: bool, tensor: torch.Tensor, name: str) -> None:
@@ -276,9 +336,15 @@ class FineGrainedActivationOffloadingInterface:
         close, self._close = self._close, _close_nothing
         close()
 
-    def offload_group(self, tensor: T, forced_released_tensors: Tensors = None, delay_offload: bool = False) -> T:
+    def offload_group(
+        self, tensor: T, forced_released_tensors: Tensors = None, delay_offload: bool = False
+    ) -> T:
         """Close this object's group; `tensor` itself unless `offload`."""
-        return group_offload(tensor, self.name, forced_released_tensors, delay_offload) if self.offload else tensor
+        return (
+            group_offload(tensor, self.name, forced_released_tensors, delay_offload)
+            if self.offload
+            else tensor
+        )
 
     group_offload = _GroupOffload()
     init_chunk_handler = staticmethod(init_chunk_handler)
@@ -305,7 +371,8 @@ class FineGrainedActivationOffloadingInterface:
 
     @staticmethod
     def enter_replay() -> None:
-        """A captured graph runs from now on: `group_offload(delay_offload=True)` waits for `flush_delayed_groups`."""
+        """A captured graph runs from now on: `group_offload(delay_offload=True)` waits for
+        `flush_delayed_groups`."""
         _replay_of().running = True
 
     @staticmethod
@@ -320,7 +387,8 @@ class FineGrainedActivationOffloadingInterface:
 
 
 def names_of(page: ModuleType) -> dict[str, Any]:
-    """What PAGE offers: the engine's names, the long ones that differ here, and those that only one generation of Megatron has."""
+    """What PAGE offers: the engine's names, the long ones that differ here, and those that only one
+    generation of Megatron has."""
 
     def debug_rank(message: str) -> None:
         initialised = torch.distributed.is_available() and torch.distributed.is_initialized()

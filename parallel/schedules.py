@@ -1,7 +1,8 @@
-"""The pipeline schedules by name: which torch class runs one, which stages a rank gets, which microbatch counts it takes.
+"""The pipeline schedules by name: which torch class runs one, which stages a rank gets, which microbatch
+counts it takes.
 
-One invariant: everything that torch would refuse in a schedule's constructor is refused here first, from numbers alone, before a process
-group or a GPU is touched, and with the numbers that would do.
+One invariant: everything that torch would refuse in a schedule's constructor is refused here first, from
+numbers alone, before a process group or a GPU is touched, and with the numbers that would do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-__all__ = ["SCHEDULES", "ScheduleSpec", "build_schedule", "check_counts", "forget_failed_step", "schedule_named", "stages_of"]
+__all__ = [
+    "SCHEDULES",
+    "ScheduleSpec",
+    "build_schedule",
+    "check_counts",
+    "forget_failed_step",
+    "schedule_named",
+    "stages_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +79,32 @@ def schedule_named(name: str) -> ScheduleSpec:
 def check_counts(spec: ScheduleSpec, *, ranks: int, virtual_stages: int, microbatches: int) -> None:
     """Refuse what the schedule cannot run, naming the counts that it can."""
     if microbatches < 1 or virtual_stages < 1:
-        raise ValueError(f"{spec.name}: {microbatches} microbatches on {virtual_stages} virtual stages a rank; both must be at least 1")
+        raise ValueError(
+            f"{spec.name}: {microbatches} microbatches on {virtual_stages} virtual stages a rank; both must "
+            "be at least 1"
+        )
     if spec.placement == "one" and virtual_stages != 1:
         raise ValueError(
-            f"{spec.name} gives a rank one stage, not {virtual_stages}; take --virtual-stages 1, or --schedule interleaved1f1b"
+            f"{spec.name} gives a rank one stage, not {virtual_stages}; take --virtual-stages 1, or "
+            "--schedule interleaved1f1b"
         )
     if spec.placement == "v" and virtual_stages != 2:
-        raise ValueError(f"{spec.name} gives a rank two stages, one from each arm of its V, not {virtual_stages}; take --virtual-stages 2")
+        raise ValueError(
+            f"{spec.name} gives a rank two stages, one from each arm of its V, not {virtual_stages}; take "
+            "--virtual-stages 2"
+        )
     stages = ranks * virtual_stages
     if spec.needs == "as many as stages" and microbatches < stages:
         raise ValueError(
-            f"{spec.name} needs a microbatch for every stage: {microbatches} for {stages} stages; take --microbatches {stages}"
+            f"{spec.name} needs a microbatch for every stage: {microbatches} for {stages} stages; take "
+            f"--microbatches {stages}"
         )
     rounds = max(1, microbatches // ranks)
     if spec.needs == "whole rounds" and microbatches % rounds:
         low = microbatches - microbatches % ranks
         raise ValueError(
-            f"{spec.name} runs its microbatches in equal rounds: {microbatches} on {ranks} ranks would be {rounds} unequal ones; "
+            f"{spec.name} runs its microbatches in equal rounds: {microbatches} on {ranks} ranks would be "
+            f"{rounds} unequal ones; "
             f"take --microbatches {low} or {low + ranks}"
         )
 
@@ -114,7 +132,8 @@ def build_schedule(
 
 
 def forget_failed_step(schedule: Any) -> None:
-    """After a step that raised, drop what torch keeps of it: else the next step reads that one's losses and asserts on its receives."""
+    """After a step that raised, drop what torch keeps of it: else the next step reads that one's losses and
+    asserts on its receives."""
     schedule._internal_losses.clear()
     for leftover in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "backward_counter"):
         if hasattr(schedule, leftover):

@@ -1,14 +1,18 @@
 """torch's pipeline stage, which says aloud what it is about to do.
 
-The engine must know whose activations it sees: the chunk (virtual stage, microbatch) is announced here, by the only code that knows it,
-and is never guessed from the order of calls. One invariant: every `begin_*` has its `end_*`, also when the chunk raised, and nothing is
-announced when no backward will come (`schedule.eval()`).
+The engine must know whose activations it sees: the chunk (virtual stage, microbatch) is announced here, by
+the only code that knows it, and is never guessed from the order of calls. One invariant: every `begin_*` has
+its `end_*`, also when the chunk raised, and nothing is announced when no backward will come
+(`schedule.eval()`).
 
 Around that, four repairs of torch's stage, all of them about bytes or about evaluation:
 
-* Shapes are given, so that no hidden forward runs to find them (torch would run one in the first step and at each switch to evaluation).
-* Receive buffers exist only between their receive and the last backward that can need them; torch keeps one a microbatch for ever.
-* `schedule.eval()` works on the V-shaped schedules, keeps no autograd graph, and does not divide the gradients that are already there.
+* Shapes are given, so that no hidden forward runs to find them (torch would run one in the first step and at
+  each switch to evaluation).
+* Receive buffers exist only between their receive and the last backward that can need them; torch keeps one a
+  microbatch for ever.
+* `schedule.eval()` works on the V-shaped schedules, keeps no autograd graph, and does not divide the
+  gradients that are already there.
 * Two neighbouring stages on one rank are not connected with a message to oneself.
 """
 
@@ -48,7 +52,8 @@ class Announcer(Protocol):
 class OffloadPipelineStage(PipelineStage):
     """A `PipelineStage` that announces each chunk; `announcer=None` announces nothing and keeps the repairs.
 
-    `input_args` and `output_args` are meta tensors of one microbatch, with `requires_grad=True` where gradients flow.
+    `input_args` and `output_args` are meta tensors of one microbatch, with `requires_grad=True` where
+    gradients flow.
     """
 
     def __init__(
@@ -80,9 +85,14 @@ class OffloadPipelineStage(PipelineStage):
     # ---- the three methods that every schedule goes through ----
 
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
     ) -> Any:
-        """Run the forward of one microbatch; under `schedule.eval()` without a graph, since nothing could ever release it."""
+        """Run the forward of one microbatch; under `schedule.eval()` without a graph, since nothing could
+        ever release it."""
         if not self.has_backward:
             with torch.no_grad():
                 output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
@@ -96,15 +106,22 @@ class OffloadPipelineStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         """Run the whole backward of one microbatch, or the half that makes its input gradients."""
         if not self.has_backward:
             return
         with self._announced_backward(bwd_chunk_id, "B" if full_backward else "I"):
-            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
+            super().backward_one_chunk(
+                bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
+            )
         if loss is not None and not loss._is_view():
-            loss.detach_()  # the schedule keeps it to the step's end, and with it would keep the graph and the stage's input
+            # the schedule keeps it to the step's end, and with it would keep the graph and the stage's input
+            loss.detach_()
         if full_backward:
             self._release(self.args_recv_info[bwd_chunk_id])
             self._release(self.grad_recv_info[bwd_chunk_id])
@@ -114,7 +131,8 @@ class OffloadPipelineStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the half of one microbatch's backward that makes its weight gradients.
 
-        On stage 0 it is the whole backward: torch runs nothing in the input half of a stage that has no input gradient to send.
+        On stage 0 it is the whole backward: torch runs nothing in the input half of a stage that has no input
+        gradient to send.
         """
         if not self.has_backward:
             return
@@ -148,10 +166,12 @@ class OffloadPipelineStage(PipelineStage):
     # ---- receive buffers: meta tensors until they are received into, and again when they are dead ----
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        mode = getattr(self, "_inference_mode", None)  # torch 2.13 votes on it over all ranks; 2.11 asks only this stage
+        # torch 2.13 votes on it over all ranks; 2.11 asks only this stage
+        mode = getattr(self, "_inference_mode", None)
         if mode is not None and mode.name != "STATIC":
             raise ValueError(
-                f"stage {self.stage_index} of {self.num_stages} would run a hidden forward, since some stage was given no shapes; "
+                f"stage {self.stage_index} of {self.num_stages} would run a hidden forward, since some stage "
+                "was given no shapes; "
                 "build every stage as OffloadPipelineStage"
             )
         with self._buffers_on_meta():
@@ -194,7 +214,8 @@ class OffloadPipelineStage(PipelineStage):
                 info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
 
     def _release_after_input_half(self, microbatch: int) -> None:
-        """Between the halves only the graph is needed: the weight half reads neither the stage's input nor its output gradient.
+        """Between the halves only the graph is needed: the weight half reads neither the stage's input nor
+        its output gradient.
 
         Not so on stage 0, whose weight half is a whole backward.
         """
@@ -216,11 +237,13 @@ class OffloadPipelineStage(PipelineStage):
     # ---- evaluation, and neighbours on one rank ----
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """The input gradients for the previous stage on this rank; none in an evaluation, where torch would assert."""
+        """The input gradients for the previous stage on this rank; none in an evaluation, where torch would
+        assert."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        """Take the output gradients from the next stage on this rank; nothing in an evaluation, where torch would assert."""
+        """Take the output gradients from the next stage on this rank; nothing in an evaluation, where torch
+        would assert."""
         if not self.has_backward:
             return
         if any(grad is None for grad in next_stage_bwd_outputs):
@@ -228,7 +251,8 @@ class OffloadPipelineStage(PipelineStage):
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the gradients by the number of microbatches; an evaluation leaves them alone, which torch's does not."""
+        """Divide the gradients by the number of microbatches; an evaluation leaves them alone, which torch's
+        does not."""
         if self.has_backward:
             super().scale_grads(grad_scale_factor)
 
@@ -246,7 +270,9 @@ def _received(infos: Sequence[Any]) -> list[Any]:
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 
-def _check_differentiable(stage: int, stages: int, inputs: Tensor | tuple[Tensor, ...], outputs: Tensor | tuple[Tensor, ...]) -> None:
+def _check_differentiable(
+    stage: int, stages: int, inputs: Tensor | tuple[Tensor, ...], outputs: Tensor | tuple[Tensor, ...]
+) -> None:
     """Without requires_grad torch derives that no gradient comes back, and a rank waits for one for ever."""
     checked = [("output_args", outputs)] if stage == 0 else [("input_args", inputs), ("output_args", outputs)]
     for name, value in checked:
@@ -254,6 +280,7 @@ def _check_differentiable(stage: int, stages: int, inputs: Tensor | tuple[Tensor
         for index, tensor in enumerate(tensors):
             if tensor.is_floating_point() and not tensor.requires_grad:
                 raise ValueError(
-                    f"stage {stage} of {stages}: {name}[{index}] of shape {tuple(tensor.shape)} does not require grad, so no gradient "
+                    f"stage {stage} of {stages}: {name}[{index}] of shape {tuple(tensor.shape)} does not "
+                    "require grad, so no gradient "
                     "would be sent for it; make it with torch.empty(..., device='meta', requires_grad=True)"
                 )

@@ -1,10 +1,11 @@
 """A small GPT in stages, whose layers carry the offload marks.
 
-One invariant: the marks change nothing but where saved activations live; a model without them, and the same model cut into any number of
-stages, holds the same parameters and computes the same bits (each layer draws its parameters from a seed of its own).
+One invariant: the marks change nothing but where saved activations live; a model without them, and the same
+model cut into any number of stages, holds the same parameters and computes the same bits (each layer draws
+its parameters from a seed of its own).
 
-A mark is three lines, `x = group_start(x, name)`, `with offload_hooks(): y = f(x)`, `y = group_commit(y, name)`; here a layer asks for
-each name whether it was chosen.
+A mark is three lines, `x = group_start(x, name)`, `with offload_hooks(): y = f(x)`, `y = group_commit(y,
+name)`; here a layer asks for each name whether it was chosen.
 """
 
 from __future__ import annotations
@@ -35,9 +36,19 @@ __all__ = [
 ]
 
 END_OF_TEXT = 256
-"""The one token that is not a byte; the vocabulary is padded to 272, a multiple of 16, for the matrix units."""
+"""The one token that is not a byte; the vocabulary is padded to 272, a multiple of 16, for the matrix
+units."""
 
-GROUP_NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
+GROUP_NAMES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "mlp_fc1",
+    "mlp_act",
+    "mlp_fc2",
+)
 """Every mark of a layer, in the order in which the forward meets it."""
 
 
@@ -45,7 +56,9 @@ def group_names(text: str) -> frozenset[str]:
     """Read `all`, `none` or a comma-separated choice of marks, as a command line gives it."""
     if text == "all":
         return frozenset(GROUP_NAMES)
-    names = frozenset(name.strip() for name in text.split(",") if name.strip()) - ({"none"} if text.strip() == "none" else frozenset())
+    names = frozenset(name.strip() for name in text.split(",") if name.strip()) - (
+        {"none"} if text.strip() == "none" else frozenset()
+    )
     check_group_names(names)
     return names
 
@@ -54,9 +67,15 @@ def check_group_names(names: frozenset[str]) -> None:
     """Refuse names that no layer has, and attn_proj without the attention whose output it shares."""
     unknown = sorted(names - frozenset(GROUP_NAMES))
     if unknown:
-        raise ValueError(f"no layer has the mark {', '.join(map(repr, unknown))}; the marks are {', '.join(GROUP_NAMES)} (or all, or none)")
+        raise ValueError(
+            f"no layer has the mark {', '.join(map(repr, unknown))}; the marks are {', '.join(GROUP_NAMES)} "
+            "(or all, or none)"
+        )
     if "attn_proj" in names and "core_attn" not in names:
-        raise ValueError("attn_proj saves core_attn's output, which stays where that is; choose core_attn too, or leave attn_proj out")
+        raise ValueError(
+            "attn_proj saves core_attn's output, which stays where that is; choose core_attn too, or leave "
+            "attn_proj out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,14 +108,20 @@ class TransformerConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.vocabulary <= END_OF_TEXT:
-            raise ValueError(f"vocabulary is {self.vocabulary}, but 256 bytes and the end of a text need {END_OF_TEXT + 1}")
+            raise ValueError(
+                f"vocabulary is {self.vocabulary}, but 256 bytes and the end of a text need {END_OF_TEXT + 1}"
+            )
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             channels = self.dim / self.heads
             raise ValueError(
-                f"dim {self.dim} over {self.heads} heads is {channels:g} channels each; rotary pairs need an even whole number"
+                f"dim {self.dim} over {self.heads} heads is {channels:g} channels each; rotary pairs need an "
+                "even whole number"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key heads equally; kv_heads must divide heads")
+            raise ValueError(
+                f"{self.heads} query heads cannot share {self.kv_heads} key heads equally; kv_heads must "
+                "divide heads"
+            )
         check_group_names(self.offload_modules)
 
     @property
@@ -155,13 +180,19 @@ class Attention(nn.Module):
         with marks.hooks("qkv_linear"):
             q, k, v = self.wq(x), self.wk(x), self.wv(x)
         q = marks.commit(q, "qkv_linear")
-        # The rotation is outside every mark: all it saves are the model's own tables, the same for every chunk.
+        # The rotation is outside every mark: all it saves are the model's own tables, the same for every
+        # chunk.
         q = _rotated(q.view(batch, tokens, config.heads, -1).transpose(1, 2), rotation)
         k = _rotated(k.view(batch, tokens, config.kv_heads, -1).transpose(1, 2), rotation)
         v = v.view(batch, tokens, config.kv_heads, -1).transpose(1, 2)
         q = marks.start(q, "core_attn")
-        with marks.hooks("core_attn"), sdpa_kernel(SDPBackend.MATH) if config.math_attention else nullcontext():
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=config.heads != config.kv_heads)
+        with (
+            marks.hooks("core_attn"),
+            sdpa_kernel(SDPBackend.MATH) if config.math_attention else nullcontext(),
+        ):
+            y = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=config.heads != config.kv_heads
+            )
         y = marks.commit(y, "core_attn")
         y = marks.start(y.transpose(1, 2).reshape(batch, tokens, -1), "attn_proj")
         with marks.hooks("attn_proj"):
@@ -198,7 +229,8 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention and MLP, each behind a norm and beside a residual.
 
-    A norm's group commits after the residual's addition: what the norm saved is the residual itself, which is alive until there anyway.
+    A norm's group commits after the residual's addition: what the norm saved is the residual itself, which is
+    alive until there anyway.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -222,7 +254,8 @@ class Block(nn.Module):
 
 
 class TransformerStage(nn.Module):
-    """Some consecutive layers: with the embedding on the first stage, and the final norm and the head on the last."""
+    """Some consecutive layers: with the embedding on the first stage, and the final norm and the head on the
+    last."""
 
     rotary_cos: Tensor
     rotary_sin: Tensor
@@ -241,10 +274,12 @@ class TransformerStage(nn.Module):
         self.register_buffer("rotary_sin", angles.sin().float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens [B, S] on the first stage, hidden states [B, S, D] after it; logits [B, S, vocabulary] from the last."""
+        """Tokens [B, S] on the first stage, hidden states [B, S, D] after it; logits [B, S, vocabulary] from
+        the last."""
         if x.shape[1] > self.config.sequence:
             raise ValueError(
-                f"a sequence of {x.shape[1]} tokens; the model's longest is {self.config.sequence}: raise `sequence` in its config"
+                f"a sequence of {x.shape[1]} tokens; the model's longest is {self.config.sequence}: raise "
+                "`sequence` in its config"
             )
         if self.embedding is not None:
             x = self.embedding(x)
@@ -258,18 +293,29 @@ class TransformerStage(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw all parameters, each layer from its own seed, whatever stage it is on."""
-        narrow = 0.02 / math.sqrt(2 * self.config.layers)  # into the residual, which adds up 2 * layers of them
+        # into the residual, which adds up 2 * layers of them
+        narrow = 0.02 / math.sqrt(2 * self.config.layers)
         for layer, block in self.blocks.items():
-            _draw(block, self.config.seed * 1_000_003 + int(layer), {"attn.wo.weight": narrow, "mlp.down.weight": narrow})
+            _draw(
+                block,
+                self.config.seed * 1_000_003 + int(layer),
+                {"attn.wo.weight": narrow, "mlp.down.weight": narrow},
+            )
         for offset, ends in ((500_000, self.embedding), (500_001, self.head)):
             if ends is not None:
                 _draw(ends, self.config.seed * 1_000_003 + offset, {})
 
 
 def build_stage_module(
-    config: TransformerConfig, stage: int, num_stages: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    config: TransformerConfig,
+    stage: int,
+    num_stages: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> TransformerStage:
-    """One virtual stage; its parameters are drawn on `device` in float32 and then cast, so that every dtype starts from the same values."""
+    """One virtual stage; its parameters are drawn on `device` in float32 and then cast, so that every dtype
+    starts from the same values."""
     with torch.device(device):
         module = TransformerStage(config, stage, num_stages)
     module.reset_parameters()
@@ -279,12 +325,14 @@ def build_stage_module(
 
 
 def layers_of_stage(config: TransformerConfig, stage: int, num_stages: int) -> range:
-    """The layers of one stage: as equal as they can be, the earlier stages taking one more where they cannot."""
+    """The layers of one stage: as equal as they can be, the earlier stages taking one more where they
+    cannot."""
     if not 0 <= stage < num_stages:
         raise ValueError(f"stage {stage} of {num_stages}: stages are numbered 0 to {num_stages - 1}")
     if config.layers < num_stages:
         raise ValueError(
-            f"{config.layers} layers cannot be cut into {num_stages} stages; take more layers, or fewer ranks or virtual stages"
+            f"{config.layers} layers cannot be cut into {num_stages} stages; take more layers, or fewer "
+            "ranks or virtual stages"
         )
     each, more = divmod(config.layers, num_stages)
     first = stage * each + min(stage, more)
@@ -294,17 +342,21 @@ def layers_of_stage(config: TransformerConfig, stage: int, num_stages: int) -> r
 def stage_examples(
     config: TransformerConfig, stage: int, num_stages: int, *, batch: int, sequence: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What goes into a stage and what comes out, as meta tensors: the shapes that OffloadPipelineStage is told."""
+    """What goes into a stage and what comes out, as meta tensors: the shapes that OffloadPipelineStage is
+    told."""
 
     def hidden(width: int) -> Tensor:
         return torch.empty(batch, sequence, width, dtype=dtype, device="meta", requires_grad=True)
 
     tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
-    return tokens if stage == 0 else hidden(config.dim), hidden(config.vocabulary if stage == num_stages - 1 else config.dim)
+    return tokens if stage == 0 else hidden(config.dim), hidden(
+        config.vocabulary if stage == num_stages - 1 else config.dim
+    )
 
 
 def saved_bytes_of_layer(config: TransformerConfig, *, batch: int, sequence: int, dtype: torch.dtype) -> int:
-    """About the bytes that the chosen marks of one layer save for one microbatch; to reserve host memory by, not to account with."""
+    """About the bytes that the chosen marks of one layer save for one microbatch; to reserve host memory by,
+    not to account with."""
     width, kv_width = config.dim, config.kv_heads * config.head_dim
     channels = {
         "attn_norm": 2 * width,

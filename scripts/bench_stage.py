@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""What a training step costs with its activations on the device, recomputed, or on the host: one table, one run, one GPU.
+"""What a training step costs with its activations on the device, recomputed, or on the host: one table, one
+run, one GPU.
 
     python scripts/bench_stage.py --workload W1                 every default row of W1
     python scripts/bench_stage.py --workload W2 --rows ours_all --device-limit-gb 40 --profile-summary
     python scripts/bench_stage.py --micro                       host cost a saved tensor
-    python scripts/bench_stage.py --tiny                        the whole script on a CPU and the simulated device, for its own sake
+    python scripts/bench_stage.py --tiny                        the whole script on a CPU and the simulated
+                                                                device, for its own sake
 
-The limits of the machine, the baseline and every row are measured in the same run. Each row runs in a process of its own unless
---no-isolate is given. A row that cannot run is printed with the reason. One invariant: the timed steps are never profiled,
-never deterministic, and never share a process with another row's pinned memory.
+The limits of the machine, the baseline and every row are measured in the same run. Each row runs in a process
+of its own unless --no-isolate is given. A row that cannot run is printed with the reason. One invariant: the
+timed steps are never profiled, never deterministic, and never share a process with another row's pinned
+memory.
 """
 
 from __future__ import annotations
@@ -42,29 +45,55 @@ _LIMIT_MEANS = {"W1": "saved", "W2": "total", "W3": "saved"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=[*DEFAULT_ROWS, "all"], default="all", help='"all" is W1 and W2')
-    parser.add_argument("--rows", help=f"comma-separated, of {', '.join(ROWS)}; nothing is always run first, for the ratios")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workload", choices=[*DEFAULT_ROWS, "all"], default="all", help='"all" is W1 and W2'
+    )
+    parser.add_argument(
+        "--rows", help=f"comma-separated, of {', '.join(ROWS)}; nothing is always run first, for the ratios"
+    )
     parser.add_argument(
         "--device-limit-gb",
-        help=f"comma-separated GB of 1e9 for {' and '.join(LIMITED_ROWS)}, a row each; 0 is no limit (W1: 3; W2: 50,40,32,22)",
+        help=(
+            f"comma-separated GB of 1e9 for {' and '.join(LIMITED_ROWS)}, a row each; 0 is no "
+            "limit (W1: 3; W2: 50,40,32,22)"
+        ),
     )
     parser.add_argument(
         "--limit-means",
         choices=["auto", "saved", "total"],
         default="auto",
-        help="saved: saved tensors on the device. total: all active bytes; the engine is given the total less what is measured as resident "
+        help="saved: saved tensors on the device. total: all active bytes; the engine is "
+        "given the total less what is measured as resident "
         "(weights, gradients, inputs) less --working-set-gb. auto: total on W2, saved elsewhere",
     )
     parser.add_argument(
-        "--working-set-gb", type=float, default=2.0, help="set aside from a total limit for a backward's own tensors (%(default)s)"
+        "--working-set-gb",
+        type=float,
+        default=2.0,
+        help="set aside from a total limit for a backward's own tensors (%(default)s)",
     )
-    parser.add_argument("--max-spilling-gb", type=float, help="bytes in flight to the host; the engine's default if not given")
-    parser.add_argument("--max-restoring-gb", type=float, help="bytes fetched ahead; the engine's default if not given")
+    parser.add_argument(
+        "--max-spilling-gb", type=float, help="bytes in flight to the host; the engine's default if not given"
+    )
+    parser.add_argument(
+        "--max-restoring-gb", type=float, help="bytes fetched ahead; the engine's default if not given"
+    )
     parser.add_argument("--piece-mb", type=float, help="piece of a group that leaves at once, MB of 2**20")
     parser.add_argument("--min-elements", type=int, help="smallest saved tensor that leaves, in elements")
-    parser.add_argument("--host-limit-gb", type=float, default=110.0, help="pinned bytes that a row may need at most (%(default)s)")
-    parser.add_argument("--host-reserve-gb", type=float, help="pinned before step 1; derived from the bytes to be moved if not given")
+    parser.add_argument(
+        "--host-limit-gb",
+        type=float,
+        default=110.0,
+        help="pinned bytes that a row may need at most (%(default)s)",
+    )
+    parser.add_argument(
+        "--host-reserve-gb",
+        type=float,
+        help="pinned before step 1; derived from the bytes to be moved if not given",
+    )
     parser.add_argument("--layers", type=int)
     parser.add_argument("--sequence", type=int)
     parser.add_argument("--samples", type=int, help="timed steps a row (W1 10, W2 and W3 5)")
@@ -72,18 +101,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
     parser.add_argument("--no-isolate", action="store_true", help="run the rows in this process")
     parser.add_argument("--row-timeout-s", type=float, default=300.0)
-    parser.add_argument("--budget-s", type=float, help="start no row after this many seconds; rows left out are printed")
     parser.add_argument(
-        "--trace", metavar="FILE", help="chrome trace of one step of each row but nothing (the row's name is put before the suffix)"
+        "--budget-s", type=float, help="start no row after this many seconds; rows left out are printed"
     )
     parser.add_argument(
-        "--profile-summary", action="store_true", help="how busy compute, d2h and h2d were in one profiled step of each row but nothing"
+        "--trace",
+        metavar="FILE",
+        help="chrome trace of one step of each row but nothing (the row's name is put before the suffix)",
     )
-    parser.add_argument("--micro", action="store_true", help="host cost a saved tensor instead of the workloads")
+    parser.add_argument(
+        "--profile-summary",
+        action="store_true",
+        help="how busy compute, d2h and h2d were in one profiled step of each row but nothing",
+    )
+    parser.add_argument(
+        "--micro", action="store_true", help="host cost a saved tensor instead of the workloads"
+    )
     parser.add_argument("--live", default=LIVE, help="live tensors for --micro (%(default)s)")
     parser.add_argument("--out", metavar="FILE", help="write every figure and sample as JSON")
     parser.add_argument(
-        "--tiny", action="store_true", help="tiny shapes on the CPU and the simulated device: proves the script, measures nothing"
+        "--tiny",
+        action="store_true",
+        help="tiny shapes on the CPU and the simulated device: proves the script, measures nothing",
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--child-out", help=argparse.SUPPRESS)
@@ -102,7 +141,11 @@ def requests_for(args: argparse.Namespace, workload: str, folder: Path) -> list[
     """(label, request) of every row of one workload, nothing first."""
     names = [name for name in (args.rows.split(",") if args.rows else DEFAULT_ROWS[workload]) if name]
     names = ["nothing", *(name for name in names if name != "nothing")]
-    limits = [float(text) for text in args.device_limit_gb.split(",")] if args.device_limit_gb else list(_DEFAULT_LIMITS_GB[workload])
+    limits = (
+        [float(text) for text in args.device_limit_gb.split(",")]
+        if args.device_limit_gb
+        else list(_DEFAULT_LIMITS_GB[workload])
+    )
     means = _LIMIT_MEANS[workload] if args.limit_means == "auto" else args.limit_means
     if args.tiny and not args.device_limit_gb:
         limits, means = [0.0002], "saved"
@@ -150,7 +193,10 @@ def run_row(args: argparse.Namespace, request: RowRequest, folder: Path) -> dict
     if args.no_isolate or args.tiny:
         return child.run(request)
     # cuBLAS reads this once, when the process first uses it
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}
+    environment = {
+        **os.environ,
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    }
     about = {"row": request.row, "workload": request.workload}
     return outcome_of_process(
         Path(__file__).resolve(),
@@ -162,7 +208,9 @@ def run_row(args: argparse.Namespace, request: RowRequest, folder: Path) -> dict
     )
 
 
-def run_workload(args: argparse.Namespace, workload: str, link: dict[str, Any] | None, folder: Path, record: dict[str, Any]) -> None:
+def run_workload(
+    args: argparse.Namespace, workload: str, link: dict[str, Any] | None, folder: Path, record: dict[str, Any]
+) -> None:
     """Run and print one workload's rows."""
     baseline: dict[str, Any] | None = None
     checkpoint: dict[str, Any] | None = None
@@ -173,13 +221,22 @@ def run_workload(args: argparse.Namespace, workload: str, link: dict[str, Any] |
     for label, request in requests:
         result: dict[str, Any]
         if args.budget_s is not None and time.monotonic() - record["began"] > args.budget_s:
-            result = {"row": request.row, "workload": workload, "status": "not run", "reason": f"--budget-s {args.budget_s:.0f} is spent"}
+            result = {
+                "row": request.row,
+                "workload": workload,
+                "status": "not run",
+                "reason": f"--budget-s {args.budget_s:.0f} is spent",
+            }
         else:
             result = run_row(args, request, folder)
         result["label"] = label
         if request.row == "nothing":
             baseline = result if result["status"] == "ok" else None
-            for line in report.facts_lines(result, request.options.working_set_bytes) if baseline else [f"{workload}: no baseline"]:
+            for line in (
+                report.facts_lines(result, request.options.working_set_bytes)
+                if baseline
+                else [f"{workload}: no baseline"]
+            ):
                 print(line)
             print(report.header_line())
         if request.row == "checkpoint" and result["status"] == "ok":
@@ -201,13 +258,18 @@ def run_workload(args: argparse.Namespace, workload: str, link: dict[str, Any] |
 def write(args: argparse.Namespace, record: dict[str, Any]) -> None:
     """After every row, so that a run that is cut short leaves what it has."""
     if args.out:
-        Path(args.out).write_text(json.dumps({key: value for key, value in record.items() if key != "began"}, indent=1, default=str))
+        Path(args.out).write_text(
+            json.dumps({key: value for key, value in record.items() if key != "began"}, indent=1, default=str)
+        )
 
 
 def run_micro(args: argparse.Namespace, record: dict[str, Any]) -> int:
     record["hardware"] = child.hardware()
     if not args.tiny and not record["hardware"]["cuda"]:
-        print("no CUDA device: these figures need a GPU; --tiny --micro runs the arithmetic on the simulated device")
+        print(
+            "no CUDA device: these figures need a GPU; --tiny --micro runs the arithmetic on the simulated "
+            "device"
+        )
         return 2
     lives = [10, 40] if args.tiny and args.live == LIVE else [int(text) for text in args.live.split(",")]
     record["micro"] = micro.measure_micro(lives, tiny=args.tiny)
@@ -234,20 +296,29 @@ def main(arguments: list[str] | None = None) -> int:
         return run_micro(args, record)
     with tempfile.TemporaryDirectory(prefix="bench-stage-") as name:
         folder = Path(name)
-        measured = run_row(args, RowRequest(row="links", workload="W1", options=RowOptions(), tiny=args.tiny), folder)
+        measured = run_row(
+            args, RowRequest(row="links", workload="W1", options=RowOptions(), tiny=args.tiny), folder
+        )
         record["hardware"], link = measured.get("hardware", {}), measured.get("links", {})
         if measured["status"] != "ok":
             reason = measured.get("reason", "")
-            print(f"{reason}: these figures need a CUDA GPU; --tiny runs the arithmetic on the CPU and the simulated device")
+            print(
+                f"{reason}: these figures need a CUDA GPU; --tiny runs the arithmetic on the CPU and the "
+                "simulated device"
+            )
             return 2
         record["links"] = link
         about = record["hardware"]
         versions = f"torch {about['torch']}, Python {about['python']}"
         print(f"{about.get('gpu', 'no GPU (tiny)')}, {versions}, {about['cpus']} cores, {record['date']}")
         if args.tiny:
-            print("TINY: CPU and simulated device; link rates are stand-ins and no figure below is a measurement")
+            print(
+                "TINY: CPU and simulated device; link rates are stand-ins and no figure below is a "
+                "measurement"
+            )
         print(
-            f"link GB/s: d2h {link['d2h'] / GB:.1f}, h2d {link['h2d'] / GB:.1f}; both at once {link['duplex_d2h'] / GB:.1f} + "
+            f"link GB/s: d2h {link['d2h'] / GB:.1f}, h2d {link['h2d'] / GB:.1f}; both at once "
+            f"{link['duplex_d2h'] / GB:.1f} + "
             f"{link['duplex_h2d'] / GB:.1f} = {(link['duplex_d2h'] + link['duplex_h2d']) / GB:.1f}"
         )
         print(report.HEADER)

@@ -1,6 +1,7 @@
 # The environment that quickstart.sh and test.sh share; sourced, never run.
 #
-# prepare_python sets $python to an interpreter that can run everything in this repository, and leaves an environment that is already right as it is.
+# prepare_python sets $python to an interpreter that can run everything in this repository, and leaves an
+# environment that is already right as it is.
 # Read from the caller's environment:
 #   OFFLOAD_PYTHON  an interpreter that has torch: used as it is; no environment is made, nothing is installed
 #   PYTHON          the interpreter to make .venv with, instead of the first one here that works
@@ -9,7 +10,8 @@
 
 say() { printf '%s\n' "$*" >&2; }
 
-# An executable of the right name may still not run (a version manager's placeholder) or may lack venv: only running it tells.
+# An executable of the right name may still not run (a version manager's placeholder) or may lack venv: only
+# running it tells.
 works() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
 find_python() {
@@ -33,7 +35,10 @@ prepare_python() {
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
     if [ -n "${OFFLOAD_PYTHON:-}" ]; then
         python="$OFFLOAD_PYTHON"
-        "$python" -c 'import torch' || { say "OFFLOAD_PYTHON=$python cannot import torch; unset it to have an environment made in .venv"; return 1; }
+        "$python" -c 'import torch' || {
+            say "OFFLOAD_PYTHON=$python cannot import torch; unset it to have an environment made in .venv"
+            return 1
+        }
         return
     fi
 
@@ -53,9 +58,11 @@ prepare_python() {
     say "installing into .venv ($kind); the first time takes a few minutes"
     local pip=("$python" -m pip --disable-pip-version-check install --quiet)
     if [ "$kind" = cpu ]; then
-        # First and alone: on Linux the default build of torch brings gigabytes of CUDA libraries, the build called +cpu does not. Where pip's
-        # indexes have no such build the pinned version is taken as it is; PIP_EXTRA_INDEX_URL may name an index that has one.
-        "${pip[@]}" "torch==$(sed -n 's/^torch==//p' scripts/constraints-cpu.txt)+cpu" 2>/dev/null || "${pip[@]}" "${pin[@]}" torch
+        # First and alone: on Linux the default build of torch brings gigabytes of CUDA libraries, the build
+        # called +cpu does not. Where pip's indexes have no such build the pinned version is taken as it is;
+        # PIP_EXTRA_INDEX_URL may name an index that has one.
+        "${pip[@]}" "torch==$(sed -n 's/^torch==//p' scripts/constraints-cpu.txt)+cpu" 2>/dev/null ||
+            "${pip[@]}" "${pin[@]}" torch
     fi
     "${pip[@]}" ${pin[@]+"${pin[@]}"} -e '.[test,bench]'
     rm -f .venv/installed-*

@@ -1,9 +1,10 @@
-"""Keep the state column of docs/requirements.md true to the tests: python scripts/requirements_table.py [--check].
+"""Keep the state column of docs/requirements.md true to the tests: python scripts/requirements_table.py
+[--check].
 
-A row is *proved* if a test carries its number, `@pytest.mark.req("S2-13")`, or if its proof column names a script of this repository;
-*built* if the code is there and nothing proves it yet; else *open*. One invariant: only tests and scripts make a row proved, never a hand;
-and a test that is expected to fail is no proof, so a mark on one is refused.
-The library half (read_rows, read_marks) is what the tests of the table use.
+A row is *proved* if a test carries its number, `@pytest.mark.req("S2-13")`, or if its proof column names a
+script of this repository; *built* if the code is there and nothing proves it yet; else *open*. One invariant:
+only tests and scripts make a row proved, never a hand; and a test that is expected to fail is no proof, so a
+mark on one is refused. The library half (read_rows, read_marks) is what the tests of the table use.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "requirements.md"
 STATES = ("open", "built", "proved")
-ROW = re.compile(r"^\| (?P<number>(?:S[0-4]|W|Q)-\d+) \| (?P<text>[^|]+) \| (?P<state>[^|]*) \|(?P<proof>[^|]*)\|$")
+ROW = re.compile(
+    r"^\| (?P<number>(?:S[0-4]|W|Q)-\d+) \| (?P<text>[^|]+) \| (?P<state>[^|]*) \|(?P<proof>[^|]*)\|$"
+)
 SCRIPT = re.compile(r"scripts/[\w.]+\.(?:py|sh)")
 
 
@@ -37,12 +40,15 @@ class Row(NamedTuple):
 
 
 def parse(line: str) -> Row | None:
-    """The row in this line; None for any other line. A line that looks like a row and is not one is a ValueError."""
+    """The row in this line; None for any other line. A line that looks like a row and is not one is a
+    ValueError."""
     match = ROW.match(line)
     if match:
         return Row(*(match[field].strip() for field in Row._fields))
     if re.match(r"^\| *(S\d|W|Q)-", line):
-        raise ValueError(f"not a row `| number | requirement | state | proof |`: {line!r}; a cell must not hold a |")
+        raise ValueError(
+            f"not a row `| number | requirement | state | proof |`: {line!r}; a cell must not hold a |"
+        )
     return None
 
 
@@ -57,10 +63,12 @@ def read_rows(table: Path = TABLE) -> dict[str, Row]:
 
 
 def read_marks(tests: Path = ROOT / "tests") -> dict[str, list[str]]:
-    """Names of the tests by the requirement that they carry. A mark outside any function, as in `pytestmark`, counts for its file.
+    """Names of the tests by the requirement that they carry. A mark outside any function, as in `pytestmark`,
+    counts for its file.
 
-    Raises ValueError for a mark on what is expected to fail: on a function or class beside `xfail`, below a class or in a file that has it,
-    or on one parameter set beside it. A function of which some parameter sets fail still proves by the others.
+    Raises ValueError for a mark on what is expected to fail: on a function or class beside `xfail`, below a
+    class or in a file that has it, or on one parameter set beside it. A function of which some parameter sets
+    fail still proves by the others.
     """
     marks: dict[str, list[str]] = defaultdict(list)
     for path in sorted(tests.rglob("test_*.py")):
@@ -79,11 +87,23 @@ def _marks_in(node: ast.AST, test: str, *, fails: bool) -> Iterator[tuple[str, s
         test = node.name
         fails = fails or any(_is_xfail(decorator) for decorator in node.decorator_list)
     elif isinstance(node, ast.Module):
-        own = [line.value for line in node.body if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark"]
-        fails = any(_is_xfail(mark) for value in own for mark in (value.elts if isinstance(value, ast.List | ast.Tuple) else [value]))
+        own = [
+            line.value
+            for line in node.body
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark"
+        ]
+        fails = any(
+            _is_xfail(mark)
+            for value in own
+            for mark in (value.elts if isinstance(value, ast.List | ast.Tuple) else [value])
+        )
     elif isinstance(node, ast.Call):
         if ast.unparse(node.func).endswith("mark.req"):
-            yield from ((str(argument.value), test, fails) for argument in node.args if isinstance(argument, ast.Constant))
+            yield from (
+                (str(argument.value), test, fails)
+                for argument in node.args
+                if isinstance(argument, ast.Constant)
+            )
         elif ast.unparse(node.func).endswith("pytest.param"):
             given = [keyword.value for keyword in node.keywords if keyword.arg == "marks"]
             fails = fails or any(_is_xfail(part) for value in given for part in ast.walk(value))
@@ -112,7 +132,9 @@ def refreshed(row: Row, tests: list[str]) -> Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Rewrite the state and proof columns of docs/requirements.md from the marks in tests/.")
+    parser = argparse.ArgumentParser(
+        description="Rewrite the state and proof columns of docs/requirements.md from the marks in tests/."
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a row would change")
     check_only = parser.parse_args().check
 
@@ -124,7 +146,9 @@ def main() -> int:
     new = {number: refreshed(row, marks.get(number, [])) for number, row in rows.items()}
     changed = [number for number in rows if new[number] != rows[number]]
     if changed and not check_only:
-        lines = [str(new[row.number]) if (row := parse(line)) else line for line in TABLE.read_text().splitlines()]
+        lines = [
+            str(new[row.number]) if (row := parse(line)) else line for line in TABLE.read_text().splitlines()
+        ]
         TABLE.write_text("\n".join(lines) + "\n")
     counts = ", ".join(f"{sum(row.state == state for row in new.values())} {state}" for state in STATES)
     verb = "would change" if check_only else "changed"

@@ -1,14 +1,17 @@
-"""Watch the GPU tests with torch's CUDA sanitizer and a small run with compute-sanitizer, and sum up what they report.
+"""Watch the GPU tests with torch's CUDA sanitizer and a small run with compute-sanitizer, and sum up what
+they report.
 
     python scripts/sanitize.py                         both; logs go to sanitize/
     python scripts/sanitize.py --only csan -- -k exact     what follows -- goes to pytest
     python scripts/sanitize.py --read sanitize/csan.log    sum up a log again
 
-One invariant: every report is in the summary, under the two operations, the engine's own frames in their stacks and the tests that it came
-from; exit status 1 if one of them touches the engine, has no explanation here and is not from a test that leaves an edge out.
+One invariant: every report is in the summary, under the two operations, the engine's own frames in their
+stacks and the tests that it came from; exit status 1 if one of them touches the engine, has no explanation
+here and is not from a test that leaves an edge out.
 
-What the first (TORCH_CUDA_SANITIZER=1, torch/cuda/_sanitizer.py) sees: pairs of dispatched operations on device memory of one address, from
-two streams, that no event, wait or synchronisation orders. So, of the engine's edges (the notes in offload/transfer):
+What the first (TORCH_CUDA_SANITIZER=1, torch/cuda/_sanitizer.py) sees: pairs of dispatched operations on
+device memory of one address, from two streams, that no event, wait or synchronisation orders. So, of the
+engine's edges (the notes in offload/transfer):
 
     spill, allocate, read   seen: kernels on both sides, on device memory that is alive
     restore, reuse          not seen: the bytes are in host memory, which it does not follow
@@ -16,23 +19,29 @@ two streams, that no event, wait or synchronisation orders. So, of the engine's 
 
 Expected reports, and why each is none of the engine's:
 
-    tests/gpu/test_races.py, test_without_its_edge_*   a hazard, on purpose: the edge is left out. spill, allocate and read report, and the
-                                                       test fails there, since a report ends it before it can compare bytes
-    torch.empty(0) on two streams                      none: a tensor without bytes goes by its Python id, which a later one may get
-    EXPLAINED                                          by their operators, wherever they occur; each with its reason below
+    tests/gpu/test_races.py, test_without_its_edge_*   a hazard, on purpose: the edge is left out. spill,
+                                                       allocate and read report, and the test fails there,
+                                                       since a report ends it before it can compare bytes
+    torch.empty(0) on two streams                      none: a tensor without bytes goes by its Python id,
+                                                       which a later one may get
+    EXPLAINED                                          by their operators, wherever they occur; each with its
+                                                       reason below
 
 Not run with it, because it cannot be right about them:
 
-    tests of CUDA graphs     it takes a call under capture for work that runs then, on the capture's stream, and sees no replay; so a copy
-                             into a graph's input races with what was captured. test_without_offload_replays_have_the_bits_of_eager, where
-                             nothing of the engine runs, is reported like the rest (74 reports in 52 tests, one H200, November 2026)
+    tests of CUDA graphs     it takes a call under capture for work that runs then, on the capture's stream,
+                             and sees no replay; so a copy into a graph's input races with what was captured.
+                             test_without_offload_replays_have_the_bits_of_eager, where nothing of the engine
+                             runs, is reported like the rest (74 reports in 52 tests, one H200, November 2026)
     tests of torch.compile   it is a dispatch mode, under which nothing is compiled
 
-Two reports would have been false and are avoided where the engine makes them (offload/device/sanitizer.py): an event that a poll found
-passed (the sanitizer sees no query), and a tensor made over bytes that are there (`set_` counts as a kernel that writes them).
-tests/property/test_sanitizer.py runs the same sanitizer over simulated lanes.
+Two reports would have been false and are avoided where the engine makes them (offload/device/sanitizer.py):
+an event that a poll found passed (the sanitizer sees no query), and a tensor made over bytes that are there
+(`set_` counts as a kernel that writes them). tests/property/test_sanitizer.py runs the same sanitizer over
+simulated lanes.
 
-The second (compute-sanitizer --tool memcheck) sees accesses outside an allocation, by kernel. It needs a device that allows debugging.
+The second (compute-sanitizer --tool memcheck) sees accesses outside an allocation, by kernel. It needs a
+device that allows debugging.
 """
 
 from __future__ import annotations
@@ -54,19 +63,32 @@ TOO_LONG = ("test_soak.py", "test_overlap.py", "test_composition.py")
 """Two thousand steps, figures of time, and ranks of their own: nothing in them that the others do not do."""
 NOT_SEEN = ("test_graphs.py", "test_optimizer_graphs.py", "test_compile.py")
 """What the sanitizer cannot follow; see above."""
-SMALL = ("tests/gpu/test_transfer.py", "tests/gpu/test_exact.py", "-k", "all_dtypes or (each_group_alone and core_attn)")
-"""All dtypes and layouts there and back, and a few steps of a transformer: memcheck makes kernels slower by a factor of ten and more."""
-COMPUTE_SANITIZER = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
+SMALL = (
+    "tests/gpu/test_transfer.py",
+    "tests/gpu/test_exact.py",
+    "-k",
+    "all_dtypes or (each_group_alone and core_attn)",
+)
+"""All dtypes and layouts there and back, and a few steps of a transformer: memcheck makes kernels slower by a
+factor of ten and more."""
+COMPUTE_SANITIZER = (
+    "compute-sanitizer",
+    "/usr/local/cuda/bin/compute-sanitizer",
+    "/usr/local/cuda/compute-sanitizer/compute-sanitizer",
+)
 
 EXPLAINED = {
     ("aten::_unsafe_view", "spill"): (
-        "the operator gives a view of its input and declares a new tensor, which the sanitizer takes for written; no kernel runs"
+        "the operator gives a view of its input and declares a new tensor, which the sanitizer takes for "
+        "written; no kernel runs"
     ),
     ("aten::_amp_foreach_non_finite_check_and_unscale_", "land"): (
-        "a GradScaler rewrites gradients that may be on their way to the host; what landed before is thrown away and lands again"
+        "a GradScaler rewrites gradients that may be on their way to the host; what landed before is thrown "
+        "away and lands again"
     ),
 }
-"""By the operator of the later access and a function of the engine in the earlier one's stack: why the pair is harmless."""
+"""By the operator of the later access and a function of the engine in the earlier one's stack: why the pair
+is harmless."""
 
 PACKAGES = ("offload", "parallel", "moe", "tests")
 TEST = re.compile(r"^(?P<test>tests/\S+?\.py::\S+(?: [^\[\]]*\])?)")
@@ -106,7 +128,14 @@ class Report(NamedTuple):
     @property
     def explanation(self) -> str | None:
         calls = {frame.split(":")[-1] for frame in self.before.frames}
-        return next((why for (operator, call), why in EXPLAINED.items() if operator == self.now.operator and call in calls), None)
+        return next(
+            (
+                why
+                for (operator, call), why in EXPLAINED.items()
+                if operator == self.now.operator and call in calls
+            ),
+            None,
+        )
 
     @property
     def alarming(self) -> bool:
@@ -131,7 +160,10 @@ def reports_in(lines: Sequence[str]) -> Iterator[Report]:
             test = found["test"]
         if (found := ACCESS.match(lines[at])) and at + 2 < len(lines):
             operator, kind = lines[at + 1].strip().split("(")[0], lines[at + 2].strip()
-            end = next((number for number in range(at + 3, len(lines)) if not _is_of_stack(lines[number])), len(lines))
+            end = next(
+                (number for number in range(at + 3, len(lines)) if not _is_of_stack(lines[number])),
+                len(lines),
+            )
             accesses.append(Access(found["stream"], operator, kind, tuple(_own_frames(lines[at + 3 : end]))))
             at = end
             if len(accesses) == 2:
@@ -163,15 +195,25 @@ def summary_of(reports: Sequence[Report]) -> list[str]:
         tests.setdefault((report.verdict, str(report.now), str(report.before)), []).append(report.test)
     lines = []
     for (verdict, now, before), found in sorted(tests.items(), key=lambda item: -len(item[1])):
-        lines += [f"{len(found)} x {verdict}", f"    {now}", f"    after {before}", f"    in {', '.join(list(dict.fromkeys(found))[:3])}"]
+        lines += [
+            f"{len(found)} x {verdict}",
+            f"    {now}",
+            f"    after {before}",
+            f"    in {', '.join(list(dict.fromkeys(found))[:3])}",
+        ]
     alarming = sum(report.alarming for report in reports)
-    return [*lines, f"torch's sanitizer: {len(reports)} reports, {alarming} of them touch the engine and have no explanation"]
+    return [
+        *lines,
+        f"torch's sanitizer: {len(reports)} reports, {alarming} of them touch the engine and have no "
+        "explanation",
+    ]
 
 
 def run(command: Sequence[str], log: Path, **environment: str) -> list[str]:
     """Run it from the repository root; its output goes to `log` and is returned."""
     print(f"{' '.join(command)} > {log}", flush=True)
-    changed = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}  # unbuffered: a report must stand behind the name of its test
+    # unbuffered: a report must stand behind the name of its test
+    changed = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
     with log.open("w") as output:
         subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=changed, check=False)
     return log.read_text(errors="replace").splitlines()
@@ -179,7 +221,19 @@ def run(command: Sequence[str], log: Path, **environment: str) -> list[str]:
 
 def run_csan(folder: Path, arguments: Sequence[str]) -> list[str]:
     ignored = [f"--ignore=tests/gpu/{name}" for name in (*TOO_LONG, *NOT_SEEN)]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-s", "--tb=line", "tests/gpu", *ignored, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-v",
+        "-s",
+        "--tb=line",
+        "tests/gpu",
+        *ignored,
+        *arguments,
+    ]
     return run(command, folder / "csan.log", TORCH_CUDA_SANITIZER="1")
 
 
@@ -187,10 +241,14 @@ def run_memcheck(folder: Path) -> tuple[list[str], bool]:
     """(lines of summary, whether it was clean or could not be run)."""
     tool = next((found for name in COMPUTE_SANITIZER if (found := shutil.which(name))), None)
     if tool is None:
-        return [f"compute-sanitizer: not run, none of {', '.join(COMPUTE_SANITIZER)} is here; it comes with CUDA's toolkit"], True
+        return [
+            f"compute-sanitizer: not run, none of {', '.join(COMPUTE_SANITIZER)} is here; it comes with "
+            "CUDA's toolkit"
+        ], True
     command = [tool, "--tool", "memcheck", "--print-limit", "20", "--error-exitcode", "9"]
     tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-x", *SMALL]
-    # without the caching allocator's pool every tensor is an allocation of its own, so that an access past its end is seen
+    # without the caching allocator's pool every tensor is an allocation of its own, so that an access past
+    # its end is seen
     lines = run([*command, *tests], folder / "memcheck.log", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     return memcheck_summary(lines)
 
@@ -199,26 +257,51 @@ def memcheck_summary(lines: Sequence[str]) -> tuple[list[str], bool]:
     if any("Device not supported" in line for line in lines):
         return ["compute-sanitizer: not run, this device does not allow debugging"], True
     totals = [line for line in lines if "ERROR SUMMARY" in line]
-    kinds = Counter(line.split("=========")[-1].strip() for line in lines if re.search(r"========= (Invalid|Program hit|Leaked)", line))
+    kinds = Counter(
+        line.split("=========")[-1].strip()
+        for line in lines
+        if re.search(r"========= (Invalid|Program hit|Leaked)", line)
+    )
     said = [f"    {count} x {kind}" for kind, count in kinds.most_common()]
     if not totals:
         return [*said, "compute-sanitizer: it ended without a summary; read the log"], False
-    return [*said, f"compute-sanitizer: {totals[-1].split('=========')[-1].strip()}"], "SUMMARY: 0 errors" in totals[-1]
+    return [
+        *said,
+        f"compute-sanitizer: {totals[-1].split('=========')[-1].strip()}",
+    ], "SUMMARY: 0 errors" in totals[-1]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the GPU tests under torch's CUDA sanitizer, and a few under compute-sanitizer.")
+    parser = argparse.ArgumentParser(
+        description="Run the GPU tests under torch's CUDA sanitizer, and a few under compute-sanitizer."
+    )
     parser.add_argument("--only", choices=("csan", "memcheck"), help="one of the two")
-    parser.add_argument("--read", type=Path, metavar="LOG", help="sum up a log of the first instead of running anything")
-    parser.add_argument("--out", type=Path, default=ROOT / "sanitize", metavar="DIR", help="where logs go (default: sanitize/)")
+    parser.add_argument(
+        "--read", type=Path, metavar="LOG", help="sum up a log of the first instead of running anything"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "sanitize",
+        metavar="DIR",
+        help="where logs go (default: sanitize/)",
+    )
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     clean = True
     if arguments.only != "memcheck":
-        lines = arguments.read.read_text().splitlines() if arguments.read else run_csan(arguments.out, arguments.pytest)
+        lines = (
+            arguments.read.read_text().splitlines()
+            if arguments.read
+            else run_csan(arguments.out, arguments.pytest)
+        )
         reports = list(reports_in(lines))
-        print("\n".join([*summary_of(reports), *(line for line in lines[-1:] if "passed" in line or "failed" in line)]))
+        print(
+            "\n".join(
+                [*summary_of(reports), *(line for line in lines[-1:] if "passed" in line or "failed" in line)]
+            )
+        )
         clean = not any(report.alarming for report in reports)
     if arguments.only != "csan" and not arguments.read:
         said, fine = run_memcheck(arguments.out)

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Lint, types and tests, in an environment that it makes itself. Arguments go to pytest: scripts/test.sh -m slow, scripts/test.sh -k groups.
-# One invariant: the exit status is 0 only if all three passed; the last line of a good run is pytest's summary.
+# Lint, types and tests, in an environment that it makes itself. Arguments go to pytest: scripts/test.sh -m
+# slow, scripts/test.sh -k groups.
+# One invariant: the exit status is 0 only if all three passed; the last line of a good run is pytest's
+# summary.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
@@ -20,7 +22,8 @@ check() { # name, module, arguments of the module
 
 check lint ruff check .
 check types mypy
-# Each worker begins with a part of its own, so that tests that share a fixture that starts ranks stay together, and takes from the other at the end.
+# Each worker begins with a part of its own, so that tests that share a fixture that starts ranks stay
+# together, and takes from the other at the end.
 workers=()
 if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n auto --dist worksteal); fi
 # One thread a worker: the workers already fill the cores.

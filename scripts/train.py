@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""The main job: a pipeline-parallel GPT learns real text while its saved activations travel to host memory and back.
+"""The main job: a pipeline-parallel GPT learns real text while its saved activations travel to host memory
+and back.
 
     torchrun --nproc-per-node 2 scripts/train.py --preset tiny --steps 20
     torchrun --nproc-per-node 2 scripts/train.py --schedule zbv --verify
     torchrun --nproc-per-node 2 scripts/train.py --compare --telemetry steps.jsonl
     python scripts/train.py --offload-modules core_attn,attn_proj
 
-Without torchrun it is one process with one stage. On a machine without a GPU the copies are simulated, the results are not. One
-invariant: it ends by itself, with exit code 0 when all steps were made, and with one line that says why not otherwise (2 what was asked
-for, 1 what happened, 130 Ctrl-C).
+Without torchrun it is one process with one stage. On a machine without a GPU the copies are simulated, the
+results are not. One
+invariant: it ends by itself, with exit code 0 when all steps were made, and with one line that says why not
+otherwise (2 what was asked for, 1 what happened, 130 Ctrl-C).
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def run_arm(arm: Arm, job: Job, options: Options, rank: Rank, reporter: Reporter
 
 
 def _deterministic(options: Options) -> Options:
-    """The same bits twice on a GPU too, at the price of speed and of attention's memory; to be called before any CUDA context exists."""
+    """The same bits twice on a GPU too, at the price of speed and of attention's memory; to be called before
+    any CUDA context exists."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     return dataclasses.replace(options, model=options.model.with_(math_attention=True))

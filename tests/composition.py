@@ -1,6 +1,8 @@
-"""One model under FSDP2 or tensor parallel, with checkpoints, autocast and microbatches, run on each rank with offload and without.
+"""One model under FSDP2 or tensor parallel, with checkpoints, autocast and microbatches, run on each rank
+with offload and without.
 
-One invariant: both runs of a case do the same operations on the same values; only where saved bytes live differs. `compared` is one rank.
+One invariant: both runs of a case do the same operations on the same values; only where saved bytes live
+differs. `compared` is one rank.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadConfig, PipelineOffloadManager, configure, group_commit, group_start, offload_hooks
@@ -26,9 +34,21 @@ __all__ = ["ALONE", "CASES", "Case", "Compared", "check", "check_tables", "compa
 TOKENS, SEQUENCES, MICROBATCHES, STEPS = 32, 2, 3, 2
 MARKS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
 MODEL = TransformerConfig(
-    dim=64, layers=9, heads=4, kv_heads=2, ffn=96, sequence=TOKENS, offload_modules=frozenset(MARKS), math_attention=True
+    dim=64,
+    layers=9,
+    heads=4,
+    kv_heads=2,
+    ffn=96,
+    sequence=TOKENS,
+    offload_modules=frozenset(MARKS),
+    math_attention=True,
 )
-SMALL = {"min_offloaded_tensor_size": 64, "piece_bytes": 4096, "max_spilling_bytes": 4096, "max_restoring_bytes": 8192}
+SMALL = {
+    "min_offloaded_tensor_size": 64,
+    "piece_bytes": 4096,
+    "max_spilling_bytes": 4096,
+    "max_restoring_bytes": 8192,
+}
 """One piece on its way out at most: what has left is gone from the device when it is read."""
 
 
@@ -36,8 +56,9 @@ SMALL = {"min_offloaded_tensor_size": 64, "piece_bytes": 4096, "max_spilling_byt
 class Case:
     """How the model is spread and run.
 
-    checkpoint: "in groups" recomputes each layer, whose input is a group; "around groups" recomputes the marks too. sequence: of tensor
-    parallel, whether norms and residual are split along the sequence. reshard: of FSDP2, whether weights are freed after the forward.
+    checkpoint: "in groups" recomputes each layer, whose input is a group; "around groups" recomputes the
+    marks too. sequence: of tensor parallel, whether norms and residual are split along the sequence. reshard:
+    of FSDP2, whether weights are freed after the forward.
     """
 
     over: Literal["nothing", "fsdp", "tensor"]
@@ -76,7 +97,8 @@ ALONE: dict[str, Case] = {
 
 @dataclass
 class Compared:
-    """What one rank saw of a case. table: bytes by group of the steady state. parameter_saves: saved tensors over a parameter's bytes."""
+    """What one rank saw of a case. table: bytes by group of the steady state. parameter_saves: saved tensors
+    over a parameter's bytes."""
 
     differing: list[str] = field(default_factory=list)
     gradients: int = 0
@@ -107,7 +129,9 @@ def _compare(case: Case, mesh: DeviceMesh | None, device: torch.device) -> Compa
     expected = _train(case, mesh, device, None)
     seen = Compared()
     manager = configure(
-        OffloadConfig(**SMALL, host_reserve_bytes=64 << 20), device=str(device) if device.type == "cuda" else "sim", print_summary=False
+        OffloadConfig(**SMALL, host_reserve_bytes=64 << 20),
+        device=str(device) if device.type == "cuda" else "sim",
+        print_summary=False,
     )
     try:
         found = _train(case, mesh, device, manager, seen)
@@ -123,11 +147,17 @@ def _compare(case: Case, mesh: DeviceMesh | None, device: torch.device) -> Compa
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     assert bool(one.isfinite().all())
     assert bool(one.any())
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def _train(
-    case: Case, mesh: DeviceMesh | None, device: torch.device, manager: PipelineOffloadManager | None, seen: Compared | None = None
+    case: Case,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    manager: PipelineOffloadManager | None,
+    seen: Compared | None = None,
 ) -> dict[str, Tensor]:
     """A few steps of accumulated microbatches; every step's gradients by name, this rank's shards of them."""
     model = _build(case, mesh, device)
@@ -157,7 +187,9 @@ def _train(
     return gradients
 
 
-def _microbatch(case: Case, model: TransformerStage, x: Tensor, manager: PipelineOffloadManager | None, microbatch: int) -> None:
+def _microbatch(
+    case: Case, model: TransformerStage, x: Tensor, manager: PipelineOffloadManager | None, microbatch: int
+) -> None:
     if manager is not None:
         manager.begin_chunk(0, microbatch)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=case.autocast):
@@ -178,7 +210,8 @@ def _along_sequence(model: TransformerStage, x: Tensor) -> Tensor:
 
 
 def _input(case: Case, mesh: DeviceMesh | None, step: int, microbatch: int, device: torch.device) -> Tensor:
-    """Under FSDP2 each rank has a batch of its own; under tensor parallel all have the same, or each its part of the sequence."""
+    """Under FSDP2 each rank has a batch of its own; under tensor parallel all have the same, or each its part
+    of the sequence."""
     rank = 0 if mesh is None else mesh.get_rank()
     seed = 100 * step + 10 * microbatch + (rank if case.over == "fsdp" else 0)
     x = torch.randn(SEQUENCES, TOKENS, MODEL.dim, generator=torch.Generator().manual_seed(seed))
@@ -188,8 +221,8 @@ def _input(case: Case, mesh: DeviceMesh | None, step: int, microbatch: int, devi
 
 
 def check(name: str, case: Case, seen: Compared) -> None:
-    """What must hold of every case: the same bits, nothing of a parameter taken, and something really left, or nothing where all is
-    recomputed."""
+    """What must hold of every case: the same bits, nothing of a parameter taken, and something really left,
+    or nothing where all is recomputed."""
     assert seen.differing == [], name
     assert seen.gradients > 0
     assert seen.parameter_saves == 0, name
@@ -203,8 +236,9 @@ def check(name: str, case: Case, seen: Compared) -> None:
 
 
 def check_tables(seen: dict[str, Compared], alone: Compared) -> None:
-    """The table under FSDP2 is that of the model in one piece: not a byte of a gathered weight. Tensor parallel halves what is split by
-    heads or by the MLP's width, and, along the sequence, what the norms save of the residual."""
+    """The table under FSDP2 is that of the model in one piece: not a byte of a gathered weight. Tensor
+    parallel halves what is split by heads or by the MLP's width, and, along the sequence, what the norms save
+    of the residual."""
     assert seen["fsdp"].table == seen["fsdp, weights stay gathered"].table == alone.table
     halved = ("core_attn", "attn_proj", "mlp_act", "mlp_fc2")
     table = seen["tensor parallel"].table
@@ -217,7 +251,7 @@ def check_tables(seen: dict[str, Compared], alone: Compared) -> None:
     assert 2 * seen["tensor and sequence parallel, checkpoints in groups"].table["attn_norm"] == inputs
 
 
-# -- the model --------------------------------------------------------------------------------------------------------------------
+# -- the model -----------------------------------------------------------------------------------------------
 
 
 class _Checkpointed(nn.Module):
@@ -258,21 +292,30 @@ def _build(case: Case, mesh: DeviceMesh | None, device: torch.device) -> Transfo
 
 
 def _precision(case: Case) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.mixed else MixedPrecisionPolicy()
+    return (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if case.mixed
+        else MixedPrecisionPolicy()
+    )
 
 
 def _split(block: Block, mesh: DeviceMesh, *, along_sequence: bool) -> None:
-    """Heads and the MLP's width over the ranks; norms and residual too, along the sequence, where asked for."""
+    """Heads and the MLP's width over the ranks; norms and residual too, along the sequence, where asked
+    for."""
     ranks = mesh.size()
     config = block.attn.config
-    block.attn.config = config.with_(dim=config.dim // ranks, heads=config.heads // ranks, kv_heads=config.kv_heads // ranks)
+    block.attn.config = config.with_(
+        dim=config.dim // ranks, heads=config.heads // ranks, kv_heads=config.kv_heads // ranks
+    )
     columns = {name: ColwiseParallel() for name in ("attn.wq", "attn.wk", "attn.wv", "mlp.gate", "mlp.up")}
     plan: dict[str, Any] = {**columns, "attn.wo": RowwiseParallel(), "mlp.down": RowwiseParallel()}
     if along_sequence:
         plan |= {
             "attn_norm": SequenceParallel(),
             "mlp_norm": SequenceParallel(),
-            "attn": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+            "attn": PrepareModuleInput(
+                input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+            ),
             "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
             "attn.wo": RowwiseParallel(output_layouts=Shard(1)),
             "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
@@ -280,12 +323,13 @@ def _split(block: Block, mesh: DeviceMesh, *, along_sequence: bool) -> None:
     parallelize_module(block, mesh, plan)
 
 
-# -- what leaves ------------------------------------------------------------------------------------------------------------------
+# -- what leaves ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _watched(manager: PipelineOffloadManager, model: nn.Module, seen: Compared) -> Iterator[None]:
-    """Count the saved tensors that the engine takes, and those among them over bytes of a parameter, sharded, gathered or cast by FSDP2."""
+    """Count the saved tensors that the engine takes, and those among them over bytes of a parameter, sharded,
+    gathered or cast by FSDP2."""
     store, hooks = manager.engine.store, manager.engine.hooks
     save, pack = store.save, hooks.pack
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
@@ -293,7 +337,11 @@ def _watched(manager: PipelineOffloadManager, model: nn.Module, seen: Compared) 
     shards = [parameter for group in groups for parameter in group.fsdp_params]
 
     def storages() -> set[int]:
-        gathered = [tensor for shard in shards for tensor in [*shard.all_gather_outputs, getattr(shard, "_unsharded_param", None)]]
+        gathered = [
+            tensor
+            for shard in shards
+            for tensor in [*shard.all_gather_outputs, getattr(shard, "_unsharded_param", None)]
+        ]
         tensors = [*model.parameters(), *(tensor for tensor in gathered if tensor is not None)]
         return {_local(tensor).untyped_storage()._cdata for tensor in tensors}
 

@@ -1,4 +1,5 @@
-"""Rules that hold for every test: which machine a test needs, and that the requirement it claims to prove exists."""
+"""Rules that hold for every test: which machine a test needs, and that the requirement it claims to prove
+exists."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from scripts.requirements_table import TABLE, read_rows
 
 KNOWN_NUMBERS = frozenset(read_rows())
 
-with contextlib.suppress(ImportError):  # a GPU machine may have pytest and no hypothesis; the property tests skip themselves there
+# a GPU machine may have pytest and no hypothesis; the property tests skip themselves there
+with contextlib.suppress(ImportError):
     from hypothesis import settings
 
     # A shared or loaded machine is slow, not wrong: no example has a time limit.
@@ -24,7 +26,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for number in mark.args or ("no number",):
             if number not in KNOWN_NUMBERS:
                 test = metafunc.definition.nodeid
-                raise pytest.Collector.CollectError(f"{test}: {TABLE.name} has no row for req({number!r}); correct the mark or add the row")
+                raise pytest.Collector.CollectError(
+                    f"{test}: {TABLE.name} has no row for req({number!r}); correct the mark or add the row"
+                )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied, so that gpus(n) is left out wherever gpu is
@@ -35,10 +39,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    needed = max([int(item.get_closest_marker("gpu") is not None), *(int(mark.args[0]) for mark in item.iter_markers("gpus"))])
+    needed = max(
+        [
+            int(item.get_closest_marker("gpu") is not None),
+            *(int(mark.args[0]) for mark in item.iter_markers("gpus")),
+        ]
+    )
     if needed == 0:
         return
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if present < needed:
         devices = "device" if needed == 1 else "devices"
-        pytest.skip(f"needs {needed} CUDA {devices}, this machine has {present}; run scripts/test.sh -m gpu where they are")
+        pytest.skip(
+            f"needs {needed} CUDA {devices}, this machine has {present}; run scripts/test.sh -m gpu where "
+            "they are"
+        )

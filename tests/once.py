@@ -1,6 +1,7 @@
 """Launches that several tests look at, once for all workers of the test run.
 
-One invariant: what the first worker made is what every other reads, so a fixture of a module costs one launch however its tests are spread.
+One invariant: what the first worker made is what every other reads, so a fixture of a module costs one launch
+however its tests are spread.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ __all__ = ["made_once", "run_ranks_once"]
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
-    """What `make` returns, given an empty folder. Its first caller does the work; the other workers, which steal a file's tests, wait for
-    it and read what it returned.
+    """What `make` returns, given an empty folder. Its first caller does the work; the other workers, which
+    steal a file's tests, wait for it and read what it returned.
 
-    name: of the launch, its own in the whole suite. What is returned must be picklable. A failed try is tried again by the next caller.
+    name: of the launch, its own in the whole suite. What is returned must be picklable. A failed try is tried
+        again by the next caller.
     """
     folder = _of_all_workers(factory) / name
     folder.mkdir(exist_ok=True)
@@ -36,7 +38,9 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
         return pickle.loads(kept.read_bytes())
 
 
-def run_ranks_once(factory: pytest.TempPathFactory, name: str, main: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+def run_ranks_once(
+    factory: pytest.TempPathFactory, name: str, main: Callable[..., Any], world: int, *arguments: Any
+) -> list[Any]:
     """`run_ranks`, once; see `made_once`."""
     found: list[Any] = made_once(factory, name, lambda folder: run_ranks(main, world, folder, *arguments))
     return found

@@ -1,6 +1,8 @@
-"""A small model trained on each rank by torch's AdamW and by the hybrid optimizer: replicas, FSDP2's shards, or tensor parallel.
+"""A small model trained on each rank by torch's AdamW and by the hybrid optimizer: replicas, FSDP2's shards,
+or tensor parallel.
 
-One invariant: both runs of a case see the same batches and issue the same collectives; only who steps differs. `trained` is one rank.
+One invariant: both runs of a case see the same batches and issue the same collectives; only who steps
+differs. `trained` is one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
@@ -29,7 +36,20 @@ from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from tests.unit.optim.rig import room_for_all
 
-__all__ = ["RECIPE", "STEPS", "Case", "Net", "Seen", "backward", "build", "engine_for", "hybrid", "same_bits", "trained", "whole"]
+__all__ = [
+    "RECIPE",
+    "STEPS",
+    "Case",
+    "Net",
+    "Seen",
+    "backward",
+    "build",
+    "engine_for",
+    "hybrid",
+    "same_bits",
+    "trained",
+    "whole",
+]
 
 STEPS, WIDTH, BAD_STEP = 4, 33, 2
 RECIPE: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -38,12 +58,14 @@ NOT_DDP = "offload.optim.landing.may_be_reduced_in_place"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How the model is spread and stepped. options: of the hybrid optimizer; expected: of another that gives the bits, else torch's.
+    """How the model is spread and stepped. options: of the hybrid optimizer; expected: of another that gives
+    the bits, else torch's.
 
-    Replicas: bucket_view is gradient_as_bucket_view, summed a hook of the user's that only sums, kept zeroes gradients in place. Shards:
-    called_alone runs one layer's forward before the model's, post_optim gives FSDP2 an event to wait for. bad: rank 1 makes infinities, or
-    nan without a scaler, in one step. without: edges that are left out. trusting: a gradient in a bucket of others is taken as final. slow:
-    on a GPU, each copy of the optimizer takes milliseconds more.
+    Replicas: bucket_view is gradient_as_bucket_view, summed a hook of the user's that only sums, kept zeroes
+    gradients in place. Shards: called_alone runs one layer's forward before the model's, post_optim gives
+    FSDP2 an event to wait for. bad: rank 1 makes infinities, or nan without a scaler, in one step. without:
+    edges that are left out. trusting: a gradient in a bucket of others is taken as final. slow: on a GPU,
+    each copy of the optimizer takes milliseconds more.
     """
 
     over: Literal["replicas", "shards", "tensor"]
@@ -70,7 +92,8 @@ class Case:
 
 @dataclass
 class Seen:
-    """What one rank saw of a case. bits: of all weights, by run. landed: bytes that had left for the host before each step was called."""
+    """What one rank saw of a case. bits: of all weights, by run. landed: bytes that had left for the host
+    before each step was called."""
 
     differing: list[str] = field(default_factory=list)
     bits: list[str] = field(default_factory=list)
@@ -85,12 +108,17 @@ class Seen:
 
 
 class Net(nn.Module):
-    """Parameters of uneven sizes; the last layer's have fewer rows than there are ranks, but under tensor parallel."""
+    """Parameters of uneven sizes; the last layer's have fewer rows than there are ranks, but under tensor
+    parallel."""
 
     def __init__(self, device: torch.device, *, even: bool = False) -> None:
         super().__init__()
         width = 72 if even else 71
-        self.first, self.second, self.third = nn.Linear(WIDTH, width), nn.Linear(width, 48), nn.Linear(48, 2 if even else 1)
+        self.first, self.second, self.third = (
+            nn.Linear(WIDTH, width),
+            nn.Linear(width, 48),
+            nn.Linear(48, 2 if even else 1),
+        )
         self.norm = nn.LayerNorm(48)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -126,20 +154,24 @@ def _compare(case: Case, mesh: DeviceMesh, device: torch.device) -> Seen:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return one.shape == other.shape and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-# -- the model --------------------------------------------------------------------------------------------------------------------
+# -- the model -----------------------------------------------------------------------------------------------
 def build(case: Case, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     model = Net(device, even=case.over == "tensor")
     if case.half:
         model.bfloat16()
     if case.over == "replicas":
-        replicas = DistributedDataParallel(model, gradient_as_bucket_view=case.bucket_view, bucket_cap_mb=0.01)
+        replicas = DistributedDataParallel(
+            model, gradient_as_bucket_view=case.bucket_view, bucket_cap_mb=0.01
+        )
         if case.summed:
             replicas.register_comm_hook(None, _summed)
         return replicas
@@ -151,7 +183,11 @@ def build(case: Case, mesh: DeviceMesh, device: torch.device) -> nn.Module:
             "third": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
         }
         return parallelize_module(model, mesh, plan)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.mixed else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if case.mixed
+        else MixedPrecisionPolicy()
+    )
     for module in (model.first, model.second, model.third, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=case.reshard, mp_policy=policy)
     if case.prefetch:
@@ -170,16 +206,19 @@ def _summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tens
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
 
-_summed.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})  # DDP compares them with the classes
+# DDP compares them with the classes
+_summed.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
 
 
-# -- a run ------------------------------------------------------------------------------------------------------------------------
+# -- a run ---------------------------------------------------------------------------------------------------
 def engine_for(device: torch.device, without: tuple[str, ...] = (), *, slow: bool = False) -> OffloadEngine:
     if device.type == "cpu":
         return OffloadEngine(device=SimDevice(without=set(without)))
     from tests.gpu.widened import WidenedDevice
 
-    return OffloadEngine(device=WidenedDevice(slow_ms={"d2h": 5.0, "h2d": 5.0} if slow else {}, without=without))
+    return OffloadEngine(
+        device=WidenedDevice(slow_ms={"d2h": 5.0, "h2d": 5.0} if slow else {}, without=without)
+    )
 
 
 def hybrid(model: nn.Module, engine: OffloadEngine, /, **options: Any) -> HybridDeviceOptimizer:
@@ -197,13 +236,16 @@ def backward(case: Case, model: nn.Module, number: int, rank: int, scale: Tensor
     (model(x).float().square().mean() * scale).backward()
 
 
-def _train(case: Case, mesh: DeviceMesh, device: torch.device, seen: Seen, options: dict[str, Any] | None) -> dict[str, Tensor]:
+def _train(
+    case: Case, mesh: DeviceMesh, device: torch.device, seen: Seen, options: dict[str, Any] | None
+) -> dict[str, Tensor]:
     """The whole weights after the steps. options: of the hybrid optimizer; None is torch's own."""
     rank = mesh.get_rank()
     with ExitStack() as stack:
         model = build(case, mesh, device)
         optimizer: Optimizer = AdamW(model.parameters(), **RECIPE)
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # the way that every optimizer goes
+        # the way that every optimizer goes
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if options is not None:
             seen.said = stack.enter_context(_heard())
             if case.trusting:
@@ -215,9 +257,13 @@ def _train(case: Case, mesh: DeviceMesh, device: torch.device, seen: Seen, optio
             stack.callback(optimizer.close)
             if optimizer.early_counts is not None and isinstance(engine.device, SimDevice):
                 room_for_all(optimizer)
-            seen.places = {name: optimizer.place_of(parameter).value for name, parameter in model.named_parameters()}
+            seen.places = {
+                name: optimizer.place_of(parameter).value for name, parameter in model.named_parameters()
+            }
             seen.sizes = {name: _local(parameter).numel() for name, parameter in model.named_parameters()}
-        scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=2) if case.scaler else None
+        scaler = (
+            torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=2) if case.scaler else None
+        )
         norms, scales = [], []
         for step in range(STEPS):
             bad = case.bad and step == BAD_STEP and rank == 1
@@ -227,7 +273,9 @@ def _train(case: Case, mesh: DeviceMesh, device: torch.device, seen: Seen, optio
                     factor = float("inf" if scaler else "nan") if bad else 1.0
                     scale = factor * scaler.scale(torch.ones((), device=device)) if scaler else factor
                     backward(case, model, step * case.microbatches + microbatch, rank, scale)
-            if isinstance(optimizer, HybridDeviceOptimizer) and isinstance(optimizer.engine.device, SimDevice):
+            if isinstance(optimizer, HybridDeviceOptimizer) and isinstance(
+                optimizer.engine.device, SimDevice
+            ):
                 seen.landed.append(optimizer.engine.device.copied_bytes(optimizer.engine.device.d2h))
             if scaler and case.clip:
                 scaler.unscale_(optimizer)
@@ -243,7 +291,9 @@ def _train(case: Case, mesh: DeviceMesh, device: torch.device, seen: Seen, optio
             if norm is not None:
                 norms.append(whole(norm).item().hex())
             if case.post_optim:
-                _fsdp(model).set_post_optim_event(torch.Event() if device.type == "cpu" else torch.cuda.current_stream().record_event())
+                _fsdp(model).set_post_optim_event(
+                    torch.Event() if device.type == "cpu" else torch.cuda.current_stream().record_event()
+                )
             optimizer.zero_grad(set_to_none=not case.kept)
         if isinstance(optimizer, HybridDeviceOptimizer):
             optimizer.synchronize_parameters()
@@ -252,7 +302,11 @@ def _train(case: Case, mesh: DeviceMesh, device: torch.device, seen: Seen, optio
         found = {name: whole(parameter) for name, parameter in model.named_parameters()}
     seen.norms.append(norms)
     seen.scales.append(scales)
-    seen.bits.append(hashlib.sha256(b"".join(bytes(each.cpu().view(-1).view(torch.uint8)) for each in found.values())).hexdigest())
+    seen.bits.append(
+        hashlib.sha256(
+            b"".join(bytes(each.cpu().view(-1).view(torch.uint8)) for each in found.values())
+        ).hexdigest()
+    )
     return found
 
 
@@ -261,8 +315,13 @@ def _clipped(case: Case, model: nn.Module, optimizer: Optimizer) -> Tensor | Non
         return None
     if isinstance(optimizer, HybridDeviceOptimizer) and case.clip != "torch":
         return optimizer.clip_grad_norm_(0.05) if case.clip == "own" else None
-    for parameter in model.parameters():  # sums first, as we do: torch would scale each rank's share of a sum, and round it there
-        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor) and parameter.grad.placements != parameter.placements:
+    # sums first, as we do: torch would scale each rank's share of a sum, and round it there
+    for parameter in model.parameters():
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(parameter.grad, DTensor)
+            and parameter.grad.placements != parameter.placements
+        ):
             parameter.grad = parameter.grad.redistribute(parameter.device_mesh, parameter.placements)
     return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 

@@ -1,6 +1,8 @@
-"""A run over FSDP2's shards that is saved half-way, in any way that torch knows, and goes on in another optimizer.
+"""A run over FSDP2's shards that is saved half-way, in any way that torch knows, and goes on in another
+optimizer.
 
-One invariant: what is compared with is a run of the optimizer that goes on, which nothing interrupted. `resumed` is one rank.
+One invariant: what is compared with is a run of the optimizer that goes on, which nothing interrupted.
+`resumed` is one rank.
 """
 
 from __future__ import annotations
@@ -38,20 +40,26 @@ SPLITS: dict[str, dict[str, Any] | None] = {
     "measured": {},
     "apart": {},
 }
-"""Options of the optimizer that saves, or loads. Apart: a share of its own on each rank, as measured before ranks agreed."""
+"""Options of the optimizer that saves, or loads. Apart: a share of its own on each rank, as measured before
+ranks agreed."""
 SHARDS = Case(over="shards")
 FIRST, ALL = 2, 4
 
 
-def resumed(rank: int, world: int, folder: str, runs: dict[str, tuple[str, str, str]], device_type: str) -> dict[str, list[str]]:
-    """By run, given as (who saves, who goes on, way): the weights that differ from those of the run that nothing interrupted."""
+def resumed(
+    rank: int, world: int, folder: str, runs: dict[str, tuple[str, str, str]], device_type: str
+) -> dict[str, list[str]]:
+    """By run, given as (who saves, who goes on, way): the weights that differ from those of the run that
+    nothing interrupted."""
     torch.use_deterministic_algorithms(True)
     mesh = init_device_mesh(device_type, (world,))
     expected = {target: _continued(mesh, target, None) for _, target, _ in runs.values()}
     found: dict[str, list[str]] = {}
     for name, (source, target, way) in runs.items():
         weights = _continued(mesh, target, _saved(mesh, source, way, f"{folder}/{name}"))
-        found[name] = [each for each, other in expected[target].items() if not same_bits(other, weights[each])]
+        found[name] = [
+            each for each, other in expected[target].items() if not same_bits(other, weights[each])
+        ]
     return found
 
 
@@ -93,7 +101,9 @@ def _saved(mesh: DeviceMesh, split: str, way: str, folder: str) -> Load:
 
         return load_own
     saving = StateDictOptions(
-        full_state_dict=way.startswith("whole"), cpu_offload=way == "whole on rank 0", flatten_optimizer_state_dict=way == "flat"
+        full_state_dict=way.startswith("whole"),
+        cpu_offload=way == "whole on rank 0",
+        flatten_optimizer_state_dict=way == "flat",
     )
     loading = StateDictOptions(
         full_state_dict=way.startswith("whole"),

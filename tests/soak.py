@@ -1,7 +1,9 @@
-"""Many steps whose shapes change, and a census of everything that could grow: what the soak tests on the CPU and on a GPU share.
+"""Many steps whose shapes change, and a census of everything that could grow: what the soak tests on the CPU
+and on a GPU share.
 
-One invariant: the steps repeat after `PERIOD` of them, shape by shape, on parameters that do not change. So from the second period on
-whatever an engine holds at a step's end must be what it held one period before; anything more is a leak, however slow.
+One invariant: the steps repeat after `PERIOD` of them, shape by shape, on parameters that do not change. So
+from the second period on whatever an engine holds at a step's end must be what it held one period before;
+anything more is a leak, however slow.
 """
 
 from __future__ import annotations
@@ -27,14 +29,28 @@ from offload.memory.arena import HostArena
 from offload.saved.staying import JUDGED_EVERY
 from parallel.transformer import TransformerConfig, TransformerStage, build_stage_module
 
-__all__ = ["PERIOD", "Shape", "Training", "build_manager", "census", "differences", "living", "resident_bytes", "shapes", "small_slabs"]
+__all__ = [
+    "PERIOD",
+    "Shape",
+    "Training",
+    "build_manager",
+    "census",
+    "differences",
+    "living",
+    "resident_bytes",
+    "shapes",
+    "small_slabs",
+]
 
 PERIOD = 50
 """Steps, after which the shapes come again."""
-assert PERIOD % JUDGED_EVERY == 0, "a group that stays is judged anew at the same step of each period, or what is known of it differs"
+assert PERIOD % JUDGED_EVERY == 0, (
+    "a group that stays is judged anew at the same step of each period, or what is known of it differs"
+)
 
 LONGEST_RUN = 7
-"""Steps of one shape in a row: long enough for a plan to settle and for unused host memory to be given back."""
+"""Steps of one shape in a row: long enough for a plan to settle and for unused host memory to be given
+back."""
 
 NAMES = ("attn_norm", "core_attn", "mlp_act")
 
@@ -47,8 +63,9 @@ class Shape(NamedTuple):
 
 
 def shapes(longest: int, *, most_microbatches: int = 4, seed: int = 0) -> list[Shape]:
-    """One period: runs of equal steps, each of another length and another number of microbatches. A run of the smallest comes first, so
-    that host memory is given back which the run of the largest after it needs."""
+    """One period: runs of equal steps, each of another length and another number of microbatches. A run of
+    the smallest comes first, so that host memory is given back which the run of the largest after it
+    needs."""
     choose = random.Random(seed)
     steps = [Shape(longest // 8, 1)] * LONGEST_RUN + [Shape(longest, most_microbatches)] * LONGEST_RUN
     while len(steps) < PERIOD:
@@ -59,7 +76,8 @@ def shapes(longest: int, *, most_microbatches: int = 4, seed: int = 0) -> list[S
 
 @contextmanager
 def small_slabs(patch: pytest.MonkeyPatch, registration_bytes: int) -> Iterator[None]:
-    """Engines that are built inside pin in small registrations, four a slab: a small model then needs many of them."""
+    """Engines that are built inside pin in small registrations, four a slab: a small model then needs many of
+    them."""
     with patch.context() as inside:
         arena = partial(HostArena, slab_bytes=4 * registration_bytes, registration_bytes=registration_bytes)
         inside.setattr(offload.engine, "HostArena", arena)
@@ -68,13 +86,21 @@ def small_slabs(patch: pytest.MonkeyPatch, registration_bytes: int) -> Iterator[
 
 def build_manager(device: Device, **config: Any) -> PipelineOffloadManager:
     settings: dict[str, Any] = {"min_offloaded_tensor_size": 1, **config}
-    return PipelineOffloadManager(OffloadEngine(OffloadConfig(**settings), device=device), print_summary=False)
+    return PipelineOffloadManager(
+        OffloadEngine(OffloadConfig(**settings), device=device), print_summary=False
+    )
 
 
 class Training:
-    """The middle stage of three under 1F1B, announced as a pipeline stage does it; no step changes its parameters."""
+    """The middle stage of three under 1F1B, announced as a pipeline stage does it; no step changes its
+    parameters."""
 
-    def __init__(self, manager: PipelineOffloadManager | None, config: TransformerConfig, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        manager: PipelineOffloadManager | None,
+        config: TransformerConfig,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.manager = manager
         self.device = device
         self.width = config.dim
@@ -114,13 +140,15 @@ class Training:
         return [gradient for gradient in found if gradient is not None]
 
 
-# -- the census ---------------------------------------------------------------------------------------------------------------
+# -- the census ----------------------------------------------------------------------------------------------
 
 
 def census(root: object) -> dict[str, int]:
-    """The number of entries of every container that belongs to `root`, by its path; those of one path are added up.
+    """The number of entries of every container that belongs to `root`, by its path; those of one path are
+    added up.
 
-    Walks attributes and entries of this project's own objects, so it meets whatever list or table a later change adds.
+    Walks attributes and entries of this project's own objects, so it meets whatever list or table a later
+    change adds.
     """
     found: Counter[str] = Counter()
     seen: set[int] = set()
@@ -143,7 +171,10 @@ def census(root: object) -> dict[str, int]:
 
 def _is_ours(value: object) -> bool:
     """Whether its class, or one that it inherits from, is this project's."""
-    return any(str(kind.__dict__.get("__module__")).partition(".")[0] in ("offload", "parallel") for kind in type(value).__mro__)
+    return any(
+        str(kind.__dict__.get("__module__")).partition(".")[0] in ("offload", "parallel")
+        for kind in type(value).__mro__
+    )
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
@@ -158,13 +189,23 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 def living() -> dict[str, int]:
     """This project's objects that are alive, by type, whoever holds them."""
     gc.collect()
-    return dict(Counter(f"{type(value).__module__}.{type(value).__qualname__}" for value in gc.get_objects() if _is_ours(value)))
+    return dict(
+        Counter(
+            f"{type(value).__module__}.{type(value).__qualname__}"
+            for value in gc.get_objects()
+            if _is_ours(value)
+        )
+    )
 
 
 def differences(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
     """What is not as it was: (before, after) by name."""
     names = sorted(before.keys() | after.keys())
-    return {name: (before.get(name, 0), after.get(name, 0)) for name in names if before.get(name, 0) != after.get(name, 0)}
+    return {
+        name: (before.get(name, 0), after.get(name, 0))
+        for name in names
+        if before.get(name, 0) != after.get(name, 0)
+    }
 
 
 def resident_bytes() -> int:

@@ -10,9 +10,11 @@ __all__ = ["CaptureWatcher", "CopyPair", "Device", "Event", "Graph", "HostMemory
 
 
 def select_device(name: str | None = None) -> Device:
-    """The device called `name`: "cuda", "cuda:1" or "sim"; None takes CUDA where there is a GPU, else the simulated device.
+    """The device called `name`: "cuda", "cuda:1" or "sim"; None takes CUDA where there is a GPU, else the
+    simulated device.
 
-    Raises ValueError for another name, or for "cuda" on a machine without a GPU: a simulated run is never a silent fallback.
+    Raises ValueError for another name, or for "cuda" on a machine without a GPU: a simulated run is never a
+    silent fallback.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "sim"
@@ -22,8 +24,13 @@ def select_device(name: str | None = None) -> Device:
         return SimDevice()
     if name == "cuda" or name.startswith("cuda:"):
         if not torch.cuda.is_available():
-            raise ValueError(f"device {name!r} was asked for, but torch {torch.__version__} sees no GPU; use 'sim' or install a driver")
+            raise ValueError(
+                f"device {name!r} was asked for, but torch {torch.__version__} sees no GPU; use 'sim' or "
+                "install a driver"
+            )
         from offload.device.cuda import CudaDevice
 
         return CudaDevice(torch.device(name))
-    raise ValueError(f"unknown device {name!r}; known: 'cuda', 'cuda:N', 'sim', or None to choose by the machine")
+    raise ValueError(
+        f"unknown device {name!r}; known: 'cuda', 'cuda:N', 'sim', or None to choose by the machine"
+    )

@@ -1,7 +1,7 @@
 """When a capture begins and ends: torch tells nobody, so this file listens where it happens.
 
-`torch.cuda.graph` and `torch.cuda.make_graphed_callables` make their graphs inside, so the two methods of torch.cuda.CUDAGraph that begin
-and end a capture are replaced while somebody watches, and put back after.
+`torch.cuda.graph` and `torch.cuda.make_graphed_callables` make their graphs inside, so the two methods of
+torch.cuda.CUDAGraph that begin and end a capture are replaced while somebody watches, and put back after.
 
 One invariant: a capture that was begun is ended, whatever a watcher raises, and what torch raises is raised.
 """

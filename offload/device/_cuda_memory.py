@@ -1,11 +1,12 @@
 """Pinned memory of the CUDA device: it costs what it holds, and goes back to the system piece by piece.
 
-One invariant: pages go back to the system only after CUDA has let go of them. If pages that are still registered went back, CUDA would
-refuse whatever is mapped at their address next (error 712), or a copy of it.
+One invariant: pages go back to the system only after CUDA has let go of them. If pages that are still
+registered went back, CUDA would refuse whatever is mapped at their address next (error 712), or a copy of it.
 
-Anonymous memory with huge pages, touched by several threads and registered in pieces as they are touched: 17.5 GB/s on an H200 host with
-all of it touched first, against 1.7 GB/s for `torch.empty(pin_memory=True)` (November 2026). A registration blocks every kernel launch
-while it runs, hence pieces of at most 64 MiB; and one copy must stay within one registration.
+Anonymous memory with huge pages, touched by several threads and registered in pieces as they are touched:
+17.5 GB/s on an H200 host with all of it touched first, against 1.7 GB/s for `torch.empty(pin_memory=True)`
+(November 2026). A registration blocks every kernel launch while it runs, hence pieces of at most 64 MiB; and
+one copy must stay within one registration.
 """
 
 from __future__ import annotations
@@ -38,12 +39,18 @@ class PinnedMemory:
         try:
             mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
-            raise HostBudgetError(f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes") from error
+            raise HostBudgetError(
+                f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes"
+            ) from error
         skip = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-        with contextlib.suppress(OSError):  # a kernel without huge pages: pinning takes longer, and is the same
+        # a kernel without huge pages: pinning takes longer, and is the same
+        with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE, skip, nbytes)
-        self._pieces = tuple(  # a storage each: torch looks where the storage starts to see whether a tensor is pinned
-            torch.frombuffer(mapping, dtype=torch.uint8, offset=skip + start, count=min(registration_bytes, nbytes - start))
+        # a storage each: torch looks where the storage starts to see whether a tensor is pinned
+        self._pieces = tuple(
+            torch.frombuffer(
+                mapping, dtype=torch.uint8, offset=skip + start, count=min(registration_bytes, nbytes - start)
+            )
             for start in range(0, nbytes, registration_bytes)
         )
         self._mapping: mmap.mmap | None = mapping
@@ -61,7 +68,9 @@ class PinnedMemory:
     def _register(self, threads: ThreadPoolExecutor) -> None:
         """Register each piece while those after it are touched. Raises HostBudgetError."""
         runtime = torch.cuda.cudart()
-        touched = [[threads.submit(_touch, part) for part in piece.split(_TOUCH_BYTES)] for piece in self._pieces]
+        touched = [
+            [threads.submit(_touch, part) for part in piece.split(_TOUCH_BYTES)] for piece in self._pieces
+        ]
         for index, piece in enumerate(self._pieces):
             for part in touched[index]:
                 part.result()
@@ -70,7 +79,8 @@ class PinnedMemory:
                 _forget_last_error()
                 nbytes = sum(each.numel() for each in self._pieces)
                 raise HostBudgetError(
-                    f"cudaHostRegister refused {piece.numel():,} bytes after {index * self._registration_bytes:,} of {nbytes:,} (error "
+                    f"cudaHostRegister refused {piece.numel():,} bytes after "
+                    f"{index * self._registration_bytes:,} of {nbytes:,} (error "
                     f"{code}); raise the locked-memory limit of the system or lower host_limit_bytes"
                 )
             self._registered.add(index)
@@ -91,16 +101,22 @@ class PinnedMemory:
         if code != 0:
             _forget_last_error()
             raise OffloadError(
-                f"cudaHostUnregister refused a piece of {piece.numel():,} bytes, one of {len(self._registered)} registered (error {code}); "
+                f"cudaHostUnregister refused a piece of {piece.numel():,} bytes, one of "
+                f"{len(self._registered)} registered (error {code}); "
                 "it stays pinned: look for an earlier CUDA error"
             )
         self._registered.remove(index)
         self._pieces = (*self._pieces[:index], torch.empty(0, dtype=torch.uint8), *self._pieces[index + 1 :])
-        try:  # the mapping stays for the other pieces, so these pages are given up by hand; unpinned first, or the driver would keep them
-            self._mapping.madvise(mmap.MADV_DONTNEED, self._offset + index * self._registration_bytes, piece.numel())
+        # the mapping stays for the other pieces, so these pages are given up by hand; unpinned first, or the
+        # driver would keep them
+        try:
+            self._mapping.madvise(
+                mmap.MADV_DONTNEED, self._offset + index * self._registration_bytes, piece.numel()
+            )
         except OSError as error:  # a process that locks all its memory
             warnings.warn(
-                f"the system keeps the pages of a piece of {piece.numel():,} bytes that was unpinned ({error}), until its whole slab of "
+                f"the system keeps the pages of a piece of {piece.numel():,} bytes that was unpinned "
+                f"({error}), until its whole slab of "
                 f"{len(self._pieces)} pieces goes; run without mlockall",
                 RuntimeWarning,
                 stacklevel=2,
@@ -137,8 +153,9 @@ def _capturing() -> bool:
 
 
 def _forget_last_error() -> None:
-    """Clear the error that a refused call left with the calling thread: CUDA hands it to whoever asks next, and that is torch after its
-    next kernel launch, which would raise it as its own. Asking is the only way to clear it, so an empty kernel is launched here."""
+    """Clear the error that a refused call left with the calling thread: CUDA hands it to whoever asks next,
+    and that is torch after its next kernel launch, which would raise it as its own. Asking is the only way to
+    clear it, so an empty kernel is launched here."""
     if torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):
             torch.cuda._sleep(0)

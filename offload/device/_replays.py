@@ -13,10 +13,12 @@ __all__ = ["replace_replay"]
 
 
 def replace_replay(graph: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call `before` and `after` around each replay of this graph, and around what others who listen do. The graph would keep itself alive
-    through its own method, hence the weak reference: its private memory is to go when its owner lets go of it."""
+    """Call `before` and `after` around each replay of this graph, and around what others who listen do. The
+    graph would keep itself alive through its own method, hence the weak reference: its private memory is to
+    go when its owner lets go of it."""
     kind, reference = type(graph), weakref.ref(graph)
-    inner: Callable[[], None] | None = vars(graph).get("replay")  # of another region that was open at the capture
+    # of another region that was open at the capture
+    inner: Callable[[], None] | None = vars(graph).get("replay")
 
     def replay() -> None:
         alive = reference()

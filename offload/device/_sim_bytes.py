@@ -1,11 +1,13 @@
 """Which operations touched which bytes of a storage since they were last written.
 
-One invariant: nothing here keeps bytes alive. A storage is its StorageImpl, held weakly: the weak reference keeps that object's address
-from being used again, so a tensor that the CPU allocator places at an old address is never taken for the old one.
+One invariant: nothing here keeps bytes alive. A storage is its StorageImpl, held weakly: the weak reference
+keeps that object's address from being used again, so a tensor that the CPU allocator places at an old address
+is never taken for the old one.
 
-Byte ranges carry the last write and the reads since, one a lane (as in FastTrack, Flanagan and Freund 2009): an access that is ordered
-after those is ordered after everything before them. Ranges split where accesses differ, and a write joins all that it covers; once there
-are many, what the host has seen finish is forgotten, since everything to come is ordered after it.
+Byte ranges carry the last write and the reads since, one a lane (as in FastTrack, Flanagan and Freund 2009):
+an access that is ordered after those is ordered after everything before them. Ranges split where accesses
+differ, and a write joins all that it covers; once there are many, what the host has seen finish is forgotten,
+since everything to come is ordered after it.
 """
 
 from __future__ import annotations
@@ -72,9 +74,29 @@ class StorageRef(weakref.ref[torch.UntypedStorage]):
 class TrackedBytes:
     """What is known of the bytes of one storage."""
 
-    __slots__ = ("_labels", "_prune_above", "_ranges", "_ref", "_starts", "_weak", "counted", "home", "host", "key", "nbytes", "released")
+    __slots__ = (
+        "_labels",
+        "_prune_above",
+        "_ranges",
+        "_ref",
+        "_starts",
+        "_weak",
+        "counted",
+        "home",
+        "host",
+        "key",
+        "nbytes",
+        "released",
+    )
 
-    def __init__(self, storage: torch.UntypedStorage, home: SimLane, on_death: Callable[[StorageRef], None], *, host: bool) -> None:
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        home: SimLane,
+        on_death: Callable[[StorageRef], None],
+        *,
+        host: bool,
+    ) -> None:
         self.key: int = storage._cdata
         self._weak: Any = storage._weak_ref()  # an address as an int; torch's annotation says otherwise
         self._ref = StorageRef(storage, on_death)
@@ -89,7 +111,8 @@ class TrackedBytes:
         self._labels: dict[tuple[int, int], str] = {}
         self._prune_above = _PRUNE_ABOVE
 
-    def __del__(self, free: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref) -> None:  # bound early: at exit torch may be gone
+    # bound early: at exit torch may be gone
+    def __del__(self, free: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref) -> None:
         free(self._weak)
 
     def storage(self) -> torch.UntypedStorage | None:
@@ -97,19 +120,26 @@ class TrackedBytes:
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak)
         return found
 
-    # -- names ----------------------------------------------------------------------------------------------------
+    # -- names -----------------------------------------------------------------------------------------------
     def name(self, start: int, end: int, label: str) -> None:
         self._labels.pop((start, end), None)
         self._labels[start, end] = label
 
     def describe(self, start: int, end: int) -> str:
         labels = [label for (first, last), label in self._labels.items() if first < end and start < last]
-        owner = f"'{labels[-1]}'" if labels else f"a host piece of {self.nbytes:,}" if self.host else f"a device storage of {self.nbytes:,}"
+        owner = (
+            f"'{labels[-1]}'"
+            if labels
+            else f"a host piece of {self.nbytes:,}"
+            if self.host
+            else f"a device storage of {self.nbytes:,}"
+        )
         return f"bytes [{start:,}, {end:,}) of {owner}"
 
-    # -- accesses -------------------------------------------------------------------------------------------------
+    # -- accesses --------------------------------------------------------------------------------------------
     def conflicts(self, start: int, end: int, *, writing: bool) -> Iterator[tuple[Operation, bool]]:
-        """(operation, whether it wrote) of what an access now must come after; once for each range that it touched."""
+        """(operation, whether it wrote) of what an access now must come after; once for each range that it
+        touched."""
         if start >= end:
             return
         starts, ranges = self._starts, self._ranges
@@ -128,13 +158,16 @@ class TrackedBytes:
     def all_accesses(self) -> Iterator[tuple[Operation, bool]]:
         return self.conflicts(0, 1 << 62, writing=True)
 
-    def stamp(self, start: int, end: int, operation: Operation, *, writing: bool, floor: Sequence[int]) -> None:
+    def stamp(
+        self, start: int, end: int, operation: Operation, *, writing: bool, floor: Sequence[int]
+    ) -> None:
         """Note the access. floor: the host's clock; what it counts is ordered before everything to come."""
         if start >= end:
             return
         starts, ranges = self._starts, self._ranges
         index = bisect_left(starts, start)
-        if index < len(starts) and starts[index] == start and ranges[index].end == end:  # the same block again: the usual case
+        # the same block again: the usual case
+        if index < len(starts) and starts[index] == start and ranges[index].end == end:
             if writing:
                 ranges[index].write = operation
                 ranges[index].reads = []
@@ -155,7 +188,8 @@ class TrackedBytes:
         self._starts, self._ranges = [], []
 
     def _cut(self, at: int) -> int:
-        """Split the range that crosses `at`, if one does; the index of the first range that starts at or after it."""
+        """Split the range that crosses `at`, if one does; the index of the first range that starts at or
+        after it."""
         index = bisect_left(self._starts, at)
         if index > 0 and self._ranges[index - 1].end > at:
             crossing = self._ranges[index - 1]
@@ -197,7 +231,8 @@ class TrackedBytes:
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage from the tensor's first element to its last; what lies between strides counts too."""
+    """The bytes of its storage from the tensor's first element to its last; what lies between strides counts
+    too."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

@@ -1,12 +1,15 @@
-"""The two clocks of a simulated lane: what its next work comes after (a vector clock), and when (virtual seconds).
+"""The two clocks of a simulated lane: what its next work comes after (a vector clock), and when (virtual
+seconds).
 
-One invariant: an operation happens before everything that a lane is given next if and only if that lane's vector clock counts it.
+One invariant: an operation happens before everything that a lane is given next if and only if that lane's
+vector clock counts it.
 
-    operation   anything a lane does, numbered from 1 in the order of issue; number n of lane a happened before lane b's next one
-                iff b.clock[a.index] >= n
+    operation   anything a lane does, numbered from 1 in the order of issue; number n of lane a happened
+                before lane b's next one iff b.clock[a.index] >= n
     issued      number of the last operation given to a lane
     ran         number of the last operation that the lane has finished
-    eager       a lane whose work is done when the call returns: torch on the CPU (`compute`), and the host itself
+    eager       a lane whose work is done when the call returns: torch on the CPU (`compute`), and the host
+                itself
 """
 
 from __future__ import annotations
@@ -61,14 +64,16 @@ class SimLane:
         self.owner = owner
         self.eager = eager
         self.clock = [0] * (index + 1)
-        self.ran: float = math.inf if eager and not lags else 0  # an eager lane that does not lag has finished whatever it was given
+        # an eager lane that does not lag has finished whatever it was given
+        self.ran: float = math.inf if eager and not lags else 0
         self.queue: deque[QueueItem] = deque()
         self.time_s = 0.0
         self.busy_s = 0.0
         self.copies = 0
         self.copied_bytes = 0
         self.host_version = 0
-        self.edges: dict[int, str] = {}  # for errors: lane index -> the order title of the last edge from that lane
+        # for errors: lane index -> the order title of the last edge from that lane
+        self.edges: dict[int, str] = {}
         self.left_out: dict[str, None] = {}  # for errors: titles of the edges that `without` removed here
 
     def __repr__(self) -> str:
@@ -102,7 +107,8 @@ class SimEvent:
 
 
 class SimLanes:
-    """The lanes of one device, the host's among them: all host threads are one lane, which every later issue comes after."""
+    """The lanes of one device, the host's among them: all host threads are one lane, which every later issue
+    comes after."""
 
     def __init__(self, *, lags: bool) -> None:
         """lags: the host does not see at once how far a compute lane is."""
@@ -124,15 +130,21 @@ class SimLanes:
     def own(self, lane: Lane) -> SimLane:
         if isinstance(lane, SimLane) and lane.owner is self._owner:
             return lane
-        raise ValueError(f"lane {lane!r} is not of this device; take compute, d2h or h2d of the device itself")
+        raise ValueError(
+            f"lane {lane!r} is not of this device; take compute, d2h or h2d of the device itself"
+        )
 
     def reachable(self, event: Event, waiter: str) -> SimEvent:
         """The event, if its lane will get there. waiter: who asks, for the error."""
         if not isinstance(event, SimEvent) or event.lane.owner is not self._owner:
-            raise HazardError(f"{waiter} waits for {event!r}, which this device never recorded, so it can never be reached; record it here")
+            raise HazardError(
+                f"{waiter} waits for {event!r}, which this device never recorded, so it can never be "
+                "reached; record it here"
+            )
         if event.number > event.lane.issued:
             raise HazardError(
-                f"deadlock: {waiter} waits for operation {event.number} of {event.lane.name}, which was given only {event.lane.issued}, "
+                f"deadlock: {waiter} waits for operation {event.number} of {event.lane.name}, which was "
+                f"given only {event.lane.issued}, "
                 "so it can never be reached; record an event after the work is issued"
             )
         return event

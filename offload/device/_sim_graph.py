@@ -1,15 +1,17 @@
 """Graphs of the simulated device: what a capture may do, and the replay of what it did.
 
-Compute on the CPU cannot be held back, so a captured program also runs once while it is captured, under the checker like any other. Its
-steps are kept, and `replay` issues them again: copies and declarations to the same bytes, kernels given to `launch` called again. What else
-compute did at the capture is not repeated: sources whose storage is gone give the bytes that they had then.
+Compute on the CPU cannot be held back, so a captured program also runs once while it is captured, under the
+checker like any other. Its steps are kept, and `replay` issues them again: copies and declarations to the
+same bytes, kernels given to `launch` called again. What else compute did at the capture is not repeated:
+sources whose storage is gone give the bytes that they had then.
 
-One invariant: a rule of CUDA's captures that is broken here raises HazardError at the call that breaks it. The rules: nothing is polled,
-synchronized, timed or pinned; a lane of the capture waits for events of the capture only, and nobody else waits for those; lanes that
-waited for one are part of it, and joined before it ends. A copy on a lane that is not part of it would run once, now: that is refused too.
+One invariant: a rule of CUDA's captures that is broken here raises HazardError at the call that breaks it.
+The rules: nothing is polled, synchronized, timed or pinned; a lane of the capture waits for events of the
+capture only, and nobody else waits for those; lanes that waited for one are part of it, and joined before it
+ends. A copy on a lane that is not part of it would run once, now: that is refused too.
 
-A graph's branches run on lanes of its own, ordered with nothing but by the events of the program: what holds on the device's own copy lanes
-by the order of issue does not hold between a replay and anything else.
+A graph's branches run on lanes of its own, ordered with nothing but by the events of the program: what holds
+on the device's own copy lanes by the order of issue does not hold between a replay and anything else.
 """
 
 from __future__ import annotations
@@ -75,27 +77,30 @@ class Program:
     def __init__(self, origin: SimLane) -> None:
         self.origin = origin
         self.steps: list[Step] = []
-        self.shadows: dict[TrackedBytes, torch.Tensor] = {}  # a graph's pool keeps its addresses, whatever dies
+        # a graph's pool keeps its addresses, whatever dies
+        self.shadows: dict[TrackedBytes, torch.Tensor] = {}
         self._lanes: dict[SimLane, str] = {origin: "begin"}  # with the order of the wait that brought it in
 
     def has(self, lane: SimLane) -> bool:
         return lane in self._lanes
 
-    # -- rules ----------------------------------------------------------------------------------------------------
+    # -- rules -----------------------------------------------------------------------------------------------
     def wait(self, lane: SimLane, event: SimEvent, order: str) -> None:
         """A wait is about to be issued: one for an event of the capture makes `lane` part of it."""
         if event.program is self:
             self._lanes.setdefault(lane, order)
         elif self.has(lane):
             raise HazardError(
-                f"capture: {lane.name} waits ({order!r}) for {event}, which was recorded outside of the capture that {lane.name} is part "
+                f"capture: {lane.name} waits ({order!r}) for {event}, which was recorded outside of the "
+                f"capture that {lane.name} is part "
                 "of; synchronize before the capture begins, and wait for nothing of before in it"
             )
 
     def copy(self, lane: SimLane) -> None:
         if not self.has(lane):
             raise HazardError(
-                f"capture: a copy on {lane.name}, which is no part of the capture, would run once and in no replay; let {lane.name} wait "
+                f"capture: a copy on {lane.name}, which is no part of the capture, would run once and in no "
+                f"replay; let {lane.name} wait "
                 f"for an event of {self.origin.name} first"
             )
 
@@ -104,12 +109,14 @@ class Program:
             done = self.origin.clock[lane.index]
             if done < lane.issued:
                 raise HazardError(
-                    f"capture: {lane.name}, part of it since it waited ({order!r}), is not joined: {self.origin.name} comes after "
-                    f"operation {done} of {lane.name}, not after {lane.issued}. Record an event on {lane.name} and let {self.origin.name} "
+                    f"capture: {lane.name}, part of it since it waited ({order!r}), is not joined: "
+                    f"{self.origin.name} comes after "
+                    f"operation {done} of {lane.name}, not after {lane.issued}. Record an event on "
+                    f"{lane.name} and let {self.origin.name} "
                     f"wait for it{_left_out(self.origin)}"
                 )
 
-    # -- steps ----------------------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------
     def add(self, step: Step) -> None:
         if self.has(step.lane):
             self.steps.append(step)
@@ -127,7 +134,11 @@ class Program:
 
 
 def _left_out(lane: SimLane) -> str:
-    return f"; edges left out of {lane.name}: {', '.join(repr(title) for title in lane.left_out)}" if lane.left_out else ""
+    return (
+        f"; edges left out of {lane.name}: {', '.join(repr(title) for title in lane.left_out)}"
+        if lane.left_out
+        else ""
+    )
 
 
 class ReplayedCopy(Copy):
@@ -144,7 +155,8 @@ class ReplayedCopy(Copy):
 
 
 class SimGraph:
-    """A captured program. `replay` issues it again, on the calling thread's compute lane and on branches of its own."""
+    """A captured program. `replay` issues it again, on the calling thread's compute lane and on branches of
+    its own."""
 
     def __init__(self, device: SimCaptures) -> None:
         self._device = device
@@ -171,7 +183,15 @@ class SimGraph:
             elif isinstance(step, AccessStep):
                 device.replay_access(step, lane)
             elif isinstance(step, CopyStep):
-                copy = ReplayedCopy(lane, step.nbytes, step.destination, step.at, step.source, step.start, strict=device.strict)
+                copy = ReplayedCopy(
+                    lane,
+                    step.nbytes,
+                    step.destination,
+                    step.at,
+                    step.source,
+                    step.start,
+                    strict=device.strict,
+                )
                 copy.shadows = program.shadows
                 device.replay_copy(copy)
             else:
@@ -200,7 +220,9 @@ class SimCaptures(ABC):
     @abstractmethod
     def _enter(self, lane: Lane) -> SimLane: ...
     @abstractmethod
-    def _access(self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, verb: str, *, writing: bool) -> None: ...
+    def _access(
+        self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, verb: str, *, writing: bool
+    ) -> None: ...
     @abstractmethod
     def _issue_copy(self, copy: Copy) -> None: ...
 
@@ -213,7 +235,8 @@ class SimCaptures(ABC):
 
     @contextmanager
     def capture(self) -> Iterator[SimGraph]:
-        """What is issued inside, on the calling thread's compute lane and on lanes that come to wait for it, becomes the graph.
+        """What is issued inside, on the calling thread's compute lane and on lanes that come to wait for it,
+        becomes the graph.
 
         Raises HazardError at the end if a lane was not joined; the graph cannot be replayed then.
         """
@@ -239,7 +262,9 @@ class SimCaptures(ABC):
     @contextmanager
     def watch_captures(self, watcher: CaptureWatcher) -> Iterator[None]:
         if self._watcher is not None:
-            raise CaptureError(f"captures on {self.name} are watched already; close the open region before another is opened")
+            raise CaptureError(
+                f"captures on {self.name} are watched already; close the open region before another is opened"
+            )
         self._watcher = watcher
         try:
             yield
@@ -251,7 +276,9 @@ class SimCaptures(ABC):
 
     def replay_access(self, step: AccessStep, lane: SimLane) -> None:
         with self._lock:
-            self._access(self._enter(lane), step.tracked, step.start, step.end, step.verb, writing=step.writing)
+            self._access(
+                self._enter(lane), step.tracked, step.start, step.end, step.verb, writing=step.writing
+            )
 
     def replay_copy(self, copy: Copy) -> None:
         with self._lock:
@@ -261,8 +288,14 @@ class SimCaptures(ABC):
 
     def _forbid_in_capture(self, what: str) -> None:
         if self._program is not None:
-            raise HazardError(f"capture: {what} while a graph is captured, which ends the capture on a GPU; do it before or after")
+            raise HazardError(
+                f"capture: {what} while a graph is captured, which ends the capture on a GPU; do it before "
+                "or after"
+            )
 
     def _check_event_of_capture(self, event: SimEvent, waiter: str) -> None:
         if event.program is not None and event.program is not self._program:
-            raise HazardError(f"capture: {waiter} waits for {event}, which was recorded in a capture that is over: it never passes")
+            raise HazardError(
+                f"capture: {waiter} waits for {event}, which was recorded in a capture that is over: it "
+                "never passes"
+            )

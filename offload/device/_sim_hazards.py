@@ -1,7 +1,8 @@
-"""The happens-before checker of the simulated device: is there an event between two accesses of the same bytes?
+"""The happens-before checker of the simulated device: is there an event between two accesses of the same
+bytes?
 
-One invariant: a hazard is raised before the second access is issued, and nothing has changed then. Storages that die between two device
-calls are looked at first thing in the next one, with the clocks of their death.
+One invariant: a hazard is raised before the second access is issued, and nothing has changed then. Storages
+that die between two device calls are looked at first thing in the next one, with the clocks of their death.
 """
 
 from __future__ import annotations
@@ -27,22 +28,27 @@ class HazardChecker:
         self.active_bytes = 0
         self._host = host
         self._tracked: dict[int, TrackedBytes] = {}
-        self._dead: deque[StorageRef] = deque()  # appended to by finalisers, on any thread, possibly while that thread holds the lock
+        # appended to by finalisers, on any thread, possibly while that thread holds the lock
+        self._dead: deque[StorageRef] = deque()
 
-    # -- storages -------------------------------------------------------------------------------------------------
+    # -- storages --------------------------------------------------------------------------------------------
     def track(self, storage: torch.UntypedStorage, home: SimLane, *, host: bool = False) -> TrackedBytes:
         found = TrackedBytes(storage, home, self._dead.append, host=host)
         self._tracked[found.key] = found
         return found
 
     def locate(self, tensor: torch.Tensor, home: SimLane) -> TrackedBytes:
-        """What is known of the tensor's storage. home: the lane that a storage met for the first time belongs to."""
+        """What is known of the tensor's storage. home: the lane that a storage met for the first time belongs
+        to."""
         storage = tensor.untyped_storage()
         found = self._tracked.get(storage._cdata)
         if found is None:
             return self.track(storage, home)
         if found.released:
-            raise HazardError(f"{found.describe(*byte_range(tensor))} are host memory that was released; release it after its last use")
+            raise HazardError(
+                f"{found.describe(*byte_range(tensor))} are host memory that was released; release it after "
+                "its last use"
+            )
         return found
 
     def is_host(self, storage: torch.UntypedStorage) -> bool:
@@ -76,8 +82,10 @@ class HazardChecker:
         for tracked in held:
             tracked.released = True
 
-    # -- verdicts -------------------------------------------------------------------------------------------------
-    def check(self, operation: Operation, tracked: TrackedBytes, start: int, end: int, *, writing: bool) -> None:
+    # -- verdicts --------------------------------------------------------------------------------------------
+    def check(
+        self, operation: Operation, tracked: TrackedBytes, start: int, end: int, *, writing: bool
+    ) -> None:
         """Raise unless the operation, about to be issued, is ordered after what it conflicts with."""
         if not self.strict:
             return
@@ -86,11 +94,14 @@ class HazardChecker:
             if clock[earlier.lane.index] < earlier.number:
                 raise _missing_edge(operation, writing, earlier, wrote, tracked.describe(start, end))
 
-    def stamp(self, operation: Operation, tracked: TrackedBytes, start: int, end: int, *, writing: bool) -> None:
+    def stamp(
+        self, operation: Operation, tracked: TrackedBytes, start: int, end: int, *, writing: bool
+    ) -> None:
         tracked.stamp(start, end, operation, writing=writing, floor=self._host.clock)
 
     def check_free(self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, freed: str) -> None:
-        """Raise unless all accesses are ordered before what `lane` is given next. freed: how the bytes went back, for the error."""
+        """Raise unless all accesses are ordered before what `lane` is given next. freed: how the bytes went
+        back, for the error."""
         if not self.strict:
             return
         seen = self._host.clock  # what is issued after the free comes after what the host has seen
@@ -107,8 +118,8 @@ def _missing_edge(later: Operation, writes: bool, earlier: Operation, wrote: boo
         kind = ("WAW" if wrote else "WAR") if writes else "RAW"
         did = "writes them" if wrote else "reads them"
     return HazardError(
-        f"{kind} hazard on {where}: {later} {'writes' if writes else 'reads'} them while {earlier}, which {did}, may not have finished. "
-        + _edges(later.lane, earlier)
+        f"{kind} hazard on {where}: {later} {'writes' if writes else 'reads'} them while {earlier}, which "
+        f"{did}, may not have finished. " + _edges(later.lane, earlier)
     )
 
 
@@ -117,7 +128,8 @@ def _freed_too_early(lane: SimLane, freed: str, earlier: Operation, wrote: bool,
     queued = earlier.number > earlier.lane.ran
     return HazardError(
         f"allocator reuse hazard on {where}: {freed}, and work issued to {lane.name} may get them next, "
-        f"{'but they were freed before the copy ran: ' if queued else 'while '}{earlier}, which {'writes' if wrote else 'reads'} them"
+        f"{'but they were freed before the copy ran: ' if queued else 'while '}{earlier}, which "
+        f"{'writes' if wrote else 'reads'} them"
         f"{'' if queued else ', may not have finished'}. " + _edges(lane, earlier)
     )
 
@@ -130,6 +142,12 @@ def _edges(lane: SimLane, earlier: Operation) -> str:
     else:
         last = f" (last edge: '{lane.edges[other.index]}')" if other.index in lane.edges else ""
         has = f"{lane.name} comes after operation {known} of {other.name}{last}, not after {earlier.number}"
-    left_out = f"; edges left out of {lane.name}: {', '.join(repr(title) for title in lane.left_out)}" if lane.left_out else ""
+    left_out = (
+        f"; edges left out of {lane.name}: {', '.join(repr(title) for title in lane.left_out)}"
+        if lane.left_out
+        else ""
+    )
     how = "synchronize or poll it" if lane.name == "host" else f"let {lane.name} wait for it"
-    return f"{has}{left_out}. Record an event on {other.name} after operation {earlier.number} and {how} first"
+    return (
+        f"{has}{left_out}. Record an event on {other.name} after operation {earlier.number} and {how} first"
+    )

@@ -1,6 +1,7 @@
 """Host memory of the simulated device: plain memory in the shape of pinned memory.
 
-One invariant: each registration is a storage of its own, so no copy can cross from one into the next, and each can go alone.
+One invariant: each registration is a storage of its own, so no copy can cross from one into the next, and
+each can go alone.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ __all__ = ["PlainMemory"]
 class PlainMemory:
     """`nbytes` in pieces of at most `registration_bytes`; the system gives the pages when they are used."""
 
-    def __init__(self, nbytes: int, registration_bytes: int, release: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    def __init__(
+        self, nbytes: int, registration_bytes: int, release: Callable[[Sequence[torch.Tensor]], None]
+    ) -> None:
         """release: raises if a copy of one of the pieces may be in flight."""
         if nbytes < 0 or registration_bytes <= 0:
-            raise ValueError(f"{nbytes:,} host bytes in pieces of {registration_bytes:,} were asked for; give 0 or more, pieces above 0")
+            raise ValueError(
+                f"{nbytes:,} host bytes in pieces of {registration_bytes:,} were asked for; give 0 or more, "
+                "pieces above 0"
+            )
         sizes = [min(registration_bytes, nbytes - start) for start in range(0, nbytes, registration_bytes)]
         try:
             self._pieces = tuple(torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes)
         except RuntimeError as error:
-            raise HostBudgetError(f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes") from error
+            raise HostBudgetError(
+                f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes"
+            ) from error
         self._release = release
 
     @property

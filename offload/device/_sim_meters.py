@@ -1,6 +1,7 @@
 """What a program on the simulated device has cost so far: copies, waits and bytes, and virtual time.
 
-One invariant: virtual time passes where compute is announced and where a copy is issued; no reading makes it pass.
+One invariant: virtual time passes where compute is announced and where a copy is issued; no reading makes it
+pass.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class SimMeters(ABC):
     @abstractmethod
     def _enter(self, lane: Lane) -> SimLane: ...
 
-    # -- counts ---------------------------------------------------------------------------------------------------
+    # -- counts ----------------------------------------------------------------------------------------------
     def active_bytes(self) -> int:
-        """Bytes of living storages that came from `empty` or were declared by `note_write`, and not freed whole by `note_free`."""
+        """Bytes of living storages that came from `empty` or were declared by `note_write`, and not freed
+        whole by `note_free`."""
         with self._lock:
             self._enter(self._lanes.host)
             return self._checker.active_bytes
@@ -60,7 +62,7 @@ class SimMeters(ABC):
         """How often each ordering edge was asked for, by its title, those of `without` included."""
         return MappingProxyType(self._waits)
 
-    # -- virtual time ---------------------------------------------------------------------------------------------
+    # -- virtual time ----------------------------------------------------------------------------------------
     def compute_for(self, seconds: float) -> None:
         """The calling thread's compute lane is busy for `seconds` of virtual time."""
         if not seconds >= 0:
@@ -87,7 +89,8 @@ class SimMeters(ABC):
 
     @property
     def blocked_s(self) -> float:
-        """Virtual time that the host was blocked in `synchronize`, and compute idle with it; not part of the stall."""
+        """Virtual time that the host was blocked in `synchronize`, and compute idle with it; not part of the
+        stall."""
         return self._blocked_s
 
     def busy_s(self, lane: Lane) -> float:

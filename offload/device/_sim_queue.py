@@ -1,11 +1,12 @@
 """When queued copies run: as late as something needs them, at once, at random, or by the virtual clock.
 
-One invariant: an item runs after the items before it in its lane and after the event that it waits for, under every executor. A program
-whose events order all its accesses cannot tell the executors apart; one that lacks an edge reads poison, or bytes of another time, under
-one of them.
+One invariant: an item runs after the items before it in its lane and after the event that it waits for, under
+every executor. A program whose events order all its accesses cannot tell the executors apart; one that lacks
+an edge reads poison, or bytes of another time, under one of them.
 
-A wait cycle cannot be written: an event is a point that was already issued, so a lane only ever waits for the past. What can happen is
-that a lane never gets there, because a copy in it cannot run; then whoever needs it is told of both.
+A wait cycle cannot be written: an event is a point that was already issued, so a lane only ever waits for the
+past. What can happen is that a lane never gets there, because a copy in it cannot run; then whoever needs it
+is told of both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ __all__ = ["POISON", "Copy", "Executor", "ExecutorName", "PendingWait", "copied_
 ExecutorName = Literal["late", "early", "random", "clock"]
 
 POISON = 0xCB
-"""Fills a copy's destination until the copy has run: a negative number, around -4e7 in float32 and bfloat16."""
+"""Fills a copy's destination until the copy has run: a negative number, around -4e7 in float32 and
+bfloat16."""
 
 
 class PendingWait:
@@ -49,7 +51,15 @@ class Copy(Operation):
     __slots__ = ("destination", "destination_start", "source", "source_start", "strict")
 
     def __init__(
-        self, lane: SimLane, nbytes: int, to: TrackedBytes, to_start: int, source: TrackedBytes, source_start: int, *, strict: bool
+        self,
+        lane: SimLane,
+        nbytes: int,
+        to: TrackedBytes,
+        to_start: int,
+        source: TrackedBytes,
+        source_start: int,
+        *,
+        strict: bool,
     ) -> None:
         """strict: a side that is dead when the copy runs is an error, else the copy is left out."""
         super().__init__(lane, "copy", nbytes)
@@ -74,13 +84,21 @@ class Copy(Operation):
             return self._freed("source")
         if destination is None or destination.nbytes() < self.destination_start + self.nbytes:
             return self._freed("destination")
-        # memmove rather than copy_: what a DMA engine does; no dispatch mode of the calling thread sees it, no version counter moves
-        ctypes.memmove(destination.data_ptr() + self.destination_start, source.data_ptr() + self.source_start, self.nbytes)
+        # memmove rather than copy_: what a DMA engine does; no dispatch mode of the calling thread sees it,
+        # no version counter moves
+        ctypes.memmove(
+            destination.data_ptr() + self.destination_start,
+            source.data_ptr() + self.source_start,
+            self.nbytes,
+        )
         return None
 
     def _freed(self, side: str) -> None:
         if self.strict:
-            raise HazardError(f"{side} freed before the copy ran: {self}. Hold both sides until an event recorded after it has passed")
+            raise HazardError(
+                f"{side} freed before the copy ran: {self}. Hold both sides until an event recorded after it "
+                "has passed"
+            )
 
 
 class Executor:
@@ -102,10 +120,11 @@ class Executor:
             self.reach(lane, operation.number, lane.name)
 
     def poison(self, copy: Copy) -> None:
-        """Spoil the destination of a copy about to be issued, so that whoever reads it too early gets neither old nor new bytes.
+        """Spoil the destination of a copy about to be issued, so that whoever reads it too early gets neither
+        old nor new bytes.
 
-        What touched the destination before, and is ordered before the copy, runs first: that is legal now, and poison would reach it.
-        Without an event between nothing protects it.
+        What touched the destination before, and is ordered before the copy, runs first: that is legal now,
+        and poison would reach it. Without an event between nothing protects it.
         """
         destination = copy.storage_of(copy.destination)
         if self.name == "early" or copy.lane.eager or destination is None:
@@ -120,7 +139,8 @@ class Executor:
         return event.lane.ran >= event.number and (self.name != "clock" or event.time_s <= now_s)
 
     def reach(self, lane: SimLane, number: int, waiter: str) -> None:
-        """Run `lane` up to operation `number`, and whatever that waits for. waiter: who needs it, for errors."""
+        """Run `lane` up to operation `number`, and whatever that waits for. waiter: who needs it, for
+        errors."""
         stack = [(lane, number)]
         while stack:
             lane, number = stack[-1]
@@ -138,7 +158,9 @@ class Executor:
             try:
                 item.run()
             except HazardError as error:
-                raise HazardError(f"{waiter} needs operation {number} of {lane.name}, which can never be reached: {error}") from error
+                raise HazardError(
+                    f"{waiter} needs operation {number} of {lane.name}, which can never be reached: {error}"
+                ) from error
             lane.queue.popleft()
             lane.ran = item.number
 
@@ -151,7 +173,9 @@ class Executor:
         elif self.name == "random" and self._random.random() < 0.5:
             lane = self._lanes[int(self._random.random() * len(self._lanes))]
             if lane.queue:
-                self.reach(lane, lane.queue[int(self._random.random() * len(lane.queue))].number, "a random step")
+                self.reach(
+                    lane, lane.queue[int(self._random.random() * len(lane.queue))].number, "a random step"
+                )
             elif lane.ran < lane.issued:
                 lane.ran = self._random.randint(int(lane.ran), lane.issued)
 
@@ -160,9 +184,15 @@ def copied_bytes_of(destination: torch.Tensor, source: torch.Tensor) -> int:
     """The length of the copy, if the two can be one."""
     nbytes = destination.numel()
     for side in (destination, source):
-        if side.dtype is not torch.uint8 or side.dim() != 1 or side.numel() != nbytes or not side.is_contiguous():
+        if (
+            side.dtype is not torch.uint8
+            or side.dim() != 1
+            or side.numel() != nbytes
+            or not side.is_contiguous()
+        ):
             raise ValueError(
-                f"a copy takes two contiguous 1-D uint8 tensors of equal length, not {destination.dtype} {tuple(destination.shape)} "
+                f"a copy takes two contiguous 1-D uint8 tensors of equal length, not {destination.dtype} "
+                f"{tuple(destination.shape)} "
                 f"from {source.dtype} {tuple(source.shape)}; pass views of the bytes"
             )
     return nbytes

@@ -1,9 +1,11 @@
 """The device seam: lanes, events and copies, as the engine sees them.
 
-Two devices exist because two are needed: CUDA, and a simulated one that checks every ordering on a machine without a GPU.
-One invariant: nothing outside this folder names a stream, a `torch.cuda` call or a pinned page.
+Two devices exist because two are needed: CUDA, and a simulated one that checks every ordering on a machine
+without a GPU. One invariant: nothing outside this folder names a stream, a `torch.cuda` call or a pinned
+page.
 
-Blocking is in the name: `wait(lane, event)` orders lanes and never blocks the host, `synchronize(event)` may, `poll(event)` never does.
+Blocking is in the name: `wait(lane, event)` orders lanes and never blocks the host, `synchronize(event)` may,
+`poll(event)` never does.
 
     lane      a queue of device work that runs in order: `compute`, `d2h`, `h2d`
     event     a point recorded in a lane; *passed* when the device got there
@@ -36,7 +38,8 @@ class Event(Protocol):
 
 
 class Graph(Protocol):
-    """Device work captured once and run again by each `replay`. Its copies go to and from the same addresses every time."""
+    """Device work captured once and run again by each `replay`. Its copies go to and from the same addresses
+    every time."""
 
     def replay(self) -> Any: ...
 
@@ -48,18 +51,21 @@ class CaptureWatcher(Protocol):
         """The capture begins after this: everything is still allowed, and must be prepared here."""
 
     def capture_ends(self, graph: Graph) -> None:
-        """The capture ends after this, on the lane that it began on: its lanes must be joined here. Not called if it never began."""
+        """The capture ends after this, on the lane that it began on: its lanes must be joined here. Not
+        called if it never began."""
 
     def capture_over(self, graph: Graph, complete: bool) -> None:
         """Nothing is captured any more. complete: the graph can be replayed. Must not raise."""
 
 
 class HostMemory(Protocol):
-    """One host allocation, pinned in pieces, or plain memory on the simulated device. It lives until its last piece is released."""
+    """One host allocation, pinned in pieces, or plain memory on the simulated device. It lives until its last
+    piece is released."""
 
     @property
     def pieces(self) -> tuple[torch.Tensor, ...]:
-        """The bytes as 1-D uint8 CPU tensors, one a registration: a copy must not cross from one piece into the next.
+        """The bytes as 1-D uint8 CPU tensors, one a registration: a copy must not cross from one piece into
+        the next.
 
         A piece that was released alone stays in its place as a tensor of no bytes: indices do not change."""
 
@@ -67,12 +73,13 @@ class HostMemory(Protocol):
     def pinned(self) -> bool: ...
 
     def release_piece(self, index: int) -> None:
-        """Unpin one piece and return its pages to the system; the others stay as they are. No copy of it may be in flight; may block
-        the host. Idempotent. Raises OffloadError if it cannot be unpinned, and keeps it then."""
+        """Unpin one piece and return its pages to the system; the others stay as they are. No copy of it may
+        be in flight; may block the host. Idempotent. Raises OffloadError if it cannot be unpinned, and keeps
+        it then."""
 
     def release(self) -> None:
-        """Unpin and return what is left to the system, after which there are no pieces. No copy may be in flight; may block the
-        host. Idempotent."""
+        """Unpin and return what is left to the system, after which there are no pieces. No copy may be in
+        flight; may block the host. Idempotent."""
 
 
 class Device(Protocol):
@@ -97,7 +104,8 @@ class Device(Protocol):
 
     @property
     def host(self) -> Lane:
-        """The host as a lane, for `note_read` and `note_write` of host memory that host code itself touches. Takes no waits, no copies."""
+        """The host as a lane, for `note_read` and `note_write` of host memory that host code itself touches.
+        Takes no waits, no copies."""
 
     def new_compute_lane(self, name: str) -> Lane:
         """A further lane to compute on, unordered with `compute` until events say otherwise."""
@@ -107,20 +115,21 @@ class Device(Protocol):
 
     @property
     def near_cores(self) -> frozenset[int]:
-        """The processor cores this process may use that are on the device's side of the machine; all it may use where that is not known."""
+        """The processor cores this process may use that are on the device's side of the machine; all it may
+        use where that is not known."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's bytes are in this device's memory (and not already on the host side)."""
 
-    # -- order ----------------------------------------------------------------------------------------------------
+    # -- order -----------------------------------------------------------------------------------------------
     def record(self, lane: Lane, *, timed: bool = False) -> Event:
         """Record a point in `lane`. timed: the event can be given to `elapsed_ms`. Never blocks the host."""
 
     def wait(self, lane: Lane, event: Event, order: str) -> None:
         """Work issued to `lane` from now on runs after `event`. Never blocks the host.
 
-        order: the title of the ordering note that this edge belongs to, such as "restore"; the simulated device names it in
-            errors, and the tests remove an edge by it.
+        order: the title of the ordering note that this edge belongs to, such as "restore"; the simulated
+            device names it in errors, and the tests remove an edge by it.
         """
 
     def poll(self, event: Event) -> bool:
@@ -132,26 +141,29 @@ class Device(Protocol):
     def elapsed_ms(self, start: Event, end: Event) -> float:
         """Device time between two timed events that have passed, in milliseconds."""
 
-    # -- bytes ----------------------------------------------------------------------------------------------------
+    # -- bytes -----------------------------------------------------------------------------------------------
     def empty(self, nbytes: int) -> torch.Tensor:
         """A new 1-D uint8 tensor in device memory, allocated on the compute lane."""
 
     def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
-        """Issue the copies to `lane`, in order, under one stream switch. The caller keeps both sides alive until an event
-        recorded after this call has passed. Blocks the host only if a host side is not pinned."""
+        """Issue the copies to `lane`, in order, under one stream switch. The caller keeps both sides alive
+        until an event recorded after this call has passed. Blocks the host only if a host side is not
+        pinned."""
 
     def host_memory(self, nbytes: int, registration_bytes: int) -> HostMemory:
         """Allocate `nbytes` of host memory, pinned in registrations of at most `registration_bytes` each.
 
-        Blocks the host for about nbytes / 17 GB/s (peers.md: huge pages touched by 8 threads, then registered), and every
-        kernel launch for the time of one registration. Raises HostBudgetError if the system refuses; nothing stays pinned then.
+        Blocks the host for about nbytes / 17 GB/s (peers.md: huge pages touched by 8 threads, then
+        registered), and every kernel launch for the time of one registration. Raises HostBudgetError if the
+        system refuses; nothing stays pinned then.
         """
 
     @property
     def pins(self) -> bool:
-        """Whether `host_memory` really pins, and so costs time: true on CUDA, false on the simulated device."""
+        """Whether `host_memory` really pins, and so costs time: true on CUDA, false on the simulated
+        device."""
 
-    # -- declarations: what the simulated device checks; no-ops on CUDA ----------------------------------------------
+    # -- declarations: what the simulated device checks; no-ops on CUDA --------------------------------------
     def note_write(self, lane: Lane, tensor: torch.Tensor) -> None:
         """`lane` has just written the tensor's bytes (a tensor that compute made and autograd now saves)."""
 
@@ -159,29 +171,35 @@ class Device(Protocol):
         """Work issued to `lane` from now on reads the tensor's bytes (unpack hands them to compute)."""
 
     def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
-        """The engine lets go of the tensor: its bytes may be reused by work that is issued to `lane` from now on."""
+        """The engine lets go of the tensor: its bytes may be reused by work that is issued to `lane` from now
+        on."""
 
-    # -- graphs ---------------------------------------------------------------------------------------------------
-    # While a graph is captured, lanes that wait for one of its events become part of it, and must be joined again before it ends. It may
-    # wait for its own events only, and nobody else may ever wait for, poll or synchronize one of them. Nothing may be polled, synchronized,
-    # timed or pinned meanwhile, on any thread.
+    # -- graphs ----------------------------------------------------------------------------------------------
+    # While a graph is captured, lanes that wait for one of its events become part of it, and must be joined
+    # again before it ends. It may wait for its own events only, and nobody else may ever wait for, poll or
+    # synchronize one of them. Nothing may be polled, synchronized, timed or pinned meanwhile, on any thread.
     def is_capturing(self) -> bool:
         """Whether the calling thread's compute lane is being captured into a graph."""
 
     def watch_captures(self, watcher: CaptureWatcher) -> AbstractContextManager[None]:
-        """Inside, `watcher` is told of every capture on this device. Raises CaptureError if there is a watcher already."""
+        """Inside, `watcher` is told of every capture on this device. Raises CaptureError if there is a
+        watcher already."""
 
     def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """From now on each `graph.replay()` calls `before` first, which may raise, and `after` last. Does not keep the graph alive."""
+        """From now on each `graph.replay()` calls `before` first, which may raise, and `after` last. Does not
+        keep the graph alive."""
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
 
     def active_bytes(self) -> int:
-        """Bytes in live blocks of the device allocator now; what this engine lent out and knows of on the simulated device."""
+        """Bytes in live blocks of the device allocator now; what this engine lent out and knows of on the
+        simulated device."""
 
     def release_cached(self, worth: int) -> int:
-        """Return to the driver what the device allocator has cached and nothing uses, if it holds a `worth`-th more than was ever in live
-        blocks at once (since torch's peaks were reset last). Returns the bytes; 0 on the simulated device, which caches none.
+        """Return to the driver what the device allocator has cached and nothing uses, if it holds a
+        `worth`-th more than was ever in live blocks at once (since torch's peaks were reset last). Returns
+        the bytes; 0 on the simulated device, which caches none.
 
-        Blocks the host until the device is idle, if it is worth it. Ask `is_capturing` first: CUDA's raises CaptureError in a capture.
+        Blocks the host until the device is idle, if it is worth it. Ask `is_capturing` first: CUDA's raises
+        CaptureError in a capture.
         """

@@ -1,8 +1,8 @@
 """The CUDA device: streams as lanes, their events, and copies between them.
 
-One invariant: nothing here can block the host but `synchronize`, `host_memory`, a copy from unpinned memory, and the end of host memory
-that was dropped without being released. While a watched capture is under way, the calls that would end it with a CUDA error raise
-CaptureError instead, before they reach CUDA.
+One invariant: nothing here can block the host but `synchronize`, `host_memory`, a copy from unpinned memory,
+and the end of host memory that was dropped without being released. While a watched capture is under way, the
+calls that would end it with a CUDA error raise CaptureError instead, before they reach CUDA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = ["CudaDevice", "CudaLane"]
 
 
 class CudaLane:
-    """A stream and its role. place: (stream id, device index, device type), by which torch makes a stream the current one."""
+    """A stream and its role. place: (stream id, device index, device type), by which torch makes a stream the
+    current one."""
 
     __slots__ = ("name", "place", "stream")
 
@@ -48,11 +49,13 @@ class _HostLane:
 
 
 class _CudaEvent:
-    """A CUDA event on loan: with the last reference to it, it goes back to the events that wait to be recorded anew.
+    """A CUDA event on loan: with the last reference to it, it goes back to the events that wait to be
+    recorded anew.
 
     Safe because a wait refers to the record that was current when it was issued, never to a later one
-    (CUDA runtime API, cudaStreamWaitEvent), and because nobody is left who could ask for the old point. An event may be recorded in a
-    capture, then outside of one, and again: each record replaces the last (run on an H200, torch 2.11, CUDA 13.0).
+    (CUDA runtime API, cudaStreamWaitEvent), and because nobody is left who could ask for the old point. An
+    event may be recorded in a capture, then outside of one, and again: each record replaces the last (run on
+    an H200, torch 2.11, CUDA 13.0).
     """
 
     __slots__ = ("_free", "event")
@@ -98,7 +101,8 @@ class CudaDevice:
         self._h2d = CudaLane("h2d", torch.cuda.Stream(self._device))
         self._host = _HostLane()
         self._compute_lanes: dict[int, CudaLane] = {}
-        self._free_events: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}  # by whether they are timed
+        # by whether they are timed
+        self._free_events: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}
         self._watched = False
         self.capturing = False  # a watched capture is under way
 
@@ -112,11 +116,14 @@ class CudaDevice:
 
     @property
     def compute(self) -> CudaLane:
-        # asked many times a saved tensor: what torch.cuda.current_stream asks, without building a Stream each time
+        # asked many times a saved tensor: what torch.cuda.current_stream asks, without building a Stream each
+        # time
         stream_id = torch._C._cuda_getCurrentStream(self._index)[0]
         lane = self._compute_lanes.get(stream_id)
         if lane is None:
-            lane = self._compute_lanes[stream_id] = CudaLane("compute", torch.cuda.current_stream(self._device))
+            lane = self._compute_lanes[stream_id] = CudaLane(
+                "compute", torch.cuda.current_stream(self._device)
+            )
         return lane
 
     @property
@@ -154,7 +161,9 @@ class CudaDevice:
             return allowed
         domain, bus, slot = (int(getattr(about, name)) for name in names)
         address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-        return cores_in(_text_of(Path("/sys/bus/pci/devices") / address / "local_cpulist")) & allowed or allowed
+        return (
+            cores_in(_text_of(Path("/sys/bus/pci/devices") / address / "local_cpulist")) & allowed or allowed
+        )
 
     @property
     def pins(self) -> bool:
@@ -163,8 +172,9 @@ class CudaDevice:
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._device
 
-    # -- order ----------------------------------------------------------------------------------------------------
-    # Asked a dozen times a tensor: lanes and events are taken for this device's own without `cast`, which is a call.
+    # -- order -----------------------------------------------------------------------------------------------
+    # Asked a dozen times a tensor: lanes and events are taken for this device's own without `cast`, which is
+    # a call.
     def record(self, lane: Lane, *, timed: bool = False) -> Event:
         if timed:
             self._refuse_in_capture("a timed event")
@@ -193,12 +203,13 @@ class CudaDevice:
     def elapsed_ms(self, start: Event, end: Event) -> float:
         return float(cast(_CudaEvent, start).event.elapsed_time(cast(_CudaEvent, end).event))
 
-    # -- bytes ----------------------------------------------------------------------------------------------------
+    # -- bytes -----------------------------------------------------------------------------------------------
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
-        # what torch.cuda.set_stream calls: the context manager costs 8.9 microseconds, more than the copy it wraps (H200 host)
+        # what torch.cuda.set_stream calls: the context manager costs 8.9 microseconds, more than the copy it
+        # wraps (H200 host)
         current_device = torch._C._cuda_getDevice()
         before = torch._C._cuda_getCurrentStream(self._index)
         _make_current(cast(CudaLane, lane).place)
@@ -214,7 +225,7 @@ class CudaDevice:
         self._refuse_in_capture(f"pinning {nbytes:,} bytes")
         return PinnedMemory(nbytes, registration_bytes)
 
-    # -- declarations: only the simulated device checks them ---------------------------------------------------------
+    # -- declarations: only the simulated device checks them -------------------------------------------------
     def note_write(self, lane: Lane, tensor: torch.Tensor) -> None:
         return
 
@@ -224,14 +235,16 @@ class CudaDevice:
     def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
         return
 
-    # -- graphs ---------------------------------------------------------------------------------------------------
+    # -- graphs ----------------------------------------------------------------------------------------------
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     @contextmanager
     def watch_captures(self, watcher: CaptureWatcher) -> Iterator[None]:
         if self._watched:
-            raise CaptureError(f"captures on {self.name} are watched already; close the open region before another is opened")
+            raise CaptureError(
+                f"captures on {self.name} are watched already; close the open region before another is opened"
+            )
         self._watched = True
         try:
             with replaced_captures(_OnDevice(self, watcher)):
@@ -244,9 +257,12 @@ class CudaDevice:
 
     def _refuse_in_capture(self, what: str) -> None:
         if self.capturing:
-            raise CaptureError(f"{what} on {self.name} while a CUDA graph is captured, which would end the capture; do it before or after")
+            raise CaptureError(
+                f"{what} on {self.name} while a CUDA graph is captured, which would end the capture; do it "
+                "before or after"
+            )
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
 
     def active_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)

@@ -1,17 +1,23 @@
 """The simulated device: every ordering of the engine, proved on a machine without a GPU.
 
-CPU tensors play device tensors and compute runs at once on the host; copies are queued and run as an executor decides. Three instruments:
+CPU tensors play device tensors and compute runs at once on the host; copies are queued and run as an executor
+decides. Three instruments:
 
-    checker     a vector clock a lane; two accesses of the same bytes that no event orders raise HazardError when the second is issued
-    executor    "late": when something needs the copy. "early": at once. "random": by a seed, at any device call, and `compute` lags behind
-                the host too. "clock": when the virtual clock says so. Destinations are poisoned until their copy has run
-    clock       copies take bytes / rate, compute what the caller announces; what compute waits for a copy adds to the stall
+    checker     a vector clock a lane; two accesses of the same bytes that no event orders raise HazardError
+                when the second is issued
+    executor    "late": when something needs the copy. "early": at once. "random": by a seed, at any device
+                call, and `compute` lags behind the host too. "clock": when the virtual clock says so.
+                Destinations are poisoned until their copy has run
+    clock       copies take bytes / rate, compute what the caller announces; what compute waits for a copy
+                adds to the stall
 
-One invariant: a program that raises nothing here, under any executor, has an event between any two conflicting accesses that it declared.
+One invariant: a program that raises nothing here, under any executor, has an event between any two
+conflicting accesses that it declared.
 
-What counts as order: lane order; `wait`; and for everything issued later, an event that the host saw pass (`poll` returned True, or
-`synchronize`). Bytes go back to the allocator when `note_free` says so or their storage dies, to the lane that they were allocated on:
-what other lanes do with them must be ordered before that.
+What counts as order: lane order; `wait`; and for everything issued later, an event that the host saw pass
+(`poll` returned True, or `synchronize`). Bytes go back to the allocator when `note_free` says so or their
+storage dies, to the lane that they were allocated on: what other lanes do with them must be ordered before
+that.
 """
 
 from __future__ import annotations
@@ -27,7 +33,15 @@ import torch
 
 from offload.device._sim_bytes import Operation, TrackedBytes, byte_range
 from offload.device._sim_clock import SimEvent, SimLane, SimLanes, order_after
-from offload.device._sim_graph import AccessStep, CopyStep, LaunchStep, RecordStep, SimCaptures, SimGraph, WaitStep
+from offload.device._sim_graph import (
+    AccessStep,
+    CopyStep,
+    LaunchStep,
+    RecordStep,
+    SimCaptures,
+    SimGraph,
+    WaitStep,
+)
 from offload.device._sim_hazards import HazardChecker
 from offload.device._sim_memory import PlainMemory
 from offload.device._sim_meters import SimMeters
@@ -39,7 +53,8 @@ __all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimGraph", "SimLa
 
 
 class SimDevice(SimCaptures, SimMeters):
-    """A device of lanes, events and copies without a GPU. One lock: autograd may call from a thread of its own."""
+    """A device of lanes, events and copies without a GPU. One lock: autograd may call from a thread of its
+    own."""
 
     def __init__(
         self,
@@ -53,9 +68,11 @@ class SimDevice(SimCaptures, SimMeters):
         poison: bool = True,
         check: bool = True,
     ) -> None:
-        """d2h_gb_s, h2d_gb_s, flops: GB of 1e9 and operations a second; an H200's, with both directions busy and in a bf16 matmul.
+        """d2h_gb_s, h2d_gb_s, flops: GB of 1e9 and operations a second; an H200's, with both directions busy
+        and in a bf16 matmul.
 
-        without: titles of ordering edges to leave out: `wait(lane, event, order)` does nothing for them. A test removes an edge with it.
+        without: titles of ordering edges to leave out: `wait(lane, event, order)` does nothing for them. A
+            test removes an edge with it.
         check: False lets a program that lacks order run on, so that a test can look at the wrong bytes.
         """
         if executor not in get_args(ExecutorName):
@@ -64,7 +81,9 @@ class SimDevice(SimCaptures, SimMeters):
             if not rate > 0:
                 raise ValueError(f"{name} is {rate}, and a rate must be above 0; leave it out for an H200's")
         if isinstance(without, str):
-            raise ValueError(f"without is the string {without!r}, and must be a set of order titles; write {{{without!r}}}")
+            raise ValueError(
+                f"without is the string {without!r}, and must be a set of order titles; write {{{without!r}}}"
+            )
         self._lock = threading.RLock()
         self._lanes = SimLanes(lags=executor == "random")
         self._executor = Executor(executor, seed, self._lanes.all)
@@ -79,7 +98,7 @@ class SimDevice(SimCaptures, SimMeters):
         self._program = None
         self._watcher = None
 
-    # -- lanes ----------------------------------------------------------------------------------------------------
+    # -- lanes -----------------------------------------------------------------------------------------------
     @property
     def name(self) -> str:
         return "sim"
@@ -102,7 +121,8 @@ class SimDevice(SimCaptures, SimMeters):
 
     @property
     def host(self) -> SimLane:
-        """The host as a lane, to declare its own reads and writes of host memory with `note_read` and `note_write`."""
+        """The host as a lane, to declare its own reads and writes of host memory with `note_read` and
+        `note_write`."""
         return self._lanes.host
 
     def new_compute_lane(self, name: str) -> SimLane:
@@ -127,13 +147,15 @@ class SimDevice(SimCaptures, SimMeters):
         finally:
             self._of_thread.lane = before
 
-    # -- order ----------------------------------------------------------------------------------------------------
+    # -- order -----------------------------------------------------------------------------------------------
     def record(self, lane: Lane, *, timed: bool = False) -> SimEvent:
         with self._lock:
             mine, program = self._enter(lane), self._program
             if timed:
                 self._forbid_in_capture("a timed event")
-            event = SimEvent(mine, timed=timed, program=program if program is not None and program.has(mine) else None)
+            event = SimEvent(
+                mine, timed=timed, program=program if program is not None and program.has(mine) else None
+            )
             if program is not None:
                 program.add(RecordStep(mine, event))
             return event
@@ -142,7 +164,10 @@ class SimDevice(SimCaptures, SimMeters):
         with self._lock:
             mine = self._enter(lane)
             if mine is self._lanes.host:
-                raise ValueError(f"the host does not wait in a queue ({order!r}); call synchronize(event), which may block it")
+                raise ValueError(
+                    f"the host does not wait in a queue ({order!r}); call synchronize(event), which may "
+                    "block it"
+                )
             waiter = f"{mine.name} ({order!r})"
             point = self._lanes.reachable(event, waiter)
             self._waits[order] += 1
@@ -160,7 +185,8 @@ class SimDevice(SimCaptures, SimMeters):
             order_after(mine, point)
             mine.edges[point.lane.index] = order
             mine.time_s = max(mine.time_s, point.time_s)
-            if point.lane is not mine and point.lane.ran < point.number:  # what comes later in this lane queues behind the wait
+            # what comes later in this lane queues behind the wait
+            if point.lane is not mine and point.lane.ran < point.number:
                 mine.queue.append(PendingWait(mine.next_number(), point, mine.time_s))
 
     def poll(self, event: Event) -> bool:
@@ -194,12 +220,19 @@ class SimDevice(SimCaptures, SimMeters):
                 if not point.timed:
                     raise ValueError(f"{point} is not timed; record it with timed=True")
                 if not self._executor.passed(point, self.compute.time_s):
-                    raise HazardError(f"{point} was asked for its time before {point.lane.name} got there; poll or synchronize it first")
+                    raise HazardError(
+                        f"{point} was asked for its time before {point.lane.name} got there; poll or "
+                        "synchronize it first"
+                    )
             return (points[1].time_s - points[0].time_s) * 1e3
 
-    # -- bytes ----------------------------------------------------------------------------------------------------
+    # -- bytes -----------------------------------------------------------------------------------------------
     def owns(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or torch._is_functional_tensor(tensor):
+        if (
+            tensor.device.type != "cpu"
+            or tensor.layout is not torch.strided
+            or torch._is_functional_tensor(tensor)
+        ):
             return False
         try:
             storage = tensor.untyped_storage()
@@ -235,7 +268,9 @@ class SimDevice(SimCaptures, SimMeters):
         with self._lock:
             mine = self._enter(lane)
             if mine is self._lanes.host:
-                raise ValueError("the host is not a lane for copies; issue them to d2h, h2d or a compute lane")
+                raise ValueError(
+                    "the host is not a lane for copies; issue them to d2h, h2d or a compute lane"
+                )
             if self._program is not None:
                 self._program.copy(mine)
             for destination, source in pairs:
@@ -253,7 +288,7 @@ class SimDevice(SimCaptures, SimMeters):
     def pins(self) -> bool:
         return False
 
-    # -- declarations ---------------------------------------------------------------------------------------------
+    # -- declarations ----------------------------------------------------------------------------------------
     def note_write(self, lane: Lane, tensor: torch.Tensor) -> None:
         with self._lock:
             tracked = self._note(lane, tensor, "note_write", writing=True)
@@ -278,9 +313,10 @@ class SimDevice(SimCaptures, SimMeters):
             self._enter(self._lanes.host)
             self._checker.locate(tensor, self.compute).name(*byte_range(tensor), label)
 
-    # -- inside: called with the lock held ------------------------------------------------------------------------
+    # -- inside: called with the lock held -------------------------------------------------------------------
     def _enter(self, lane: Lane) -> SimLane:
-        """First in every call: storages that died since the last one, queued copies that run by now, what the host has seen by now."""
+        """First in every call: storages that died since the last one, queued copies that run by now, what the
+        host has seen by now."""
         mine = self._lanes.own(lane)
         self._checker.bury()
         now_s = self.compute.time_s
@@ -312,7 +348,9 @@ class SimDevice(SimCaptures, SimMeters):
             self._program.add(AccessStep(mine, tracked, start, end, verb, writing))
         return tracked
 
-    def _access(self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, verb: str, *, writing: bool) -> None:
+    def _access(
+        self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, verb: str, *, writing: bool
+    ) -> None:
         operation = Operation(lane, verb, end - start)
         self._checker.check(operation, tracked, start, end, writing=writing)
         self._checker.stamp(operation, tracked, start, end, writing=writing)

@@ -1,7 +1,8 @@
 """The marks in autograd's graph: identities whose backward tells the manager where the step is.
 
-Each returns `tensor.detach()`: the same storage and version counter, but not a view, so that a later in-place operation or `detach_`
-works as on any tensor (torch-facts: a Function that returns its input returns a view, which refuses both).
+Each returns `tensor.detach()`: the same storage and version counter, but not a view, so that a later in-place
+operation or `detach_` works as on any tensor (torch-facts: a Function that returns its input returns a view,
+which refuses both).
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     """Opens a group in the forward; in the backward there is room for the next ones."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cpu_offload_handler: ChunkOffloadHandler, name: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, cpu_offload_handler: ChunkOffloadHandler, name: str
+    ) -> torch.Tensor:
         ctx.cpu_offload_handler = cpu_offload_handler
         cpu_offload_handler.on_group_start_forward(name)
         return tensor.detach()
@@ -66,7 +69,8 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
-    """An identity whose backward records `event` on the current lane, and orders what comes next there after the restores."""
+    """An identity whose backward records `event` on the current lane, and orders what comes next there after
+    the restores."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, event: Any) -> torch.Tensor:

@@ -1,9 +1,12 @@
-"""The handler of one chunk: which of its groups is open, which leave, and the way of their tensors out and back.
+"""The handler of one chunk: which of its groups is open, which leave, and the way of their tensors out and
+back.
 
-One invariant: every tensor that autograd hands back finds its own record through its handle; a handler is never asked "which chunk is
-current" to read anything. Positions (`_index`, the recorded groups) serve the plan and the prefetch only.
+One invariant: every tensor that autograd hands back finds its own record through its handle; a handler is
+never asked "which chunk is current" to read anything. Positions (`_index`, the recorded groups) serve the
+plan and the prefetch only.
 
-A handler is built once for each (virtual stage, microbatch) and used again in every step. `saved` is what it holds of this step.
+A handler is built once for each (virtual stage, microbatch) and used again in every step. `saved` is what it
+holds of this step.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ __all__ = ["ChunkOffloadHandler", "TensorTag"]
 
 
 class TensorTag(NamedTuple):
-    """A tensor pushed by hand: the index of its group in the chunk, and its position in that group. Never used twice."""
+    """A tensor pushed by hand: the index of its group in the chunk, and its position in that group. Never
+    used twice."""
 
     group_index: int
     position: int
@@ -46,8 +50,9 @@ class TensorTag(NamedTuple):
 class ChunkOffloadHandler(HandCopies):
     """Groups of one chunk.
 
-    min_offloaded_tensor_size: elements. cpu_tensor_pool: host buffers for `offload` and `reload` called by hand; the hooks' own path takes
-        blocks from the engine's arena. engine: whose lanes and store it uses; None builds an engine of its own.
+    min_offloaded_tensor_size: elements. cpu_tensor_pool: host buffers for `offload` and `reload` called by
+        hand; the hooks' own path takes blocks from the engine's arena. engine: whose lanes and store it uses;
+        None builds an engine of its own.
     """
 
     def __init__(
@@ -71,17 +76,19 @@ class ChunkOffloadHandler(HandCopies):
         self.do_offload = True
         self.groups: list[OffloadTensorGroup] = []
         self.stays: frozenset[int] = frozenset()
-        self.stays_from: dict[int, int] = {}  # of groups that leave in part: the slot from which on their tensors stay
+        # of groups that leave in part: the slot from which on their tensors stay
+        self.stays_from: dict[int, int] = {}
         self.saved = SavedChunk(chunk_id)
         self.begun = False
         self._index = 0
         self._regions = 0
-        self._started: list[tuple[str, OffloadTensorGroup | None]] = []  # not committed yet; None: started while nothing could leave
+        # not committed yet; None: started while nothing could leave
+        self._started: list[tuple[str, OffloadTensorGroup | None]] = []
         self._tags: dict[TensorTag, Handle | Passed] = {}
         self._pushed: Counter[int] = Counter()
         self._reload_index = 0
 
-    # -- one step -------------------------------------------------------------------------------------------------
+    # -- one step --------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Forget this step's tensors; the recorded groups stay."""
         self.saved = SavedChunk(self.id)
@@ -111,7 +118,7 @@ class ChunkOffloadHandler(HandCopies):
         if self.begun:
             del self.groups[self._index :]
 
-    # -- looking at the recorded groups -----------------------------------------------------------------------------
+    # -- looking at the recorded groups ----------------------------------------------------------------------
     def find_group_with_name(self, name: str, start_index: int = 0) -> OffloadTensorGroup | None:
         """The first recorded group of that name at or after `start_index`."""
         return next((group for group in self.groups[start_index:] if group.name == name), None)
@@ -127,17 +134,21 @@ class ChunkOffloadHandler(HandCopies):
         return not self.groups if name is None else self.find_group_with_name(name) is None
 
     def finish_all_groups(self, name: str | None = None) -> bool:
-        """Whether every recorded group has been started, or none of that name remains. Needs a name while some remain."""
+        """Whether every recorded group has been started, or none of that name remains. Needs a name while
+        some remain."""
         if self.groups and self._index >= len(self.groups):
             return True
-        assert name is not None, f"{self.id}: {len(self.groups) - self._index} of {len(self.groups)} groups remain; say of which name"
+        assert name is not None, (
+            f"{self.id}: {len(self.groups) - self._index} of {len(self.groups)} groups remain; say of which "
+            "name"
+        )
         return self.find_group_with_name(name, self._index) is None
 
     def get_max_deduplicated_groups(self) -> int:
         """Distinct group names."""
         return len({group.name for group in self.groups})
 
-    # -- marks, forward -----------------------------------------------------------------------------------------------
+    # -- marks, forward --------------------------------------------------------------------------------------
     def on_group_start_forward(self, name: str) -> OffloadTensorGroup:
         """Open the next group. Its tensors may leave from now on; `on_group_commit_forward` closes it."""
         with self.engine.lock:
@@ -158,7 +169,9 @@ class ChunkOffloadHandler(HandCopies):
             group.since = torch._C._autograd._get_sequence_nr()
             group.replayed.clear()
             leaves = self.do_offload and not group.stays
-            group.saved = SavedGroup(GroupId(self.id, index, name), leaves=leaves, stays_from=self.stays_from.get(index))
+            group.saved = SavedGroup(
+                GroupId(self.id, index, name), leaves=leaves, stays_from=self.stays_from.get(index)
+            )
             if self.do_offload and group.stays:
                 known = None if (self.engine.step + index) % JUDGED_EVERY == 0 else group.known
                 group.saved.staying = self.engine.staying(self.saved, group.saved, known)
@@ -192,7 +205,8 @@ class ChunkOffloadHandler(HandCopies):
                 yield group.saved
 
     def close(self, name: str | None) -> OffloadTensorGroup:
-        """Take the innermost open group (of that name) out of the open ones. Raises GroupOrderError if there is none."""
+        """Take the innermost open group (of that name) out of the open ones. Raises GroupOrderError if there
+        is none."""
         for position in range(len(self._started) - 1, -1, -1):
             started, group = self._started[position]
             if group is not None and name in (None, started):
@@ -217,17 +231,28 @@ class ChunkOffloadHandler(HandCopies):
             f"Call group_start(tensor, {name!r}) before it, once for each commit"
         )
 
-    def commit(self, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False) -> None:
-        """Close the innermost open group of that name; send it, or leave it to the manager's `flush_delayed_groups`."""
+    def commit(
+        self,
+        name: str,
+        forced_released_tensors: list[torch.Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> None:
+        """Close the innermost open group of that name; send it, or leave it to the manager's
+        `flush_delayed_groups`."""
         if self._manager is not None:
             self._manager.commit(self, name, forced_released_tensors, delay_offload)
         else:
             self.on_group_commit_forward(forced_released_tensors, name=name)
 
     def on_group_commit_forward(
-        self, forced_released_tensors: list[torch.Tensor] | None = None, *, name: str | None = None, group: OffloadTensorGroup | None = None
+        self,
+        forced_released_tensors: list[torch.Tensor] | None = None,
+        *,
+        name: str | None = None,
+        group: OffloadTensorGroup | None = None,
     ) -> None:
-        """Close the innermost open group (of that name) and send what has not left yet. Blocks the host: never.
+        """Close the innermost open group (of that name) and send what has not left yet. Blocks the host:
+        never.
 
         group: a group that `close` returned earlier, for a delayed commit.
         """
@@ -246,7 +271,8 @@ class ChunkOffloadHandler(HandCopies):
         group.total_tensor_count = saved.slots
         group.logical_bytes = saved.logical_bytes
         group.slot_bytes = tuple(sorted(saved.slot_bytes.items()))
-        if forced and saved.leaves:  # what the plan keeps is not released either, and that is nobody's mistake
+        # what the plan keeps is not released either, and that is nobody's mistake
+        if forced and saved.leaves:
             records = self.saved.living() if self._manager is None else self._manager.living_records()
             release(forced, saved, records, self.engine.transfers)
 
@@ -257,9 +283,10 @@ class ChunkOffloadHandler(HandCopies):
         for record in records:
             self.groups[record.group.place].regions[record.slot] = self._regions
 
-    # -- marks, backward ----------------------------------------------------------------------------------------------
+    # -- marks, backward -------------------------------------------------------------------------------------
     def on_group_commit_backward(self, name: str) -> None:
-        """The backward reaches the end of a group: this chunk is the one being read. Readers wait for their own bytes."""
+        """The backward reaches the end of a group: this chunk is the one being read. Readers wait for their
+        own bytes."""
         if self._manager is not None:
             self._manager.reading(self)
 
@@ -269,19 +296,22 @@ class ChunkOffloadHandler(HandCopies):
             with self.engine.lock:
                 self._manager.pump()
 
-    # -- by hand: tensors -------------------------------------------------------------------------------------------
+    # -- by hand: tensors ------------------------------------------------------------------------------------
     def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
-        """False below the size limit, for parameters and their views, and for tensors marked not offloadable."""
+        """False below the size limit, for parameters and their views, and for tensors marked not
+        offloadable."""
         verdict = judge(tensor, self.engine.device, self.engine.externals, self.min_offloaded_tensor_size)
         return verdict is Verdict.ELIGIBLE
 
     def tensor_push(self, tensor: torch.Tensor) -> TensorTag:
-        """Save `tensor` in the innermost open group; a fake or functional one is passed through. Returns its tag for `tensor_pop`."""
+        """Save `tensor` in the innermost open group; a fake or functional one is passed through. Returns its
+        tag for `tensor_pop`."""
         with self.engine.lock:
             group = self.innermost_open()
             if group is None or group.saved is None:
                 raise GroupOrderError(
-                    f"chunk {self.id}: tensor_push of shape {tuple(tensor.shape)}, but no group is open; call on_group_start_forward first"
+                    f"chunk {self.id}: tensor_push of shape {tuple(tensor.shape)}, but no group is open; "
+                    "call on_group_start_forward first"
                 )
             place = group.saved.id.place
             tag = TensorTag(place, self._pushed[place])
@@ -293,17 +323,21 @@ class ChunkOffloadHandler(HandCopies):
             return tag
 
     def tensor_pop(self, tag: TensorTag) -> torch.Tensor:
-        """The tensor of that tag, on the device; once. Raises KeyError for a tag that is unknown or popped already."""
+        """The tensor of that tag, on the device; once. Raises KeyError for a tag that is unknown or popped
+        already."""
         with self.engine.lock:
             if tag not in self._tags:
-                raise KeyError(f"{self.id} holds no tensor under tag {tuple(tag)}; it holds {len(self._tags)} others")
+                raise KeyError(
+                    f"{self.id} holds no tensor under tag {tuple(tag)}; it holds {len(self._tags)} others"
+                )
             packed = self._tags.pop(tag)
             return packed.read() if isinstance(packed, Passed) else self.engine.store.read(packed)
 
-    # -- by hand: groups --------------------------------------------------------------------------------------------
+    # -- by hand: groups -------------------------------------------------------------------------------------
     def should_bulk_offload(self) -> bool:
-        """Whether the group at hand leaves: not while offloading is off, nor when the plan keeps it, nor, after warm-up, the last of its
-        name in the chunk that is read next: it would have to come back at once."""
+        """Whether the group at hand leaves: not while offloading is off, nor when the plan keeps it, nor,
+        after warm-up, the last of its name in the chunk that is read next: it would have to come back at
+        once."""
         group = self.innermost_open()
         if group is None or not self.do_offload or not group.offload:
             return False
@@ -349,7 +383,8 @@ class ChunkOffloadHandler(HandCopies):
             self.bulk_reload_group()
 
     def bulk_reload(self) -> None:
-        """Fetch the next group back, or, where this chunk has none left, what the next chunk's backward reads first."""
+        """Fetch the next group back, or, where this chunk has none left, what the next chunk's backward reads
+        first."""
         if not self.bulk_reload_group() and self._manager is not None:
             with self.engine.lock:
                 self._manager.pump()

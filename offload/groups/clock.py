@@ -1,6 +1,7 @@
 """How long each action of a step computed: timed events at its ends, less the stalls in between.
 
-One invariant: nothing here blocks the host. A step's times are read when a later step ends, and only if all of its events have passed.
+One invariant: nothing here blocks the host. A step's times are read when a later step ends, and only if all
+of its events have passed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class StepClock:
             self._timed[-1].last_stall = len(stalls)
 
     def end_step(self, stalls: Stalls) -> dict[ActionKey, float] | None:
-        """Seconds of compute by action of the step BEFORE the one that ends; None if there was none or it is not over on the device.
+        """Seconds of compute by action of the step BEFORE the one that ends; None if there was none or it is
+        not over on the device.
 
         stalls: of the step that ends, in order.
         """
@@ -57,7 +59,8 @@ class StepClock:
         ends = [entry.end for entry in timed if entry.end is not None]
         if len(ends) != len(timed) or not ends:
             return None
-        if not (all(device.poll(event) for event in ends) and all_passed(device, old_stalls)):  # not in one lane, maybe
+        # not in one lane, maybe
+        if not (all(device.poll(event) for event in ends) and all_passed(device, old_stalls)):
             return None
         seconds: dict[ActionKey, float] = {}
         for entry in timed:

@@ -1,10 +1,12 @@
-"""What a function that torch.compile took keeps of a group where the engine cannot move it, said once a region.
+"""What a function that torch.compile took keeps of a group where the engine cannot move it, said once a
+region.
 
-One invariant: it only looks; nothing asks it whether something may leave, and where everything left it says nothing.
+One invariant: it only looks; nothing asks it whether something may leave, and where everything left it says
+nothing.
 
-Saved-tensor hooks see what a compiled function saves by `save_for_backward`, its donated buffers among it. Two things they do not get at:
-attributes that an autograd.Function inside sets on its ctx, which torch keeps in a list on the graph's node; and the memory of CUDA graphs
-that torch.compile records (saved/replayed.py).
+Saved-tensor hooks see what a compiled function saves by `save_for_backward`, its donated buffers among it.
+Two things they do not get at: attributes that an autograd.Function inside sets on its ctx, which torch keeps
+in a list on the graph's node; and the memory of CUDA graphs that torch.compile records (saved/replayed.py).
 """
 
 from __future__ import annotations
@@ -31,16 +33,28 @@ class CompileReport:
     def __init__(self) -> None:
         self._said: set[tuple[str, str]] = set()
 
-    def look(self, group: str, chunk: ChunkId, output: torch.Tensor, since: int, may_leave: Callable[[torch.Tensor], bool]) -> None:
-        """Look for what compiled functions keep beside the hooks, from a group's output back to the node numbered `since`. Host work by
-        the number of the group's nodes."""
+    def look(
+        self,
+        group: str,
+        chunk: ChunkId,
+        output: torch.Tensor,
+        since: int,
+        may_leave: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """Look for what compiled functions keep beside the hooks, from a group's output back to the node
+        numbered `since`. Host work by the number of the group's nodes."""
         for region, tensors in compiled_regions(output, since):
-            kept = {tensor.untyped_storage()._cdata: tensor.numel() * tensor.element_size() for tensor in tensors if may_leave(tensor)}
+            kept = {
+                tensor.untyped_storage()._cdata: tensor.numel() * tensor.element_size()
+                for tensor in tensors
+                if may_leave(tensor)
+            }
             if not kept or (group, region) in self._said:
                 continue
             self._said.add((group, region))
             logger.warning(
-                "group %r of chunk %s: %s keeps %s beside the saved-tensor hooks, which stays on the device: an autograd.Function in it "
+                "group %r of chunk %s: %s keeps %s beside the saved-tensor hooks, which stays on the device: "
+                "an autograd.Function in it "
                 "sets tensors on its ctx; let it call ctx.save_for_backward for them",
                 group,
                 chunk,
@@ -54,8 +68,10 @@ class CompileReport:
             return
         self._said.add((group, ""))
         logger.warning(
-            "group %r of chunk %s: %s of what it saves stays on the device, in the memory of a CUDA graph that torch.compile recorded "
-            '(mode="reduce-overhead"): that memory is never given back, so copying it would free nothing; compile this group in the '
+            "group %r of chunk %s: %s of what it saves stays on the device, in the memory of a CUDA graph "
+            "that torch.compile recorded "
+            '(mode="reduce-overhead"): that memory is never given back, so copying it would free '
+            'nothing; compile this group in the '
             'default mode or in "max-autotune-no-cudagraphs", or take its marks out',
             group,
             chunk,
@@ -64,7 +80,8 @@ class CompileReport:
 
 
 def compiled_regions(output: torch.Tensor, since: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Of every compiled function between `output` and the nodes older than `since`: its name, and what it keeps beside the hooks."""
+    """Of every compiled function between `output` and the nodes older than `since`: its name, and what it
+    keeps beside the hooks."""
     waiting: list[Node | None] = [output.grad_fn]
     seen: set[Node] = set()
     while waiting:
@@ -83,7 +100,8 @@ def _amount(tensors: int, nbytes: int) -> str:
 
 
 def _named(node: Any) -> str:
-    """As torch's logs call the graph. torch 2.13 says which compilation it comes from, 2.11 only the number of its AOT graph."""
+    """As torch's logs call the graph. torch 2.13 says which compilation it comes from, 2.11 only the number
+    of its AOT graph."""
     compile_id = getattr(node._forward_cls.metadata, "compile_id_str", None)
     if compile_id is None:
         return f"compiled graph {node._forward_cls._aot_id}"

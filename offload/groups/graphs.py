@@ -1,7 +1,8 @@
 """Events at the ends of captured regions (S2-88, S2-89, S2-91).
 
-A graph ends with its copies, and what its stream is given next waits for the whole graph. So a graph that copies is replayed on a stream
-of its own, and records an external event where its compute ends: the main stream waits for the event and runs beside the copies.
+A graph ends with its copies, and what its stream is given next waits for the whole graph. So a graph that
+copies is replayed on a stream of its own, and records an external event where its compute ends: the main
+stream waits for the event and runs beside the copies.
 
     with torch.cuda.graph(forward):
         y = layer(x)
@@ -10,8 +11,8 @@ of its own, and records an external event where its compute ends: the main strea
     with torch.cuda.stream(side): forward.replay()
     torch.cuda.current_stream().wait_event(event)
 
-The backward's graph is replayed on the same stream: it reads what the forward's copies write. Which waits a capture leaves out, and why, is
-transfer/captures.py's.
+The backward's graph is replayed on the same stream: it reads what the forward's copies write. Which waits a
+capture leaves out, and why, is transfer/captures.py's.
 """
 
 from __future__ import annotations
@@ -34,18 +35,23 @@ def is_graph_capturing() -> bool:
 def check_event(function: str, event: Any) -> None:
     """ValueError unless `event` can be recorded."""
     if not callable(getattr(event, "record", None)):
-        raise ValueError(f"{function} got a {type(event).__name__}, must be an event with record(), such as torch.cuda.Event()")
+        raise ValueError(
+            f"{function} got a {type(event).__name__}, must be an event with record(), such as "
+            "torch.cuda.Event()"
+        )
 
 
 def record_forward(event: Any) -> None:
-    """Record `event` on the current stream, and order what comes next there after what was sent to d2h. Blocks the host: never."""
+    """Record `event` on the current stream, and order what comes next there after what was sent to d2h.
+    Blocks the host: never."""
     check_event("forward_record", event)
     manager = PipelineOffloadManager.get_instance()
     _record(manager, event, manager.d2h_stream, "settle")
 
 
 def record_backward(event: Any) -> None:
-    """Record `event` on the current stream, and order what comes next there after what was fetched on h2d. Blocks the host: never."""
+    """Record `event` on the current stream, and order what comes next there after what was fetched on h2d.
+    Blocks the host: never."""
     manager = PipelineOffloadManager.get_instance()
     _record(manager, event, manager.h2d_stream, "read")
 
@@ -56,6 +62,7 @@ def _record(manager: PipelineOffloadManager, event: Any, copies: Lane, order: st
     event.record()
     with engine.lock:
         if engine.transfers.capture is not None:
-            engine.transfers.join()  # the lanes that are part of it; to wait for another would end the capture
+            # the lanes that are part of it; to wait for another would end the capture
+            engine.transfers.join()
         else:
             engine.device.wait(engine.device.compute, engine.device.record(copies), order)

@@ -1,6 +1,7 @@
 """A named group: the tensors of one module in one chunk, that leave and come back together.
 
-One invariant: a group object is recorded once and used again in every step; what it holds of a step is in `saved`, which is new each time.
+One invariant: a group object is recorded once and used again in every step; what it holds of a step is in
+`saved`, which is new each time.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ from offload.saved.staying import KnownForward
 __all__ = ["DYNAMIC_SHAPE_GROUPS", "OffloadTensorGroup"]
 
 DYNAMIC_SHAPE_GROUPS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
-"""Groups whose shapes change with the routing of tokens: a pool keyed by exact shape would grow with them. The engine's own path lends
-blocks by the byte and needs no such rule; `ChunkOffloadHandler.offload`, called directly, follows it."""
+"""Groups whose shapes change with the routing of tokens: a pool keyed by exact shape would grow with them.
+The engine's own path lends blocks by the byte and needs no such rule; `ChunkOffloadHandler.offload`, called
+directly, follows it."""
 
 
 class OffloadTensorGroup:
     """One group of a chunk.
 
-    total_offload_bytes, total_tensor_count: what was eligible to leave in the last step, one count a storage. logical_bytes: the same, one
-    count a saved tensor, so that it does not depend on what shared a copy: a partial view does only while its storage has not left.
+    total_offload_bytes, total_tensor_count: what was eligible to leave in the last step, one count a storage.
+    logical_bytes: the same, one count a saved tensor, so that it does not depend on what shared a copy: a
+        partial view does only while its storage has not left.
     slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
-    regions: by slot, the number of the checkpoint region whose recompute reads it. known: how its saves looked the last time that it
-    stayed and was noted. since: autograd's number of the first node after its start. replayed: of saved tensors that stay because CUDA
-    graphs of torch.compile own their memory, bytes by address.
-    stays: the plan keeps it on the device. committed: its end was marked. sent: what it saved until then has been sent, which a delayed
-    commit does later.
+    regions: by slot, the number of the checkpoint region whose recompute reads it. known: how its saves
+    looked the last time that it stayed and was noted. since: autograd's number of the first node after its
+    start. replayed: of saved tensors that stay because CUDA graphs of torch.compile own their memory, bytes
+    by address.
+    stays: the plan keeps it on the device. committed: its end was marked. sent: what it saved until then has
+    been sent, which a delayed commit does later.
     """
 
     def __init__(self, name: str, use_cpu_pool: bool | None = None, *, device: Device | None = None) -> None:
@@ -58,7 +62,7 @@ class OffloadTensorGroup:
         """Whether the group leaves."""
         return not self.stays
 
-    # -- tensors by tag -------------------------------------------------------------------------------------------
+    # -- tensors by tag --------------------------------------------------------------------------------------
     def push_tensor(self, tag: object, tensor: torch.Tensor) -> None:
         """Keep `tensor` under `tag`. Raises KeyError if the tag is taken."""
         if tag in self._tensors:
@@ -68,16 +72,19 @@ class OffloadTensorGroup:
     def pop_tensor(self, tag: object) -> torch.Tensor:
         """Remove and return the tensor under `tag`. Raises KeyError if there is none."""
         if tag not in self._tensors:
-            raise KeyError(f"group {self.name!r} holds no tensor under tag {tag!r}; it holds {len(self._tensors)} others")
+            raise KeyError(
+                f"group {self.name!r} holds no tensor under tag {tag!r}; it holds {len(self._tensors)} others"
+            )
         return self._tensors.pop(tag)
 
-    # -- events ---------------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------
     def record_offload_event(self, lane: Lane) -> None:
         """The group's spill is complete at this point of `lane`."""
         self._offload_event = self._on_device().record(lane)
 
     def wait_offload_event(self, lane: Lane) -> None:
-        """Order `lane` after the group's spill. Never blocks the host; nothing to wait for where none was recorded."""
+        """Order `lane` after the group's spill. Never blocks the host; nothing to wait for where none was
+        recorded."""
         if self._offload_event is not None:
             self._on_device().wait(lane, self._offload_event, "restore")
 
@@ -86,16 +93,20 @@ class OffloadTensorGroup:
         self._reload_event = self._on_device().record(lane)
 
     def wait_reload_event(self, lane: Lane) -> None:
-        """Order `lane` after the group's restore. Never blocks the host; nothing to wait for where none was recorded."""
+        """Order `lane` after the group's restore. Never blocks the host; nothing to wait for where none was
+        recorded."""
         if self._reload_event is not None:
             self._on_device().wait(lane, self._reload_event, "read")
 
     def _on_device(self) -> Device:
         if self._device is None:
-            raise ValueError(f"group {self.name!r} was built without a device, so it has no lanes; pass device= to OffloadTensorGroup")
+            raise ValueError(
+                f"group {self.name!r} was built without a device, so it has no lanes; pass device= to "
+                "OffloadTensorGroup"
+            )
         return self._device
 
-    # -- sizes ----------------------------------------------------------------------------------------------------
+    # -- sizes -----------------------------------------------------------------------------------------------
     def update_offload_info(self, tensor: torch.Tensor) -> None:
         """Count one more eligible tensor."""
         nbytes = tensor.numel() * tensor.element_size()
@@ -104,4 +115,7 @@ class OffloadTensorGroup:
         self.total_tensor_count += 1
 
     def __repr__(self) -> str:
-        return f"OffloadTensorGroup({self.name!r}, {self.total_offload_bytes:,} bytes, {'stays' if self.stays else 'leaves'})"
+        return (
+            f"OffloadTensorGroup({self.name!r}, {self.total_offload_bytes:,} bytes, "
+            f"{'stays' if self.stays else 'leaves'})"
+        )

@@ -1,4 +1,5 @@
-"""The functions that a model calls, short names and long ones; each is an identity where nothing is to be offloaded.
+"""The functions that a model calls, short names and long ones; each is an identity where nothing is to be
+offloaded.
 
     x = group_start(x, "core_attn")             # identity in the graph: opens a group
     with offload_hooks(): y = attention(x)      # what autograd saves in here belongs to the group
@@ -6,10 +7,11 @@
 
 This page is where the process-wide manager is asked for; nothing below it does.
 
-torch.compile: a mark is a Python side effect, so each one breaks the graph, nothing of it is traced, and under fullgraph=True it is
-torch's error, with the way out. A `with` that is entered inside a compiled function makes all of that function eager; there
-`group_start(..., hooks=True)` stands for it. What a compiled function keeps where no hook sees it, and what lies in CUDA graphs that
-torch.compile records, stays on the device; one warning names the group and the graph (compile_report.py).
+torch.compile: a mark is a Python side effect, so each one breaks the graph, nothing of it is traced, and
+under fullgraph=True it is torch's error, with the way out. A `with` that is entered inside a compiled
+function makes all of that function eager; there `group_start(..., hooks=True)` stands for it. What a compiled
+function keeps where no hook sees it, and what lies in CUDA graphs that torch.compile records, stays on the
+device; one warning names the group and the graph (compile_report.py).
 """
 
 from __future__ import annotations
@@ -71,11 +73,12 @@ def configure(
 ) -> PipelineOffloadManager:
     """Build the process-wide manager anew; the old one returns its pinned memory to the system first.
 
-    device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store: a torch.distributed Store:
-    the host limit is then one number for all ranks whose host_key (None: the host's name) is the same. print_summary: print the rank
-    table when warm-up ends; it gathers over process_group, so all its ranks must step.
-    Blocks the host while host_reserve_bytes are pinned. Raises ValueError for an unknown device, HostBudgetError beyond the limit, and
-    PoolError while an optimizer uses the old one's engine; the old one stays then.
+    device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store:
+    a torch.distributed Store: the host limit is then one number for all ranks whose host_key (None: the
+    host's name) is the same. print_summary: print the rank table when warm-up ends; it gathers over
+    process_group, so all its ranks must step. Blocks the host while host_reserve_bytes are pinned. Raises
+    ValueError for an unknown device, HostBudgetError beyond the limit, and PoolError while an optimizer uses
+    the old one's engine; the old one stays then.
     """
     config = checked_config(config)
     budget: HostBudget | None = None
@@ -107,11 +110,13 @@ def init_chunk_handler(
     activation_offload_fraction: float | None = None,
     max_inflight_offloads: int | None = None,
 ) -> None:
-    """The forward of the next microbatch of virtual stage `vp_stage` begins. Call it at the start of every microbatch's forward.
+    """The forward of the next microbatch of virtual stage `vp_stage` begins. Call it at the start of every
+    microbatch's forward.
 
-    min_offloaded_tensor_size: elements, not bytes. The keywords set the plan's fields (OffloadConfig has their meaning); one left out stays
-    as it is. Raises ValueError for a stage outside 0..vp_size-1, a negative size, a fraction outside 0..1. Blocks the host: never, but once
-    for a plan that has settled, where cached device memory goes back (`trim_device`).
+    min_offloaded_tensor_size: elements, not bytes. The keywords set the plan's fields (OffloadConfig has
+    their meaning); one left out stays as it is. Raises ValueError for a stage outside 0..vp_size-1, a
+    negative size, a fraction outside 0..1. Blocks the host: never, but once for a plan that has settled,
+    where cached device memory goes back (`trim_device`).
     """
     manager = PipelineOffloadManager.get_instance()
     changes: dict[str, Any] = {}
@@ -137,19 +142,26 @@ def _existing() -> PipelineOffloadManager | None:
 
 def _check_mark(function: str, value: object, name: object) -> None:
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{function} with name {name!r}: a group's name must be a non-empty string such as 'core_attn'")
+        raise ValueError(
+            f"{function} with name {name!r}: a group's name must be a non-empty string such as 'core_attn'"
+        )
     if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{function}(..., {name!r}) got a {type(value).__name__}, must be a tensor that the layer works on")
+        raise ValueError(
+            f"{function}(..., {name!r}) got a {type(value).__name__}, must be a tensor that the layer works "
+            "on"
+        )
 
 
 @untraced
 def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torch.Tensor:
-    """Open group `name` in the current chunk. Returns a tensor with the same bytes; `tensor` itself where nothing may be offloaded.
+    """Open group `name` in the current chunk. Returns a tensor with the same bytes; `tensor` itself where
+    nothing may be offloaded.
 
-    tensor: any shape and dtype; an input of the group's layers, so that the mark's backward runs after theirs.
-    hooks: install the hooks as well, until this group's commit; for a layer that torch.compile takes whole. After an exception in
-    between they stay until step_end() or reset(). Blocks the host: never. Raises CaptureError in a CUDA graph captured outside of
-    `capturing()`.
+    tensor: any shape and dtype; an input of the group's layers, so that the mark's backward runs after
+        theirs.
+    hooks: install the hooks as well, until this group's commit; for a layer that torch.compile takes whole.
+    After an exception in between they stay until step_end() or reset(). Blocks the host: never. Raises
+    CaptureError in a CUDA graph captured outside of `capturing()`.
     """
     _check_mark("group_start", tensor, name)
     manager = _existing()
@@ -169,20 +181,31 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
 
 
 @untraced
-def group_commit(tensor: T, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False) -> T:
+def group_commit(
+    tensor: T,
+    name: str,
+    forced_released_tensors: list[torch.Tensor] | None = None,
+    delay_offload: bool = False,
+) -> T:
     """Close the innermost open group called `name`: what it saved leaves, unless the plan keeps it.
 
-    tensor: an output of the group's layers, or a tuple or list whose first element is one; an empty one passes through.
-    forced_released_tensors: freed once they are copied, although Python still holds them; compute waits for the copy.
+    tensor: an output of the group's layers, or a tuple or list whose first element is one; an empty one
+        passes through.
+    forced_released_tensors: freed once they are copied, although Python still holds them; compute waits for
+        the copy.
     delay_offload: send at `flush_delayed_groups` instead of now.
     Raises GroupOrderError if no such group is open. Blocks the host: never.
     """
     if isinstance(tensor, (tuple, list)):
         if not tensor:
             return tensor
-        items: list[Any] = [group_commit(tensor[0], name, forced_released_tensors, delay_offload), *tensor[1:]]
+        items: list[Any] = [
+            group_commit(tensor[0], name, forced_released_tensors, delay_offload),
+            *tensor[1:],
+        ]
         kind: Any = type(tensor)
-        return cast(T, kind(*items) if hasattr(tensor, "_fields") else kind(items))  # torch.return_types take a sequence, as tuple does
+        # torch.return_types take a sequence, as tuple does
+        return cast(T, kind(*items) if hasattr(tensor, "_fields") else kind(items))
     _check_mark("group_commit", tensor, name)
     manager = _existing()
     if manager is None:
@@ -197,7 +220,14 @@ def group_commit(tensor: T, name: str, forced_released_tensors: list[torch.Tenso
             return tensor  # started before the chunk was announced, or switched off in between
         raise handler.not_started(name)
     manager.look_behind(group, handler, tensor)
-    return apply_mark(FineGrainedOffloadingGroupCommitFunction, tensor, handler, name, forced_released_tensors, delay_offload)
+    return apply_mark(
+        FineGrainedOffloadingGroupCommitFunction,
+        tensor,
+        handler,
+        name,
+        forced_released_tensors,
+        delay_offload,
+    )
 
 
 @contextmanager
@@ -216,7 +246,8 @@ def offload_hooks() -> Iterator[None]:
 
 @untraced
 def flush_delayed_groups() -> None:
-    """Send every delayed group, in the order of their commits. In a capture, those that were delayed in it."""
+    """Send every delayed group, in the order of their commits. In a capture, those that were delayed in
+    it."""
     manager = _existing()
     if manager is not None:
         manager.flush_delayed_groups()
@@ -241,45 +272,53 @@ def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
 
 
 def capturing() -> AbstractContextManager[CapturedRegion]:
-    """Groups may be captured into CUDA graphs inside: `with capturing() as region:` around the captures and their warm-up.
+    """Groups may be captured into CUDA graphs inside: `with capturing() as region:` around the captures and
+    their warm-up.
 
-    With torch.cuda.graph, torch.cuda.make_graphed_callables, or anything else that captures by torch.cuda.CUDAGraph. A forward and the
-    backward that reads it belong in one region, in one graph or in two, with no step_end() between their captures. Replays come after, of
-    a forward and its backward in turn, on one stream or on streams that the caller orders. They copy between device and host as the
-    captured program did, through blocks that `region` holds until region.release().
+    With torch.cuda.graph, torch.cuda.make_graphed_callables, or anything else that captures by
+    torch.cuda.CUDAGraph. A forward and the backward that reads it belong in one region, in one graph or in
+    two, with no step_end() between their captures. Replays come after, of a forward and its backward in turn,
+    on one stream or on streams that the caller orders. They copy between device and host as the captured
+    program did, through blocks that `region` holds until region.release().
 
-    Host memory must be there before: `reserve_host` the bytes of every capture together, since no two share a block. What was decided, was
-    decided at the capture: the plan, the window of the prefetch, the caps. The step's figures count it once; `StepStats.replays` and
-    `replayed_bytes` count what runs. Blocks the host at each capture's begin. Raises CaptureError if a region is open.
+    Host memory must be there before: `reserve_host` the bytes of every capture together, since no two share a
+    block. What was decided, was decided at the capture: the plan, the window of the prefetch, the caps. The
+    step's figures count it once; `StepStats.replays` and `replayed_bytes` count what runs. Blocks the host at
+    each capture's begin. Raises CaptureError if a region is open.
     """
     return PipelineOffloadManager.get_instance().engine.capturing()
 
 
 @untraced
 def forward_record(event: Any) -> None:
-    """Record `event` on the current stream, and order what comes next there after the spills so far; in a capture, end its copies here.
+    """Record `event` on the current stream, and order what comes next there after the spills so far; in a
+    capture, end its copies here.
 
-    event: in a capture, torch.cuda.Event(external=True). Another stream that waits for it runs beside the copies that are still under
-    way, which the graph itself ends with.
+    event: in a capture, torch.cuda.Event(external=True). Another stream that waits for it runs beside the
+    copies that are still under way, which the graph itself ends with.
     """
     record_forward(event)
 
 
 @untraced
 def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
-    """An identity whose backward records `event` on the current stream, and orders what comes next there after the restores so far.
+    """An identity whose backward records `event` on the current stream, and orders what comes next there
+    after the restores so far.
 
     event: as `forward_record` takes it.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"backward_record got a {type(tensor).__name__}, must be a tensor that the layer works on")
+        raise ValueError(
+            f"backward_record got a {type(tensor).__name__}, must be a tensor that the layer works on"
+        )
     check_event("backward_record", event)
     return apply_mark(FineGrainedOffloadingBackwardRecordFunction, tensor, event)
 
 
 @untraced
 def step_end() -> StepStats | None:
-    """End the step, once its gradients are final. Returns its figures; None where no manager has been built."""
+    """End the step, once its gradients are final. Returns its figures; None where no manager has been
+    built."""
     manager = _existing()
     return None if manager is None else manager.step_end()
 
@@ -290,7 +329,8 @@ def reset() -> StepStats | None:
 
 
 class FineGrainedActivationOffloadingInterface:
-    """`with Interface(offload, tensor, name) as tensor:` opens a group and installs the hooks, iff `offload`."""
+    """`with Interface(offload, tensor, name) as tensor:` opens a group and installs the hooks, iff
+    `offload`."""
 
     def __init__(self, offload: bool, tensor: torch.Tensor, name: str) -> None:
         _check_mark(type(self).__name__, tensor, name)
@@ -314,7 +354,10 @@ class FineGrainedActivationOffloadingInterface:
 
     @staticmethod
     def init_chunk_handler(
-        vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 1024 * 1024, **keywords: Any
+        vp_size: int | None = None,
+        vp_stage: int | None = None,
+        min_offloaded_tensor_size: int = 1024 * 1024,
+        **keywords: Any,
     ) -> None:
         init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, **keywords)
 
@@ -324,7 +367,12 @@ class FineGrainedActivationOffloadingInterface:
         return PipelineOffloadManager.get_instance() if flag else nullcontext()
 
     @staticmethod
-    def group_commit(tensor: T, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: bool = False) -> T:
+    def group_commit(
+        tensor: T,
+        name: str,
+        forced_released_tensors: list[torch.Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> T:
         return group_commit(tensor, name, forced_released_tensors, delay_offload)
 
     @staticmethod

@@ -39,8 +39,11 @@ class KeepReport:
         self._asked: dict[Hashable, _Asked] = {}
         self._said_no_chunk = False
 
-    def region(self, asked: Hashable, names: Iterable[str], matched: Iterable[str], called: Iterable[str]) -> None:
-        """One checkpointed forward has ended. names: what was to be kept; matched: of what was; called: what the forward called."""
+    def region(
+        self, asked: Hashable, names: Iterable[str], matched: Iterable[str], called: Iterable[str]
+    ) -> None:
+        """One checkpointed forward has ended. names: what was to be kept; matched: of what was; called: what
+        the forward called."""
         entry = self._asked.get(asked)
         if entry is None:
             entry = self._asked[asked] = _Asked(tuple(names))
@@ -53,7 +56,8 @@ class KeepReport:
         if not self._said_no_chunk:
             self._said_no_chunk = True
             logger.warning(
-                "a checkpoint with selective_contexts() runs while no chunk is current: what it keeps stays on the device; call "
+                "a checkpoint with selective_contexts() runs while no chunk is current: what it keeps stays "
+                "on the device; call "
                 "init_chunk_handler() at the start of every forward"
             )
 
@@ -66,14 +70,19 @@ class KeepReport:
             missing = [name for name in entry.names if name not in entry.matched]
             if not entry.matched:
                 logger.warning(
-                    "selective_contexts() kept nothing: %s checkpointed forwards called none of %s, so all of them is recomputed. They "
+                    "selective_contexts() kept nothing: %s checkpointed forwards called none of %s, so all "
+                    "of them is recomputed. They "
                     "called %s; ask for some of those (what torch.compile has fused calls none)",
                     f"{entry.regions:,}",
                     _listed(entry.names),
                     _listed(entry.called),
                 )
             elif missing:
-                logger.info("selective_contexts() keeps %s; not called: %s", _listed(sorted(entry.matched)), _listed(missing))
+                logger.info(
+                    "selective_contexts() keeps %s; not called: %s",
+                    _listed(sorted(entry.matched)),
+                    _listed(missing),
+                )
 
 
 def _listed(names: Iterable[str]) -> str:

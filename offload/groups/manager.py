@@ -1,7 +1,8 @@
-"""The manager: what a user of groups talks to. Commits, the process-wide instance, the plan, the end of a step.
+"""The manager: what a user of groups talks to. Commits, the process-wide instance, the plan, the end of a
+step.
 
-One invariant: it decides and never moves bytes itself. Which chunk is current and what is read next is tracker.py's, where hooks are
-installed and removed open_scopes.py's.
+One invariant: it decides and never moves bytes itself. Which chunk is current and what is read next is
+tracker.py's, where hooks are installed and removed open_scopes.py's.
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ __all__ = ["PipelineOffloadManager"]
 
 
 class PipelineOffloadManager(OpenScopes):
-    """Chunks, plan and prefetch over one engine. `get_instance()` holds the process-wide default; tests build their own.
+    """Chunks, plan and prefetch over one engine. `get_instance()` holds the process-wide default; tests build
+    their own.
 
     engine: None builds one with the default config. process_group: whose ranks the summary is printed for.
     """
 
     OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
 
-    def __init__(self, engine: OffloadEngine | None = None, *, print_summary: bool = True, process_group: Any = None) -> None:
+    def __init__(
+        self, engine: OffloadEngine | None = None, *, print_summary: bool = True, process_group: Any = None
+    ) -> None:
         if engine is not None and not isinstance(engine, OffloadEngine):
-            raise ValueError(f"engine is a {type(engine).__name__}, must be an OffloadEngine, or None for one with the default config")
+            raise ValueError(
+                f"engine is a {type(engine).__name__}, must be an OffloadEngine, or None for one with the "
+                "default config"
+            )
         import_compiler()
         super().__init__(engine if engine is not None else OffloadEngine())
         self.engine.on_capture(self._capture_begins, self._capture_ends)
@@ -51,11 +58,12 @@ class PipelineOffloadManager(OpenScopes):
         self.process_group = process_group
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
-        self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []  # with the capture of the commit
+        # with the capture of the commit
+        self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._compile_report = CompileReport()
 
-    # -- the process-wide instance ------------------------------------------------------------------------------------
+    # -- the process-wide instance ---------------------------------------------------------------------------
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """The process-wide manager; built with the default config on first use."""
@@ -65,7 +73,8 @@ class PipelineOffloadManager(OpenScopes):
 
     @classmethod
     def reset_instance(cls, manager: PipelineOffloadManager | None = None) -> PipelineOffloadManager:
-        """Close the old instance, which returns its pinned memory to the system, and put a new one (or `manager`) in its place."""
+        """Close the old instance, which returns its pinned memory to the system, and put a new one (or
+        `manager`) in its place."""
         if cls.OFFLOAD_MGR is not manager:
             cls.close_instance()
         cls.OFFLOAD_MGR = manager if manager is not None else cls()
@@ -73,8 +82,8 @@ class PipelineOffloadManager(OpenScopes):
 
     @classmethod
     def close_instance(cls) -> None:
-        """Close the process-wide instance, if there is one. Raises PoolError, and leaves it in its place, while an optimizer uses its
-        engine's host memory."""
+        """Close the process-wide instance, if there is one. Raises PoolError, and leaves it in its place,
+        while an optimizer uses its engine's host memory."""
         old, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR, None
         if old is not None:
             try:
@@ -84,7 +93,8 @@ class PipelineOffloadManager(OpenScopes):
                 raise
 
     def close(self) -> None:
-        """Drop everything and unpin. Blocks the host until the copies in flight have passed. The manager must not be used after."""
+        """Drop everything and unpin. Blocks the host until the copies in flight have passed. The manager must
+        not be used after."""
         self._close_uncommitted()
         self._delayed.clear()
         self.cpu_tensor_pool.clear()
@@ -94,7 +104,7 @@ class PipelineOffloadManager(OpenScopes):
         self._handlers.clear()
         self._retired.clear()
 
-    # -- properties ---------------------------------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------------------------
     @property
     def d2h_stream(self) -> Lane:
         return self.engine.device.d2h
@@ -131,9 +141,10 @@ class PipelineOffloadManager(OpenScopes):
     def offload_summary_total_bytes(self) -> int:
         return sum(self._planner.summary.values())
 
-    # -- set up ---------------------------------------------------------------------------------------------------------
+    # -- set up ----------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
-        """Pin before step 1, and unless `measure` is False measure the link. Blocks the host. Raises HostBudgetError beyond the budget."""
+        """Pin before step 1, and unless `measure` is False measure the link. Blocks the host. Raises
+        HostBudgetError beyond the budget."""
         check_bytes("reserve_host", nbytes)
         self.engine.reserve_host(nbytes, measure=measure)
 
@@ -141,7 +152,8 @@ class PipelineOffloadManager(OpenScopes):
         """Parameters of `module`, their views and casts never leave, recognised even behind `detach()`."""
         if not isinstance(module, torch.nn.Module):
             raise ValueError(
-                f"register_parameters got a {type(module).__name__}, must be a torch.nn.Module; mark_not_offloadable takes tensors"
+                f"register_parameters got a {type(module).__name__}, must be a torch.nn.Module; "
+                "mark_not_offloadable takes tensors"
             )
         self.engine.register_parameters(module)
 
@@ -163,7 +175,7 @@ class PipelineOffloadManager(OpenScopes):
     def enable_offload(self) -> None:
         self._switch(True)
 
-    # -- marks --------------------------------------------------------------------------------------------------------
+    # -- marks -----------------------------------------------------------------------------------------------
     def commit(
         self,
         handler: ChunkOffloadHandler,
@@ -176,20 +188,31 @@ class PipelineOffloadManager(OpenScopes):
         with self.engine.lock:
             group = handler.close(name)
             if group.replayed:
-                self._compile_report.replayed(name, handler.id, len(group.replayed), sum(group.replayed.values()))
+                self._compile_report.replayed(
+                    name, handler.id, len(group.replayed), sum(group.replayed.values())
+                )
             if self.is_capturing:
                 self._captured.add(handler)
             if delay_offload:
-                self._delayed.append((self.engine.transfers.capture, partial(self._send, handler, group, forced)))
+                self._delayed.append(
+                    (self.engine.transfers.capture, partial(self._send, handler, group, forced))
+                )
             else:
                 self._send(handler, group, forced)
 
-    def look_behind(self, group: OffloadTensorGroup, handler: ChunkOffloadHandler, output: torch.Tensor) -> None:
-        """In warm-up, before a group is committed: say what compiled functions in it keep where no hook sees it."""
+    def look_behind(
+        self, group: OffloadTensorGroup, handler: ChunkOffloadHandler, output: torch.Tensor
+    ) -> None:
+        """In warm-up, before a group is committed: say what compiled functions in it keep where no hook sees
+        it."""
         if self.is_warmup:
-            self._compile_report.look(group.name, handler.id, output, group.since, handler.tensor_need_offloading_checker)
+            self._compile_report.look(
+                group.name, handler.id, output, group.since, handler.tensor_need_offloading_checker
+            )
 
-    def _send(self, handler: ChunkOffloadHandler, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
+    def _send(
+        self, handler: ChunkOffloadHandler, group: OffloadTensorGroup, forced: list[torch.Tensor]
+    ) -> None:
         handler.on_group_commit_forward(forced, group=group)
         cap = self.settings.max_inflight_offloads
         if cap is not None and group.saved is not None and group.saved.transfers:
@@ -201,15 +224,23 @@ class PipelineOffloadManager(OpenScopes):
         self.pump()
 
     def push_offload_groups(
-        self, group_hook: Callable[[list[torch.Tensor]], None], forced_released_tensors: list[torch.Tensor] | None = None
+        self,
+        group_hook: Callable[[list[torch.Tensor]], None],
+        forced_released_tensors: list[torch.Tensor] | None = None,
     ) -> None:
         """Queue a delayed offload: `group_hook(forced_released_tensors)` runs at the flush."""
         if not callable(group_hook):
-            raise ValueError(f"push_offload_groups got a {type(group_hook).__name__}, must be a function of the tensors to release")
-        self._delayed.append((self.engine.transfers.capture, partial(group_hook, checked_tensors(forced_released_tensors))))
+            raise ValueError(
+                f"push_offload_groups got a {type(group_hook).__name__}, must be a function of the tensors "
+                "to release"
+            )
+        self._delayed.append(
+            (self.engine.transfers.capture, partial(group_hook, checked_tensors(forced_released_tensors)))
+        )
 
     def flush_delayed_groups(self) -> None:
-        """Send every delayed group, in the order of their commits. In a capture, those that it delayed: a graph copies what it computed."""
+        """Send every delayed group, in the order of their commits. In a capture, those that it delayed: a
+        graph copies what it computed."""
         with self.engine.lock:
             capture = self.engine.transfers.capture
             due = [send for made_in, send in self._delayed if made_in is capture]
@@ -217,18 +248,23 @@ class PipelineOffloadManager(OpenScopes):
             for send in due:
                 send()
 
-    # -- captures -----------------------------------------------------------------------------------------------------
+    # -- captures --------------------------------------------------------------------------------------------
     @property
     def is_capturing(self) -> bool:
         """Whether a graph is being captured in a region: its groups leave at every replay."""
         return self.engine.transfers.capture is not None
 
     def _capture_begins(self) -> None:
-        """A piece ends where a capture begins. A chunk that was read to its end, by the warm-up of this capture, begins anew: what the
-        capture saves is fetched back in its own order."""
+        """A piece ends where a capture begins. A chunk that was read to its end, by the warm-up of this
+        capture, begins anew: what the capture saves is fetched back in its own order."""
         self._commit_open_groups()
         forward = self._forward
-        if forward is not None and forward.begun and not any(forward.open_groups()) and next(forward.saved.living(), None) is None:
+        if (
+            forward is not None
+            and forward.begun
+            and not any(forward.open_groups())
+            and next(forward.saved.living(), None) is None
+        ):
             forward.reset()
             if self._backward is forward:
                 self._backward = None
@@ -244,15 +280,20 @@ class PipelineOffloadManager(OpenScopes):
             for saved in handler.open_groups():
                 self.engine.store.commit(saved)
 
-    # -- queue (S2's names) -----------------------------------------------------------------------------------------------
+    # -- queue (S2's names) ----------------------------------------------------------------------------------
     def flush(self) -> None:
-        """Move staged chunks to the backward queue, last stage first, once the first and the last stage have equally many."""
+        """Move staged chunks to the backward queue, last stage first, once the first and the last stage have
+        equally many."""
         self._queue.flush()
 
     def push(self, handler: ChunkOffloadHandler) -> None:
-        """Append to the backward queue, and in warm-up to the order of backwards that the plan is made from."""
+        """Append to the backward queue, and in warm-up to the order of backwards that the plan is made
+        from."""
         if not isinstance(handler, ChunkOffloadHandler):
-            raise ValueError(f"push of a {type(handler).__name__}, must be a ChunkOffloadHandler such as cur_forward_chunk() returns")
+            raise ValueError(
+                f"push of a {type(handler).__name__}, must be a ChunkOffloadHandler such as "
+                "cur_forward_chunk() returns"
+            )
         self._queue.chunks.append(handler)
         if self.is_warmup and handler not in self._backward_order:
             self._backward_order.append(handler)
@@ -265,7 +306,8 @@ class PipelineOffloadManager(OpenScopes):
             return handler
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """The chunk of the next group: the current one in warm-up, then a walk over the recorded ones; None when they are exhausted."""
+        """The chunk of the next group: the current one in warm-up, then a walk over the recorded ones; None
+        when they are exhausted."""
         if not self.do_offload:
             return None
         if self.is_warmup:
@@ -284,14 +326,16 @@ class PipelineOffloadManager(OpenScopes):
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
         return self._backward
 
-    # -- step ---------------------------------------------------------------------------------------------------------
+    # -- step ------------------------------------------------------------------------------------------------
     def _step_begins(self) -> None:
         self._planner.before_step()
 
     def step_end(self) -> StepStats:
-        """End the step, once its gradients are final: drop leftovers with one warning, settle, count, and plan after warm-up.
+        """End the step, once its gradients are final: drop leftovers with one warning, settle, count, and
+        plan after warm-up.
 
-        Blocks the host: never (the summary after warm-up gathers over the process group, once). Raises CaptureError in a capture.
+        Blocks the host: never (the summary after warm-up gathers over the process group, once). Raises
+        CaptureError in a capture.
         """
         self.engine.refuse_in_capture("a step's end")
         self._close_uncommitted()
@@ -330,7 +374,8 @@ class PipelineOffloadManager(OpenScopes):
         with self.engine.lock:
             forwards, backwards = len(set(self._forward_order)), len(self._backward_order)
             assert forwards == backwards, (
-                f"{forwards} forward chunks and {backwards} backward chunks are cached, must be as many; run the backward of every "
+                f"{forwards} forward chunks and {backwards} backward chunks are cached, must be as many; run "
+                "the backward of every "
                 "forward first, or call step_end(), which plans from what it has seen"
             )
             self._cached_forward = list(self._forward_order)

@@ -1,7 +1,7 @@
 """Hooks that are installed for the open groups of the current chunk, and removed again.
 
-One invariant: what a `with`, or a group that is to close its hooks at its commit, has installed is removed, exactly that and whatever was
-switched or raised in between; the last chance is the end of the step.
+One invariant: what a `with`, or a group that is to close its hooks at its commit, has installed is removed,
+exactly that and whatever was switched or raised in between; the last chance is the end of the step.
 """
 
 from __future__ import annotations
@@ -33,27 +33,35 @@ class OpenScopes(ChunkTracker):
         super().__init__(engine)
         self.keep_report = KeepReport()
         self._entered: list[InstalledScope | None] = []
-        self._until_commit: list[tuple[str, InstalledScope | None]] = []  # by the name of the group whose commit closes it
+        # by the name of the group whose commit closes it
+        self._until_commit: list[tuple[str, InstalledScope | None]] = []
         self._warned_no_group = False
         self._warned_checkpoint = False
 
-    # -- whose they are -----------------------------------------------------------------------------------------------
+    # -- whose they are --------------------------------------------------------------------------------------
     def active_handler(self) -> ChunkOffloadHandler | None:
         """The chunk that a mark in a forward belongs to, if anything may leave now."""
-        if not self.do_offload or self._forward is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if (
+            not self.do_offload
+            or self._forward is None
+            or not torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() != -1
+        ):
             return None
         return self._forward
 
     def muted_handler(self) -> ChunkOffloadHandler | None:
-        """The chunk that a mark belongs to although nothing may leave: its starts and commits are still paired. None in a backward."""
+        """The chunk that a mark belongs to although nothing may leave: its starts and commits are still
+        paired. None in a backward."""
         return None if torch._C._current_graph_task_id() != -1 else self._forward
 
-    # -- hooks --------------------------------------------------------------------------------------------------------
+    # -- hooks -----------------------------------------------------------------------------------------------
     @untraced
     def open_scope(self, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope | None:
         """Install the hooks for the innermost open group of the current chunk; None if nothing may leave now.
 
-        stays: asked of each saved tensor, a wrapper as a whole and then its members; one that does stays on the device.
+        stays: asked of each saved tensor, a wrapper as a whole and then its members; one that does stays on
+            the device.
         """
         handler = self.active_handler()
         if handler is None:
@@ -63,8 +71,10 @@ class OpenScopes(ChunkTracker):
             if not self._warned_checkpoint and not self.keep_report.open_regions:
                 self._warned_checkpoint = True
                 logger.warning(
-                    "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it saves: nothing of it will leave; "
-                    "put the group around the checkpoint, or give the checkpoint context_fn=selective_contexts(...)",
+                    "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it "
+                    "saves: nothing of it will leave; "
+                    "put the group around the checkpoint, or give the checkpoint "
+                    "context_fn=selective_contexts(...)",
                     group.name,
                     handler.id,
                 )
@@ -73,14 +83,17 @@ class OpenScopes(ChunkTracker):
             if not self._warned_no_group:
                 self._warned_no_group = True
                 logger.warning(
-                    "offload_hooks() without an open group in chunk %s: nothing saved in it will leave; call group_start first",
+                    "offload_hooks() without an open group in chunk %s: nothing saved in it will leave; call "
+                    "group_start first",
                     handler.id,
                 )
             return None
         self.engine.transfers.check_capture(f"group {group.name!r}")
         saved = group.saved
         staying = None if saved is None or stays is not None else saved.staying
-        return self.engine.hooks.push(GroupScope(self.engine, handler, group), stays, None if staying is None else staying.pack)
+        return self.engine.hooks.push(
+            GroupScope(self.engine, handler, group), stays, None if staying is None else staying.pack
+        )
 
     @untraced
     def close_scope(self, installed: InstalledScope | None) -> None:
@@ -88,7 +101,8 @@ class OpenScopes(ChunkTracker):
             self.engine.hooks.pop(installed)
 
     def open_until_commit(self, name: str) -> None:
-        """`open_scope`, undone by `close_at_commit` of the same name, or by the step's end if an exception came in between."""
+        """`open_scope`, undone by `close_at_commit` of the same name, or by the step's end if an exception
+        came in between."""
         self._until_commit.append((name, self.open_scope()))
 
     def close_at_commit(self, name: str) -> None:
@@ -112,8 +126,11 @@ class OpenScopes(ChunkTracker):
         self.close_scope(self._entered.pop())
 
     def on_save_for_backward(self, tensor: torch.Tensor) -> Any:
-        """What autograd's graph keeps instead of `tensor`. Asserts that it is called inside the offload context."""
-        assert self.engine.hooks.innermost() is not None, "Must be inside offload context: use `with manager:` around the save"
+        """What autograd's graph keeps instead of `tensor`. Asserts that it is called inside the offload
+        context."""
+        assert self.engine.hooks.innermost() is not None, (
+            "Must be inside offload context: use `with manager:` around the save"
+        )
         return self.engine.hooks.pack(tensor)
 
     def on_get_saved_tensor(self, saved_state: Handle | Passed) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""The virtual-pipeline queue: from the order in which chunks were announced, the order in which their backwards should come.
+"""The virtual-pipeline queue: from the order in which chunks were announced, the order in which their
+backwards should come.
 
-One invariant: it is a hint for the first step, when no schedule was given and no step has been seen. Correctness never asks it.
-A chunk is staged under its virtual stage; when the first and the last stage have equally many, the staged ones join the queue, last
-stage first (S2-35, S2-49).
+One invariant: it is a hint for the first step, when no schedule was given and no step has been seen.
+Correctness never asks it. A chunk is staged under its virtual stage; when the first and the last stage have
+equally many, the staged ones join the queue, last stage first (S2-35, S2-49).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class VirtualPipelineQueue(Generic[C]):
             self._move()
 
     def flush(self) -> None:
-        """Move the staged chunks to the queue, last stage first, once the first and the last stage have equally many.
+        """Move the staged chunks to the queue, last stage first, once the first and the last stage have
+        equally many.
 
         Raises AssertionError if the stages between them do not: callers that stage by hand have lost a chunk.
         """
@@ -72,7 +74,9 @@ class VirtualPipelineQueue(Generic[C]):
         Raises AssertionError "No non-empty chunk found" if there is none; nothing is dropped then.
         """
         chunk = self.front(name)
-        assert chunk is not None, f"No non-empty chunk found among {len(self.chunks)} queued chunks for group {name!r}"
+        assert chunk is not None, (
+            f"No non-empty chunk found among {len(self.chunks)} queued chunks for group {name!r}"
+        )
         del self.chunks[: self.chunks.index(chunk) + 1]
         return chunk
 

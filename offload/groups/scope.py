@@ -1,4 +1,5 @@
-"""Scopes whose tensors belong to one group, fixed when the scope was entered, or when an operator made the tensor."""
+"""Scopes whose tensors belong to one group, fixed when the scope was entered, or when an operator made the
+tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ __all__ = ["GroupScope", "KeptScope"]
 
 
 class GroupScope:
-    """Takes what autograd saves for `group`, until it is committed; after that a save is passed on to the scope outside."""
+    """Takes what autograd saves for `group`, until it is committed; after that a save is passed on to the
+    scope outside."""
 
     __slots__ = ("_engine", "_group", "_handler", "_saved")
 
-    def __init__(self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup) -> None:
+    def __init__(
+        self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup
+    ) -> None:
         self._engine = engine
         self._handler = handler
         self._group = group
@@ -40,14 +44,21 @@ class GroupScope:
 
 
 class KeptScope:
-    """Takes what an operator made while `group` was open, though by now the group may be committed and sent: the rest is sent after it.
+    """Takes what an operator made while `group` was open, though by now the group may be committed and sent:
+    the rest is sent after it.
 
     lane: the compute lane that the operator ran on; None for the current one at the save.
     """
 
     __slots__ = ("_engine", "_group", "_handler", "_lane", "_saved")
 
-    def __init__(self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup, lane: Lane | None) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        handler: ChunkOffloadHandler,
+        group: OffloadTensorGroup,
+        lane: Lane | None,
+    ) -> None:
         self._engine = engine
         self._handler = handler
         self._group = group
@@ -61,7 +72,8 @@ class KeptScope:
         group, saved = self._group, self._saved
         if saved is None or group.saved is not saved or not self._handler.do_offload:
             return None  # of a step that has ended since
-        with torch._C._DisableTorchDispatch():  # the region's dispatch mode would only hand on, at 10 microseconds a call
+        # the region's dispatch mode would only hand on, at 10 microseconds a call
+        with torch._C._DisableTorchDispatch():
             handle = self._engine.store.save(tensor, self._handler.saved, saved, self._lane)
             if group.sent:
                 self._handler.on_group_commit_forward(group=group)

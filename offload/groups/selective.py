@@ -2,20 +2,29 @@
 
     y = checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts({torch.ops.aten.mm.default}))
 
-One invariant: keeping changes time and memory, never a bit. What was kept is what the operator returned, what was not is recomputed.
+One invariant: keeping changes time and memory, never a bit. What was kept is what the operator returned, what
+was not is recomputed.
 
 # Note: [The life of a kept output]
-#   1. The forward mode sees the operator's call and remembers it, by operator and number: KeptCall, still on the device.
-#   2. autograd saves something of the region: the recompute will come past the call, so its outputs go to the group that was open when
-#      the operator ran, under their names, and leave like all of that group. No group was open: one named `group`, for this region.
-#   3. Outputs after the last save of the region are let go when it ends: a recompute stops at that save and never reads them. One that
+#   1. The forward mode sees the operator's call and remembers it, by operator and number: KeptCall, still on
+    the device.
+#   2. autograd saves something of the region: the recompute will come past the call, so its outputs go to the
+    group that was open when
+#      the operator ran, under their names, and leave like all of that group. No group was open: one named
+       `group`, for this region.
+#   3. Outputs after the last save of the region are let go when it ends: a recompute stops at that save and
+    never reads them. One that
 #      does not stop (early_stop=False) calls the operator again.
-#   4. Backward: the recompute mode numbers the calls from 0 in every pass and gives each kept one again, through the same door as
-#      autograd's own reads. A second pass (retain_graph, a split backward) finds everything where the first one did.
-#   5. The last node of the region dies, with it the recompute's contexts, their calls, handles and records. No release waits for a read.
+#   4. Backward: the recompute mode numbers the calls from 0 in every pass and gives each kept one again,
+    through the same door as
+#      autograd's own reads. A second pass (retain_graph, a split backward) finds everything where the first
+       one did.
+#   5. The last node of the region dies, with it the recompute's contexts, their calls, handles and records.
+    No release waits for a read.
 #
 # [Order: operator]
-# hazard  RAW: `d2h` copies an output that its operator's lane is still writing; step 2 may come while another compute lane is current.
+# hazard  RAW: `d2h` copies an output that its operator's lane is still writing; step 2 may come while another
+compute lane is current.
 # edge    the record gets the operator's lane, and [Order: spill] of transfer/engine.py waits for that one.
 # alive   the call that waits, then the record and its Transfer.
 # proof   tests/property/test_selective_edges.py
@@ -56,7 +65,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class KeepContext:
-    """What a policy is told besides the call, as torch's own: it is asked in the forward only, after the operator has run."""
+    """What a policy is told besides the call, as torch's own: it is asked in the forward only, after the
+    operator has run."""
 
     __slots__ = ("is_recompute", "op_output")
 
@@ -66,19 +76,25 @@ class KeepContext:
 
 
 @untraced
-def selective_contexts(keep_ops: Collection[Operator] | Callable[..., Any], *, group: str = "selective") -> Callable[[], Contexts]:
-    """A context_fn for torch.utils.checkpoint (use_reentrant=False): outputs of `keep_ops` are kept, and leave for the host.
+def selective_contexts(
+    keep_ops: Collection[Operator] | Callable[..., Any], *, group: str = "selective"
+) -> Callable[[], Contexts]:
+    """A context_fn for torch.utils.checkpoint (use_reentrant=False): outputs of `keep_ops` are kept, and
+    leave for the host.
 
-    keep_ops: operators, such as {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default}; or a policy as
-        torch's create_selective_checkpoint_contexts takes it: policy(ctx, op, *args, **kwargs) -> bool or CheckpointPolicy, of which
-        the SAVE and CPU_OFFLOAD members keep.
-    group: where kept outputs belong that are made while no group is open: a group of this name for each checkpointed forward. Inside a
-        group they belong to that one. The input of the checkpoint leaves only under `offload_hooks()` around it.
-    Kept outputs follow the plan, the limits and min_offloaded_tensor_size like every saved tensor. Without a current chunk they stay, which
-    is said once, and so is a keep_ops of which nothing is ever called. What a recompute has read is autograd's until its node has run, like
-    what it recomputes: a region's worth outside device_limit_bytes.
-    Raises ValueError for an operator that writes to its inputs or returns a view. The context_fn raises OffloadError where torch.compile
-    traces the checkpoint itself: compile the function inside.
+    keep_ops: operators, such as {torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default}; or a policy as torch's
+        create_selective_checkpoint_contexts takes it: policy(ctx, op, *args, **kwargs) -> bool or
+        CheckpointPolicy, of which the SAVE and CPU_OFFLOAD members keep.
+    group: where kept outputs belong that are made while no group is open: a group of this name for each
+        checkpointed forward. Inside a group they belong to that one. The input of the checkpoint leaves only
+        under `offload_hooks()` around it.
+    Kept outputs follow the plan, the limits and min_offloaded_tensor_size like every saved tensor. Without a
+    current chunk they stay, which is said once, and so is a keep_ops of which nothing is ever called. What a
+    recompute has read is autograd's until its node has run, like what it recomputes: a region's worth outside
+    device_limit_bytes. Raises ValueError for an operator that writes to its inputs or returns a view. The
+    context_fn raises OffloadError where torch.compile traces the checkpoint itself: compile the function
+    inside.
     """
     keep = _Keep(keep_ops)
     if not isinstance(group, str) or not group:
@@ -97,8 +113,10 @@ def _refuse_tracing() -> None:
     tracing = any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
     if tracing or torch.compiler.is_compiling():
         raise OffloadError(
-            "torch.compile traces a checkpoint with selective_contexts() whole; a graph would keep what this one step keeps, and move "
-            "nothing. Compile the function inside the checkpoint, or use torch's create_selective_checkpoint_contexts, which moves nothing"
+            "torch.compile traces a checkpoint with selective_contexts() whole; a graph would keep what this "
+            "one step keeps, and move "
+            "nothing. Compile the function inside the checkpoint, or use torch's "
+            "create_selective_checkpoint_contexts, which moves nothing"
         )
 
 
@@ -112,7 +130,10 @@ class _Keep:
         if isinstance(keep_ops, Collection) and not isinstance(keep_ops, str):
             self.operators = frozenset(check_keepable(operator) for operator in keep_ops)
             if not self.operators:
-                raise ValueError("keep_ops is empty: every output would be recomputed, as a plain checkpoint does; name some operators")
+                raise ValueError(
+                    "keep_ops is empty: every output would be recomputed, as a plain checkpoint does; name "
+                    "some operators"
+                )
             self.key: Any = self.operators
             self.names = tuple(sorted(str(operator) for operator in self.operators))
         elif callable(keep_ops):
@@ -121,10 +142,14 @@ class _Keep:
             self.key = (getattr(keep_ops, "__module__", ""), name)
             self.names = (f"what policy {name} asks for",)
         else:
-            raise ValueError(f"keep_ops is a {type(keep_ops).__name__}, must be a set of operators, or a policy(ctx, op, *args, **kwargs)")
+            raise ValueError(
+                f"keep_ops is a {type(keep_ops).__name__}, must be a set of operators, or a policy(ctx, op, "
+                "*args, **kwargs)"
+            )
 
     def numbers(self, operator: Operator) -> bool:
-        """Whether calls of this operator are counted: those that may be kept, in the forward and in the recompute alike."""
+        """Whether calls of this operator are counted: those that may be kept, in the forward and in the
+        recompute alike."""
         return operator in self.operators if self.policy is None else operator not in SAC_IGNORED_OPS
 
     def wants(self, operator: Operator, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -133,7 +158,10 @@ class _Keep:
         answer = self.policy(KeepContext(output), operator, *args, **kwargs)
         name = getattr(answer, "name", "")
         if not isinstance(answer, bool) and not name.endswith(("_SAVE", "_CPU_OFFLOAD", "_RECOMPUTE")):
-            raise ValueError(f"the policy answered {answer!r} for {operator}; must be a bool or a torch.utils.checkpoint.CheckpointPolicy")
+            raise ValueError(
+                f"the policy answered {answer!r} for {operator}; must be a bool or a "
+                "torch.utils.checkpoint.CheckpointPolicy"
+            )
         if answer is False or name.endswith("_RECOMPUTE"):
             return False
         if operator not in self._checked:
@@ -158,18 +186,24 @@ class _Region:
         self._chunk: SavedChunk | None = None
         if self._handler is not None:
             self._chunk = self._handler.saved
-            self._chunk.note_saves()  # what is saved from here to the forward itself are the checkpoint's inputs
+            # what is saved from here to the forward itself are the checkpoint's inputs
+            self._chunk.note_saves()
 
     def begin(self) -> None:
         manager = self.manager
         manager.keep_report.open_regions += 1
         if self._chunk is not None:
             self._together = self._chunk.take_noted()
-        elif manager.do_offload and manager.cur_forward_chunk() is None and torch._C._current_graph_task_id() == -1:
+        elif (
+            manager.do_offload
+            and manager.cur_forward_chunk() is None
+            and torch._C._current_graph_task_id() == -1
+        ):
             manager.keep_report.no_chunk()
 
     def scope(self, lane: Lane | None) -> KeptScope | None:
-        """Where an output belongs that is made now, on `lane`; None: on the lane that is current when it leaves."""
+        """Where an output belongs that is made now, on `lane`; None: on the lane that is current when it
+        leaves."""
         handler = self._handler
         if handler is None or handler.saved is not self._chunk:
             return None
@@ -195,7 +229,8 @@ class _Region:
 
 
 class _Mode(TorchDispatchMode):
-    """Both modes: a compiled function inside still runs compiled, and operators of higher order are calls like others."""
+    """Both modes: a compiled function inside still runs compiled, and operators of higher order are calls
+    like others."""
 
     supports_higher_order_operators = True
 
@@ -213,7 +248,8 @@ class _ForwardMode(_Mode):
 
     def __init__(self, region: _Region) -> None:
         super().__init__(region)
-        self._waiting: tuple[tuple[Operator, int], KeptCall, KeptScope | None] | None = None  # for a save to come after it
+        # for a save to come after it
+        self._waiting: tuple[tuple[Operator, int], KeptCall, KeptScope | None] | None = None
         self._pair: torch.autograd.graph.saved_tensors_hooks | None = None
         self._matched: set[str] = set()
         self._called: dict[Operator, None] = {}  # in the order of their first calls
@@ -301,8 +337,10 @@ class _RecomputeMode(_Mode):
         if call is None:
             if number >= region.calls[func] and any(operator is func for operator, _ in region.kept):
                 raise OffloadError(
-                    f"{func} was called {region.calls[func]:,} times in the forward of a checkpointed region and once more in its "
-                    "recompute, so it is not known which call is which; make the region repeat itself, or take the operator off keep_ops"
+                    f"{func} was called {region.calls[func]:,} times in the forward of a checkpointed region "
+                    "and once more in its "
+                    "recompute, so it is not known which call is which; make the region repeat itself, or "
+                    "take the operator off keep_ops"
                 )
             return func(*args, **kwargs)
         with region.engine.lock:

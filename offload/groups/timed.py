@@ -1,8 +1,9 @@
 """Plans for a step whose times are known: two from simulation, and a trial of both.
 
-The simulation is within a few percent of a real step, and so are its best plans of each other: on one H200 the plan by parts of groups was
-predicted 4% shorter than the plan by whole groups and was 1% longer (workload W2 at 22 GB, November 2026). So each runs for one step, and
-the one that was seen to stall less stays. One invariant: a trial changes what stays and how far ahead to fetch, never a result.
+The simulation is within a few percent of a real step, and so are its best plans of each other: on one H200
+the plan by parts of groups was predicted 4% shorter than the plan by whole groups and was 1% longer (workload
+W2 at 22 GB, November 2026). So each runs for one step, and the one that was seen to stall less stays. One
+invariant: a trial changes what stays and how far ahead to fetch, never a result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _UNIT_TRIALS = 50_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPlan:
-    """keeps: whole groups that stay. parts: what stays of the others, by chunk. restoring_room_bytes: how far ahead to fetch."""
+    """keeps: whole groups that stay. parts: what stays of the others, by chunk. restoring_room_bytes: how far
+    ahead to fetch."""
 
     keeps: Keeps
     parts: Mapping[ChunkKey, Stays]
@@ -35,11 +37,13 @@ class TimedPlan:
 
 
 class Trial:
-    """Runs each plan for one step and settles on the one with the least stall; with a single plan there is nothing to try.
+    """Runs each plan for one step and settles on the one with the least stall; with a single plan there is
+    nothing to try.
 
-    A stall is known when the next step ends, because reading it sooner would block the host. That step may be any: an evaluation, one
-    that an exception cut short, one in which nothing could leave. So `stall_of_step_before` is told at the end of each, and then
-    `whole_step_ended` where the step was one that the plans are for.
+    A stall is known when the next step ends, because reading it sooner would block the host. That step may be
+    any: an evaluation, one that an exception cut short, one in which nothing could leave. So
+    `stall_of_step_before` is told at the end of each, and then `whole_step_ended` where the step was one that
+    the plans are for.
     """
 
     def __init__(self, plans: Sequence[TimedPlan]) -> None:
@@ -60,15 +64,19 @@ class Trial:
         return self._plans[min(len(self._stalls_ms) + self._ran, len(self._plans) - 1)]
 
     def stall_of_step_before(self, stall_ms: float | None) -> None:
-        """stall_ms: of the step BEFORE the one that ends; None if not even now known: its plan is not chosen, unless none is known."""
+        """stall_ms: of the step BEFORE the one that ends; None if not even now known: its plan is not chosen,
+        unless none is known."""
         if self._ran and not self.settled:
             self._ran = False
             self._stalls_ms.append(float("inf") if stall_ms is None else stall_ms)
             if self.settled:
-                logger.info("plans tried: stalls of %s ms", ", ".join(f"{stall:.1f}" for stall in self._stalls_ms))
+                logger.info(
+                    "plans tried: stalls of %s ms", ", ".join(f"{stall:.1f}" for stall in self._stalls_ms)
+                )
 
     def whole_step_ended(self) -> TimedPlan | None:
-        """The plan to follow from here on; None if the trial is over, and the chosen one is followed already."""
+        """The plan to follow from here on; None if the trial is over, and the chosen one is followed
+        already."""
         if self._over:
             return None
         self._over = self.settled
@@ -89,16 +97,30 @@ def timed_plans(
     limit_bytes: int,
     piece_bytes: int,
 ) -> list[TimedPlan]:
-    """The plans with the shortest simulated step by parts of groups and by whole groups, the shorter first; one if they are the same.
+    """The plans with the shortest simulated step by parts of groups and by whole groups, the shorter first;
+    one if they are the same.
 
-    chunks: that a backward read. actions, compute_s: the schedule and how long each action computes. piece_bytes: the smallest part.
+    chunks: that a backward read. actions, compute_s: the schedule and how long each action computes.
+        piece_bytes: the smallest part.
     """
     found: list[tuple[Plan, TimedPlan]] = []
     whole_bytes = max(sum(group.total_offload_bytes for group in chunk.groups) for chunk in chunks) + 1
-    cuts = [{chunk.id: cut_into_units(chunk.groups, least_bytes) for chunk in chunks} for least_bytes in (piece_bytes, whole_bytes)]
+    cuts = [
+        {chunk.id: cut_into_units(chunk.groups, least_bytes) for chunk in chunks}
+        for least_bytes in (piece_bytes, whole_bytes)
+    ]
     for units in cuts if cuts[0] != cuts[1] else cuts[:1]:
-        sizes: dict[ChunkKey, list[GroupSize]] = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
-        chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, max_trials=trials_for(sum(map(len, sizes.values()))))
+        sizes: dict[ChunkKey, list[GroupSize]] = {
+            chunk: [unit.size for unit in own] for chunk, own in units.items()
+        }
+        chosen = choose_keeps(
+            actions,
+            sizes,
+            compute_s,
+            rates,
+            limit_bytes,
+            max_trials=trials_for(sum(map(len, sizes.values()))),
+        )
         kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
         for key in chosen.keeps:
             kept[key.chunk].add(key.position)
@@ -119,7 +141,8 @@ def timed_plans(
     if not fitting:
         least, plan = min(found, key=lambda pair: pair[0].predicted_peak_bytes)
         logger.warning(
-            "no plan keeps saved tensors within device_limit_bytes %s: the best one peaks at %s; raise the limit",
+            "no plan keeps saved tensors within device_limit_bytes %s: the best one peaks at %s; raise the "
+            "limit",
             f"{limit_bytes:,}",
             f"{least.predicted_peak_bytes:,}",
         )

@@ -1,10 +1,13 @@
-"""Keeping torch.compile out of the engine: functions that it calls instead of looking into them, and a package that it passes over.
+"""Keeping torch.compile out of the engine: functions that it calls instead of looking into them, and a
+package that it passes over.
 
-One invariant: nothing of the engine is ever traced, for a graph would keep its effects of one step and replay none of them.
+One invariant: nothing of the engine is ever traced, for a graph would keep its effects of one step and replay
+none of them.
 
-A mark that a compiled function calls is `untraced`: one graph break a call. What the compiler meets without being called by a model, the
-marks' backwards and the reads of saved tensors in a backward that compiled autograd traces, lies in files that it skips; that costs no
-call anything, where the wrapper of an untraced function costs each of them a look at whether the compiler is listening.
+A mark that a compiled function calls is `untraced`: one graph break a call. What the compiler meets without
+being called by a model, the marks' backwards and the reads of saved tensors in a backward that compiled
+autograd traces, lies in files that it skips; that costs no call anything, where the wrapper of an untraced
+function costs each of them a look at whether the compiler is listening.
 """
 
 from __future__ import annotations
@@ -24,17 +27,21 @@ __all__ = ["import_compiler", "untraced"]
 F = TypeVar("F", bound=Callable[..., object])
 
 _REASON = (
-    "a mark of the offload engine moves tensors, and a graph cannot hold that: compile without fullgraph=True, which costs one graph break "
+    "a mark of the offload engine moves tensors, and a graph cannot hold that: compile without "
+    "fullgraph=True, which costs one graph break "
     "a mark, or keep the marks and offload_hooks() outside of the compiled function"
 )
-_PASS_OVER = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)  # a code object by itself
+# a code object by itself
+_PASS_OVER = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
 
 
 def untraced(function: F) -> F:
-    """`function`, run eagerly wherever a compiled function calls it: one graph break a call, and under fullgraph=True torch's error.
+    """`function`, run eagerly wherever a compiled function calls it: one graph break a call, and under
+    fullgraph=True torch's error.
 
-    What torch's own checkpoint and optimizers use, rather than torch.compiler.disable: the compiler is imported by the first call that
-    it could trace. Where it watches no frames, the function is called as it is.
+    What torch's own checkpoint and optimizers use, rather than torch.compiler.disable: the compiler is
+    imported by the first call that it could trace. Where it watches no frames, the function is called as it
+    is.
     """
     unwatched = _disable_dynamo(function)
 
@@ -45,7 +52,8 @@ def untraced(function: F) -> F:
         return unwatched(*arguments, **keywords)
 
     wrapper: Any = mark
-    # a compiled function calls this after its graph break, with the compiler watching: it shall not take the wrapper for a model's frame
+    # a compiled function calls this after its graph break, with the compiler watching: it shall not take the
+    # wrapper for a model's frame
     frames.set_code_exec_strategy(wrapper.__code__, _PASS_OVER)
     wrapper._torchdynamo_disable = True  # so that the error and the list of graph breaks give the reason
     wrapper._torchdynamo_disable_msg = _REASON
@@ -54,7 +62,8 @@ def untraced(function: F) -> F:
 
 @functools.cache
 def import_compiler() -> None:
-    """Have the compiler pass over this package: an import of 2 s, once a process, which set-up shall pay and not step 1."""
+    """Have the compiler pass over this package: an import of 2 s, once a process, which set-up shall pay and
+    not step 1."""
     importlib.import_module("torch._dynamo")
     rules = importlib.import_module("torch._dynamo.trace_rules")
     for name in _passed_over():
@@ -62,7 +71,8 @@ def import_compiler() -> None:
 
 
 def _passed_over() -> Iterator[str]:
-    """Every part of the package but selective.py: a checkpoint's context_fn is refused by an error of its own, when it is traced."""
+    """Every part of the package but selective.py: a checkpoint's context_fn is refused by an error of its
+    own, when it is traced."""
     package, _, groups = __name__.rpartition(".")[0].partition(".")
     for part in pkgutil.iter_modules(sys.modules[package].__path__, f"{package}."):
         if part.name != f"{package}.{groups}":

@@ -1,10 +1,11 @@
 """Which chunk is current, what a step was seen to do, and which reads come next.
 
-One invariant: all of it is a hint for the prefetch and the plan. A chunk that was not expected, a microbatch more, an evaluation in between
-or an exception change time, not results.
+One invariant: all of it is a hint for the prefetch and the plan. A chunk that was not expected, a microbatch
+more, an evaluation in between or an exception change time, not results.
 
-A chunk becomes current in one of two ways: a pipeline stage announces it (`begin_chunk`, `end_forward`, `begin_backward`, `end_backward`),
-or `init_model_chunk_offload_handler` is called at the start of each forward, and the first mark or read of a backward tells the rest.
+A chunk becomes current in one of two ways: a pipeline stage announces it (`begin_chunk`, `end_forward`,
+`begin_backward`, `end_backward`), or `init_model_chunk_offload_handler` is called at the start of each
+forward, and the first mark or read of a backward tells the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from offload.transfer.record import Record, RecordState
 
 __all__ = ["ChunkTracker"]
 
-_CHUNKS_AHEAD = 3  # chunks that a prefetch looks at: the one being read and what follows; more only cost host time
+# chunks that a prefetch looks at: the one being read and what follows; more only cost host time
+_CHUNKS_AHEAD = 3
 
 
 class ChunkTracker(ABC):
@@ -44,7 +46,8 @@ class ChunkTracker(ABC):
         self._clock = StepClock(engine.device)
         self._handlers: dict[ChunkId, ChunkOffloadHandler] = {}
         self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
-        self._captured: set[ChunkOffloadHandler] = set()  # in this step, into graphs: no step to come runs their marks
+        # in this step, into graphs: no step to come runs their marks
+        self._captured: set[ChunkOffloadHandler] = set()
         self._queue: VirtualPipelineQueue[ChunkOffloadHandler] = VirtualPipelineQueue()
         self._lookahead = Lookahead()
         self._forward: ChunkOffloadHandler | None = None
@@ -62,7 +65,8 @@ class ChunkTracker(ABC):
         self._weight_reads: dict[int, tuple[tuple[int, int], ...]] = {}
 
     def set_order(self, actions: Sequence[ActionKey] | None) -> None:
-        """This rank's step as ("F"|"B"|"I"|"W", virtual stage, microbatch); None goes back to what the last step was seen to do."""
+        """This rank's step as ("F"|"B"|"I"|"W", virtual stage, microbatch); None goes back to what the last
+        step was seen to do."""
         self._lookahead.give(actions)
 
     def _switch(self, on: bool) -> None:
@@ -70,11 +74,13 @@ class ChunkTracker(ABC):
         for handler in self._handlers.values():
             handler.do_offload = on
 
-    # -- chunks, announced ------------------------------------------------------------------------------------------------
+    # -- chunks, announced -----------------------------------------------------------------------------------
     def begin_chunk(self, stage: int, microbatch: int) -> None:
-        """The forward of (virtual stage, microbatch) begins; its marks and hooks belong to this chunk from now on.
+        """The forward of (virtual stage, microbatch) begins; its marks and hooks belong to this chunk from
+        now on.
 
-        Blocks the host: never, but once for a plan that has settled, where cached device memory goes back (`trim_device`).
+        Blocks the host: never, but once for a plan that has settled, where cached device memory goes back
+        (`trim_device`).
         """
         check_index("stage", stage)
         check_index("microbatch", microbatch)
@@ -91,14 +97,17 @@ class ChunkTracker(ABC):
             if handler is not None:
                 handler.complete()
                 if self._input_half_reads.get(stage) is False:
-                    handler.saved.expect(())  # its input half reads nothing: fetch for the weight half, when the input half is over
+                    # its input half reads nothing: fetch for the weight half, when the input half is over
+                    handler.saved.expect(())
                 self._look_ahead()
                 self.pump()
 
     def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
         """A backward of that chunk begins. kind: "B" whole, "I" input half, "W" weight half."""
         if kind not in ("B", "I", "W"):
-            raise ValueError(f"backward kind is {kind!r}, must be 'B' (whole), 'I' (input half) or 'W' (weight half)")
+            raise ValueError(
+                f"backward kind is {kind!r}, must be 'B' (whole), 'I' (input half) or 'W' (weight half)"
+            )
         check_index("stage", stage)
         check_index("microbatch", microbatch)
         with self.engine.lock:
@@ -111,7 +120,8 @@ class ChunkTracker(ABC):
             self.pump()
 
     def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
-        """That backward is over. After an input half, what was fetched and is clean is dropped: the weight half reads less."""
+        """That backward is over. After an input half, what was fetched and is clean is dropped: the weight
+        half reads less."""
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
             self._clock.stop((kind, stage, microbatch), self.engine.transfers.stalls)
@@ -132,22 +142,30 @@ class ChunkTracker(ABC):
             self._look_ahead()
             self.pump()
 
-    # -- chunks, one call a forward -----------------------------------------------------------------------------------
+    # -- chunks, one call a forward --------------------------------------------------------------------------
     def init_model_chunk_offload_handler(
-        self, vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 1024 * 1024
+        self,
+        vp_size: int | None = None,
+        vp_stage: int | None = None,
+        min_offloaded_tensor_size: int = 1024 * 1024,
     ) -> None:
-        """A forward of virtual stage `vp_stage` begins, of the next microbatch of that stage. Call at the start of every forward.
+        """A forward of virtual stage `vp_stage` begins, of the next microbatch of that stage. Call at the
+        start of every forward.
 
-        A forward without gradients belongs to no chunk, and one inside a backward to the chunk that it recomputes: neither is counted.
-        vp_size: virtual stages of this rank, None for 1. vp_stage: None for 0. min_offloaded_tensor_size: elements. Raises ValueError
-        for a stage outside 0..vp_size-1. Blocks the host: as `begin_chunk`.
+        A forward without gradients belongs to no chunk, and one inside a backward to the chunk that it
+        recomputes: neither is counted.
+        vp_size: virtual stages of this rank, None for 1. vp_stage: None for 0. min_offloaded_tensor_size:
+        elements. Raises ValueError for a stage outside 0..vp_size-1. Blocks the host: as `begin_chunk`.
         """
         size = 1 if vp_size is None else vp_size
         stage = 0 if vp_stage is None else vp_stage
         check_index("vp_size", size)
         check_index("vp_stage", stage)
         if stage >= size:
-            raise ValueError(f"vp_stage is {vp_stage!r} and vp_size {vp_size!r}; vp_stage must be in 0..vp_size-1, and vp_size 1 or more")
+            raise ValueError(
+                f"vp_stage is {vp_stage!r} and vp_size {vp_size!r}; vp_stage must be in 0..vp_size-1, and "
+                "vp_size 1 or more"
+            )
         check_min_elements(min_offloaded_tensor_size)
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs a forward again
@@ -167,10 +185,13 @@ class ChunkTracker(ABC):
     def _begin(self, chunk_id: ChunkId, min_elements: int) -> ChunkOffloadHandler:
         handler = self._handlers.get(chunk_id)
         if handler is None:
-            handler = ChunkOffloadHandler(min_elements, self.cpu_tensor_pool, engine=self.engine, chunk_id=chunk_id, manager=self)
+            handler = ChunkOffloadHandler(
+                min_elements, self.cpu_tensor_pool, engine=self.engine, chunk_id=chunk_id, manager=self
+            )
             handler.do_offload = self.do_offload
             self._handlers[chunk_id] = handler
-        elif handler.begun:  # the same forward again in one step: an exception was caught, or gradients are being verified
+        # the same forward again in one step: an exception was caught, or gradients are being verified
+        elif handler.begun:
             self._retired.append(handler.saved)
             handler.reset()
         if handler.min_offloaded_tensor_size != min_elements:
@@ -185,7 +206,7 @@ class ChunkTracker(ABC):
         self._look_ahead()
         return handler
 
-    # -- reading ----------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------
     def reading(self, handler: ChunkOffloadHandler) -> None:
         """A mark of `handler`'s backward runs."""
         with self.engine.lock:
@@ -220,17 +241,23 @@ class ChunkTracker(ABC):
             self._weight_log.append((record.group.place, record.slot))
         if record.unread == 0:
             self._read_bytes += record.nbytes
-            if self._read_bytes >= self.engine.prefetch.stride_bytes:  # less cannot have made room for a piece
+            # less cannot have made room for a piece
+            if self._read_bytes >= self.engine.prefetch.stride_bytes:
                 self.pump()
 
     def _look_ahead(self) -> None:
-        """The chunks that backwards will read next, soonest first; one whose forward runs is among them before it has saved anything."""
+        """The chunks that backwards will read next, soonest first; one whose forward runs is among them
+        before it has saved anything."""
         coming: list[SavedChunk] = []
         if self._backward is not None:
             coming.append(self._backward.saved)
         for _, stage, microbatch in self._lookahead.coming():
             handler = self._handlers.get(ChunkId(stage, microbatch))
-            if handler is not None and (handler.begun or handler is self._forward) and handler.saved not in coming:
+            if (
+                handler is not None
+                and (handler.begun or handler is self._forward)
+                and handler.saved not in coming
+            ):
                 coming.append(handler.saved)
                 if len(coming) == _CHUNKS_AHEAD:
                     break
@@ -276,10 +303,14 @@ class ChunkTracker(ABC):
                 self.engine.prefetch.look_back(self._backward.saved)
             self.engine.prefetch.pump(self._coming)
 
-    # -- step ---------------------------------------------------------------------------------------------------------
+    # -- step ------------------------------------------------------------------------------------------------
     def _seen(self, seconds: dict[ActionKey, float] | None) -> SeenStep:
         return SeenStep(
-            chunks=[handler for handler in self._handlers.values() if handler.begun and handler not in self._captured],
+            chunks=[
+                handler
+                for handler in self._handlers.values()
+                if handler.begun and handler not in self._captured
+            ],
             forward_order=[handler for handler in self._forward_order if handler not in self._captured],
             backward_order=[handler for handler in self._backward_order if handler not in self._captured],
             actions=self._lookahead.seen,

@@ -1,8 +1,8 @@
 """A chunk cut finer than its groups, for a plan that knows times: of one group a part may stay.
 
-A group of 1.5 GB is a coarse step under a limit of 10 GB: with units of 0.3 GB the simulated step of a pipeline stage is 3 to 4% shorter
-(workload W2, November 2026). One invariant: units follow the chunk's saves, so that what a plan keeps of the chunk's end is whole groups
-and the last tensors of at most one more.
+A group of 1.5 GB is a coarse step under a limit of 10 GB: with units of 0.3 GB the simulated step of a
+pipeline stage is 3 to 4% shorter (workload W2, November 2026). One invariant: units follow the chunk's saves,
+so that what a plan keeps of the chunk's end is whole groups and the last tensors of at most one more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _UNITS_A_CHUNK = 64
 
 
 class Unit(NamedTuple):
-    """Tensors of one group that lie together. position: of the group in its chunk. first_slot: of the first tensor in the group."""
+    """Tensors of one group that lie together. position: of the group in its chunk. first_slot: of the first
+    tensor in the group."""
 
     position: int
     first_slot: int
@@ -28,7 +29,8 @@ class Unit(NamedTuple):
 
 
 class Stays(NamedTuple):
-    """What a plan keeps of one chunk: positions of whole groups, and of others the slot from which on their tensors stay."""
+    """What a plan keeps of one chunk: positions of whole groups, and of others the slot from which on their
+    tensors stay."""
 
     whole: frozenset[int]
     from_slot: dict[int, int]
@@ -37,13 +39,14 @@ class Stays(NamedTuple):
 
 
 def cut_into_units(groups: Sequence[OffloadTensorGroup], least_bytes: int) -> list[Unit]:
-    """The groups in order, each cut after tensors that reach `least_bytes`, or a 64th of the chunk if that is more, and at the ends of
-    checkpoint regions, whose tensors are read together."""
+    """The groups in order, each cut after tensors that reach `least_bytes`, or a 64th of the chunk if that is
+    more, and at the ends of checkpoint regions, whose tensors are read together."""
     least_bytes = max(least_bytes, sum(group.total_offload_bytes for group in groups) // _UNITS_A_CHUNK)
     units: list[Unit] = []
     for position, group in enumerate(groups):
         first_slot, nbytes, region = 0, 0, 0
-        for slot, slot_bytes in group.slot_bytes or ((0, group.total_offload_bytes),):  # counted by hand: in one
+        # counted by hand: in one
+        for slot, slot_bytes in group.slot_bytes or ((0, group.total_offload_bytes),):
             if group.regions.get(slot, 0) != region:
                 if nbytes:
                     units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))

@@ -1,9 +1,10 @@
-"""The owner of all pinned host memory: what it holds before the first step, beside the steps, and until the process ends.
+"""The owner of all pinned host memory: what it holds before the first step, beside the steps, and until the
+process ends.
 
-torch's pinned allocator rounds every request up to a power of two and pins at a tenth of the speed, inside whichever hook asked.
-Here memory is pinned before step 1 (`reserve`) or beside the steps (growth.py), and a block that is not there yet is a None.
-One invariant: bytes are held only within the host budget, and only what nobody has on loan is let go of. Who has which bytes on loan is
-lending.py's.
+torch's pinned allocator rounds every request up to a power of two and pins at a tenth of the speed, inside
+whichever hook asked. Here memory is pinned before step 1 (`reserve`) or beside the steps (growth.py), and a
+block that is not there yet is a None. One invariant: bytes are held only within the host budget, and only
+what nobody has on loan is let go of. Who has which bytes on loan is lending.py's.
 """
 
 from __future__ import annotations
@@ -29,16 +30,20 @@ __all__ = ["ArenaStats", "Block", "HostArena"]
 logger = logging.getLogger(__name__)
 
 CLOSE_PATIENCE_S = 5.0
-"""What the end of the process waits for copies: a step's worth of them takes less, and a rank that is gone never answers."""
+"""What the end of the process waits for copies: a step's worth of them takes less, and a rank that is gone
+never answers."""
 
 
 class HostArena(Lending):
     """Holds host memory and lends it. Thread-safe; one lock, which finalisers never take.
 
     budget: asked before every growth.
-    slab_bytes: what one call of `device.host_memory` pins at most, and so what growth pins before a taker sees any of it.
-    registration_bytes: one piece. 64 MiB: pinning a larger one stops every kernel launch for tens of ms (design.md, decision 4).
-    growth: who pins when bytes are missing. "background": a thread, and the taker gets None now; "inline": the taker, at once.
+    slab_bytes: what one call of `device.host_memory` pins at most, and so what growth pins before a taker
+        sees any of it.
+    registration_bytes: one piece. 64 MiB: pinning a larger one stops every kernel launch for tens of ms
+        (design.md, decision 4).
+    growth: who pins when bytes are missing. "background": a thread, and the taker gets None now; "inline":
+        the taker, at once.
         None: background where pinning costs time (`device.pins`).
     """
 
@@ -52,9 +57,14 @@ class HostArena(Lending):
         growth: Literal["inline", "background"] | None = None,
     ) -> None:
         if registration_bytes <= 0 or registration_bytes % PAGE_BYTES:
-            raise ValueError(f"registration_bytes={registration_bytes:,} must be a positive multiple of {PAGE_BYTES:,}")
+            raise ValueError(
+                f"registration_bytes={registration_bytes:,} must be a positive multiple of {PAGE_BYTES:,}"
+            )
         if slab_bytes < registration_bytes:
-            raise ValueError(f"slab_bytes={slab_bytes:,} is less than registration_bytes={registration_bytes:,}; raise it to at least that")
+            raise ValueError(
+                f"slab_bytes={slab_bytes:,} is less than registration_bytes={registration_bytes:,}; raise it "
+                "to at least that"
+            )
         super().__init__(
             device,
             budget,
@@ -67,9 +77,10 @@ class HostArena(Lending):
         self._at_exit = functools.partial(_close_if_alive, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    # -- growing --------------------------------------------------------------------------------------------------
+    # -- growing ---------------------------------------------------------------------------------------------
     def reserve(self, nbytes: int) -> None:
-        """Hold at least `nbytes`, lent or free. For before step 1: blocks the host for nbytes / 17 GB/s (peers.md).
+        """Hold at least `nbytes`, lent or free. For before step 1: blocks the host for nbytes / 17 GB/s
+        (peers.md).
 
         Raises HostBudgetError if the budget or the system refuses.
         """
@@ -101,8 +112,9 @@ class HostArena(Lending):
                 self._growth.resume()
 
     def begin_capture(self) -> None:
-        """A graph is captured from here to `end_capture`: nothing may be pinned or polled. Blocks the host until the growth asked for so
-        far is done and the last users of every free byte have ended: no event is kept with bytes that are lent in the capture."""
+        """A graph is captured from here to `end_capture`: nothing may be pinned or polled. Blocks the host
+        until the growth asked for so far is done and the last users of every free byte have ended: no event
+        is kept with bytes that are lent in the capture."""
         with self._lock:
             self._growth.synchronize()
             self._growth.pause()
@@ -120,14 +132,16 @@ class HostArena(Lending):
         with self._lock:
             self._growth.synchronize()
 
-    # -- shrinking ------------------------------------------------------------------------------------------------
+    # -- shrinking -------------------------------------------------------------------------------------------
     def trim(self, target_bytes: int) -> int:
-        """Give memory back to the system, one whole free piece at a time, until at most `target_bytes` are held or no such piece is left.
+        """Give memory back to the system, one whole free piece at a time, until at most `target_bytes` are
+        held or no such piece is left.
 
-        Returns the bytes given back: less than one piece too many, as pieces go whole; nothing while a graph is captured or growth is
-        paused. Growth past `target_bytes` that is still under way is given up; what is missing later is pinned again as before.
-        For between steps, once it is known what a step needs. Blocks the host for the last users of the pieces it releases, for
-        their unpinning, and for the slab under way.
+        Returns the bytes given back: less than one piece too many, as pieces go whole; nothing while a graph
+        is captured or growth is paused. Growth past `target_bytes` that is still under way is given up; what
+        is missing later is pinned again as before. For between steps, once it is known what a step needs.
+        Blocks the host for the last users of the pieces it releases, for their unpinning, and for the slab
+        under way.
         """
         with self._lock:
             self._growth.lower(target_bytes)
@@ -136,19 +150,20 @@ class HostArena(Lending):
             self._marks.poll_all()  # what has passed need not be waited for, and goes first
             return self._growth.trim(target_bytes, self._marks)
 
-    # -- the end --------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
     def clear(self) -> None:
         """Unpin and free everything, and give the budget back. The arena can grow again afterwards.
 
-        Blocks the host until growth has stopped and the last users of every free range have ended. Raises PoolError, and frees
-        nothing, while blocks are lent.
+        Blocks the host until growth has stopped and the last users of every free range have ended. Raises
+        PoolError, and frees nothing, while blocks are lent.
         """
         with self._lock:
             self._growth.stop()
             self._settle()
             if self._lent:
                 raise PoolError(
-                    f"host arena has {len(self._lent)} blocks of {self._lent_bytes:,} bytes lent, of {self._growth.held_bytes:,} held; "
+                    f"host arena has {len(self._lent)} blocks of {self._lent_bytes:,} bytes lent, of "
+                    f"{self._growth.held_bytes:,} held; "
                     f"give them back before clear"
                 )
             self._clear_shelf()
@@ -156,14 +171,16 @@ class HostArena(Lending):
             self._growth.release()
 
     def close(self) -> None:
-        """`clear` for the end of the process: never raises, and nothing grows afterwards. Memory still lent is left to the system, and
-        so is memory whose last copies have not ended in CLOSE_PATIENCE_S: they may wait for a message of a rank that is gone."""
+        """`clear` for the end of the process: never raises, and nothing grows afterwards. Memory still lent
+        is left to the system, and so is memory whose last copies have not ended in CLOSE_PATIENCE_S: they may
+        wait for a message of a rank that is gone."""
         self._growth.close()
         atexit.unregister(self._at_exit)
         try:
             if self.device.pins and not self._idle_within(CLOSE_PATIENCE_S):
                 logger.warning(
-                    "closing: the last copies of %s host bytes have not ended after %.0f s; the memory is left to the system. If a rank is "
+                    "closing: the last copies of %s host bytes have not ended after %.0f s; the memory is "
+                    "left to the system. If a rank is "
                     "gone, this one is waiting for it: set a timeout on the process group",
                     f"{self.held_bytes:,}",
                     CLOSE_PATIENCE_S,
@@ -180,10 +197,15 @@ class HostArena(Lending):
         if hasattr(self, "_at_exit"):
             atexit.unregister(self._at_exit)
             if self.device.pins and self.held_bytes:
-                warnings.warn(f"host arena dropped with {self.held_bytes:,} bytes pinned; call clear first", ResourceWarning, stacklevel=2)
+                warnings.warn(
+                    f"host arena dropped with {self.held_bytes:,} bytes pinned; call clear first",
+                    ResourceWarning,
+                    stacklevel=2,
+                )
 
     def _idle_within(self, seconds: float) -> bool:
-        """Whether the last users of every free range have ended by then. Blocks the host until they have, or so long."""
+        """Whether the last users of every free range have ended by then. Blocks the host until they have, or
+        so long."""
         end = time.monotonic() + seconds
         while True:
             with self._lock:

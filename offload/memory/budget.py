@@ -1,7 +1,8 @@
 """How many bytes of host memory may be pinned: one number for all ranks of a host.
 
-Pinned pages cannot be swapped, so ranks that each take "most of the RAM" end with the kernel killing one of them.
-One invariant: the sum of what was granted and not released never exceeds the limit. A refused request leaves no trace.
+Pinned pages cannot be swapped, so ranks that each take "most of the RAM" end with the kernel killing one of
+them. One invariant: the sum of what was granted and not released never exceeds the limit. A refused request
+leaves no trace.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Protocol
 __all__ = ["HostBudget", "LocalHostBudget", "StoreHostBudget", "default_host_limit_bytes"]
 
 DEFAULT_SHARE = 0.8
-"""Share of the host's memory that may be pinned by default: the rest is for data loaders, the page cache and pageable tensors."""
+"""Share of the host's memory that may be pinned by default: the rest is for data loaders, the page cache and
+pageable tensors."""
 
 RACES = 3
 """How often a reservation is tried again that was only refused because two ranks asked at the same moment."""
@@ -59,7 +61,9 @@ class LocalHostBudget:
 
     def release(self, nbytes: int) -> None:
         with self._lock:
-            assert 0 <= nbytes <= self._used_bytes, f"released {nbytes:,} bytes of {self._used_bytes:,} reserved"
+            assert 0 <= nbytes <= self._used_bytes, (
+                f"released {nbytes:,} bytes of {self._used_bytes:,} reserved"
+            )
             self._used_bytes -= nbytes
 
 
@@ -77,8 +81,8 @@ class StoreHostBudget:
     host_key: the same for all ranks of a host and different between hosts.
     limit_bytes: what the whole host may pin. Every rank passes the same number.
 
-    Each call is one or more round trips to the store, so an arena asks when it grows and never per block. A rank that dies
-    leaves its bytes counted for as long as the store lives; a restarted job has a new store.
+    Each call is one or more round trips to the store, so an arena asks when it grows and never per block. A
+    rank that dies leaves its bytes counted for as long as the store lives; a restarted job has a new store.
     """
 
     def __init__(self, store: Counters, host_key: str, limit_bytes: int) -> None:
@@ -91,8 +95,9 @@ class StoreHostBudget:
         return self._store.add(self._key, 0)
 
     def reserve(self, nbytes: int) -> bool:
-        """As the protocol says. Two ranks that overshoot at the same moment may both be refused although one would fit;
-        each rolls back and asks again, so a refusal that stays is a true one but for a race lost three times."""
+        """As the protocol says. Two ranks that overshoot at the same moment may both be refused although one
+        would fit; each rolls back and asks again, so a refusal that stays is a true one but for a race lost
+        three times."""
         assert nbytes >= 0, nbytes
         for _ in range(RACES):
             # read first: a request that cannot fit must not disturb the counter that others compare with
@@ -116,9 +121,11 @@ def default_host_limit_bytes() -> int:
 
 
 def cgroup_limits_bytes(membership: Path, root: Path) -> list[int]:
-    """The memory limits of the cgroup named in `membership` and of all its ancestors under `root`; empty if there is none.
+    """The memory limits of the cgroup named in `membership` and of all its ancestors under `root`; empty if
+    there is none.
 
-    Reads both layouts: v2 (`0::/path`, memory.max) and v1 (`n:memory:/path`, memory/.../memory.limit_in_bytes).
+    Reads both layouts: v2 (`0::/path`, memory.max) and v1 (`n:memory:/path`,
+    memory/.../memory.limit_in_bytes).
     """
     try:
         lines = membership.read_text().splitlines()
@@ -134,7 +141,8 @@ def cgroup_limits_bytes(membership: Path, root: Path) -> list[int]:
         else:
             continue
         folder = top / path.lstrip("/")
-        # inside a container the path may name a cgroup of the host that is not visible here: then only the root is read
+        # inside a container the path may name a cgroup of the host that is not visible here: then only the
+        # root is read
         for candidate in (folder, *folder.parents):
             if candidate == top or candidate.is_relative_to(top):
                 try:
@@ -148,5 +156,7 @@ def cgroup_limits_bytes(membership: Path, root: Path) -> list[int]:
 
 def _checked(limit_bytes: int) -> int:
     if limit_bytes < 0:
-        raise ValueError(f"a host limit of {limit_bytes:,} bytes is negative; give bytes, 0 refuses everything")
+        raise ValueError(
+            f"a host limit of {limit_bytes:,} bytes is negative; give bytes, 0 refuses everything"
+        )
     return limit_bytes

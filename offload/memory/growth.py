@@ -1,8 +1,10 @@
-"""How an arena comes to hold more, whole slabs pinned without the lock on this thread or beside it, and less, piece by piece.
+"""How an arena comes to hold more, whole slabs pinned without the lock on this thread or beside it, and less,
+piece by piece.
 
-Pinning takes a millisecond for each 17 MB and holds up kernel launches, so it happens before step 1, or beside the steps and
-never in a hook, and never while a graph is captured (a registration on any thread breaks the capture).
-One invariant: bytes are asked of the budget before they are pinned and given back after they are unpinned; one thread pins at a time.
+Pinning takes a millisecond for each 17 MB and holds up kernel launches, so it happens before step 1, or
+beside the steps and never in a hook, and never while a graph is captured (a registration on any thread breaks
+the capture). One invariant: bytes are asked of the budget before they are pinned and given back after they
+are unpinned; one thread pins at a time.
 
 Every method is called with the arena's lock held, and lets go of it while it asks the budget or pins.
 """
@@ -34,8 +36,9 @@ PAGE_BYTES = 4096
 class Growth:
     """Slabs held, and the pinning of more.
 
-    `pieces` is indexed by `Range.piece`; new pieces go to `free`. A piece that was released stays in it as a tensor of no bytes, until
-    a new one takes its place: memory that comes and goes does not make the list longer.
+    `pieces` is indexed by `Range.piece`; new pieces go to `free`. A piece that was released stays in it as a
+    tensor of no bytes, until a new one takes its place: memory that comes and goes does not make the list
+    longer.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class Growth:
         self._changed = lock
         self._slab_bytes = slab_bytes - slab_bytes % registration_bytes
         self._registration_bytes = registration_bytes
-        self._places: dict[int, tuple[HostMemory, int]] = {}  # of each piece held: its slab, and its index there
+        # of each piece held: its slab, and its index there
+        self._places: dict[int, tuple[HostMemory, int]] = {}
         self._vacant: list[int] = []  # indices of released pieces
         self._target_bytes = 0
         self._pinning = False
@@ -69,9 +73,10 @@ class Growth:
         self._refused: tuple[int, int] | None = None  # (bytes, limit) of the smallest growth refused
         self._warned = False
 
-    # -- on the calling thread ------------------------------------------------------------------------------------
+    # -- on the calling thread -------------------------------------------------------------------------------
     def hold(self, target_bytes: int) -> None:
-        """Pin until `target_bytes` are held. Blocks the host. Raises HostBudgetError, or OffloadError where nothing may be pinned now."""
+        """Pin until `target_bytes` are held. Blocks the host. Raises HostBudgetError, or OffloadError where
+        nothing may be pinned now."""
         while target_bytes > self.held_bytes:
             self._check_allowed(target_bytes - self.held_bytes)
             if self._pinning:
@@ -80,7 +85,8 @@ class Growth:
                 self._pin(target_bytes - self.held_bytes)
 
     def hold_piece(self, nbytes: int) -> None:
-        """Pin one piece of at least `nbytes`, or wait for the thread that pins. Blocks the host. Raises as `hold`."""
+        """Pin one piece of at least `nbytes`, or wait for the thread that pins. Blocks the host. Raises as
+        `hold`."""
         self._check_allowed(nbytes)
         if self._pinning:
             self._changed.wait()  # it may pin what fits
@@ -98,13 +104,17 @@ class Growth:
             self._refuse(deficit, error)
         return target_bytes <= self.held_bytes
 
-    # -- in the background ----------------------------------------------------------------------------------------
+    # -- in the background -----------------------------------------------------------------------------------
     def hold_later(self, target_bytes: int) -> None:
         """Have the thread hold `target_bytes`. Blocks the host: never."""
         deficit = target_bytes - self.held_bytes
         if self.inline or deficit <= 0 or self._closed or self._stopping or self._device.is_capturing():
             return
-        if self._refused is not None and deficit >= self._refused[0] and self._budget.limit_bytes == self._refused[1]:
+        if (
+            self._refused is not None
+            and deficit >= self._refused[0]
+            and self._budget.limit_bytes == self._refused[1]
+        ):
             return
         self._target_bytes = max(self._target_bytes, target_bytes)
         if self._thread is None and not self._pauses:
@@ -134,9 +144,10 @@ class Growth:
         """Block the host until the growth asked for so far is done or refused."""
         self._changed.wait_for(lambda: self._thread is None and not self._pinning)
 
-    # -- shrinking ------------------------------------------------------------------------------------------------
+    # -- shrinking -------------------------------------------------------------------------------------------
     def lower(self, target_bytes: int) -> None:
-        """Want no more than `target_bytes`: growth past it is given up. Blocks the host for the slab under way."""
+        """Want no more than `target_bytes`: growth past it is given up. Blocks the host for the slab under
+        way."""
         wanted_bytes = min(self._target_bytes, target_bytes)
         self.stop()
         self.hold_later(wanted_bytes)
@@ -169,13 +180,16 @@ class Growth:
         return freed_bytes
 
     def _whole_pieces(self) -> list[Range]:
-        """Pieces of which nothing is lent: first those that nobody reads any more, and among them those of slabs that can go whole."""
+        """Pieces of which nothing is lent: first those that nobody reads any more, and among them those of
+        slabs that can go whole."""
         whole = [free for free in self._free if free.nbytes == self.pieces[free.piece].numel()]
         held = Counter(id(slab) for slab, _ in self._places.values())
         held.subtract(id(self._places[free.piece][0]) for free in whole)
-        return sorted(whole, key=lambda free: (not free.idle, held[id(self._places[free.piece][0])] > 0, free.piece))
+        return sorted(
+            whole, key=lambda free: (not free.idle, held[id(self._places[free.piece][0])] > 0, free.piece)
+        )
 
-    # -- the end --------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
     def stop(self) -> None:
         """Give up the growth asked for. Blocks the host for the slab under way."""
         self._stopping = True
@@ -202,14 +216,15 @@ class Growth:
         if freed_bytes:
             self._budget.release(freed_bytes)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
     def _allowed(self) -> bool:
         return not (self._closed or self._stopping or self._pauses or self._device.is_capturing())
 
     def _check_allowed(self, nbytes: int) -> None:
         if not self._allowed():
             raise OffloadError(
-                f"host arena holds {self.held_bytes:,} bytes and cannot pin {nbytes:,} more while a graph is captured, growth is paused "
+                f"host arena holds {self.held_bytes:,} bytes and cannot pin {nbytes:,} more while a graph is "
+                "captured, growth is paused "
                 f"or the arena is closing; reserve them before"
             )
 
@@ -224,7 +239,8 @@ class Growth:
                         continue
                     try:
                         self._pin(deficit)
-                    except Exception as error:  # whatever the system said, training goes on without these bytes
+                    # whatever the system said, training goes on without these bytes
+                    except Exception as error:
                         self._target_bytes = 0
                         self._refuse(deficit, error)
             finally:
@@ -232,12 +248,15 @@ class Growth:
                 self._changed.notify_all()
 
     def _refuse(self, nbytes: int, error: Exception) -> None:
-        """Remember a refusal: asking for as much again at every miss costs a round trip, or the touch of all pages, each time."""
+        """Remember a refusal: asking for as much again at every miss costs a round trip, or the touch of all
+        pages, each time."""
         if self._refused is None or nbytes < self._refused[0]:
             self._refused = (nbytes, self._budget.limit_bytes)
         if not self._warned:
             self._warned = True
-            logger.warning("host memory cannot grow; what does not fit stays on the device and is counted: %s", error)
+            logger.warning(
+                "host memory cannot grow; what does not fit stays on the device and is counted: %s", error
+            )
 
     def _pin(self, nbytes: int, piece_bytes: int | None = None) -> None:
         """Hold `nbytes` more. Holds less, without an error, if growth is stopped or paused meanwhile.
@@ -264,13 +283,15 @@ class Growth:
             self._changed.notify_all()
 
     def _reserve_budget(self, nbytes: int, registration_bytes: int) -> int:
-        """The bytes granted: `nbytes` rounded up to whole registrations, or to pages where those do not fit."""
+        """The bytes granted: `nbytes` rounded up to whole registrations, or to pages where those do not
+        fit."""
         for unit in (registration_bytes, PAGE_BYTES):
             rounded = round_up(nbytes, unit)
             if self._budget.reserve(rounded):
                 return rounded
         raise HostBudgetError(
-            f"host arena holds {self.held_bytes:,} bytes and needs {nbytes:,} more, but {self._budget.used_bytes:,} of the host's "
+            f"host arena holds {self.held_bytes:,} bytes and needs {nbytes:,} more, but "
+            f"{self._budget.used_bytes:,} of the host's "
             f"{self._budget.limit_bytes:,} bytes are in use; raise host_limit_bytes, or offload less"
         )
 

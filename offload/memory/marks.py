@@ -1,4 +1,5 @@
-"""Which of the events that were kept with free bytes have passed: asked of the device once, known to every range at once.
+"""Which of the events that were kept with free bytes have passed: asked of the device once, known to every
+range at once.
 
 A thousand free ranges may wait for one transfer, so they share one `Mark` of its event.
 One invariant: a mark's event is None from the moment it is known to have passed, and never before.
@@ -17,7 +18,8 @@ __all__ = ["Mark", "Marks", "join_marks"]
 
 
 class Mark:
-    """A shared note of one event; `event` is None from the moment it is known to have passed, for every range that has the mark."""
+    """A shared note of one event; `event` is None from the moment it is known to have passed, for every range
+    that has the mark."""
 
     __slots__ = ("event",)
 
@@ -57,7 +59,8 @@ class Marks:
                 self._unpassed.append(mark)
 
     def poll_until_unpassed(self, most: int) -> None:
-        """As `poll_some`, but no further than to one that has not passed: lanes are in order, those behind it will hardly have."""
+        """As `poll_some`, but no further than to one that has not passed: lanes are in order, those behind it
+        will hardly have."""
         while most > 0 and self._unpassed:
             most -= 1
             mark = self._unpassed.popleft()

@@ -1,9 +1,10 @@
 """The free bytes of an arena: ranges that split, join again, and remember who still reads them.
 
-One invariant: free ranges never overlap, two that touch are one, and none crosses from one piece into the next. A range knows
-every event after which its bytes may be written; joining keeps the events of both.
+One invariant: free ranges never overlap, two that touch are one, and none crosses from one piece into the
+next. A range knows every event after which its bytes may be written; joining keeps the events of both.
 
-Costs: finding a fit is a bisection over the distinct sizes, joining is two dictionary look-ups; nothing walks all ranges.
+Costs: finding a fit is a bisection over the distinct sizes, joining is two dictionary look-ups; nothing walks
+    all ranges.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from offload.memory.marks import Mark, join_marks
 __all__ = ["EQUALS_LOOKED_AT", "FreeRanges", "Range", "round_up"]
 
 EQUALS_LOOKED_AT = 4
-"""Among ranges of one size, how many are looked at for one that nobody reads any more: longest free first, so the likeliest first."""
+"""Among ranges of one size, how many are looked at for one that nobody reads any more: longest free first, so
+the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class Range:
 
 
 class FreeRanges:
-    """Free ranges by place (to join neighbours) and by size (to find a fit). Not thread-safe: the arena holds its lock."""
+    """Free ranges by place (to join neighbours) and by size (to find a fit). Not thread-safe: the arena holds
+    its lock."""
 
     def __init__(self) -> None:
         self.total_bytes = 0
@@ -86,7 +89,8 @@ class FreeRanges:
         return Range(free.piece, free.start, middle, free.marks)
 
     def gather(self, nbytes: int) -> list[Range]:
-        """Take exactly `nbytes`, in as few ranges as a greedy choice finds: one that fits, else the largest and go on."""
+        """Take exactly `nbytes`, in as few ranges as a greedy choice finds: one that fits, else the largest
+        and go on."""
         assert nbytes <= self.total_bytes, (nbytes, self.total_bytes)
         taken = []
         while nbytes:

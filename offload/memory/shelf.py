@@ -1,8 +1,9 @@
 """Blocks that came back whole, by size, ready to be lent again as they are.
 
-A steady step asks for the sizes of the step before. Cutting each block out of the free ranges and joining it with its neighbours again was
-a large part of what a moved tensor costs the host (`scripts/bench_stage.py --micro`); what lies here is lent without either.
-One invariant: what lies here is free, and is in no free range; `drain` gives all of it back to them.
+A steady step asks for the sizes of the step before. Cutting each block out of the free ranges and joining it
+with its neighbours again was a large part of what a moved tensor costs the host (`scripts/bench_stage.py
+--micro`); what lies here is lent without either. One invariant: what lies here is free, and is in no free
+range; `drain` gives all of it back to them.
 
 Not thread-safe: the arena holds its lock.
 """

@@ -1,7 +1,9 @@
-"""Tensors of one shape and dtype, lent and taken back: the pool that Megatron and torchtitan users know by name.
+"""Tensors of one shape and dtype, lent and taken back: the pool that Megatron and torchtitan users know by
+name.
 
-The engine itself borrows blocks from the arena; this pool serves code that wants whole tensors (S2-8 to S2-22, S3-2 to S3-4).
-One invariant: a tensor is lent to one borrower at a time, and lent again only once the event it was freed with has passed.
+The engine itself borrows blocks from the arena; this pool serves code that wants whole tensors (S2-8 to
+S2-22, S3-2 to S3-4). One invariant: a tensor is lent to one borrower at a time, and lent again only once the
+event it was freed with has passed.
 
 Allocate and free are dictionary look-ups by the tensor's id; no list is searched.
 """
@@ -49,7 +51,8 @@ class FreeList(Generic[T]):
         """Raise ValueError for an event that nobody here could ask about."""
         if after is not None and self._device is None:
             raise ValueError(
-                "a buffer was freed with an event, but the pool has no device to ask about it; give the pool an arena or event_device"
+                "a buffer was freed with an event, but the pool has no device to ask about it; give the pool "
+                "an arena or event_device"
             )
 
     def put(self, item: T, after: Event | None = None) -> None:
@@ -102,8 +105,10 @@ class GPUTensorPool:
     """Tensors by (shape, dtype), on any device.
 
     device: "cuda": torch.empty there. "cpu": views over arena blocks, or torch.empty where there is no arena.
-    pin_memory: for "cpu" without an arena: pin each tensor, where there is an accelerator. Slow: give an arena instead.
-    arena: "cpu" only. A miss blocks the host for the pinning if the arena has to grow, and raises HostBudgetError if it may not.
+    pin_memory: for "cpu" without an arena: pin each tensor, where there is an accelerator. Slow: give an
+        arena instead.
+    arena: "cpu" only. A miss blocks the host for the pinning if the arena has to grow, and raises
+        HostBudgetError if it may not.
     event_device: who is asked about the events given to `free`; None means the arena's device.
     """
 
@@ -118,7 +123,10 @@ class GPUTensorPool:
         self.device = torch.device(device)
         self.pin_memory = pin_memory
         if arena is not None and self.device.type != "cpu":
-            raise ValueError(f"an arena holds host memory and cannot back a pool on {self.device}; leave arena out or use device='cpu'")
+            raise ValueError(
+                f"an arena holds host memory and cannot back a pool on {self.device}; leave arena out or use "
+                "device='cpu'"
+            )
         self._arena = arena
         self._event_device = event_device or (arena.device if arena is not None else None)
         self._lock = threading.Lock()
@@ -162,36 +170,56 @@ class GPUTensorPool:
         """End the loan. Order: [Order: reuse of a pinned block].
 
         shape, dtype: optional, only checked against the tensor.
-        after: the last copy that was issued from or to the tensor; it is not lent again before that has passed.
-        Raises PoolError, which is a ValueError, for a tensor that is not on loan from this pool.
+        after: the last copy that was issued from or to the tensor; it is not lent again before that has
+        passed. Raises PoolError, which is a ValueError, for a tensor that is not on loan from this pool.
         """
-        if (shape is not None and tuple(shape) != tuple(tensor.shape)) or (dtype is not None and dtype != tensor.dtype):
-            raise ValueError(f"freed {_named(tensor)} as shape {shape} and dtype {dtype}; leave them out, or give the tensor's own")
+        if (shape is not None and tuple(shape) != tuple(tensor.shape)) or (
+            dtype is not None and dtype != tensor.dtype
+        ):
+            raise ValueError(
+                f"freed {_named(tensor)} as shape {shape} and dtype {dtype}; leave them out, or give the "
+                "tensor's own"
+            )
         with self._lock:
             self._free_requests += 1
             pool = self._pools.get(self._get_pool_key(tensor.shape, tensor.dtype))
             if pool is None:
-                raise PoolError(f"No pool for {_named(tensor)} among {len(self._pools)} pools; free only what this pool allocated")
+                raise PoolError(
+                    f"No pool for {_named(tensor)} among {len(self._pools)} pools; free only what this pool "
+                    "allocated"
+                )
             if id(tensor) not in pool.all:
                 raise PoolError(
-                    f"{_named(tensor)} does not belong to this pool's {len(pool.all)} such tensors; free only what it allocated"
+                    f"{_named(tensor)} does not belong to this pool's {len(pool.all)} such tensors; free "
+                    "only what it allocated"
                 )
             if id(tensor) not in pool.lent:
-                raise PoolError(f"{_named(tensor)} was freed twice, or was taken back by reset; free each allocation once")
+                raise PoolError(
+                    f"{_named(tensor)} was freed twice, or was taken back by reset; free each allocation once"
+                )
             pool.free.check(after)
             del pool.lent[id(tensor)]
             pool.free.put(tensor, after)
 
-    def get_pool_status(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def get_pool_status(
+        self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> dict[str, Any]:
         """Counts of one sub-pool (shape and dtype given), or of all: {'global_stats', 'pools'}."""
         with self._lock:
             if shape is None and dtype is None:
-                return {"global_stats": self._stats(), "pools": {key: pool.status() for key, pool in self._pools.items()}}
+                return {
+                    "global_stats": self._stats(),
+                    "pools": {key: pool.status() for key, pool in self._pools.items()},
+                }
             if shape is None or dtype is None:
-                raise ValueError(f"pool status needs both of shape and dtype, or neither; got shape={shape}, dtype={dtype}")
+                raise ValueError(
+                    f"pool status needs both of shape and dtype, or neither; got shape={shape}, dtype={dtype}"
+                )
             pool = self._pools.get(self._get_pool_key(shape, dtype))
             if pool is None:
-                raise ValueError(f"No pool for shape {tuple(shape)} and dtype {dtype} among {len(self._pools)} pools")
+                raise ValueError(
+                    f"No pool for shape {tuple(shape)} and dtype {dtype} among {len(self._pools)} pools"
+                )
             return pool.status()
 
     @property
@@ -201,7 +229,8 @@ class GPUTensorPool:
             return self._stats()
 
     def reset(self) -> None:
-        """Take every tensor back. For between steps: no copy of a tensor that is still lent may be in flight."""
+        """Take every tensor back. For between steps: no copy of a tensor that is still lent may be in
+        flight."""
         with self._lock:
             for pool in self._pools.values():
                 for tensor in pool.lent.values():
@@ -209,7 +238,8 @@ class GPUTensorPool:
                 pool.lent.clear()
 
     def clear(self) -> None:
-        """Let go of every tensor; the next allocate is a miss. The arena gets a lent tensor's block once its borrower drops it."""
+        """Let go of every tensor; the next allocate is a miss. The arena gets a lent tensor's block once its
+        borrower drops it."""
         with self._lock:
             self._release()
 
@@ -274,4 +304,7 @@ class TensorPool(GPUTensorPool):
 
 
 def _named(tensor: torch.Tensor) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} ({tensor.numel() * tensor.element_size():,} bytes)"
+    return (
+        f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} "
+        f"({tensor.numel() * tensor.element_size():,} bytes)"
+    )

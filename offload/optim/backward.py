@@ -1,11 +1,12 @@
 """Which gradients are final, and when: the hooks that tell the optimizer while the backward still runs.
 
-A gradient is final when the parameter's last microbatch has been through, and with several ranks when it has been reduced too: FSDP2 says
-so, since it calls the hooks after its reduction, and of others only the user can know. One invariant: nothing here is trusted at the step;
-a gradient that landed counts only if it is still the parameter's gradient, unchanged, when `step()` looks.
+A gradient is final when the parameter's last microbatch has been through, and with several ranks when it has
+been reduced too: FSDP2 says so, since it calls the hooks after its reduction, and of others only the user can
+know. One invariant: nothing here is trusted at the step; a gradient that landed counts only if it is still
+the parameter's gradient, unchanged, when `step()` looks.
 
-Who says which microbatch is the last: the user or the schedule (`last_microbatch`, `no_sync`), else the step before, whose number of
-backwards a parameter is expected to have again.
+Who says which microbatch is the last: the user or the schedule (`last_microbatch`, `no_sync`), else the step
+before, whose number of backwards a parameter is expected to have again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def stamp_of(gradient: Tensor) -> Stamp:
 
 
 class BackwardWatch:
-    """Calls `ready(member)` when a parameter's gradient is taken to be final. Called on the thread that runs the backward.
+    """Calls `ready(member)` when a parameter's gradient is taken to be final. Called on the thread that runs
+    the backward.
 
     promised: the user says that with several ranks nothing is reduced after the backward.
     """
@@ -54,7 +56,9 @@ class BackwardWatch:
         reference = weakref.ref(self)
         for member in members:
             if member.parameter.requires_grad and member.parameter.is_leaf:
-                self._handles.append(member.parameter.register_post_accumulate_grad_hook(_Hook(reference, member)))
+                self._handles.append(
+                    member.parameter.register_post_accumulate_grad_hook(_Hook(reference, member))
+                )
 
     def accumulated(self, member: Managed) -> None:
         seen = self._seen.get(member.index, 0) + 1
@@ -70,7 +74,8 @@ class BackwardWatch:
         if not self._announced:
             self._announced = True
             logger.info(
-                "the gradient of %s, and others that are not FSDP2's, leave at step(): with several ranks they may be reduced after the "
+                "the gradient of %s, and others that are not FSDP2's, leave at step(): with several ranks "
+                "they may be reduced after the "
                 "backward; overlap_backward=True if they are not",
                 member,
             )

@@ -1,11 +1,14 @@
-"""Where each offloaded parameter lies: flat sections of host memory, cut into the buckets that move and are stepped at once.
+"""Where each offloaded parameter lies: flat sections of host memory, cut into the buckets that move and are
+stepped at once.
 
-Numbers only, so that the layout can be written into a state dict and argued about with a pencil. One invariant: a parameter is one unbroken
-range of one section, begins at a multiple of ALIGN elements, and is cut only at such multiples. So a vectorised kernel meets the same whole
-vectors and the same short tail in a cut parameter as in one tensor, and the bits of an elementwise optimizer do not depend on the cuts.
+Numbers only, so that the layout can be written into a state dict and argued about with a pencil. One
+invariant: a parameter is one unbroken range of one section, begins at a multiple of ALIGN elements, and is
+cut only at such multiples. So a vectorised kernel meets the same whole vectors and the same short tail in a
+cut parameter as in one tensor, and the bits of an elementwise optimizer do not depend on the cuts.
 
     section   an unbroken range of host memory for some parameters of one kind (dtype and place)
-    bucket    a part of a section, 32 to 128 MiB of master weights: what one event covers and one CPU optimizer steps
+    bucket    a part of a section, 32 to 128 MiB of master weights: what one event covers and one CPU
+              optimizer steps
     piece     what lies of one parameter in one bucket
 """
 
@@ -58,11 +61,15 @@ def round_up(numel: int) -> int:
     return -(-numel // ALIGN) * ALIGN
 
 
-def lay_out(parameters: Sequence[tuple[int, int]], *, bucket_numel: int, section_numel: int, whole: bool) -> tuple[Section, ...]:
+def lay_out(
+    parameters: Sequence[tuple[int, int]], *, bucket_numel: int, section_numel: int, whole: bool
+) -> tuple[Section, ...]:
     """Sections for parameters given as (index, numel), in that order.
 
-    section_numel: a section ends before the parameter that would make it longer; one parameter that is longer gets a section of its own.
-    whole: a parameter is one piece, for optimizers that look at a whole tensor; a bucket is then longer than `bucket_numel` where it must.
+    section_numel: a section ends before the parameter that would make it longer; one parameter that is longer
+        gets a section of its own.
+    whole: a parameter is one piece, for optimizers that look at a whole tensor; a bucket is then longer than
+        `bucket_numel` where it must.
     """
     if bucket_numel < ALIGN:
         raise ValueError(f"bucket_numel is {bucket_numel:,}, must be at least {ALIGN}")
@@ -111,6 +118,9 @@ def _cuts_between(parameters: list[tuple[int, int, int]], numel: int, bucket_num
 def layout_to_json(sections: Sequence[Section]) -> list[dict[str, list[list[int]]]]:
     """For a state dict: lists and ints only."""
     return [
-        {"parameters": [list(known) for known in section.parameters], "cuts": [[b.start, b.end] for b in section.buckets]}
+        {
+            "parameters": [list(known) for known in section.parameters],
+            "cuts": [[b.start, b.end] for b in section.buckets],
+        }
         for section in sections
     ]

@@ -1,7 +1,9 @@
-"""What can be known of an optimizer class before it is used: its arguments, its defaults, and how its step treats a tensor.
+"""What can be known of an optimizer class before it is used: its arguments, its defaults, and how its step
+treats a tensor.
 
-One invariant: nothing is guessed. Only torch's own Adam and AdamW, exactly, are taken apart; any other class gets whole tensors of its own
-and its own state, which is right for every class that steps one parameter at a time.
+One invariant: nothing is guessed. Only torch's own Adam and AdamW, exactly, are taken apart; any other class
+gets whole tensors of its own and its own state, which is right for every class that steps one parameter at a
+time.
 """
 
 from __future__ import annotations
@@ -26,24 +28,32 @@ __all__ = [
 ]
 
 IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Keys of a param group that say how a class computes, and differ between the CPU's optimizer and the GPU's."""
+"""Keys of a param group that say how a class computes, and differ between the CPU's optimizer and the
+GPU's."""
 
 
 def checked_class(name: str, cls: object, kwargs: Mapping[str, Any]) -> type[Optimizer]:
-    """The class, if it can be made with `kwargs` and stepped without a closure. Raises ValueError that says which argument is wrong."""
+    """The class, if it can be made with `kwargs` and stepped without a closure. Raises ValueError that says
+    which argument is wrong."""
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise ValueError(f"{name} is {cls!r}, must be a class derived from torch.optim.Optimizer, such as torch.optim.AdamW")
+        raise ValueError(
+            f"{name} is {cls!r}, must be a class derived from torch.optim.Optimizer, such as "
+            "torch.optim.AdamW"
+        )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{name} {cls.__name__} needs a closure in every step and calls it several times; give a class that steps once a gradient"
+            f"{name} {cls.__name__} needs a closure in every step and calls it several times; give a class "
+            "that steps once a gradient"
         )
     signature = inspect.signature(cls)
     try:
         signature.bind([], **kwargs)
     except TypeError as error:
         known = ", ".join(key for key in signature.parameters if key != "params")
-        raise ValueError(f"{name} {cls.__name__} cannot be made with {_written(kwargs)}: {error}; it takes {known}") from error
+        raise ValueError(
+            f"{name} {cls.__name__} cannot be made with {_written(kwargs)}: {error}; it takes {known}"
+        ) from error
     return cls
 
 
@@ -52,7 +62,8 @@ def _written(kwargs: Mapping[str, Any]) -> str:
 
 
 def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the class puts into a param group that says nothing. Raises ValueError for a value that the class refuses."""
+    """What the class puts into a param group that says nothing. Raises ValueError for a value that the class
+    refuses."""
     try:
         return dict(cls([torch.zeros(1)], **kwargs).param_groups[0]) | {"params": None}
     except (TypeError, RuntimeError) as error:
@@ -60,16 +71,30 @@ def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, An
 
 
 def is_fused_adam(cls: type[Optimizer]) -> bool:
-    """Whether the step treats each element alone, and state of this class is known by name and starts as zeros, so that a parameter may be
-    cut, its state may lie in flat memory and either side may step it. A subclass may do anything, and is not one."""
+    """Whether the step treats each element alone, and state of this class is known by name and starts as
+    zeros, so that a parameter may be cut, its state may lie in flat memory and either side may step it. A
+    subclass may do anything, and is not one."""
     return cls in (torch.optim.Adam, torch.optim.AdamW)
 
 
-_ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+_ELEMENTWISE = (
+    "Adam",
+    "AdamW",
+    "SGD",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+)
 
 
 def is_elementwise(cls: type[Optimizer]) -> bool:
-    """Whether the step is known to treat each element alone, so that a shard may be stepped as if it were a whole parameter."""
+    """Whether the step is known to treat each element alone, so that a shard may be stepped as if it were a
+    whole parameter."""
     return any(cls is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
@@ -79,9 +104,11 @@ def state_names(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def made_for_cpu(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`kwargs` with torch's fused CPU kernel asked for, where the class has one and the user did not say how to compute.
+    """`kwargs` with torch's fused CPU kernel asked for, where the class has one and the user did not say how
+    to compute.
 
-    The fused step is one pass over memory and lets go of the interpreter's lock; the plain one is a pass for each operation.
+    The fused step is one pass over memory and lets go of the interpreter's lock; the plain one is a pass for
+    each operation.
     """
     chosen = dict(kwargs)
     asked = any(kwargs.get(key) for key in ("foreach", "fused", "differentiable", "capturable"))

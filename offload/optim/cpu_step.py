@@ -1,8 +1,9 @@
-"""Parameters stepped on the host: gradients land in a bucket, the CPU optimizer steps views of it, new weights go back.
+"""Parameters stepped on the host: gradients land in a bucket, the CPU optimizer steps views of it, new
+weights go back.
 
-The optimizer steps a view of flat memory for each parameter, so any class of torch.optim is right, parameters without a gradient are left
-alone and each has its own step count. One invariant: a bucket's master weights and moments change only between its gradients' landing and
-its weights' return, on one thread.
+The optimizer steps a view of flat memory for each parameter, so any class of torch.optim is right, parameters
+without a gradient are left alone and each has its own step count. One invariant: a bucket's master weights
+and moments change only between its gradients' landing and its weights' return, on one thread.
 
 # [Order: land]
 # hazard  RAW: `d2h` copies a gradient that `compute` is still writing.
@@ -38,7 +39,8 @@ __all__ = ["CpuBucket", "HostScalars"]
 
 
 class HostScalars:
-    """The factor of a step's gradients, made on the device and read on the host. Without a factor there is nothing to wait for."""
+    """The factor of a step's gradients, made on the device and read on the host. Without a factor there is
+    nothing to wait for."""
 
     __slots__ = ("event", "factor")
 
@@ -52,8 +54,9 @@ class CpuBucket:
     """One bucket of one section, with the weights that it holds as leaves of a CPU optimizer.
 
     members: by index. whole: the leaves have the parameters' shapes and are never cut.
-    wide: gradients land in the master's dtype, cast on the device: for one optimizer that steps all buckets at once. Else they land as they
-    are and `scratch` holds them in the master's dtype while the bucket is stepped.
+    wide: gradients land in the master's dtype, cast on the device: for one optimizer that steps all buckets
+    at once. Else they land as they are and `scratch` holds them in the master's dtype while the bucket is
+    stepped.
     """
 
     def __init__(
@@ -74,7 +77,10 @@ class CpuBucket:
         self.members = [members[piece.parameter] for piece in layout.pieces]
         self.master_dtype = master_dtype
         self.wide = wide
-        self.leaves = [self._leaf(piece, member, whole) for piece, member in zip(layout.pieces, self.members, strict=True)]
+        self.leaves = [
+            self._leaf(piece, member, whole)
+            for piece, member in zip(layout.pieces, self.members, strict=True)
+        ]
         self.optimizer: Optimizer | None = None
         self.landed: Event | None = None
         self.returned: Event | None = None
@@ -83,7 +89,8 @@ class CpuBucket:
         self._sources: list[Tensor] = []  # gradients on the device, until their copy has passed
         self._outward: list[CopyPair] = []
         self._gradients: list[Tensor | None] = [None] * len(self.leaves)  # where they landed
-        self._home: list[Tensor] = []  # of the step under way: device bytes of each piece that has a gradient, found on the training thread
+        # of the step under way: device bytes of each piece that has a gradient, found on the training thread
+        self._home: list[Tensor] = []
         self._home_of: list[int] = []
 
     def _leaf(self, piece: Piece, member: Managed, whole: bool) -> Tensor:
@@ -99,17 +106,22 @@ class CpuBucket:
         for piece, leaf in zip(self.layout.pieces, self.leaves, strict=True):
             group = group_of[id(leaf)]
             step = torch.zeros((), dtype=torch.float32 if group["fused"] else torch.get_default_dtype())
-            moments = {name: self.section.view(name, piece.start, piece.numel, self.master_dtype) for name in state_names(group)}
+            moments = {
+                name: self.section.view(name, piece.start, piece.numel, self.master_dtype)
+                for name in state_names(group)
+            }
             optimizer.state[leaf] = {"step": step, **moments}
 
-    # -- gradients in -----------------------------------------------------------------------------------------------------
+    # -- gradients in ----------------------------------------------------------------------------------------
     def hold(self, gradients: Mapping[int, Tensor]) -> None:
-        """Step these when told to. gradients: flat, by parameter, made on the current lane; one that is missing is not stepped.
+        """Step these when told to. gradients: flat, by parameter, made on the current lane; one that is
+        missing is not stepped.
 
         Blocks the host only while the step before is still at this bucket.
         """
         self.done.wait()
-        if not self.let_go() and self.landed is not None:  # landed before, and not stepped: its sources go back to compute's allocator
+        # landed before, and not stepped: its sources go back to compute's allocator
+        if not self.let_go() and self.landed is not None:
             self.device.wait(self.device.compute, self.landed, "gradients read")  # see stepping.py
         self._sources, self._home, self._home_of, self._outward = [], [], [], []
         self.landed = None
@@ -133,8 +145,8 @@ class CpuBucket:
     def land(self, made: Event) -> None:
         """Copy the gradients held to the host. Blocks the host: never. Order: [Order: land].
 
-        made: recorded after them, on a lane that has waited for the bucket's last return: so the slots, where half-precision weights are
-            rounded on their way back, are free too.
+        made: recorded after them, on a lane that has waited for the bucket's last return: so the slots, where
+            half-precision weights are rounded on their way back, are free too.
         """
         device = self.device
         device.wait(device.d2h, made, "land")
@@ -147,7 +159,10 @@ class CpuBucket:
 
     def weights(self) -> list[Tensor]:
         """The bucket's part of the device's weights, a 1-D tensor a piece."""
-        return [member.flat().narrow(0, piece.first, piece.numel) for piece, member in zip(self.layout.pieces, self.members, strict=True)]
+        return [
+            member.flat().narrow(0, piece.first, piece.numel)
+            for piece, member in zip(self.layout.pieces, self.members, strict=True)
+        ]
 
     def let_go(self) -> bool:
         """Drop the gradients if their copy has passed. Whether it had. Blocks the host: never."""
@@ -156,9 +171,10 @@ class CpuBucket:
         self._sources, self._outward = [], []
         return True
 
-    # -- the step ---------------------------------------------------------------------------------------------------------
+    # -- the step --------------------------------------------------------------------------------------------
     def load_gradients(self, scalars: HostScalars, scratch: Tensor | None) -> None:
-        """Give each leaf its gradient, scaled. Blocks the host until it has landed and the last return has been read."""
+        """Give each leaf its gradient, scaled. Blocks the host until it has landed and the last return has
+        been read."""
         device = self.device
         assert self.landed is not None
         device.synchronize(self.landed)
@@ -177,7 +193,8 @@ class CpuBucket:
                 assert scratch is not None
                 landing = scratch.narrow(0, piece.start - self.layout.start, piece.numel).copy_(landing)
             if scalars.factor is not None:
-                landing.mul_(scalars.factor)  # in the master's dtype, and so one rounding wherever it was widened
+                # in the master's dtype, and so one rounding wherever it was widened
+                landing.mul_(scalars.factor)
             leaf.grad = landing.as_strided(leaf.shape, leaf.stride(), landing.storage_offset())
 
     def unload_gradients(self) -> None:
@@ -185,7 +202,8 @@ class CpuBucket:
             leaf.grad = None
 
     def give_back(self, released: Event) -> None:
-        """Send the new weights. released: compute has read the old ones. Blocks the host: never. Order: [Order: weights out]."""
+        """Send the new weights. released: compute has read the old ones. Blocks the host: never. Order:
+        [Order: weights out]."""
         device = self.device
         pairs: list[CopyPair] = []
         for place, home in zip(self._home_of, self._home, strict=True):
@@ -203,16 +221,18 @@ class CpuBucket:
         self.returned = device.record(device.h2d)
 
     def step(self, released: Event, scalars: HostScalars, scratch: Tensor | None) -> None:
-        """Everything between landing and return, for an optimizer of this bucket alone: the job of a worker."""
+        """Everything between landing and return, for an optimizer of this bucket alone: the job of a
+        worker."""
         assert self.optimizer is not None
         self.load_gradients(scalars, scratch)
         self.optimizer.step()
         self.unload_gradients()
         self.give_back(released)
 
-    # -- weights in -------------------------------------------------------------------------------------------------------
+    # -- weights in ------------------------------------------------------------------------------------------
     def fetch(self, chosen: Collection[int]) -> list[tuple[int, Tensor]]:
-        """Start to copy the device's weights of the parameters `chosen` to the host; (place, where they arrive).
+        """Start to copy the device's weights of the parameters `chosen` to the host; (place, where they
+        arrive).
 
         They are there once an event recorded on d2h after this has passed. Order: [Order: land].
         """
@@ -233,10 +253,13 @@ class CpuBucket:
         return arriving
 
     def take_masters(self, arriving: Sequence[tuple[int, Tensor]]) -> None:
-        """Make the fetched weights masters, but keep a master whose rounding is the very weight: it knows more than the weight does."""
+        """Make the fetched weights masters, but keep a master whose rounding is the very weight: it knows
+        more than the weight does."""
         for place, weights in arriving:
             self.device.note_read(self.device.host, weights.view(torch.uint8))
-            flat = self.section.view("master", self.layout.pieces[place].start, weights.numel(), self.master_dtype)
+            flat = self.section.view(
+                "master", self.layout.pieces[place].start, weights.numel(), self.master_dtype
+            )
             if not same_bits(flat.to(weights.dtype), weights):
                 self.device.note_write(self.device.host, flat.view(torch.uint8))
                 flat.copy_(weights)
@@ -246,7 +269,7 @@ class CpuBucket:
         for value in self.state_of(place).values():
             value.zero_()
 
-    # -- state ------------------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
     def state_of(self, place: int) -> dict[Any, Any]:
         assert self.optimizer is not None
         found: dict[Any, Any] = self.optimizer.state.get(self.leaves[place], {})

@@ -1,14 +1,17 @@
-"""FSDPGPUOptimizerWrapper: FSDP2 keeps its shards on the host (CPUOffloadPolicy), and the optimizer still steps on the GPU.
+"""FSDPGPUOptimizerWrapper: FSDP2 keeps its shards on the host (CPUOffloadPolicy), and the optimizer still
+steps on the GPU.
 
     fully_shard(model, offload_policy=CPUOffloadPolicy())
     optimizer = FSDPGPUOptimizerWrapper(torch.optim.AdamW(model.parameters(), lr=1e-4), "cuda")
 
-Weights, gradients and moments come in bucket by bucket, are stepped, and weights and moments go out again: the streamed place, for weights
-that live on the host too. One invariant: on the device there are never more than the three buckets of the ring.
+Weights, gradients and moments come in bucket by bucket, are stepped, and weights and moments go out again:
+the streamed place, for weights that live on the host too. One invariant: on the device there are never more
+than the three buckets of the ring.
 
-What it relies on in FSDP2 (tests/unit/optim/test_fsdp_step.py holds torch to it): before the backward returns, the host has waited for the
-events of the gradients' copies, made on `reduce_scatter_stream`; and shards are read, on `all_gather_copy_in_stream`, only by forwards that
-are issued after step(), which returns when the new weights are on the host.
+What it relies on in FSDP2 (tests/unit/optim/test_fsdp_step.py holds torch to it): before the backward
+returns, the host has waited for the events of the gradients' copies, made on `reduce_scatter_stream`; and
+shards are read, on `all_gather_copy_in_stream`, only by forwards that are issued after step(), which returns
+when the new weights are on the host.
 """
 
 from __future__ import annotations
@@ -32,9 +35,12 @@ __all__ = ["FSDPGPUOptimizerWrapper"]
 class FSDPGPUOptimizerWrapper:
     """Steps `optimizer`'s parameters, which are on the host, on `device`.
 
-    optimizer: torch's Adam or AdamW. Its param_groups stay the ones to change; state that it has is taken over.
-    device: a CUDA device; "cpu" is the simulated one. engine: whose lanes and host memory are used; None makes one.
-    bucket_bytes: weights of one bucket. Blocks the host for pinning the moments' memory. Raises ValueError or HostBudgetError first.
+    optimizer: torch's Adam or AdamW. Its param_groups stay the ones to change; state that it has is taken
+        over.
+    device: a CUDA device; "cpu" is the simulated one. engine: whose lanes and host memory are used; None
+        makes one.
+    bucket_bytes: weights of one bucket. Blocks the host for pinning the moments' memory. Raises ValueError or
+        HostBudgetError first.
     """
 
     def __init__(
@@ -47,11 +53,18 @@ class FSDPGPUOptimizerWrapper:
     ) -> None:
         check_bytes("bucket_bytes", bucket_bytes, least=1024)
         if not is_fused_adam(type(optimizer)):
-            raise ValueError(f"optimizer is a {type(optimizer).__name__}, and only torch's Adam and AdamW can be streamed; use one of them")
+            raise ValueError(
+                f"optimizer is a {type(optimizer).__name__}, and only torch's Adam and AdamW can be "
+                "streamed; use one of them"
+            )
         self.optimizer = optimizer
         self._given_engine = engine
         where = torch.device(device)
-        self._engine = engine if engine is not None else OffloadEngine(device="sim" if where.type == "cpu" else str(where))
+        self._engine = (
+            engine
+            if engine is not None
+            else OffloadEngine(device="sim" if where.type == "cpu" else str(where))
+        )
         self._members: list[Managed] = []
         group_of: dict[int, dict[str, Any]] = {}
         for group in optimizer.param_groups:
@@ -59,11 +72,14 @@ class FSDPGPUOptimizerWrapper:
                 member = Managed(parameter, len(self._members), self._engine.device, "")
                 if parameter.device.type != "cpu":
                     raise ValueError(
-                        f"{member} is on {parameter.device}, not on the host; step it with the optimizer itself, or use CPUOffloadPolicy"
+                        f"{member} is on {parameter.device}, not on the host; step it with the optimizer "
+                        "itself, or use CPUOffloadPolicy"
                     )
                 group_of[member.index] = group
                 self._members.append(member)
-        options = HostOptions(bucket_bytes=bucket_bytes, pin_grads=True, pin_params=True, masters_in_fp32=False, overlap=False)
+        options = HostOptions(
+            bucket_bytes=bucket_bytes, pin_grads=True, pin_params=True, masters_in_fp32=False, overlap=False
+        )
         self._copies = GroupCopies()
         self._part = StreamedPart(self._engine, options, self._copies, weights_on_host=True)
         self._part.add(self._members, group_of)
@@ -80,17 +96,30 @@ class FSDPGPUOptimizerWrapper:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. Blocks the host until the new weights are there."""
+        """One step of every parameter that has a gradient. Blocks the host until the new weights are
+        there."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         device, ring = self._engine.device, self._part.ring
-        flats = {member.index: member.flat_gradient(member.parameter.grad) for member in self._members if member.parameter.grad is not None}
+        flats = {
+            member.index: member.flat_gradient(member.parameter.grad)
+            for member in self._members
+            if member.parameter.grad is not None
+        }
         self._copies.refresh()
-        buckets = [bucket for bucket in self._part.buckets if any(member.index in flats for member in bucket.members)]
+        buckets = [
+            bucket for bucket in self._part.buckets if any(member.index in flats for member in bucket.members)
+        ]
         for bucket in buckets:
-            bucket.hold({member.index: flats[member.index].to(member.dtype) for member in bucket.members if member.index in flats})
+            bucket.hold(
+                {
+                    member.index: flats[member.index].to(member.dtype)
+                    for member in bucket.members
+                    if member.index in flats
+                }
+            )
             for weights in bucket.weights():
                 device.note_read(device.compute, weights.view(torch.uint8))
         released = device.record(device.compute)
@@ -101,19 +130,25 @@ class FSDPGPUOptimizerWrapper:
         for bucket in buckets:
             bucket.let_go()
         settle_versions([member for member in self._members if member.index in flats])
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler of it looks at, to warn of a wrong order
+        # what a scheduler of it looks at, to warn of a wrong order
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own after steps on the host, with copies of the moments; DTensors where the parameters are."""
+        """As the optimizer's own after steps on the host, with copies of the moments; DTensors where the
+        parameters are."""
         for member in self._members:
             state = self._part.state_of(member)
             if float(state["step"]) == 0:
                 continue
-            moments = {name: sharded_like(member.parameter.detach(), value.clone()) for name, value in state.items() if name != "step"}
+            moments = {
+                name: sharded_like(member.parameter.detach(), value.clone())
+                for name, value in state.items()
+                if name != "step"
+            }
             self.optimizer.state[member.parameter] = {"step": state["step"].to("cpu", copy=True), **moments}
         found: dict[str, Any] = self.optimizer.state_dict()
         self.optimizer.state.clear()  # a second copy of the moments

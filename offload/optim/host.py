@@ -1,7 +1,9 @@
-"""The host memory of one section: master weights, gradients and moments, one unbroken range each, in as few blocks as their pinning allows.
+"""The host memory of one section: master weights, gradients and moments, one unbroken range each, in as few
+blocks as their pinning allows.
 
-State that a step may have to leave as it was has two sides: a step reads one and writes the other (`of_side`). One invariant: the bytes of
-a section belong to it from its making to `close`; nothing is allocated in a step.
+State that a step may have to leave as it was has two sides: a step reads one and writes the other
+(`of_side`). One invariant: the bytes of a section belong to it from its making to `close`; nothing is
+allocated in a step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ __all__ = ["FlatSpec", "HostSection", "check_budget", "of_side"]
 
 
 def of_side(name: str, side: int) -> str:
-    """The flat that keeps `name` on side 0 or 1. Only sections made for steps that may be undone have a side 1."""
+    """The flat that keeps `name` on side 0 or 1. Only sections made for steps that may be undone have a side
+    1."""
     return f"{name} on the other side" if side else name
 
 
@@ -40,7 +43,8 @@ def check_budget(arena: HostArena, nbytes: int, what: str) -> None:
     left = arena.budget.limit_bytes - arena.budget.used_bytes + max(0, arena.held_bytes - arena.lent_bytes)
     if nbytes > left:
         raise HostBudgetError(
-            f"{what} need {nbytes:,} bytes of host memory, and {left:,} of the host's {arena.budget.limit_bytes:,} bytes are free; raise "
+            f"{what} need {nbytes:,} bytes of host memory, and {left:,} of the host's "
+            f"{arena.budget.limit_bytes:,} bytes are free; raise "
             "host_limit_bytes, or lower offload_fraction"
         )
 

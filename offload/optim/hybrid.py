@@ -1,20 +1,25 @@
-"""HybridDeviceOptimizer: a torch optimizer whose state lies on the host and whose step hides beside the compute.
+"""HybridDeviceOptimizer: a torch optimizer whose state lies on the host and whose step hides beside the
+compute.
 
     optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=1.0, lr=1e-4, model=model)
     with optimizer.no_sync(): loss_of(first).backward()
     loss_of(last).backward()                 # gradients leave as they are made
-    optimizer.step()                         # returns at once; each module waits for its own weights in the next forward
+    optimizer.step()                         # returns at once; each module waits for its own weights in the
+                                             next forward
     optimizer.zero_grad()
 
-A parameter's state is in one of three places, see places.py. Parameters, moments and masters are the same bits with and without overlap,
-for one layout.
+A parameter's state is in one of three places, see places.py. Parameters, moments and masters are the same
+bits with and without overlap, for one layout.
 
-With several ranks each steps what it has. Gradients are reduced by whoever spread the model (DistributedDataParallel, FSDP2); DTensors'
-gradients that are a share of a sum are summed here, and their norm is taken over the mesh here, as torch does. So after a reduction a nan
-or inf of one rank is every rank's that has that element; a norm carries it to all ranks of the mesh, and torch's GradScaler reduces its
-findings for DTensors. Nothing else is agreed on in a step: a rank whose unreduced gradients alone are bad steps, or skips, alone.
+With several ranks each steps what it has. Gradients are reduced by whoever spread the model
+(DistributedDataParallel, FSDP2); DTensors' gradients that are a share of a sum are summed here, and their
+norm is taken over the mesh here, as torch does. So after a reduction a nan or inf of one rank is every rank's
+that has that element; a norm carries it to all ranks of the mesh, and torch's GradScaler reduces its findings
+for DTensors. Nothing else is agreed on in a step: a rank whose unreduced gradients alone are bad steps, or
+skips, alone.
 
-One invariant: between two calls of this class every parameter and its state belong to the same step, or an error has said why not.
+One invariant: between two calls of this class every parameter and its state belong to the same step, or an
+error has said why not.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ logger = logging.getLogger(__name__)
 
 
 class HybridDeviceOptimizer(SteppedOptimizer):
-    """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of this name."""
+    """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of
+    this name."""
 
     def __init__(
         self,
@@ -81,26 +87,35 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         offload_fraction: share of the elements whose state leaves the device, in order.
         cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
         param_update_in_fp32: float32 masters of bf16 and fp16 parameters, in every place.
-        pin_cpu_grads, pin_cpu_params: False takes pageable memory, whose copies block the thread that issues them.
-        overlap_cpu_optimizer_d2h_h2d: False does everything within step(), on the calling thread, with one CPU optimizer.
-        engine: whose lanes and host memory are used; None makes one on the parameters' device (simulated for CPU parameters).
+        pin_cpu_grads, pin_cpu_params: False takes pageable memory, whose copies block the thread that issues
+            them.
+        overlap_cpu_optimizer_d2h_h2d: False does everything within step(), on the calling thread, with one
+            CPU optimizer.
+        engine: whose lanes and host memory are used; None makes one on the parameters' device (simulated for
+            CPU parameters).
         model: whose modules wait for their own weights. None: step() waits for all of them.
-        cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device. "auto" measures it once, where
-            both classes are torch's Adam or AdamW, and is 1 elsewhere. The state dict says what was chosen.
+        cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device.
+            "auto" measures it once, where both classes are torch's Adam or AdamW, and is 1 elsewhere. The
+            state dict says what was chosen.
         bucket_bytes: master weights of one bucket.
-        overlap_backward: let gradients land as the backward makes them. True is a promise: they are final then, and nothing reduces them
-            later. None: promises that of one rank; with several, only what FSDP2 has reduced lands then, and the rest at step().
-        step_in_backward: also step a bucket as soon as its gradients are final. A promise: step() follows, with the param groups as they
-            are during the backward and the gradients as it made them, without clipping. A promise that is broken is an error. "undoable":
-            no promise; a step that does not count after all (clipping, a step left out, changed groups or gradients, weights read before
-            step()) is undone exactly. Only streamed buckets start then, and only where their old weights fit under the memory that the
-            backward has freed; the others wait for step(), which blocks the host until the backward has ended if there is clipping. State
-            takes twice the host memory. A GradScaler changes every gradient before step(): with one nothing is gained, see undo.py.
-        atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the last whole step; without
-            overlap and for 2 to 3 times the memory traffic. None: for classes other than torch's Adam, AdamW, SGD and Adagrad, whose
-            fused kernels check everything before they write.
-        max_grad_norm: clip by the global norm in every step; the norm is `last_grad_norm`. What the host steps stays unclipped in .grad.
-        cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less two.
+        overlap_backward: let gradients land as the backward makes them. True is a promise: they are final
+            then, and nothing reduces them later. None: promises that of one rank; with several, only what
+            FSDP2 has reduced lands then, and the rest at step().
+        step_in_backward: also step a bucket as soon as its gradients are final. A promise: step() follows,
+            with the param groups as they are during the backward and the gradients as it made them, without
+            clipping. A promise that is broken is an error. "undoable": no promise; a step that does not count
+            after all (clipping, a step left out, changed groups or gradients, weights read before step()) is
+            undone exactly. Only streamed buckets start then, and only where their old weights fit under the
+            memory that the backward has freed; the others wait for step(), which blocks the host until the
+            backward has ended if there is clipping. State takes twice the host memory. A GradScaler changes
+            every gradient before step(): with one nothing is gained, see undo.py.
+        atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the
+            last whole step; without overlap and for 2 to 3 times the memory traffic. None: for classes other
+            than torch's Adam, AdamW, SGD and Adagrad, whose fused kernels check everything before they write.
+        max_grad_norm: clip by the global norm in every step; the norm is `last_grad_norm`. What the host
+            steps stays unclipped in .grad.
+        cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less
+            two.
 
         Raises ValueError or HostBudgetError before anything has moved.
         """
@@ -108,15 +123,26 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         if cpu_share != "auto":
             check_fraction("cpu_share", cpu_share)
         check_bytes("bucket_bytes", bucket_bytes, least=1024)
-        if cpu_threads is not None and (isinstance(cpu_threads, bool) or not isinstance(cpu_threads, int) or cpu_threads < 1):
-            raise ValueError(f"cpu_threads is {cpu_threads!r}, must be a whole number of threads, 1 or more, or None to choose it")
+        if cpu_threads is not None and (
+            isinstance(cpu_threads, bool) or not isinstance(cpu_threads, int) or cpu_threads < 1
+        ):
+            raise ValueError(
+                f"cpu_threads is {cpu_threads!r}, must be a whole number of threads, 1 or more, or None to "
+                "choose it"
+            )
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
-        cpu_cls, gpu_cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs), checked_class("gpu_optimizer_cls", gpu_cls, kwargs)
+        cpu_cls, gpu_cls = (
+            checked_class("cpu_optimizer_cls", cpu_cls, kwargs),
+            checked_class("gpu_optimizer_cls", gpu_cls, kwargs),
+        )
         defaults = {**defaults_of(cpu_cls, kwargs), **defaults_of(gpu_cls, kwargs)}
         del defaults["params"]
         if kwargs.get("capturable") and offload_fraction > 0:
-            raise ValueError("capturable=True is for an optimizer that lives on the device; leave it out, or set offload_fraction=0")
+            raise ValueError(
+                "capturable=True is for an optimizer that lives on the device; leave it out, or set "
+                "offload_fraction=0"
+            )
         self.offload_fraction = float(offload_fraction)
         self.param_update_in_fp32 = param_update_in_fp32
         self.pin_cpu_grads, self.pin_cpu_params = pin_cpu_grads, pin_cpu_params
@@ -128,11 +154,14 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._overlaps = overlap_cpu_optimizer_d2h_h2d and not self._atomic
         if self._atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
             logger.warning(
-                "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the last whole step; "
+                "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the "
+                "last whole step; "
                 "atomic_step=False overlaps it",
                 cpu_cls.__name__,
             )
-        self._step_in_backward = checked_mode(step_in_backward, overlaps=self._overlaps, max_grad_norm=max_grad_norm, model=model)
+        self._step_in_backward = checked_mode(
+            step_in_backward, overlaps=self._overlaps, max_grad_norm=max_grad_norm, model=model
+        )
         self._overlap_backward = overlap_backward
         if model is not None:
             self._refuse_replicas(model)
@@ -157,7 +186,9 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._has_state = False
         self._state: defaultdict[Tensor, Any] = defaultdict(dict)
         super().__init__(params, defaults)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
+        self._names = (
+            {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
+        )
         self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
         self._build(None if cpu_share == "auto" else float(cpu_share))
         self._replayed = ReplayedReads(self._engine, self._arrive, self._rest, self._is_met)
@@ -167,9 +198,13 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         if model is not None:
             self.attach(model)
         if self._early is not None and not self._placed.streamed.buckets:
-            logger.warning("step_in_backward=%r starts what is streamed, and nothing is; lower cpu_share, or leave it out", UNDOABLE)
+            logger.warning(
+                "step_in_backward=%r starts what is streamed, and nothing is; lower cpu_share, or leave it "
+                "out",
+                UNDOABLE,
+            )
 
-    # -- building -----------------------------------------------------------------------------------------------------
+    # -- building --------------------------------------------------------------------------------------------
     def _device_name(self) -> str:
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -210,7 +245,8 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             self._landing.watch.watch(offloaded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host for pinning."""
+        """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host
+        for pinning."""
         super().add_param_group(param_group)
         if not getattr(self, "_built", False):
             return
@@ -223,10 +259,11 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         if self._model is not None:
             self.attach(self._model)
 
-    # -- Megatron's attributes ----------------------------------------------------------------------------------------
+    # -- Megatron's attributes -------------------------------------------------------------------------------
     @property
     def cpu_optimizers(self) -> list[Optimizer]:
-        """Of the host's parameters: one a bucket with overlap, one in all without; and one for parameters that live on the host."""
+        """Of the host's parameters: one a bucket with overlap, one in all without; and one for parameters
+        that live on the host."""
         return self._placed.sub_optimizers_on_host()
 
     @property
@@ -265,13 +302,14 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 return self._placed[member]
         raise ValueError("the tensor is not one of the optimizer's parameters")
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
 
-        Empty before the first step, dummy step or load. Blocks the host for the step under way. Of offloaded parameters these are views of
-        host memory that later steps change, of a DTensor's local shard; `state_dict()` copies, and has DTensors.
+        Empty before the first step, dummy step or load. Blocks the host for the step under way. Of offloaded
+        parameters these are views of host memory that later steps change, of a DTensor's local shard;
+        `state_dict()` copies, and has DTensors.
         """
         if not getattr(self, "_built", False):
             return self._state
@@ -290,25 +328,28 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._state = defaultdict(dict, value)
 
     def dummy_step(self) -> None:
-        """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded in place."""
+        """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded
+        in place."""
         self._rest()
         self._placed.copies.refresh()
         fill_state(self.sub_optimizers)
         self._has_state = True
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers, strings and tensors only."""
+        """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers,
+        strings and tensors only."""
         packed = super().state_dict()
         return state_dict_of(self, packed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """State of the same parameters, from any split and any fraction, or from a plain torch optimizer of the class.
+        """State of the same parameters, from any split and any fraction, or from a plain torch optimizer of
+        the class.
 
         Everything is checked before anything is changed; ValueError names the parameter. Blocks the host.
         """
         load_state(self, state_dict)
 
-    # -- what state.py needs ------------------------------------------------------------------------------------------
+    # -- what state.py needs ---------------------------------------------------------------------------------
     @property
     def members(self) -> Sequence[Managed]:
         return self._placed.members
@@ -328,7 +369,8 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         return (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
     def begin_load(self, fraction: float | None, share: float | None, *, has_state: bool) -> None:
-        """Come to rest, whatever was under way, and take over a measured share that was saved with the same fraction."""
+        """Come to rest, whatever was under way, and take over a measured share that was saved with the same
+        fraction."""
         if self._early is not None:
             self._early.take_back("state is loaded")
             self._early.forget()
@@ -347,13 +389,15 @@ class HybridDeviceOptimizer(SteppedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled or copied: its state lies in host memory of this process; save its state_dict(), "
+            f"a {type(self).__name__} cannot be pickled or copied: its state lies in host memory of this "
+            "process; save its state_dict(), "
             "and load it into one that is built where it is needed"
         )
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
     def close(self) -> None:
-        """End the workers and give the host memory back; an engine that was made here is closed too. Blocks the host."""
+        """End the workers and give the host memory back; an engine that was made here is closed too. Blocks
+        the host."""
         if not self._steps.failed or (self._early is not None and self._early.started):
             try:
                 self._rest()

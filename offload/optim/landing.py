@@ -1,8 +1,10 @@
-"""What happens to a gradient that is final while the backward still runs: it leaves for the host, and on request is stepped at once.
+"""What happens to a gradient that is final while the backward still runs: it leaves for the host, and on
+request is stepped at once.
 
-A bucket goes when the gradients of all its parameters are final. One invariant: a landing is only a start. Whether it counts is asked at
-the step, of the gradient that is there then (`has_landed`); and a bucket that was stepped early, on a promise or to be undone if need be
-(undo.py), is asked for what has changed since (`broken`).
+A bucket goes when the gradients of all its parameters are final. One invariant: a landing is only a start.
+Whether it counts is asked at the step, of the gradient that is there then (`has_landed`); and a bucket that
+was stepped early, on a promise or to be undone if need be (undo.py), is asked for what has changed since
+(`broken`).
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ __all__ = ["Landing"]
 class Landing:
     """The gradients of one backward. Its `watch` calls it on the thread that runs the backward.
 
-    refresh: makes masters follow weights that somebody wrote, once all is at rest. step_early: step each bucket as soon as its
-        gradients are final, on a promise. undoable: gets the streamed ones offered instead.
+    refresh: makes masters follow weights that somebody wrote, once all is at rest. step_early: step each
+        bucket as soon as its gradients are final, on a promise. undoable: gets the streamed ones offered
+        instead.
     """
 
     def __init__(
@@ -69,7 +72,8 @@ class Landing:
                     self._steps.start_workers()
                 self._begun = True
                 self._steps.settle()
-                self._refresh(self._steps.settle_host)  # it fetches weights into the gradients' slots, so it comes before any landing
+                # it fetches weights into the gradients' slots, so it comes before any landing
+                self._refresh(self._steps.settle_host)
                 self._copies.refresh()
                 if self._undoable is not None:
                     self._undoable.begin()
@@ -78,7 +82,8 @@ class Landing:
                     self._undoable.refuse_second(member)
                 if id(bucket) in self.early:
                     raise OffloadError(
-                        f"{member} got a gradient after its bucket had been stepped in this backward; use no_sync() before the last one"
+                        f"{member} got a gradient after its bucket had been stepped in this backward; use "
+                        "no_sync() before the last one"
                     )
                 count = self._final.get(id(bucket), 0) + 1
                 self._final[id(bucket)] = count % len(bucket.members)
@@ -107,10 +112,12 @@ class Landing:
         elif self._undoable is not None and isinstance(bucket, StreamedBucket):
             self._undoable.offer(bucket, gradients)
 
-    # -- at the step --------------------------------------------------------------------------------------------------
+    # -- at the step -----------------------------------------------------------------------------------------
     def has_landed(self, bucket: HostBucket, gradients: Mapping[int, Tensor]) -> bool:
         """Whether the host has, or is getting, the very gradients that are there now."""
-        return isinstance(bucket, CpuBucket) and all(self._is_as_it_left(member, gradients) for member in bucket.members)
+        return isinstance(bucket, CpuBucket) and all(
+            self._is_as_it_left(member, gradients) for member in bucket.members
+        )
 
     def written(self, buckets: Iterable[HostBucket]) -> str | None:
         """Whose weights somebody wrote, if anybody did, as a sentence."""
@@ -135,7 +142,11 @@ class Landing:
         if gradient is None or stamp is None:
             return False
         reference, version, local_version = stamp
-        return reference() is gradient and gradient._version == version and local_of(gradient)._version == local_version
+        return (
+            reference() is gradient
+            and gradient._version == version
+            and local_of(gradient)._version == local_version
+        )
 
     def distrust(self) -> None:
         """Gradients were written, or are about to be, in a way that no version tells: none is as it left."""

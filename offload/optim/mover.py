@@ -1,7 +1,8 @@
-"""The optimizer's copies: every one asks the engine's door and is named in a profile, then goes to the engine's lanes.
+"""The optimizer's copies: every one asks the engine's door and is named in a profile, then goes to the
+engine's lanes.
 
-One invariant: nothing of the optimizer is copied past this file. The copies are REQUIRED: a step cannot leave a bucket out, so a door that
-denies one is told and not obeyed, as for a tensor whose reader waits.
+One invariant: nothing of the optimizer is copied past this file. The copies are REQUIRED: a step cannot leave
+a bucket out, so a door that denies one is told and not obeyed, as for a tensor whose reader waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The norm of all gradients and the factor that clips them, on the device, without the host ever learning either.
+"""The norm of all gradients and the factor that clips them, on the device, without the host ever learning
+either.
 
-One invariant: one factor, float32, made once a step; every place multiplies its gradients by that very number.
+One invariant: one factor, float32, made once a step; every place multiplies its gradients by that very
+number.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ __all__ = ["ScalarDesk", "clip_factor", "total_norm"]
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of all gradients as one vector, float32, 0-dim, as torch.nn.utils.get_total_norm for float32 ones. Blocks the host: never.
+    """The norm of all gradients as one vector, float32, 0-dim, as torch.nn.utils.get_total_norm for float32
+    ones. Blocks the host: never.
 
-    A DTensor counts whole: its norm is reduced over its mesh, by collectives that every rank of the mesh must take part in; so every rank
-    gets the same number, a nan or inf of any of them in it. Plain gradients count as they are here: who splits a model in other ways
-    reduces their norms himself, and gives clip_grad_norm_ the `total`. Tensors of several meshes, or of both kinds, may be mixed.
+    A DTensor counts whole: its norm is reduced over its mesh, by collectives that every rank of the mesh must
+    take part in; so every rank gets the same number, a nan or inf of any of them in it. Plain gradients count
+    as they are here: who splits a model in other ways reduces their norms himself, and gives clip_grad_norm_
+    the `total`. Tensors of several meshes, or of both kinds, may be mixed.
     """
     if not gradients:
         return torch.zeros((), device=device)
@@ -54,12 +58,16 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
 
 
 class ScalarDesk:
-    """Sends a step's factor to the host. Two places in host memory, used in turn: a worker may still read the last step's.
+    """Sends a step's factor to the host. Two places in host memory, used in turn: a worker may still read the
+    last step's.
 
     # [Order: factor]
-    # hazard  RAW: `d2h` copies the factor that `compute` is still making; then a worker reads what `d2h` is still writing. Allocator reuse:
-    #         where nothing is stepped no worker waits for the copy, and the next factor takes the place of one that it still reads.
-    # edge    d2h waits for an event recorded on compute; the worker synchronizes the event of the copy; compute waits for it before
+    # hazard  RAW: `d2h` copies the factor that `compute` is still making; then a worker reads what `d2h` is
+    still writing. Allocator reuse:
+    #         where nothing is stepped no worker waits for the copy, and the next factor takes the place of
+              one that it still reads.
+    # edge    d2h waits for an event recorded on compute; the worker synchronizes the event of the copy;
+              compute waits for it before
     #         the desk lets go of that factor.
     # alive   the desk holds the device's number until the next one.
     # proof   tests/property/test_optim_edges.py, edge "factor"
@@ -74,7 +82,8 @@ class ScalarDesk:
         self._turn = 0
 
     def send(self, factor: Tensor) -> HostScalars:
-        """factor: float32, 0-dim, on the device. Blocks the host: never, but for its memory at the first call."""
+        """factor: float32, 0-dim, on the device. Blocks the host: never, but for its memory at the first
+        call."""
         device = self._mover.device
         if self._block is None:
             self._block = self._arena.contiguous(8)

@@ -1,6 +1,8 @@
-"""The offloaded parameters of one optimizer, as buckets: those the host steps, and those that are streamed through the device.
+"""The offloaded parameters of one optimizer, as buckets: those the host steps, and those that are streamed
+through the device.
 
-One invariant: all host memory, all slots of the ring and every sub-optimizer exist before the first step; a step only fills and moves them.
+One invariant: all host memory, all slots of the ring and every sub-optimizer exist before the first step; a
+step only fills and moves them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from offload.optim.streamed_step import Ring, StreamedBucket
 __all__ = ["CpuPart", "GroupCopies", "HostOptions", "StreamedPart"]
 
 SECTION_BYTES = 256 << 20
-"""Master weights of one section. Four flats of it are one registration of 1 GiB, which takes 60 ms to pin, before step 1."""
+"""Master weights of one section. Four flats of it are one registration of 1 GiB, which takes 60 ms to pin,
+before step 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +44,16 @@ class HostOptions:
     """Of the streamed state: a step leaves the side that it reads as it is, so that it can be undone."""
 
     def master_dtype(self, member: Managed) -> torch.dtype:
-        return torch.float32 if self.masters_in_fp32 and member.dtype in (torch.bfloat16, torch.float16) else member.dtype
+        return (
+            torch.float32
+            if self.masters_in_fp32 and member.dtype in (torch.bfloat16, torch.float16)
+            else member.dtype
+        )
 
 
 class GroupCopies:
-    """Param groups of sub-optimizers, kept equal to the user's: a worker reads the copy while the user already changes the original."""
+    """Param groups of sub-optimizers, kept equal to the user's: a worker reads the copy while the user
+    already changes the original."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []  # copy, original
@@ -60,7 +68,12 @@ class GroupCopies:
     def changed(self) -> list[str]:
         """Keys whose values differ now from those of the last `refresh`."""
         return sorted(
-            {key for copy, original in self._pairs for key, value in values_of(original).items() if not _same(copy.get(key), value)}
+            {
+                key
+                for copy, original in self._pairs
+                for key, value in values_of(original).items()
+                if not _same(copy.get(key), value)
+            }
         )
 
 
@@ -88,9 +101,12 @@ class _Part:
         self.copies = copies
         self.members: dict[int, Managed] = {}
         self.sections: list[HostSection] = []
-        self.places: dict[int, tuple[HostSection, int]] = {}  # of each parameter: its section, and where it starts there
+        # of each parameter: its section, and where it starts there
+        self.places: dict[int, tuple[HostSection, int]] = {}
 
-    def _layouts(self, members: Sequence[Managed], *, whole: bool) -> Iterator[tuple[Section, torch.dtype, torch.dtype]]:
+    def _layouts(
+        self, members: Sequence[Managed], *, whole: bool
+    ) -> Iterator[tuple[Section, torch.dtype, torch.dtype]]:
         kinds: dict[tuple[torch.dtype, torch.dtype], list[Managed]] = {}
         for member in members:
             kinds.setdefault((member.dtype, self.options.master_dtype(member)), []).append(member)
@@ -139,7 +155,12 @@ class CpuPart(_Part):
     """Parameters that the host steps."""
 
     def __init__(
-        self, engine: OffloadEngine, options: HostOptions, copies: GroupCopies, cls: type[Optimizer], kwargs: Mapping[str, Any]
+        self,
+        engine: OffloadEngine,
+        options: HostOptions,
+        copies: GroupCopies,
+        cls: type[Optimizer],
+        kwargs: Mapping[str, Any],
     ) -> None:
         super().__init__(engine, options, copies)
         self._cls = cls
@@ -151,7 +172,8 @@ class CpuPart(_Part):
         self.flat = is_fused_adam(cls)
 
     def add(self, members: Sequence[Managed], group_of: Mapping[int, dict[str, Any]]) -> None:
-        """Take over parameters: pin their memory, fetch their masters, make their optimizers. Blocks the host for all of it."""
+        """Take over parameters: pin their memory, fetch their masters, make their optimizers. Blocks the host
+        for all of it."""
         if not members:
             return
         self.members.update((member.index, member) for member in members)
@@ -167,7 +189,10 @@ class CpuPart(_Part):
                     [
                         FlatSpec("master", master.itemsize, pinned=options.pin_params),
                         FlatSpec("grad", master.itemsize, pinned=options.pin_grads),
-                        *(FlatSpec(name, master.itemsize, pinned=options.pin_params, zero=True) for name in names),
+                        *(
+                            FlatSpec(name, master.itemsize, pinned=options.pin_params, zero=True)
+                            for name in names
+                        ),
                     ],
                 )
             )
@@ -176,8 +201,22 @@ class CpuPart(_Part):
         for section, (layout, dtype, master) in zip(sections, layouts, strict=True):
             for cut in layout.buckets:
                 mover = Mover(self.engine, "optimizer", len(self.buckets) + len(made))
-                made.append(CpuBucket(mover, section, cut, self.members, master, whole=not self.flat, wide=not options.overlap))
-                if dtype != master and options.overlap and (self._scratch is None or self._scratch.numel() < cut.numel):
+                made.append(
+                    CpuBucket(
+                        mover,
+                        section,
+                        cut,
+                        self.members,
+                        master,
+                        whole=not self.flat,
+                        wide=not options.overlap,
+                    )
+                )
+                if (
+                    dtype != master
+                    and options.overlap
+                    and (self._scratch is None or self._scratch.numel() < cut.numel)
+                ):
                     self._scratch = torch.empty(cut.numel, dtype=master)
         made.sort(key=lambda bucket: bucket.layout.pieces[0].parameter)
         for bucket in made:
@@ -192,9 +231,14 @@ class CpuPart(_Part):
         return self._scratch
 
     def _adopt(self, made: Sequence[CpuBucket], group_of: Mapping[int, dict[str, Any]]) -> None:
-        """With overlap an optimizer a bucket, so that copies and steps of different buckets go on together; without, one for all."""
+        """With overlap an optimizer a bucket, so that copies and steps of different buckets go on together;
+        without, one for all."""
         for bucket in made:
-            kwargs = made_for_cpu(self._cls, self._kwargs) if bucket.master_dtype.is_floating_point else self._kwargs
+            kwargs = (
+                made_for_cpu(self._cls, self._kwargs)
+                if bucket.master_dtype.is_floating_point
+                else self._kwargs
+            )
             chosen: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
             for member, leaf in zip(bucket.members, bucket.leaves, strict=True):
                 group = group_of[member.index]
@@ -212,7 +256,8 @@ class CpuPart(_Part):
             bucket.adopt(optimizer)
 
     def fetch_masters(self, members: Sequence[Managed]) -> None:
-        """Make the device's weights the masters of `members`. Blocks the host for the copies, all issued before it waits."""
+        """Make the device's weights the masters of `members`. Blocks the host for the copies, all issued
+        before it waits."""
         chosen = {member.index for member in members}
         buckets = {id(bucket): bucket for index in chosen for bucket, _ in self._leaves_of[index]}
         arriving = [(bucket, bucket.fetch(chosen)) for bucket in buckets.values()]
@@ -239,7 +284,9 @@ class CpuPart(_Part):
             assert bucket.optimizer is not None
             leaf = bucket.leaves[place]
             if not self.flat:
-                bucket.optimizer.state[leaf] = {key: _like_leaf(value, key, leaf) for key, value in state.items()}
+                bucket.optimizer.state[leaf] = {
+                    key: _like_leaf(value, key, leaf) for key, value in state.items()
+                }
             elif not state:
                 bucket.reset_state(place)
             else:
@@ -255,7 +302,8 @@ def _flat(shaped: Tensor) -> Tensor:
 
 
 def _like_leaf(value: Any, key: Any, leaf: Tensor) -> Any:
-    """A loaded value as the leaf's optimizer would have made it: what has the leaf's shape gets its dtype, a count stays one."""
+    """A loaded value as the leaf's optimizer would have made it: what has the leaf's shape gets its dtype, a
+    count stays one."""
     if not isinstance(value, Tensor):
         return value
     if key != "step" and value.is_floating_point() and value.shape == leaf.shape:
@@ -264,9 +312,17 @@ def _like_leaf(value: Any, key: Any, leaf: Tensor) -> Any:
 
 
 class StreamedPart(_Part):
-    """Parameters whose state is streamed through the device. weights_on_host: the parameters themselves too."""
+    """Parameters whose state is streamed through the device. weights_on_host: the parameters themselves
+    too."""
 
-    def __init__(self, engine: OffloadEngine, options: HostOptions, copies: GroupCopies, *, weights_on_host: bool = False) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        options: HostOptions,
+        copies: GroupCopies,
+        *,
+        weights_on_host: bool = False,
+    ) -> None:
         super().__init__(engine, options, copies)
         self._weights_on_host = weights_on_host
         self.buckets: list[StreamedBucket] = []
@@ -276,7 +332,8 @@ class StreamedPart(_Part):
         self._values: dict[int, dict[str, Any]] = {}
 
     def add(self, members: Sequence[Managed], group_of: Mapping[int, dict[str, Any]]) -> None:
-        """Take over parameters: pin their state's memory, make room for three buckets on the device. Blocks the host for all of it."""
+        """Take over parameters: pin their state's memory, make room for three buckets on the device. Blocks
+        the host for all of it."""
         if not members:
             return
         self.members.update((member.index, member) for member in members)
@@ -290,15 +347,25 @@ class StreamedPart(_Part):
         layouts = list(self._layouts(members, whole=False))
         plan = []
         for layout, dtype, master in layouts:
-            names = list(state_names({"amsgrad": any(group_of[index].get("amsgrad") for index, _, _ in layout.parameters)}))
-            specs = [FlatSpec(name, master.itemsize, pinned=self.options.pin_params, zero=True) for name in names]
+            names = list(
+                state_names(
+                    {"amsgrad": any(group_of[index].get("amsgrad") for index, _, _ in layout.parameters)}
+                )
+            )
+            specs = [
+                FlatSpec(name, master.itemsize, pinned=self.options.pin_params, zero=True) for name in names
+            ]
             if dtype != master:
                 specs.append(FlatSpec("master", master.itemsize, pinned=self.options.pin_params))
             if self.options.two_sides:
-                specs += [FlatSpec(of_side(spec.name, 1), spec.element_bytes, pinned=spec.pinned) for spec in specs]
+                specs += [
+                    FlatSpec(of_side(spec.name, 1), spec.element_bytes, pinned=spec.pinned) for spec in specs
+                ]
             plan.append((layout, specs))
         made: list[StreamedBucket] = []
-        for section, (layout, _, master) in zip(self._make(plan, "the streamed parameters"), layouts, strict=True):
+        for section, (layout, _, master) in zip(
+            self._make(plan, "the streamed parameters"), layouts, strict=True
+        ):
             for cut in layout.buckets:
                 mover = Mover(self.engine, "optimizer", len(self.buckets) + len(made))
                 how = {"weights_on_host": self._weights_on_host, "two_sides": self.options.two_sides}
@@ -330,7 +397,8 @@ class StreamedPart(_Part):
         return self.options.master_dtype(member) != member.dtype
 
     def fetch_masters(self, members: Sequence[Managed]) -> None:
-        """Make the device's weights the masters of `members`. Blocks the host: it is done once, or after weights were loaded."""
+        """Make the device's weights the masters of `members`. Blocks the host: it is done once, or after
+        weights were loaded."""
         for member in members:
             if self.has_master(member):
                 master = self.master(member)
@@ -343,11 +411,13 @@ class StreamedPart(_Part):
     def moment(self, member: Managed, name: str) -> Tensor:
         section, start = self.places[member.index]
         side = self._one_side(section)
-        return member.shaped(section.view(of_side(name, side), start, member.numel, self.options.master_dtype(member)))
+        return member.shaped(
+            section.view(of_side(name, side), start, member.numel, self.options.master_dtype(member))
+        )
 
     def _one_side(self, section: HostSection) -> int:
-        """Bring the buckets of a section, and so every parameter in it, to the side that most of them are on. Blocks the host for a copy of
-        the others; nothing of them may be in flight."""
+        """Bring the buckets of a section, and so every parameter in it, to the side that most of them are on.
+        Blocks the host for a copy of the others; nothing of them may be in flight."""
         mine = self._buckets_in[id(section)]
         side = int(2 * sum(bucket.side for bucket in mine) > len(mine))
         for bucket in mine:

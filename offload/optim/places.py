@@ -1,7 +1,9 @@
-"""Which parameter's state lies where: on the GPU, on the host and stepped there, or on the host and stepped on the GPU.
+"""Which parameter's state lies where: on the GPU, on the host and stepped there, or on the host and stepped
+on the GPU.
 
-Numbers only. One invariant: the answer depends on the order and the sizes of the parameters and on two fractions, on nothing that
-changes from run to run; so a layout that was measured once can be written down and asked for again.
+Numbers only. One invariant: the answer depends on the order and the sizes of the parameters and on two
+fractions, on nothing that changes from run to run; so a layout that was measured once can be written down and
+asked for again.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ class Place(Enum):
     """The parameter itself is on the host and the device is elsewhere: stepped where it is."""
 
 
-def choose_offloaded(numels: Sequence[int], fraction: float, *, offloaded: int = 0, total: int = 0) -> list[bool]:
+def choose_offloaded(
+    numels: Sequence[int], fraction: float, *, offloaded: int = 0, total: int = 0
+) -> list[bool]:
     """Parameters leave in order until `fraction` of all elements is reached, so the last of them may pass it.
 
-    offloaded, total: elements of parameters placed earlier, of which `offloaded` left; they count and are not placed again.
-    A parameter without elements leaves unless the fraction is 0.
+    offloaded, total: elements of parameters placed earlier, of which `offloaded` left; they count and are not
+    placed again. A parameter without elements leaves unless the fraction is 0.
     Source: the order and the rule of Megatron-core's hybrid optimizer.
     """
     threshold = fraction * (total + sum(numels))
@@ -43,9 +47,11 @@ def choose_offloaded(numels: Sequence[int], fraction: float, *, offloaded: int =
 
 
 def choose_places(nbytes: Sequence[int], cpu_share: float) -> list[Place]:
-    """CPU or STREAMED for each offloaded parameter, in order, so that after each of them the CPU's share of the bytes is as near as can be.
+    """CPU or STREAMED for each offloaded parameter, in order, so that after each of them the CPU's share of
+    the bytes is as near as can be.
 
-    Both places work through the model from its first layer on, so parts of it that are next to each other must be spread over both.
+    Both places work through the model from its first layer on, so parts of it that are next to each other
+    must be spread over both.
     """
     places, on_cpu, before = [], 0, 0
     for size in nbytes:
@@ -58,7 +64,8 @@ def choose_places(nbytes: Sequence[int], cpu_share: float) -> list[Place]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadRates:
-    """What one machine does: each lane while the other direction is busy too, with the CPU optimizer at work beside them and without."""
+    """What one machine does: each lane while the other direction is busy too, with the CPU optimizer at work
+    beside them and without."""
 
     cpu_elements_per_s: float
     """Of the CPU optimizer, beside copies both ways."""
@@ -79,9 +86,11 @@ def step_seconds(
     streamed_out_bytes: float,
     streamed_in_bytes: float,
 ) -> float:
-    """Seconds an element of a step in which the CPU steps `share` of the elements: the slowest of CPU and the two lanes.
+    """Seconds an element of a step in which the CPU steps `share` of the elements: the slowest of CPU and the
+    two lanes.
 
-    The bytes are those of one element and of one step. A lane is slowed down for as long as the CPU works, and no longer.
+    The bytes are those of one element and of one step. A lane is slowed down for as long as the CPU works,
+    and no longer.
     """
     cpu_seconds = share / rates.cpu_elements_per_s
     slowest = cpu_seconds
@@ -103,10 +112,11 @@ def best_cpu_share(
     streamed_in_bytes: float,
     worth: float = 0.0,
 ) -> tuple[float, float]:
-    """(share of the elements that the CPU steps, in hundredths; seconds an element) of the shortest step; see `step_seconds`.
+    """(share of the elements that the CPU steps, in hundredths; seconds an element) of the shortest step; see
+    `step_seconds`.
 
-    worth: what the CPU has to save of the step without it, or its share is 0. It takes cores from data loaders, and was slower in a real
-        step than beside the copies of a measurement (docs/log.md).
+    worth: what the CPU has to save of the step without it, or its share is 0. It takes cores from data
+        loaders, and was slower in a real step than beside the copies of a measurement (docs/log.md).
     """
 
     def seconds(share: float) -> float:

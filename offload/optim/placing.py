@@ -1,8 +1,9 @@
 """Every parameter in its place: who keeps its state, who steps it, and where its master is found.
 
-Places follow from the sizes of whole parameters, not of their shards: so they are the same on every rank, and replicas get the same bits.
-One invariant: a parameter has exactly one place, and everything that is asked about it is asked of the part that has it. Nothing has moved
-and nothing is pinned until all parameters that are added together have been accepted.
+Places follow from the sizes of whole parameters, not of their shards: so they are the same on every rank, and
+replicas get the same bits. One invariant: a parameter has exactly one place, and everything that is asked
+about it is asked of the part that has it. Nothing has moved and nothing is pinned until all parameters that
+are added together have been accepted.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Placement:
         self.streamed = StreamedPart(engine, options.host, self.copies)
         masters = options.host.masters_in_fp32
         self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, masters=masters)
-        self.at_home = ResidentPart(options.cpu_cls, made_for_cpu(options.cpu_cls, options.kwargs), masters=masters)
+        self.at_home = ResidentPart(
+            options.cpu_cls, made_for_cpu(options.cpu_cls, options.kwargs), masters=masters
+        )
 
     def __getitem__(self, member: Managed) -> Place:
         return self._place[member.index]
@@ -65,9 +68,10 @@ class Placement:
         """Whether the state of a parameter of the device is on the host."""
         return self._place[member.index] in (Place.CPU, Place.STREAMED)
 
-    # -- in -----------------------------------------------------------------------------------------------------------
+    # -- in --------------------------------------------------------------------------------------------------
     def add(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[Managed]:
-        """Place the parameters of param groups after those there are; the offloaded ones. names: by the parameter's id, for messages.
+        """Place the parameters of param groups after those there are; the offloaded ones. names: by the
+        parameter's id, for messages.
 
         Blocks the host for pinning and for fetching masters. Raises ValueError or HostBudgetError.
         """
@@ -89,7 +93,9 @@ class Placement:
         self.members.extend(members)
         with self._engine.lock:
             self._engine.externals.register_parameters([member.parameter for member in members])
-        chosen = {place: [member for member in members if self._place[member.index] is place] for place in Place}
+        chosen = {
+            place: [member for member in members if self._place[member.index] is place] for place in Place
+        }
         self.cpu.add(chosen[Place.CPU], group_of)
         self.streamed.add(chosen[Place.STREAMED], group_of)
         for part, place in ((self.on_gpu, Place.GPU), (self.at_home, Place.HOME)):
@@ -99,7 +105,9 @@ class Placement:
                     self.copies.add(part.add(mine, values_of(group)), group)
         return offloaded
 
-    def _accepted(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> tuple[dict[int, dict[str, Any]], list[Managed]]:
+    def _accepted(
+        self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]
+    ) -> tuple[dict[int, dict[str, Any]], list[Managed]]:
         device = self._engine.device
         group_of: dict[int, dict[str, Any]] = {}
         members: list[Managed] = []
@@ -110,7 +118,8 @@ class Placement:
                 here = device.owns(local_of(parameter).detach())
                 if not here and parameter.device.type != "cpu":
                     raise ValueError(
-                        f"{member} is on {parameter.device}, and the optimizer's device is {device.name}; move it, or build one a device"
+                        f"{member} is on {parameter.device}, and the optimizer's device is {device.name}; "
+                        "move it, or build one a device"
                     )
                 if not parameter.is_floating_point():
                     raise ValueError(f"{member} is not of a floating-point type; leave it out, as a buffer")
@@ -124,7 +133,8 @@ class Placement:
         split = [] if is_elementwise(cls) else [member for member in offloaded if is_split(member.parameter)]
         if split:
             raise ValueError(
-                f"{split[0]} is one rank's shard, and {cls.__name__} may look at whole parameters; give an elementwise optimizer such as "
+                f"{split[0]} is one rank's shard, and {cls.__name__} may look at whole parameters; give an "
+                "elementwise optimizer such as "
                 "torch.optim.AdamW, or offload_fraction=0, which steps the DTensor itself"
             )
 
@@ -134,16 +144,20 @@ class Placement:
         if not (plain and is_fused_adam(options.cpu_cls) and options.gpu_cls is options.cpu_cls):
             if options.cpu_share not in ("auto", 1.0):
                 raise ValueError(
-                    f"cpu_share is {options.cpu_share}, but only torch's Adam and AdamW, the same on both sides and not foreach, can be "
+                    f"cpu_share is {options.cpu_share}, but only torch's Adam and AdamW, the same on both "
+                    "sides and not foreach, can be "
                     "streamed; use one of them, or cpu_share=1"
                 )
             return 1.0
         if self.share is None:
             masters = options.host.masters_in_fp32
-            self.share = agreed_share(measured_cpu_share(self._engine, offloaded, masters=masters, threads=options.cpu_threads), offloaded)
+            self.share = agreed_share(
+                measured_cpu_share(self._engine, offloaded, masters=masters, threads=options.cpu_threads),
+                offloaded,
+            )
         return self.share
 
-    # -- about one parameter ------------------------------------------------------------------------------------------
+    # -- about one parameter ---------------------------------------------------------------------------------
     def state_of(self, member: Managed) -> Mapping[Any, Any]:
         """What its optimizer keeps. Of hosted ones views of host memory, which nothing may be writing."""
         if self[member] is Place.CPU:
@@ -163,10 +177,17 @@ class Placement:
         return self._resident(member).inner[member.index]
 
     def load(self, member: Managed, state: Mapping[Any, Any], master: Tensor | None) -> None:
-        """Replace state and master. Without a master, or a place for one, the weights count at the next step. Nothing may be in flight."""
+        """Replace state and master. Without a master, or a place for one, the weights count at the next step.
+        Nothing may be in flight."""
         if self.is_hosted(member):
             part = self.cpu if self[member] is Place.CPU else self.streamed
-            part.set_state(member, {key: local_of(value) if isinstance(value, Tensor) else value for key, value in state.items()})
+            part.set_state(
+                member,
+                {
+                    key: local_of(value) if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                },
+            )
         else:
             resident = self._resident(member)
             assert resident.optimizer is not None
@@ -181,17 +202,18 @@ class Placement:
     def _resident(self, member: Managed) -> ResidentPart:
         return self.on_gpu if self[member] is Place.GPU else self.at_home
 
-    # -- about all of them --------------------------------------------------------------------------------------------
+    # -- about all of them -----------------------------------------------------------------------------------
     def step_resident(self, gradients: Mapping[int, Tensor], factor: Tensor | None) -> None:
         """Step what is not hosted, on the current lane."""
         self.on_gpu.step(gradients, factor)
         self.at_home.step(gradients, factor)
 
     def refresh_changed(self, settle: Callable[[], None]) -> bool:
-        """Masters follow weights that somebody else wrote: a loaded state dict, an initialisation. Whether there were any.
+        """Masters follow weights that somebody else wrote: a loaded state dict, an initialisation. Whether
+        there were any.
 
-        settle: brings everything to rest; called, and the host blocked, only where there are any. What has landed is lost then: weights
-            arrive in the gradients' slots.
+        settle: brings everything to rest; called, and the host blocked, only where there are any. What has
+            landed is lost then: weights arrive in the gradients' slots.
         """
         changed = [member for member in self.members if member.changed_outside()]
         if not changed:
@@ -211,7 +233,8 @@ class Placement:
         return self.cpu.optimizers + ([self.at_home.optimizer] if self.at_home.optimizer is not None else [])
 
     def describe(self) -> dict[str, Any]:
-        """Where everything is: what a continuation with the same bits has to have again. Numbers and strings only."""
+        """Where everything is: what a continuation with the same bits has to have again. Numbers and strings
+        only."""
         return {
             "version": 1,
             "offload_fraction": self._options.offload_fraction,
@@ -228,6 +251,7 @@ class Placement:
 
 
 def may_fail_half_way(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a step may raise after it has written: any but torch's fused kernels, which check all they are given first."""
+    """Whether a step may raise after it has written: any but torch's fused kernels, which check all they are
+    given first."""
     known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
     return not (cls in known and made_for_cpu(cls, kwargs).get("fused"))

@@ -1,7 +1,9 @@
-"""What an optimizer has to know of the other ranks: whether there are any, whose a gradient still is, and the one number they agree on.
+"""What an optimizer has to know of the other ranks: whether there are any, whose a gradient still is, and the
+one number they agree on.
 
-One invariant: nothing here waits for another rank, so a rank that has failed, or has no optimizer, holds up none. What a step does together
-with others (a norm over shards) it does in the order of the param groups, the same on every rank.
+One invariant: nothing here waits for another rank, so a rank that has failed, or has no optimizer, holds up
+none. What a step does together with others (a norm over shards) it does in the order of the param groups, the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from offload.optim.parameters import Managed, local_of
 __all__ = ["agreed_share", "is_split", "may_be_reduced_in_place", "reduced_before_its_hook", "several_ranks"]
 
 _asked: Counter[str] = Counter()
-"""Times that this process asked for a share, by what it asked for: ranks that build the same optimizers in the same order count alike."""
+"""Times that this process asked for a share, by what it asked for: ranks that build the same optimizers in
+the same order count alike."""
 
 
 def several_ranks() -> bool:
@@ -29,16 +32,17 @@ def several_ranks() -> bool:
 def reduced_before_its_hook() -> bool:
     """Asked in a post-accumulate hook: whether somebody else than autograd calls it.
 
-    FSDP2 calls these hooks when its reduction is done (tests/unit/optim/test_fsdp_step.py holds torch to it). Autograd calls them at once,
-    and an all-reduce of DistributedDataParallel, or by hand, comes later.
+    FSDP2 calls these hooks when its reduction is done (tests/unit/optim/test_fsdp_step.py holds torch to it).
+    Autograd calls them at once, and an all-reduce of DistributedDataParallel, or by hand, comes later.
     """
     node = torch._C._current_autograd_node()
     return node is None or not node.name().endswith("AccumulateGrad")
 
 
 def may_be_reduced_in_place(gradient: Tensor) -> bool:
-    """Whether a plain gradient is a view of a buffer that somebody may still reduce, as DistributedDataParallel with
-    gradient_as_bucket_view does: collectives move no version counter, so a copy made now could not be told from the reduced one."""
+    """Whether a plain gradient is a view of a buffer that somebody may still reduce, as
+    DistributedDataParallel with gradient_as_bucket_view does: collectives move no version counter, so a copy
+    made now could not be told from the reduced one."""
     return local_of(gradient) is gradient and gradient._is_view() and several_ranks()
 
 
@@ -46,12 +50,13 @@ def is_split(parameter: Tensor) -> bool:
     """Whether this rank has a part of the parameter only."""
     if local_of(parameter) is parameter:
         return False
-    return any(not place.is_replicate() and parameter.device_mesh.size(at) > 1 for at, place in enumerate(parameter.placements))  # type: ignore[attr-defined]
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return any(not place.is_replicate() and mesh.size(at) > 1 for at, place in enumerate(placements))
 
 
 def agreed_share(measured: float, offloaded: Sequence[Managed]) -> float:
-    """The share that the first of the ranks with the same parameters measured: replicas that are stepped in different places get different
-    bits. Blocks the host for one round trip to the job's store.
+    """The share that the first of the ranks with the same parameters measured: replicas that are stepped in
+    different places get different bits. Blocks the host for one round trip to the job's store.
     """
     if not several_ranks():
         return measured

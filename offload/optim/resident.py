@@ -1,6 +1,8 @@
-"""Parameters stepped where they are: those that stay on the device, and those that live on the host while the device is a GPU.
+"""Parameters stepped where they are: those that stay on the device, and those that live on the host while the
+device is a GPU.
 
-One invariant: what the optimizer class is given is the parameter itself, or its float32 master, so any class does here what it does alone.
+One invariant: what the optimizer class is given is the parameter itself, or its float32 master, so any class
+does here what it does alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ __all__ = ["ResidentPart"]
 
 
 class ResidentPart:
-    """One optimizer over parameters in place. masters: keep float32 masters of half-precision parameters and step those."""
+    """One optimizer over parameters in place. masters: keep float32 masters of half-precision parameters and
+    step those."""
 
     def __init__(self, cls: type[Optimizer], kwargs: Mapping[str, Any], *, masters: bool) -> None:
         self._cls = cls
@@ -50,8 +53,8 @@ class ResidentPart:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[int, Tensor], factor: Tensor | None) -> None:
-        """gradients: by parameter, in its shape; one that is missing is not stepped. factor: scales them, in place. Blocks the host only if
-        that lies elsewhere.
+        """gradients: by parameter, in its shape; one that is missing is not stepped. factor: scales them, in
+        place. Blocks the host only if that lies elsewhere.
         """
         if self.optimizer is None:
             return
@@ -78,7 +81,8 @@ class ResidentPart:
 
     @torch.no_grad()
     def refresh(self, member: Managed) -> None:
-        """The weights were changed by somebody else: masters follow, unless their rounding is the weights already. Blocks the host."""
+        """The weights were changed by somebody else: masters follow, unless their rounding is the weights
+        already. Blocks the host."""
         if self.has_master(member):
             inner = self.inner[member.index]
             if not torch.equal(local_of(inner).to(member.dtype), local_of(member.parameter)):

@@ -1,6 +1,8 @@
-"""How much of the offloaded part the host steps: measured once, with everything running that will run, before the first step.
+"""How much of the offloaded part the host steps: measured once, with everything running that will run, before
+the first step.
 
-One invariant: the answer is a multiple of 0.05, so that the noise of a measurement rarely changes a layout, and with it the bits.
+One invariant: the answer is a multiple of 0.05, so that the noise of a measurement rarely changes a layout,
+and with it the bits.
 """
 
 from __future__ import annotations
@@ -28,24 +30,28 @@ GRID = 0.05
 UNMEASURED_SHARE = 0.5
 """Where no time passes (the simulated device): both places work, and are checked."""
 COPY_BYTES = 64 << 20
-SPREAD = 16  # blocks each way that the copies go round: 1 GiB, beyond what a last-level cache keeps between two rounds
+# blocks each way that the copies go round: 1 GiB, beyond what a last-level cache keeps between two rounds
+SPREAD = 16
 COPIES = 160  # each way: 10.7 GB, 190 ms and more, longer than the steps on the CPU beside them
 COPIES_ALONE = 48  # each way: 3.2 GB, 65 ms
 WORTH = 0.10
-"""Of a step: below this the CPU is left alone. The rates say of float32 weights on an H200 host that the best share saves up to 7%, and
-they say 0, 0.4 or 0.55 in turn; a real step took 236.8 ms without the CPU and 282.9 with a share of 0.4. Half-precision weights with
-masters have 12 bytes of state an element and not 8, but the host's casts take what that gains: 347.0 ms at 0.5 and 357.0 without
-(docs/log.md)."""
+"""Of a step: below this the CPU is left alone. The rates say of float32 weights on an H200 host that the best
+share saves up to 7%, and they say 0, 0.4 or 0.55 in turn; a real step took 236.8 ms without the CPU and 282.9
+with a share of 0.4. Half-precision weights with masters have 12 bytes of state an element and not 8, but the
+host's casts take what that gains: 347.0 ms at 0.5 and 357.0 without (docs/log.md)."""
 NUMEL = 128 << 20  # of the CPU's trial: 16 bytes each, 2 GiB; 40 ms a step at 3.3 G a second
 LEAST_NUMEL = 32 << 20  # a smaller step takes few milliseconds: not worth a measurement or a ring
 
 
-def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, masters: bool, threads: int | None) -> float:
+def measured_cpu_share(
+    engine: OffloadEngine, offloaded: Sequence[Managed], *, masters: bool, threads: int | None
+) -> float:
     """The share of elements for the CPU that makes the step shortest. Blocks the host for about 1 s, once.
 
-    Takes 2 GiB of the engine's host memory for the time, 2 GiB that is not pinned (2.5 with casts), and 128 MiB on the device. As much
-    as that, because with blocks that a last-level cache holds the CPU was measured at 4.6 G/s beside copies, and stepped a real state at
-    2.9 (H200 host, November 2026): the share came out at 0.6, with memory of this size at 0.4.
+    Takes 2 GiB of the engine's host memory for the time, 2 GiB that is not pinned (2.5 with casts), and 128
+    MiB on the device. As much as that, because with blocks that a last-level cache holds the CPU was measured
+    at 4.6 G/s beside copies, and stepped a real state at 2.9 (H200 host, November 2026): the share came out
+    at 0.6, with memory of this size at 0.4.
     """
     if not engine.device.pins:
         return UNMEASURED_SHARE
@@ -55,13 +61,20 @@ def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, m
     try:
         rates = measure(engine, threads=threads, half=half)
     except HostBudgetError:
-        logger.warning("no 2 GiB of host memory for a measurement: the host steps none of the offloaded parameters; give cpu_share")
+        logger.warning(
+            "no 2 GiB of host memory for a measurement: the host steps none of the offloaded parameters; "
+            "give cpu_share"
+        )
         return 0.0
     numel = sum(member.numel for member in offloaded)
     weight_bytes = sum(member.nbytes for member in offloaded) / numel
     has_master = [masters and member.dtype.itemsize == 2 for member in offloaded]
     state_bytes = (  # two moments of the master's type, and the master where it is not the weight itself
-        sum((12 if own else 2 * member.dtype.itemsize) * member.numel for member, own in zip(offloaded, has_master, strict=True)) / numel
+        sum(
+            (12 if own else 2 * member.dtype.itemsize) * member.numel
+            for member, own in zip(offloaded, has_master, strict=True)
+        )
+        / numel
     )
     share, seconds = best_cpu_share(
         rates,
@@ -73,7 +86,8 @@ def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, m
     )
     share = round(round(share / GRID) * GRID, 2)
     logger.info(
-        "the host steps %.0f%% of the offloaded parameters: CPU %.2f G/s beside copies of %.1f GB/s out and %.1f GB/s in, which are %.1f "
+        "the host steps %.0f%% of the offloaded parameters: CPU %.2f G/s beside copies of %.1f GB/s out and "
+        "%.1f GB/s in, which are %.1f "
         "and %.1f without it; %.0f ms a step",
         100 * share,
         rates.cpu_elements_per_s / 1e9,
@@ -87,7 +101,8 @@ def measured_cpu_share(engine: OffloadEngine, offloaded: Sequence[Managed], *, m
 
 
 def measure(engine: OffloadEngine, *, threads: int | None, half: torch.dtype | None = None) -> OffloadRates:
-    """Copies both ways, alone and beside AdamW on the host. Raises HostBudgetError if its memory may not be pinned.
+    """Copies both ways, alone and beside AdamW on the host. Raises HostBudgetError if its memory may not be
+    pinned.
 
     half: of weights that have float32 masters; the CPU widens their gradients and rounds the masters too.
     """

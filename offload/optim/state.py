@@ -1,10 +1,13 @@
-"""State dicts of the hybrid optimizer: torch's own form, so that it goes anywhere, and what a bitwise continuation also needs.
+"""State dicts of the hybrid optimizer: torch's own form, so that it goes anywhere, and what a bitwise
+continuation also needs.
 
-    {"state": {index: {"step", "exp_avg", ..., "master_param"}}, "param_groups": [...], "hybrid": {"places", "cpu_share", "layout", ...}}
+    {"state": {index: {"step", "exp_avg", ..., "master_param"}}, "param_groups": [...], "hybrid": {"places",
+    "cpu_share", "layout", ...}}
 
-Across ranks it is what torch.distributed.checkpoint expects: the state of a DTensor is a DTensor of the same placements, its shard on the
-host. That library passes on "state" and "param_groups" alone, and takes no group keys that the loader has not: a share that was measured
-does not come along, and a run that is to go on with its bits gives it as cpu_share.
+Across ranks it is what torch.distributed.checkpoint expects: the state of a DTensor is a DTensor of the same
+placements, its shard on the host. That library passes on "state" and "param_groups" alone, and takes no group
+keys that the loader has not: a share that was measured does not come along, and a run that is to go on with
+its bits gives it as cpu_share.
 
 One invariant: what is loaded is checked whole, names and shapes, before the first byte is changed.
 """
@@ -41,7 +44,9 @@ def state_dict_of(optimizer: HybridDeviceOptimizer, packed: dict[str, Any]) -> d
     for member in optimizer.placed.members:
         if some and member.index in packed["state"]:
             found = packed["state"][member.index]
-            packed["state"][member.index] = {key: _on_host(member, key, value) for key, value in found.items()}
+            packed["state"][member.index] = {
+                key: _on_host(member, key, value) for key, value in found.items()
+            }
     packed["hybrid"] = optimizer.placed.describe()
     return packed
 
@@ -70,24 +75,33 @@ def load_state(optimizer: HybridDeviceOptimizer, given: Mapping[str, Any]) -> No
         for key, member in order.items():
             state = dict(loaded["state"].get(key, {}))
             master = state.pop(MASTER, None)
-            optimizer.placed.load(optimizer.placed.members[member.index], state, master)  # placed anew, perhaps, since it was matched
+            # placed anew, perhaps, since it was matched
+            optimizer.placed.load(optimizer.placed.members[member.index], state, master)
     optimizer.placed.copies.refresh()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
 def _matched(optimizer: HybridDeviceOptimizer, loaded: Mapping[str, Any]) -> dict[Any, Managed]:
-    """Saved keys and the parameters they belong to. Raises ValueError for the state dict of another model or class."""
+    """Saved keys and the parameters they belong to. Raises ValueError for the state dict of another model or
+    class."""
     for key in ("state", "param_groups"):
         if key not in loaded:
-            raise ValueError(f"the state dict has no {key!r}, only {', '.join(map(repr, loaded))}; give what state_dict() returned")
+            raise ValueError(
+                f"the state dict has no {key!r}, only {', '.join(map(repr, loaded))}; give what state_dict() "
+                "returned"
+            )
     groups, saved = optimizer.param_groups, loaded["param_groups"]
     if len(groups) != len(saved):
-        raise ValueError(f"the state dict has {len(saved)} param groups and the optimizer {len(groups)}; it is of another model")
+        raise ValueError(
+            f"the state dict has {len(saved)} param groups and the optimizer {len(groups)}; it is of another "
+            "model"
+        )
     for place, (group, other) in enumerate(zip(groups, saved, strict=True)):
         if len(group["params"]) != len(other["params"]):
             raise ValueError(
-                f"param group {place} has {len(other['params'])} parameters in the state dict and {len(group['params'])} in the optimizer; "
+                f"param group {place} has {len(other['params'])} parameters in the state dict and "
+                f"{len(group['params'])} in the optimizer; "
                 "it is of another model"
             )
     of = {id(member.parameter): member for member in optimizer.placed.members}
@@ -96,42 +110,64 @@ def _matched(optimizer: HybridDeviceOptimizer, loaded: Mapping[str, Any]) -> dic
     order = {key: of[id(parameter)] for key, parameter in zip(keys, mine, strict=True)}
     for key, member in order.items():
         for name, value in loaded["state"].get(key, {}).items():
-            if isinstance(value, Tensor) and name in optimizer.shaped_names and tuple(local_of(value).shape) != member.shape:
+            if (
+                isinstance(value, Tensor)
+                and name in optimizer.shaped_names
+                and tuple(local_of(value).shape) != member.shape
+            ):
                 raise ValueError(
-                    f"{member} has shape {member.shape}, and its {name} in the state dict {tuple(value.shape)}; the state dict is of "
+                    f"{member} has shape {member.shape}, and its {name} in the state dict "
+                    f"{tuple(value.shape)}; the state dict is of "
                     "another model"
                 )
-        missing = [name for name in optimizer.needed_names if loaded["state"].get(key) and name not in loaded["state"][key]]
+        missing = [
+            name
+            for name in optimizer.needed_names
+            if loaded["state"].get(key) and name not in loaded["state"][key]
+        ]
         if missing:
-            raise ValueError(f"{member} has no {', '.join(missing)} in the state dict; it is of another optimizer class")
+            raise ValueError(
+                f"{member} has no {', '.join(missing)} in the state dict; it is of another optimizer class"
+            )
     return order
 
 
 def load_resident(optimizer: Optimizer, inner: Tensor, state: Mapping[Any, Any]) -> None:
-    """State of one parameter that is stepped in place, in its dtype and on its device, except the count where torch keeps that on the
-    host.
+    """State of one parameter that is stepped in place, in its dtype and on its device, except the count where
+    torch keeps that on the host.
     """
     if not state:
         optimizer.state.pop(inner, None)
         return
-    group = next(group for group in optimizer.param_groups if any(parameter is inner for parameter in group["params"]))
+    group = next(
+        group for group in optimizer.param_groups if any(parameter is inner for parameter in group["params"])
+    )
     on_device = bool(group.get("fused") or group.get("capturable"))
     placed: dict[Any, Any] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             placed[key] = deepcopy(value)
         elif key == "step":
-            placed[key] = value.detach().to(device=inner.device if on_device else "cpu", dtype=torch.float32, copy=True)
+            placed[key] = value.detach().to(
+                device=inner.device if on_device else "cpu", dtype=torch.float32, copy=True
+            )
         elif value.is_floating_point():
-            placed[key] = sharded_like(inner, value.detach()).to(dtype=inner.dtype, device=inner.device, copy=True)
+            placed[key] = sharded_like(inner, value.detach()).to(
+                dtype=inner.dtype, device=inner.device, copy=True
+            )
         else:
             placed[key] = value.detach().to(device=inner.device, copy=True)
     optimizer.state[inner] = placed
 
 
 def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A DTensor again, where the parameter is one and the value, wherever it lies, is of its local shard's shape."""
-    if local_of(parameter) is parameter or local_of(value) is not value or value.shape != local_of(parameter).shape:
+    """A DTensor again, where the parameter is one and the value, wherever it lies, is of its local shard's
+    shape."""
+    if (
+        local_of(parameter) is parameter
+        or local_of(value) is not value
+        or value.shape != local_of(parameter).shape
+    ):
         return value
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -143,10 +179,20 @@ def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def fill_state(optimizers: list[Optimizer]) -> None:
-    """What each class makes in its first step, with weights and counts as they were: a step of zero gradients, taken back."""
+    """What each class makes in its first step, with weights and counts as they were: a step of zero
+    gradients, taken back."""
     for optimizer in optimizers:
-        empty = [leaf for group in optimizer.param_groups for leaf in group["params"] if not optimizer.state.get(leaf)]
-        before = [(leaf, leaf.grad, leaf.detach().clone()) for group in optimizer.param_groups for leaf in group["params"]]
+        empty = [
+            leaf
+            for group in optimizer.param_groups
+            for leaf in group["params"]
+            if not optimizer.state.get(leaf)
+        ]
+        before = [
+            (leaf, leaf.grad, leaf.detach().clone())
+            for group in optimizer.param_groups
+            for leaf in group["params"]
+        ]
         decays = [group.get("weight_decay") for group in optimizer.param_groups]
         chosen = {id(leaf) for leaf in empty}
         try:

@@ -1,7 +1,8 @@
 """One step of the hybrid optimizer: gradients in, clipping, buckets to their workers, and who waits for what.
 
-What is stepped where was decided before (placing.py), and the state's way in and out of the class is hybrid.py's. One invariant: a step
-either begins with every gradient checked and every earlier promise kept, or raises before anything is stepped.
+What is stepped where was decided before (placing.py), and the state's way in and out of the class is
+hybrid.py's. One invariant: a step either begins with every gradient checked and every earlier promise kept,
+or raises before anything is stepped.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ __all__ = ["SteppedOptimizer"]
 class SteppedOptimizer(AwaitedOptimizer):
     """The step, for an heir that builds what is named here.
 
-    _clip: factor of the coming step, from `clip_grad_norm_`. _atomic, _overlaps: how the host's buckets are stepped.
-    _has_state: a step was made, or state was loaded. `_landing.early` has what was stepped in the backward on a promise.
+    _clip: factor of the coming step, from `clip_grad_norm_`. _atomic, _overlaps: how the host's buckets are
+        stepped.
+    _has_state: a step was made, or state was loaded. `_landing.early` has what was stepped in the backward on
+        a promise.
     """
 
     max_grad_norm: float | None
@@ -40,10 +43,11 @@ class SteppedOptimizer(AwaitedOptimizer):
     _overlaps: bool
     _has_state: bool
 
-    # -- backward -----------------------------------------------------------------------------------------------------
+    # -- backward --------------------------------------------------------------------------------------------
     @property
     def last_microbatch(self) -> bool | None:
-        """Whether the backward to come is its step's last: for a schedule to set. None: as many as in the step before are expected."""
+        """Whether the backward to come is its step's last: for a schedule to set. None: as many as in the
+        step before are expected."""
         return self._landing.watch.last_microbatch
 
     @last_microbatch.setter
@@ -56,25 +60,28 @@ class SteppedOptimizer(AwaitedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to, with a kernel that moves no version
-        counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_), and only this question tells."""
+        """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to, with a
+        kernel that moves no version counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_), and
+        only this question tells."""
         self._landing.distrust()
         return False
 
     @property
     def early_counts(self) -> EarlyCounts | None:
-        """How many buckets started in the backward, had no room there, or were undone; None without step_in_backward="undoable"."""
+        """How many buckets started in the backward, had no room there, or were undone; None without
+        step_in_backward="undoable"."""
         return self._early.counts if self._early is not None else None
 
-    # -- the step -----------------------------------------------------------------------------------------------------
+    # -- the step --------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. closure: evaluated once.
 
-        With overlap and a model it returns when the work is issued; without a model it waits for the weights. Blocks the host while the
-        last step is not yet issued, and for weights that somebody changed since. With step_in_backward="undoable" and clipping, if a bucket
-        was stepped in the backward, it blocks the host until that has ended on the device: somebody has to know whether the norm clips.
-        Raises OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped; CaptureError in a
-        graph under capture, unless nothing is offloaded.
+        With overlap and a model it returns when the work is issued; without a model it waits for the weights.
+        Blocks the host while the last step is not yet issued, and for weights that somebody changed since.
+        With step_in_backward="undoable" and clipping, if a bucket was stepped in the backward, it blocks the
+        host until that has ended on the device: somebody has to know whether the norm clips. Raises
+        OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped;
+        CaptureError in a graph under capture, unless nothing is offloaded.
         """
         self._refuse_in_capture("step()")
         loss = None
@@ -98,7 +105,11 @@ class SteppedOptimizer(AwaitedOptimizer):
     def _step(self) -> None:
         gradients = self._gradients()
         hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
-        flats = {member.index: member.flat_gradient(gradients[member.index]) for member in hosted if member.index in gradients}
+        flats = {
+            member.index: member.flat_gradient(gradients[member.index])
+            for member in hosted
+            if member.index in gradients
+        }
         self._review(gradients)
         if self._overlaps:
             self._steps.start_workers()
@@ -116,9 +127,15 @@ class SteppedOptimizer(AwaitedOptimizer):
                     self._steps.settle()
             self._step_overlapped(gradients, flats, factor, stepped_early)
         else:
-            scalars = self._desk.send(factor) if factor is not None and self._placed.cpu.buckets else HostScalars()
+            scalars = (
+                self._desk.send(factor) if factor is not None and self._placed.cpu.buckets else HostScalars()
+            )
             self._steps.step_inline(
-                flats, scalars, factor, atomic=self._atomic, step_resident=lambda: self._placed.step_resident(gradients, factor)
+                flats,
+                scalars,
+                factor,
+                atomic=self._atomic,
+                step_resident=lambda: self._placed.step_resident(gradients, factor),
             )
         stepped = [member for member in hosted if member.index in gradients]
         settle_versions(stepped)
@@ -143,8 +160,10 @@ class SteppedOptimizer(AwaitedOptimizer):
             count = len(early.started)
             early.take_back(written, weights=False)
             self._steps.fail(
-                f"{written} after {count} buckets had been stepped in the backward; two writers cannot be merged. Load the last weights "
-                "and state, and call synchronize_parameters() before writing weights between backward and step(): it undoes those steps"
+                f"{written} after {count} buckets had been stepped in the backward; two writers cannot be "
+                "merged. Load the last weights "
+                "and state, and call synchronize_parameters() before writing weights between backward and "
+                "step(): it undoes those steps"
             )
         why = landing.broken(early.final, gradients)
         if why is None and any(member.changed_outside() for member in self._placed.members):
@@ -154,12 +173,18 @@ class SteppedOptimizer(AwaitedOptimizer):
     def _gradients(self) -> dict[int, Tensor]:
         """By parameter. Collective where a DTensor's gradient lies otherwise than its parameter."""
         members = self._placed.members
-        return {member.index: laid_out_as(member.parameter, found) for member in members if (found := member.gradient) is not None}
+        return {
+            member.index: laid_out_as(member.parameter, found)
+            for member in members
+            if (found := member.gradient) is not None
+        }
 
     def _break(self, what: str) -> None:
         self._steps.fail(
-            f"{what} after {len(self._landing.early)} buckets had been stepped in the backward; they are a step ahead of the rest. "
-            "Load the last state dict, and change param groups and gradients before the backward, or leave out step_in_backward"
+            f"{what} after {len(self._landing.early)} buckets had been stepped in the backward; they are a "
+            "step ahead of the rest. "
+            "Load the last state dict, and change param groups and gradients before the backward, or leave "
+            "out step_in_backward"
         )
 
     def _factor(self) -> Tensor | None:
@@ -176,12 +201,16 @@ class SteppedOptimizer(AwaitedOptimizer):
         gradients = [gradient for member in self._placed.members if (gradient := member.gradient) is not None]
         return total_norm(gradients, norm_type, self._engine.device.torch_device)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None) -> Tensor:
-        """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host: never.
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None
+    ) -> Tensor:
+        """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host:
+        never.
 
-        total: the norm, where it is known better, as over the stages of a pipeline. The norm of DTensors is over all ranks of their mesh,
-            each of which must call. Unlike torch's function of this name it scales what is stepped: the .grad of an offloaded parameter,
-            which may have left, keeps its values and need not leave again; that of one whose state is on the device is scaled by step().
+        total: the norm, where it is known better, as over the stages of a pipeline. The norm of DTensors is
+            over all ranks of their mesh, each of which must call. Unlike torch's function of this name it
+            scales what is stepped: the .grad of an offloaded parameter, which may have left, keeps its values
+            and need not leave again; that of one whose state is on the device is scaled by step().
         """
         self._refuse_in_capture("clip_grad_norm_()")
         if self._landing.early:  # on a promise
@@ -192,12 +221,20 @@ class SteppedOptimizer(AwaitedOptimizer):
         return norm
 
     def _step_overlapped(
-        self, gradients: Mapping[int, Tensor], flats: Mapping[int, Tensor], factor: Tensor | None, early: Mapping[int, HostBucket]
+        self,
+        gradients: Mapping[int, Tensor],
+        flats: Mapping[int, Tensor],
+        factor: Tensor | None,
+        early: Mapping[int, HostBucket],
     ) -> None:
         """early: by id, what is stepped already."""
         steps = self._steps
         self._placed.step_resident(gradients, factor)
-        chosen = [bucket for bucket in steps.in_order if id(bucket) not in early and any(m.index in flats for m in bucket.members)]
+        chosen = [
+            bucket
+            for bucket in steps.in_order
+            if id(bucket) not in early and any(m.index in flats for m in bucket.members)
+        ]
         asks = self._early is not None and self._early.asks
         on_host = asks or any(isinstance(bucket, CpuBucket) for bucket in chosen)
         scalars = self._desk.send(factor) if factor is not None and on_host else HostScalars()
@@ -215,21 +252,25 @@ class SteppedOptimizer(AwaitedOptimizer):
         if self._model is None or self._replayed.unseen:
             steps.arrive(None)
         else:
-            steps.arrive(self._readers.unasked([member for member in self._placed.members if member.index in flats]))
+            steps.arrive(
+                self._readers.unasked([member for member in self._placed.members if member.index in flats])
+            )
             if self._early is not None:
                 self._early.outside = self._readers.untold
 
-    # -- masters ------------------------------------------------------------------------------------------------------
+    # -- masters ---------------------------------------------------------------------------------------------
     def update_fp32_param_by_new_param(self) -> None:
-        """Make masters follow the weights now. It is done by itself for changes that torch can see; this is for `.data` and raw kernels."""
+        """Make masters follow the weights now. It is done by itself for changes that torch can see; this is
+        for `.data` and raw kernels."""
         self._rest()
         for member in self._placed.members:
             member.version = -1
         self._placed.refresh_changed(self._steps.settle_host)
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
+    # -- gradients -------------------------------------------------------------------------------------------
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for `decoupled_grad` too. Zeroing in place first orders compute behind what still reads the gradients."""
+        """As torch's, for `decoupled_grad` too. Zeroing in place first orders compute behind what still reads
+        the gradients."""
         if self._landing.early:
             self._break("zero_grad was called without step()")
         if self._early is not None:

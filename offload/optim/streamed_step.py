@@ -1,10 +1,13 @@
-"""Parameters whose state lives on the host and is stepped on the device: bucket by bucket through a ring of slots.
+"""Parameters whose state lives on the host and is stepped on the device: bucket by bucket through a ring of
+slots.
 
-State comes in on `h2d` while the bucket before is stepped and the one before that goes out on `d2h`, so both directions of the link and the
-optimizer's own lane work at once. For float32 weights the weights themselves are the masters and only the moments travel: 8 bytes an
-element each way. One invariant: the host's bytes of a bucket are read by `h2d` only after `d2h` wrote them in the step before.
+State comes in on `h2d` while the bucket before is stepped and the one before that goes out on `d2h`, so both
+directions of the link and the optimizer's own lane work at once. For float32 weights the weights themselves
+are the masters and only the moments travel: 8 bytes an element each way. One invariant: the host's bytes of a
+bucket are read by `h2d` only after `d2h` wrote them in the step before.
 
-A step that may be undone (undo.py) reads one side of the bucket's state and writes the other, counts too, and keeps the old weights.
+A step that may be undone (undo.py) reads one side of the bucket's state and writes the other, counts too, and
+keeps the old weights.
 
 # [Order: state in]
 # hazard  RAW: `h2d` reads a bucket's state that `d2h` has not finished writing in the last step.
@@ -25,7 +28,8 @@ A step that may be undone (undo.py) reads one side of the bucket's state and wri
 # proof   tests/property/test_optim_edges.py, edge "state here"
 #
 # [Order: gradients made]
-# hazard  RAW and WAR: the optimizer's lane reads gradients that `compute` still writes, and writes weights that it still reads.
+# hazard  RAW and WAR: the optimizer's lane reads gradients that `compute` still writes, and writes weights
+that it still reads.
 # edge    the event recorded on compute when the step was asked for; the optimizer's lane waits for it.
 # alive   the bucket holds the gradients until its step's event has passed.
 # proof   tests/property/test_optim_edges.py, edge "gradients made"
@@ -74,7 +78,8 @@ class _Slot:
 class Ring:
     """RING_SLOTS slots on the device, each as large as the largest bucket, and the lane that steps them.
 
-    flats: (name, bytes of one element). Allocated on `compute`; the first use of each slot is ordered behind that.
+    flats: (name, bytes of one element). Allocated on `compute`; the first use of each slot is ordered behind
+        that.
     """
 
     def __init__(self, device: Device, numel: int, flats: Sequence[tuple[str, int]]) -> None:
@@ -93,8 +98,8 @@ class Ring:
         return sum(flat.numel() for slot in self.slots for flat in slot.flats.values())
 
     def wait_for_slot(self) -> None:
-        """Block the host until the next slot is free, so that no more than RING_SLOTS buckets are queued in front of others' copies, and
-        weights on their way back from the CPU go past."""
+        """Block the host until the next slot is free, so that no more than RING_SLOTS buckets are queued in
+        front of others' copies, and weights on their way back from the CPU go past."""
         free = self.slots[self._next].free
         if free is not None:
             self.device.synchronize(free)
@@ -109,9 +114,11 @@ class Ring:
 class StreamedBucket:
     """One bucket: its state on the host, its weights and gradients on the device.
 
-    master_dtype: of the arithmetic. Where it is the parameters' own the weights are stepped in place, else masters travel with the state.
+    master_dtype: of the arithmetic. Where it is the parameters' own the weights are stepped in place, else
+        masters travel with the state.
     group_of: the param group of each parameter, whose values are read at every step.
-    weights_on_host: weights and gradients live there too, as FSDP2's CPUOffloadPolicy keeps them, and travel with the state.
+    weights_on_host: weights and gradients live there too, as FSDP2's CPUOffloadPolicy keeps them, and travel
+        with the state.
     two_sides: the section has both sides. side: the one that the state of the last whole step is on.
     """
 
@@ -135,7 +142,10 @@ class StreamedBucket:
         self.master_dtype = master_dtype
         self.groups = [group_of[piece.parameter] for piece in layout.pieces]
         where = mover.device.torch_device
-        self._counts = [[torch.zeros((), dtype=torch.float32, device=where) for _ in layout.pieces] for _ in range(1 + two_sides)]
+        self._counts = [
+            [torch.zeros((), dtype=torch.float32, device=where) for _ in layout.pieces]
+            for _ in range(1 + two_sides)
+        ]
         self.side = 0
         self.old: OldWeights | None = None
         self.has_master = section.has("master")
@@ -176,11 +186,16 @@ class StreamedBucket:
 
     def weights(self) -> list[Tensor]:
         """The bucket's part of the device's weights, a 1-D tensor a piece."""
-        return [member.flat().narrow(0, piece.first, piece.numel) for piece, member in zip(self.layout.pieces, self.members, strict=True)]
+        return [
+            member.flat().narrow(0, piece.first, piece.numel)
+            for piece, member in zip(self.layout.pieces, self.members, strict=True)
+        ]
 
     def let_go(self) -> bool:
         """Drop the gradients if their step has passed. Whether it had. Blocks the host: never."""
-        if not self.done.is_set() or (self._gradients and self.stepped is not None and not self.device.poll(self.stepped)):
+        if not self.done.is_set() or (
+            self._gradients and self.stepped is not None and not self.device.poll(self.stepped)
+        ):
             return False
         self._gradients = []
         if self._to == self.side:
@@ -188,24 +203,28 @@ class StreamedBucket:
         return True
 
     def keep(self) -> None:
-        """The step that may be undone will not be: its side counts from now on, though the step may still be on its way."""
+        """The step that may be undone will not be: its side counts from now on, though the step may still be
+        on its way."""
         self.side = self._to
 
     def drop_old(self) -> None:
-        """The bucket's weights have been waited for: nobody needs the old ones. Order: [Order: old weights]."""
+        """The bucket's weights have been waited for: nobody needs the old ones. Order: [Order: old
+        weights]."""
         if self.old is not None:
             assert self.stepped is not None
             self.old.order(self.device, self.stepped)
             self.old = None
 
     def put_back(self, *, weights: bool) -> None:
-        """Forget the step, which is done, or never began. weights: on the current lane, the optimizer's, put the old ones back."""
+        """Forget the step, which is done, or never began. weights: on the current lane, the optimizer's, put
+        the old ones back."""
         if weights and self.old is not None and self.old.taken:
             self.old.put_back(self.device)
         self._to = self.side
 
     def change_sides(self) -> None:
-        """Have the state on the other side. Blocks the host for the copy; nothing of the bucket may be in flight."""
+        """Have the state on the other side. Blocks the host for the copy; nothing of the bucket may be in
+        flight."""
         for name in self.names():
             here, there = (self._host_bytes(name, side) for side in (self.side, 1 - self.side))
             self.device.note_read(self.device.host, here)
@@ -219,9 +238,11 @@ class StreamedBucket:
         return self.section.slot(of_side(name, side), self.layout.start, self.layout.numel)
 
     def step(self, ring: Ring, released: Event, factor: Tensor | None) -> None:
-        """State in, step, state out: the job of a worker, or of the calling thread. factor: a device scalar that scales the gradients.
+        """State in, step, state out: the job of a worker, or of the calling thread. factor: a device scalar
+        that scales the gradients.
 
-        Blocks the host: never. Order: [Order: ring], [Order: state in], [Order: state here], [Order: gradients made], [Order: state out].
+        Blocks the host: never. Order: [Order: ring], [Order: state in], [Order: state here], [Order:
+        gradients made], [Order: state out].
         """
         if self.old is not None and self.old.given_up():
             return
@@ -240,7 +261,10 @@ class StreamedBucket:
             device.wait(device.h2d, released, "gradients made")
             for place, gradient, weights in self._gradients:
                 piece = layout.pieces[place]
-                of_slot = self._piece_of(slot.flats["weights"], piece), self._piece_of(slot.flats["grad"], piece)
+                of_slot = (
+                    self._piece_of(slot.flats["weights"], piece),
+                    self._piece_of(slot.flats["grad"], piece),
+                )
                 inward.append((of_slot[0].view(torch.uint8), weights.view(torch.uint8)))
                 inward.append((of_slot[1].view(torch.uint8), gradient.view(torch.uint8)))
                 outward.append((weights.view(torch.uint8), of_slot[0].view(torch.uint8)))
@@ -269,7 +293,9 @@ class StreamedBucket:
     def _piece_of(self, flat: Tensor, piece: Piece) -> Tensor:
         """The piece's elements in a flat of the slot."""
         size = self.master_dtype.itemsize
-        return flat.narrow(0, (piece.start - self.layout.start) * size, piece.numel * size).view(self.master_dtype)
+        return flat.narrow(0, (piece.start - self.layout.start) * size, piece.numel * size).view(
+            self.master_dtype
+        )
 
     def _compute(self, there: Mapping[str, Tensor], slot: _Slot, factor: Tensor | None) -> None:
         """On the ring's lane: one call of torch's Adam for each param group in the bucket."""
@@ -281,7 +307,10 @@ class StreamedBucket:
         for place, gradient, weights in self._gradients:
             if self.weights_on_host:
                 piece = self.layout.pieces[place]
-                gradient, weights = self._piece_of(slot.flats["grad"], piece), self._piece_of(slot.flats["weights"], piece)
+                gradient, weights = (
+                    self._piece_of(slot.flats["grad"], piece),
+                    self._piece_of(slot.flats["weights"], piece),
+                )
             device.note_read(device.compute, gradient.view(torch.uint8))
             device.note_write(device.compute, weights.view(torch.uint8))
             groups.setdefault(id(self.groups[place]), []).append((place, gradient, weights))
@@ -300,12 +329,15 @@ class StreamedBucket:
                 torch._foreach_copy_(widened, gradients)
                 gradients = widened
             else:
-                gradients = [gradient.to(self.master_dtype) for gradient in gradients]  # themselves, unless somebody gave another dtype
+                # themselves, unless somebody gave another dtype
+                gradients = [gradient.to(self.master_dtype) for gradient in gradients]
             if factor is not None:
                 device.note_read(device.compute, factor.reshape(1).view(torch.uint8))
                 if self.has_master or self.weights_on_host:
                     torch._foreach_mul_(gradients, factor)  # the slot's own
-                else:  # .grad, which compute may read meanwhile: scaled in one bucket's worth of memory, gone when Adam is issued
+                # .grad, which compute may read meanwhile: scaled in one bucket's worth of memory, gone when
+                # Adam is issued
+                else:
                     gradients = list(torch._foreach_mul(gradients, factor))
             amsgrad = bool(group["amsgrad"])
             adam(

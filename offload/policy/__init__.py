@@ -1,7 +1,8 @@
 """Numbers in, plans out: no torch, no lane, no import from the rest of offload.
 
-The least time that any engine could reach (`bound`), the groups that stay (`keeps`), a step played on numbers (`simulate`) and the plan
-chosen with it (`plan`) speak the same words (`actions`), so a benchmark, the engine and a dry run argue about one set of figures.
+The least time that any engine could reach (`bound`), the groups that stay (`keeps`), a step played on numbers
+(`simulate`) and the plan chosen with it (`plan`) speak the same words (`actions`), so a benchmark, the engine
+and a dry run argue about one set of figures.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from offload.policy.actions import (
     work_of,
 )
 from offload.policy.bound import Bound, least_step, single_pass_limit_s
-from offload.policy.keeps import fraction_keeps, kept_peak_bytes, limit_keeps, margin_keeps, summary_bytes, tail_keeps
+from offload.policy.keeps import (
+    fraction_keeps,
+    kept_peak_bytes,
+    limit_keeps,
+    margin_keeps,
+    summary_bytes,
+    tail_keeps,
+)
 from offload.policy.plan import Plan, choose_keeps
 from offload.policy.simulate import Simulation, simulate
 

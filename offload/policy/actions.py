@@ -1,7 +1,8 @@
 """The words of every plan: one action of a schedule, the bytes of a chunk's groups, the rates of the link.
 
-A schedule is data: the same values feed the bound, the simulation, the plan after warm-up and the benchmark, and an action has one text
-form, `3F1`, that logs, tests and errors share. One invariant: everything here is an immutable number or name; nothing knows a tensor.
+A schedule is data: the same values feed the bound, the simulation, the plan after warm-up and the benchmark,
+and an action has one text form, `3F1`, that logs, tests and errors share. One invariant: everything here is
+an immutable number or name; nothing knows a tensor.
 
     chunk   what one forward saves, named by (stage, microbatch)
     group   one module's part of a chunk; groups are counted in forward order, from 0
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 Kind = Literal["F", "B", "I", "W"]
-"""F forward, B whole backward; I and W the halves of a split backward, by input and by weight. Chunks die in their B or their W."""
+"""F forward, B whole backward; I and W the halves of a split backward, by input and by weight. Chunks die in
+their B or their W."""
 
 ChunkKey = tuple[int, int]
 """(virtual stage, microbatch)."""
@@ -62,7 +64,8 @@ class Action(NamedTuple):
 class GroupSize(NamedTuple):
     """The bytes of one group that could leave the device, once each.
 
-    region: neighbours of one number other than 0 are read together, before any of their compute: what a checkpoint's recompute reads.
+    region: neighbours of one number other than 0 are read together, before any of their compute: what a
+        checkpoint's recompute reads.
     """
 
     name: str
@@ -82,7 +85,8 @@ ChunkSizes = Mapping[ChunkKey, Sequence[GroupSize]]
 
 
 class Work(NamedTuple):
-    """An action with its numbers: seconds of compute, and the bytes that it makes (F) or reads for the last time (B, W)."""
+    """An action with its numbers: seconds of compute, and the bytes that it makes (F) or reads for the last
+    time (B, W)."""
 
     action: Action
     compute_s: float
@@ -90,7 +94,8 @@ class Work(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One group read by one action. After the last read its bytes are free; an I reads what its W will read again."""
+    """One group read by one action. After the last read its bytes are free; an I reads what its W will read
+    again."""
 
     action_index: int
     group: GroupKey
@@ -106,14 +111,18 @@ class Rates:
     h2d_bytes_per_s: float
     """Host to device with the other direction idle."""
     duplex_bytes_per_s: float | None = None
-    """Both directions together when both run. None: the sum of the two, a link whose directions do not disturb each other. Counted as
-    no less than the faster direction alone, since an engine could take turns."""
+    """Both directions together when both run. None: the sum of the two, a link whose directions do not
+    disturb each other. Counted as no less than the faster direction alone, since an engine could take
+    turns."""
 
     def __post_init__(self) -> None:
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}, a rate must be above 0; measure the link or leave the direction out of the plan")
+                raise ValueError(
+                    f"{name} is {value}, a rate must be above 0; measure the link or leave the direction out "
+                    "of the plan"
+                )
 
     @property
     def together_bytes_per_s(self) -> float:
@@ -124,7 +133,8 @@ class Rates:
 
     @property
     def shared(self) -> tuple[float, float]:
-        """(d2h, h2d) while both run: an equal share each; what a slower direction leaves over goes to the other."""
+        """(d2h, h2d) while both run: an equal share each; what a slower direction leaves over goes to the
+        other."""
         h2d = min(self.h2d_bytes_per_s, self.together_bytes_per_s / 2)
         d2h = min(self.d2h_bytes_per_s, self.together_bytes_per_s - h2d)
         return d2h, min(self.h2d_bytes_per_s, self.together_bytes_per_s - d2h)
@@ -134,12 +144,15 @@ def parse_action(text: str) -> Action:
     """`3F1` -> Action("F", 3, 1), the inverse of str(action)."""
     match = _ACTION_TEXT.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not an action; write stage, one of F B I W, microbatch, for example 3F1")
+        raise ValueError(
+            f"{text!r} is not an action; write stage, one of F B I W, microbatch, for example 3F1"
+        )
     return Action(cast(Kind, match[2]), int(match[1]), int(match[3]))
 
 
 def one_f_one_b(rank: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-    """The order of one rank under 1F1B: `num_stages - 1 - rank` forwards, then forward and backward in turn, then the backwards left.
+    """The order of one rank under 1F1B: `num_stages - 1 - rank` forwards, then forward and backward in turn,
+    then the backwards left.
 
     An order to calculate with; torch.distributed.pipelining runs the schedules.
     """
@@ -156,7 +169,8 @@ def one_f_one_b(rank: int, num_stages: int, num_microbatches: int) -> tuple[Acti
 
 
 class Life(NamedTuple):
-    """The actions between which a chunk is on the device or on the host: its forward, its I if it has one, its last read."""
+    """The actions between which a chunk is on the device or on the host: its forward, its I if it has one,
+    its last read."""
 
     forward: int
     half_read: int | None
@@ -166,7 +180,8 @@ class Life(NamedTuple):
 def lives_of(actions: Sequence[Action]) -> dict[ChunkKey, Life]:
     """Each chunk's life, in the order of the last reads.
 
-    Raises ValueError for an order that no chunk can have: made twice, read before it is made or after it is dead, or never read.
+    Raises ValueError for an order that no chunk can have: made twice, read before it is made or after it is
+    dead, or never read.
     """
     forwards: dict[ChunkKey, int] = {}
     half_reads: dict[ChunkKey, int] = {}
@@ -175,33 +190,51 @@ def lives_of(actions: Sequence[Action]) -> dict[ChunkKey, Life]:
         chunk = action.chunk
         if action.kind == "F":
             if chunk in forwards:
-                raise ValueError(f"action {at}, {action}, runs a forward that action {forwards[chunk]} has run; give each chunk one F")
+                raise ValueError(
+                    f"action {at}, {action}, runs a forward that action {forwards[chunk]} has run; give each "
+                    "chunk one F"
+                )
             forwards[chunk] = at
         elif chunk not in forwards or chunk in lives or (chunk in half_reads and action.kind != "W"):
-            why = "reads a chunk that was read before" if chunk in forwards else "reads a chunk before its forward"
-            raise ValueError(f"action {at}, {action}, {why}; give each chunk one F, then one B, or one I and one W")
+            why = (
+                "reads a chunk that was read before"
+                if chunk in forwards
+                else "reads a chunk before its forward"
+            )
+            raise ValueError(
+                f"action {at}, {action}, {why}; give each chunk one F, then one B, or one I and one W"
+            )
         elif action.kind == "I":
             half_reads[chunk] = at
         else:
             lives[chunk] = Life(forwards[chunk], half_reads.get(chunk), at)
     unread = [str(actions[at]) for chunk, at in forwards.items() if chunk not in lives]
     if unread:
-        raise ValueError(f"{len(unread)} of {len(forwards)} forwards are never read ({', '.join(unread)}); give each its B or its W")
+        raise ValueError(
+            f"{len(unread)} of {len(forwards)} forwards are never read ({', '.join(unread)}); give each its "
+            "B or its W"
+        )
     return lives
 
 
 def require_sizes(actions: Sequence[Action], sizes: ChunkSizes) -> None:
-    """Raise ValueError for an action whose chunk has no entry in sizes; one without groups has an empty one."""
+    """Raise ValueError for an action whose chunk has no entry in sizes; one without groups has an empty
+    one."""
     for at, action in enumerate(actions):
         if action.chunk not in sizes:
-            raise ValueError(f"action {at}, {action}, has no group sizes; sizes has {len(sizes)} chunks, add {action.chunk}")
+            raise ValueError(
+                f"action {at}, {action}, has no group sizes; sizes has {len(sizes)} chunks, add "
+                f"{action.chunk}"
+            )
 
 
 def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
-    """Every read of the step in the order in which it comes: B and I read a chunk from its last group to its first.
+    """Every read of the step in the order in which it comes: B and I read a chunk from its last group to its
+    first.
 
-    A W reads its chunk again from the first group to the last; without an I before it, it is the whole reverse read (stage 0 of a
-    zero-bubble schedule: leave the I that reads nothing out of the list). Raises as `lives_of`, and for a chunk without sizes.
+    A W reads its chunk again from the first group to the last; without an I before it, it is the whole
+    reverse read (stage 0 of a zero-bubble schedule: leave the I that reads nothing out of the list). Raises
+    as `lives_of`, and for a chunk without sizes.
     """
     lives = lives_of(actions)
     require_sizes(actions, sizes)
@@ -212,15 +245,22 @@ def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
             continue
         positions = range(len(sizes[chunk]))
         again = action.kind == "W" and lives[chunk].half_read is not None
-        reads += [Read(at, GroupKey(chunk, at_group), action.kind != "I") for at_group in (positions if again else reversed(positions))]
+        reads += [
+            Read(at, GroupKey(chunk, at_group), action.kind != "I")
+            for at_group in (positions if again else reversed(positions))
+        ]
     return tuple(reads)
 
 
 def work_of(actions: Sequence[Action], sizes: ChunkSizes, compute_s: Sequence[float]) -> tuple[Work, ...]:
-    """The actions with their numbers, as the bound takes them: bytes at a chunk's F, and again at its last read, the B or the W."""
+    """The actions with their numbers, as the bound takes them: bytes at a chunk's F, and again at its last
+    read, the B or the W."""
     if len(actions) != len(compute_s):
-        raise ValueError(f"{len(actions)} actions and {len(compute_s)} compute times; give one time for each action")
+        raise ValueError(
+            f"{len(actions)} actions and {len(compute_s)} compute times; give one time for each action"
+        )
     totals = {chunk: sum(group.nbytes for group in groups) for chunk, groups in sizes.items()}
     return tuple(
-        Work(action, seconds, 0 if action.kind == "I" else totals[action.chunk]) for action, seconds in zip(actions, compute_s, strict=True)
+        Work(action, seconds, 0 if action.kind == "I" else totals[action.chunk])
+        for action, seconds in zip(actions, compute_s, strict=True)
     )

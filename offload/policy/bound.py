@@ -1,10 +1,13 @@
-"""The least step time that any engine could reach under a cap on device bytes: what every measured step is compared with.
+"""The least step time that any engine could reach under a cap on device bytes: what every measured step is
+compared with.
 
-Four forwards come before the first backward's end on a pipeline's first rank, so a cap costs time whatever the engine does. How much is a
-linear program over the schedule's actions. One invariant: it is a lower bound. Each simplification below lets the program do more than an
-engine can, never less, so a plan or a measurement under it is an error of theirs.
+Four forwards come before the first backward's end on a pipeline's first rank, so a cap costs time whatever
+the engine does. How much is a linear program over the schedule's actions. One invariant: it is a lower bound.
+Each simplification below lets the program do more than an engine can, never less, so a plan or a measurement
+under it is an error of theirs.
 
-    slice      a part of one action; an F slice makes its share of the chunk's bytes, the mirror slice of the B reads that share
+    slice      a part of one action; an F slice makes its share of the chunk's bytes, the mirror slice of the
+               B reads that share
     t[s]       how long slice s takes, at least its compute: seconds
     out[c, s]  bytes of share c that leave the device during slice s; in[c, s] those that come back
     away[c, s] bytes of share c on the host when slice s ends
@@ -12,12 +15,13 @@ engine can, never less, so a plan or a measurement under it is an error of their
     minimise   sum t
     such that  out[s] <= d2h t[s],   in[s] <= h2d t[s],   out[s] + in[s] <= duplex t[s]         the link
                away[c, s] = away[c, s-1] + out[c, s] - in[c, s],   0 <= away <= bytes of c      conservation
-               away[c, s] = 0 where s is the slice that reads c                                  what is read is on the device
+               away[c, s] = 0 where s is the slice that reads c                                  reads
                made - read - away <= cap at the end of each slice                                the device
 
-Rates within a slice are constant, so what holds at its ends holds inside it; a byte moves alone, where an engine moves groups; a
-destination takes room as its bytes arrive, where an engine allocates it first; slices see the whole future. A byte that moves twice could
-have stayed away in between, so "at most once" needs no row.
+Rates within a slice are constant, so what holds at its ends holds inside it; a byte moves alone, where an
+engine moves groups; a destination takes room as its bytes arrive, where an engine allocates it first; slices
+see the whole future. A byte that moves twice could have stayed away in between, so "at most once" needs no
+row.
 """
 
 from __future__ import annotations
@@ -43,45 +47,65 @@ class Bound:
     moved_bytes: int
     """Fewest bytes that leave the device in a step of that time (as many come back)."""
     action_s: tuple[float, ...]
-    """How long each action takes in one best step; a longer one than its compute is where the cap costs time."""
+    """How long each action takes in one best step; a longer one than its compute is where the cap costs
+    time."""
 
     @property
     def ratio(self) -> float:
-        """Step time over that of the step without offload; 1.0 where there is neither compute nor transfer."""
+        """Step time over that of the step without offload; 1.0 where there is neither compute nor
+        transfer."""
         if self.compute_s > 0:
             return self.step_s / self.compute_s
         return float("inf") if self.step_s > 0 else 1.0
 
 
-def single_pass_limit_s(forward_s: float, backward_s: float, moved_bytes: float, d2h_bytes_per_s: float, h2d_bytes_per_s: float) -> float:
-    """The bound of one forward and one backward in closed form: each takes its compute or its copies, whichever is longer."""
+def single_pass_limit_s(
+    forward_s: float, backward_s: float, moved_bytes: float, d2h_bytes_per_s: float, h2d_bytes_per_s: float
+) -> float:
+    """The bound of one forward and one backward in closed form: each takes its compute or its copies,
+    whichever is longer."""
     return max(forward_s, moved_bytes / d2h_bytes_per_s) + max(backward_s, moved_bytes / h2d_bytes_per_s)
 
 
 def least_step(work: Sequence[Work], rates: Rates, cap_bytes: int, *, slices: int = 4) -> Bound:
     """Solve the program above for one rank.
 
-    work: every action of the step in order; a chunk's bytes are named at its F and at its B or W. What an I reads and its W reads again is
-        counted at the W alone: less than an engine must do, so still a bound.
-    cap_bytes: what saved activations may take on the device: its memory less weights, gradients and working set.
-    slices: parts of each action; more parts are nearer to the truth, from below. A pipeline stage's figures are the same with 1 and 8.
-    Raises ValueError for an order or a cap that cannot be, ImportError without scipy (extra `bench`).
+    work: every action of the step in order; a chunk's bytes are named at its F and at its B or W. What an I
+        reads and its W reads again is counted at the W alone: less than an engine must do, so still a bound.
+    cap_bytes: what saved activations may take on the device: its memory less weights, gradients and working
+        set.
+    slices: parts of each action; more parts are nearer to the truth, from below. A pipeline stage's figures
+    are the same with 1 and 8. Raises ValueError for an order or a cap that cannot be, ImportError without
+    scipy (extra `bench`).
     """
     if cap_bytes < 0:
-        raise ValueError(f"cap_bytes is {cap_bytes:,}, less than 0: weights and working set alone do not fit; raise the device limit")
+        raise ValueError(
+            f"cap_bytes is {cap_bytes:,}, less than 0: weights and working set alone do not fit; raise the "
+            "device limit"
+        )
     if slices < 1:
         raise ValueError(f"slices is {slices}; give 1 or more")
     shares = _shares(work, slices)
     compute_s = sum(item.compute_s for item in work)
     biggest_bytes = max((share.nbytes for share in shares), default=0.0)
     if biggest_bytes == 0:
-        return Bound(step_s=compute_s, compute_s=compute_s, moved_bytes=0, action_s=tuple(item.compute_s for item in work))
+        return Bound(
+            step_s=compute_s,
+            compute_s=compute_s,
+            moved_bytes=0,
+            action_s=tuple(item.compute_s for item in work),
+        )
     program = _Program(work, shares, rates, cap_bytes, slices, byte_unit=biggest_bytes)
     durations_s = program.solve_time()
     moved_bytes = program.solve_moves(sum(durations_s))
     action_s = tuple(sum(durations_s[at * slices : (at + 1) * slices]) for at in range(len(work)))
     # the solver's tolerance may leave the sum a hair under the compute
-    return Bound(step_s=max(sum(action_s), compute_s), compute_s=compute_s, moved_bytes=round(moved_bytes), action_s=action_s)
+    return Bound(
+        step_s=max(sum(action_s), compute_s),
+        compute_s=compute_s,
+        moved_bytes=round(moved_bytes),
+        action_s=action_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +118,47 @@ class _Share:
 
 
 def _shares(work: Sequence[Work], slices: int) -> list[_Share]:
-    """Cut each chunk into as many shares as its actions have slices; the last share made is the first read."""
+    """Cut each chunk into as many shares as its actions have slices; the last share made is the first
+    read."""
     lives = lives_of([item.action for item in work])
     shares: list[_Share] = []
     for at, item in enumerate(work):
         if item.compute_s < 0 or item.nbytes < 0:
-            raise ValueError(f"action {at}, {item.action}, has {item.compute_s} s and {item.nbytes:,} bytes; neither can be below 0")
+            raise ValueError(
+                f"action {at}, {item.action}, has {item.compute_s} s and {item.nbytes:,} bytes; neither can "
+                "be below 0"
+            )
     for life in lives.values():
         made, read = work[life.forward], work[life.last_read]
         if made.nbytes != read.nbytes:
             raise ValueError(
-                f"{read.action} reads {read.nbytes:,} bytes of the {made.nbytes:,} that {made.action} made; give both the same"
+                f"{read.action} reads {read.nbytes:,} bytes of the {made.nbytes:,} that {made.action} made; "
+                "give both the same"
             )
         for part in range(slices if made.nbytes else 0):
-            read_part = slices - 1 - part if life.half_read is None else part  # a W after an I reads in forward order
-            shares.append(_Share(made.nbytes / slices, life.forward * slices + part, life.last_read * slices + read_part))
+            # a W after an I reads in forward order
+            read_part = slices - 1 - part if life.half_read is None else part
+            shares.append(
+                _Share(
+                    made.nbytes / slices, life.forward * slices + part, life.last_read * slices + read_part
+                )
+            )
     return shares
 
 
 class _Program:
-    """The rows and columns of one step, in units of the largest share and of the time that it needs on the link."""
+    """The rows and columns of one step, in units of the largest share and of the time that it needs on the
+    link."""
 
-    def __init__(self, work: Sequence[Work], shares: Sequence[_Share], rates: Rates, cap_bytes: int, slices: int, byte_unit: float) -> None:
+    def __init__(
+        self,
+        work: Sequence[Work],
+        shares: Sequence[_Share],
+        rates: Rates,
+        cap_bytes: int,
+        slices: int,
+        byte_unit: float,
+    ) -> None:
         self._optimize: Any = _scipy("scipy.optimize")
         self._sparse: Any = _scipy("scipy.sparse")
         self._byte_unit = byte_unit
@@ -160,7 +203,8 @@ class _Program:
     def solve_moves(self, step_s: float) -> float:
         """The fewest bytes that leave in a step of `step_s`."""
         rows = self._at_most.copy()
-        # a hair of time, well under what anything can measure, or rounding makes the second program infeasible
+        # a hair of time, well under what anything can measure, or rounding makes the second program
+        # infeasible
         rows.add([(at, 1.0) for at in range(self._num_slices)], step_s / self._time_unit * (1 + 1e-9) + 1e-7)
         solution = self._solve([(column, 1.0) for column in self._out_columns], rows)
         return sum(solution[column] for column in self._out_columns) * self._byte_unit
@@ -170,7 +214,8 @@ class _Program:
         return len(self._bounds) - 1
 
     def _link_rows(self, at: int, outs: Sequence[int], ins: Sequence[int], rates: Rates) -> None:
-        """Rates relative to d2h's, because the units are chosen so that d2h moves one unit of bytes in one of time."""
+        """Rates relative to d2h's, because the units are chosen so that d2h moves one unit of bytes in one of
+        time."""
         h2d = rates.h2d_bytes_per_s / rates.d2h_bytes_per_s
         both = rates.together_bytes_per_s / rates.d2h_bytes_per_s
         for columns, rate in ((outs, 1.0), (ins, h2d), ([*outs, *ins], both)):
@@ -221,4 +266,6 @@ def _scipy(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"the bound needs {module}, which is not installed: pip install pipeline-offload[bench]") from error
+        raise ImportError(
+            f"the bound needs {module}, which is not installed: pip install pipeline-offload[bench]"
+        ) from error

@@ -1,8 +1,10 @@
-"""Which groups stay on the device when no clock is asked: by margin, by fraction, by bytes a rank, by a cap on kept bytes.
+"""Which groups stay on the device when no clock is asked: by margin, by fraction, by bytes a rank, by a cap
+on kept bytes.
 
-What is read soonest gains least from leaving: it would have to come back before there is time for it. So every rule here keeps from the
-end of a chunk, the part that its backward reads first. One invariant: a rule never asserts on the shape of a step; chunks may have any
-number of groups and names, none included, and what cannot be kept leaves.
+What is read soonest gains least from leaving: it would have to come back before there is time for it. So
+every rule here keeps from the end of a chunk, the part that its backward reads first. One invariant: a rule
+never asserts on the shape of a step; chunks may have any number of groups and names, none included, and what
+cannot be kept leaves.
 """
 
 from __future__ import annotations
@@ -11,20 +13,38 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupKey, GroupSize, Keeps, lives_of, require_sizes
+from offload.policy.actions import (
+    Action,
+    ChunkKey,
+    ChunkSizes,
+    GroupKey,
+    GroupSize,
+    Keeps,
+    lives_of,
+    require_sizes,
+)
 
-__all__ = ["all_of", "fraction_keeps", "kept_peak_bytes", "limit_keeps", "margin_keeps", "summary_bytes", "tail_keeps"]
+__all__ = [
+    "all_of",
+    "fraction_keeps",
+    "kept_peak_bytes",
+    "limit_keeps",
+    "margin_keeps",
+    "summary_bytes",
+    "tail_keeps",
+]
 
 OrderedChunks = Sequence[tuple[ChunkKey, Sequence[GroupSize]]]
 """Chunks in the order that the argument's name says, each with its groups in forward order."""
 
 
 def margin_keeps(chunks_in_backward_order: OrderedChunks) -> Keeps:
-    """For each name the group that is read first in the step, until the margin is used up: the first reads wait for no copy.
+    """For each name the group that is read first in the step, until the margin is used up: the first reads
+    wait for no copy.
 
-    The margin is the largest number of distinct names in any chunk. A name's group is the last one of the first chunk to run backward
-    that has the name; names are taken in the order in which they are read. There are at least as many names as the margin, so it always
-    ends at 0.
+    The margin is the largest number of distinct names in any chunk. A name's group is the last one of the
+    first chunk to run backward that has the name; names are taken in the order in which they are read. There
+    are at least as many names as the margin, so it always ends at 0.
     """
     margin = max((len({group.name for group in groups}) for _, groups in chunks_in_backward_order), default=0)
     kept: dict[str, GroupKey] = {}
@@ -43,20 +63,31 @@ def fraction_keeps(
     pp_rank: int = 0,
     delta_bytes: int = 0,
 ) -> Keeps:
-    """What stays when `fraction` of the eligible groups leave, and of those `pp_rank * delta_bytes` bytes stay nevertheless.
+    """What stays when `fraction` of the eligible groups leave, and of those `pp_rank * delta_bytes` bytes
+    stay nevertheless.
 
-    held: groups that stay anyway (the margin); they and groups of 0 bytes are not eligible. The result contains them.
-    fraction: of the eligible groups of each chunk the first so many leave, rounded to the nearest group; 0 keeps all, 1 none.
-    pp_rank, delta_bytes: a pipeline's later ranks hold fewer chunks and can keep more. Groups that would leave are kept, the one read
-        soonest first, until at least `pp_rank * delta_bytes` bytes are: the last one may go over.
+    held: groups that stay anyway (the margin); they and groups of 0 bytes are not eligible. The result
+        contains them.
+    fraction: of the eligible groups of each chunk the first so many leave, rounded to the nearest group; 0
+        keeps all, 1 none.
+    pp_rank, delta_bytes: a pipeline's later ranks hold fewer chunks and can keep more. Groups that would
+        leave are kept, the one read soonest first, until at least `pp_rank * delta_bytes` bytes are: the last
+        one may go over.
     """
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"activation_offload_fraction is {fraction}; give a number in 0..1")
     if pp_rank < 0 or delta_bytes < 0:
-        raise ValueError(f"pp_rank is {pp_rank} and delta_offload_bytes_across_pp_ranks {delta_bytes:,}; neither can be below 0")
+        raise ValueError(
+            f"pp_rank is {pp_rank} and delta_offload_bytes_across_pp_ranks {delta_bytes:,}; neither can be "
+            "below 0"
+        )
     keeps = set(held)
     for chunk, groups in chunks_in_backward_order:
-        eligible = [GroupKey(chunk, index) for index, group in enumerate(groups) if group.nbytes > 0 and (chunk, index) not in held]
+        eligible = [
+            GroupKey(chunk, index)
+            for index, group in enumerate(groups)
+            if group.nbytes > 0 and (chunk, index) not in held
+        ]
         keeps.update(eligible[math.floor(fraction * len(eligible) + 0.5) :])
     left_bytes = pp_rank * delta_bytes
     for key, group in _in_reading_order(chunks_in_backward_order):
@@ -75,15 +106,17 @@ def limit_keeps(
     spilling_room_bytes: int,
     restoring_room_bytes: int,
 ) -> Keeps:
-    """The most that may stay so that kept bytes never pass the limit less the two rooms, wherever the step is.
+    """The most that may stay so that kept bytes never pass the limit less the two rooms, wherever the step
+    is.
 
-    Chunks grow together from their ends, a group a round, in the order of their last reads; one whose next group does not fit all its life
-    is complete. Rooms that are larger than the limit keep nothing.
+    Chunks grow together from their ends, a group a round, in the order of their last reads; one whose next
+    group does not fit all its life is complete. Rooms that are larger than the limit keep nothing.
     """
     budget_bytes = device_limit_bytes - spilling_room_bytes - restoring_room_bytes
     if min(device_limit_bytes, spilling_room_bytes, restoring_room_bytes) < 0:
         raise ValueError(
-            f"device_limit_bytes {device_limit_bytes:,}, spilling room {spilling_room_bytes:,}, restoring room {restoring_room_bytes:,}; "
+            f"device_limit_bytes {device_limit_bytes:,}, spilling room {spilling_room_bytes:,}, restoring "
+            f"room {restoring_room_bytes:,}; "
             "none can be below 0"
         )
     lives = lives_of(actions)
@@ -97,7 +130,8 @@ def limit_keeps(
             index = len(sizes[chunk]) - 1 - num_kept[chunk]
             if index < 0:
                 continue
-            life = slice(lives[chunk].forward, lives[chunk].last_read)  # no forward runs inside the last read: there bytes only go
+            # no forward runs inside the last read: there bytes only go
+            life = slice(lives[chunk].forward, lives[chunk].last_read)
             nbytes = sizes[chunk][index].nbytes
             if max(level_bytes[life]) + nbytes <= budget_bytes:
                 level_bytes[life] = [level + nbytes for level in level_bytes[life]]
@@ -105,12 +139,15 @@ def limit_keeps(
                 still.append(chunk)
         growing = still
     return frozenset(
-        GroupKey(chunk, index) for chunk, count in num_kept.items() for index in range(len(sizes[chunk]) - count, len(sizes[chunk]))
+        GroupKey(chunk, index)
+        for chunk, count in num_kept.items()
+        for index in range(len(sizes[chunk]) - count, len(sizes[chunk]))
     )
 
 
 def tail_keeps(sizes: ChunkSizes, kept_bytes: Mapping[ChunkKey, float]) -> Keeps:
-    """Of each chunk the last groups that together take at most `kept_bytes[chunk]` (0 where it is not named)."""
+    """Of each chunk the last groups that together take at most `kept_bytes[chunk]` (0 where it is not
+    named)."""
     keeps = []
     for chunk, groups in sizes.items():
         left_bytes = kept_bytes.get(chunk, 0)
@@ -124,11 +161,14 @@ def tail_keeps(sizes: ChunkSizes, kept_bytes: Mapping[ChunkKey, float]) -> Keeps
 
 def all_of(sizes: ChunkSizes) -> Keeps:
     """Every group of every chunk: with `kept_peak_bytes`, what is live at once when nothing leaves."""
-    return frozenset(GroupKey(chunk, index) for chunk, groups in sizes.items() for index in range(len(groups)))
+    return frozenset(
+        GroupKey(chunk, index) for chunk, groups in sizes.items() for index in range(len(groups))
+    )
 
 
 def kept_peak_bytes(actions: Sequence[Action], sizes: ChunkSizes, keeps: Keeps) -> int:
-    """The most kept bytes at any point of the order; a chunk's are there from its F to the end of its last read."""
+    """The most kept bytes at any point of the order; a chunk's are there from its F to the end of its last
+    read."""
     kept_bytes: Counter[ChunkKey] = Counter()
     for key in keeps:
         kept_bytes[key.chunk] += sizes[key.chunk][key.position].nbytes
@@ -139,15 +179,21 @@ def kept_peak_bytes(actions: Sequence[Action], sizes: ChunkSizes, keeps: Keeps) 
     return max(level_bytes, default=0)
 
 
-def summary_bytes(chunks_in_forward_order: OrderedChunks, first_backward: ChunkKey, keeps: Keeps) -> dict[str, int]:
-    """What the table counts for each name: the leaving bytes of the forwards up to and including the first chunk that runs backward.
+def summary_bytes(
+    chunks_in_forward_order: OrderedChunks, first_backward: ChunkKey, keeps: Keeps
+) -> dict[str, int]:
+    """What the table counts for each name: the leaving bytes of the forwards up to and including the first
+    chunk that runs backward.
 
-    From there on a steady schedule spills as much as it reads, so later chunks say nothing new. A name whose groups all stay counts 0.
+    From there on a steady schedule spills as much as it reads, so later chunks say nothing new. A name whose
+    groups all stay counts 0.
     """
     totals: dict[str, int] = {}
     for chunk, groups in chunks_in_forward_order:
         for index, group in enumerate(groups):
-            totals[group.name] = totals.get(group.name, 0) + (0 if GroupKey(chunk, index) in keeps else group.nbytes)
+            totals[group.name] = totals.get(group.name, 0) + (
+                0 if GroupKey(chunk, index) in keeps else group.nbytes
+            )
         if chunk == first_backward:
             break
     return totals
@@ -155,5 +201,7 @@ def summary_bytes(chunks_in_forward_order: OrderedChunks, first_backward: ChunkK
 
 def _in_reading_order(chunks_in_backward_order: OrderedChunks) -> list[tuple[GroupKey, GroupSize]]:
     return [
-        (GroupKey(chunk, index), groups[index]) for chunk, groups in chunks_in_backward_order for index in range(len(groups) - 1, -1, -1)
+        (GroupKey(chunk, index), groups[index])
+        for chunk, groups in chunks_in_backward_order
+        for index in range(len(groups) - 1, -1, -1)
     ]

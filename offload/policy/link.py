@@ -16,7 +16,8 @@ D2H, H2D = 0, 1
 
 
 class Link:
-    """Copies are issued with a time and asked for their end; in between the two queues run dry at the rates of `Rates`."""
+    """Copies are issued with a time and asked for their end; in between the two queues run dry at the rates
+    of `Rates`."""
 
     def __init__(self, rates: Rates) -> None:
         self._alone = (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s)
@@ -28,7 +29,8 @@ class Link:
         self._busy_s = [0.0, 0.0]
 
     def issue(self, lane: int, key: Hashable, nbytes: int, now_s: float) -> None:
-        """Queue a copy at `now_s`, which is no earlier than any moment named before. A key's later copy replaces its earlier end."""
+        """Queue a copy at `now_s`, which is no earlier than any moment named before. A key's later copy
+        replaces its earlier end."""
         self._advance(now_s)
         self._ends_s.pop((lane, key), None)
         if not self._queues[lane]:
@@ -44,7 +46,8 @@ class Link:
         return self._ends_s[lane, key]
 
     def busy_until(self, now_s: float) -> tuple[float, float]:
-        """Seconds in which (d2h, h2d) copied up to `now_s`, which is no earlier than any moment named before."""
+        """Seconds in which (d2h, h2d) copied up to `now_s`, which is no earlier than any moment named
+        before."""
         self._advance(now_s)
         return self._busy_s[D2H], self._busy_s[H2D]
 
@@ -57,7 +60,9 @@ class Link:
         """Run to the next end of a copy, or for `at_most_s`."""
         d2h, h2d = self._queues
         rates = self._shared if d2h and h2d else self._alone
-        left_s = [self._head_left[lane] / rates[lane] if self._queues[lane] else float("inf") for lane in (D2H, H2D)]
+        left_s = [
+            self._head_left[lane] / rates[lane] if self._queues[lane] else float("inf") for lane in (D2H, H2D)
+        ]
         step_s = min(at_most_s, left_s[D2H], left_s[H2D])
         self._now_s += step_s
         for lane in (D2H, H2D):

@@ -1,9 +1,10 @@
 """Which chunks will be read next: a cursor in the step's list of actions.
 
-One invariant: the answer is a hint. A step that departs from the list gets a shorter hint, never a wrong result.
+One invariant: the answer is a hint. A step that departs from the list gets a shorter hint, never a wrong
+result.
 
-The list is the schedule's own where there is one, else what the last step was seen to do. An action is (kind, stage, microbatch)
-with kind F, B, I (input half of a split backward) or W (weight half).
+The list is the schedule's own where there is one, else what the last step was seen to do. An action is (kind,
+stage, microbatch) with kind F, B, I (input half of a split backward) or W (weight half).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class Lookahead:
         """
         if actions is not None:
             if isinstance(actions, str) or not isinstance(actions, Sequence):
-                raise ValueError(f"the step's actions are {actions!r}, must be a list of (kind, stage, microbatch), or None if not known")
+                raise ValueError(
+                    f"the step's actions are {actions!r}, must be a list of (kind, stage, microbatch), or "
+                    "None if not known"
+                )
             for action in actions:
                 if not _is_action(action):
                     raise ValueError(f"action {action!r} is not (F, B, I or W; stage >= 0; microbatch >= 0)")
@@ -63,8 +67,9 @@ class Lookahead:
             self._lost = True
 
     def coming(self) -> Iterator[ActionKey]:
-        """The backward actions that come next, soonest first, up to the first whose forward is still to come: until that is made, nobody
-        knows how much is read before what follows. Nothing where the step has left the list."""
+        """The backward actions that come next, soonest first, up to the first whose forward is still to come:
+        until that is made, nobody knows how much is read before what follows. Nothing where the step has left
+        the list."""
         if self._lost:
             return
         unmade: set[tuple[int, int]] = set()

@@ -1,10 +1,12 @@
-"""The plan after warm-up: which groups stay and how far ahead restores are issued, under a cap on device bytes.
+"""The plan after warm-up: which groups stay and how far ahead restores are issued, under a cap on device
+bytes.
 
-A cap leaves two choices to a static plan: how much of each chunk's end stays, and the window of reads that is brought back early. The best
-amounts differ by chunk: the first chunk is read as soon as the last warm-up forward ends, so its end should never leave; the chunks in the
-middle have the whole steady phase to travel; the last chunks meet an emptying device. So the plan starts from equal amounts and changes one
-chunk at a time while the simulated step gets shorter. One invariant: a plan is a pure function of its numbers, and it fits the cap wherever
-any of the tried ones does.
+A cap leaves two choices to a static plan: how much of each chunk's end stays, and the window of reads that is
+brought back early. The best amounts differ by chunk: the first chunk is read as soon as the last warm-up
+forward ends, so its end should never leave; the chunks in the middle have the whole steady phase to travel;
+the last chunks meet an emptying device. So the plan starts from equal amounts and changes one chunk at a time
+while the simulated step gets shorter. One invariant: a plan is a pure function of its numbers, and it fits
+the cap wherever any of the tried ones does.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from offload.policy.simulate import Simulation, simulate
 __all__ = ["Plan", "choose_keeps"]
 
 _KEEP_STARTS = (1.0, 0.8, 0.3)
-"""Equal starts, of the most that fits beside nothing else. More of them cost more trials than they find: each is changed chunk by chunk."""
+"""Equal starts, of the most that fits beside nothing else. More of them cost more trials than they find: each
+is changed chunk by chunk."""
 _WINDOW_STARTS = (3 / 8, 1 / 5)
 """Restoring windows to start from, of the limit."""
 _STEPS = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
@@ -33,7 +36,8 @@ class Plan:
     keeps: Keeps
     """Groups that never leave; all others leave as soon as they are made."""
     restoring_room_bytes: int
-    """Restores are issued for what is read within so many bytes of reads, groups that are on the device counted."""
+    """Restores are issued for what is read within so many bytes of reads, groups that are on the device
+    counted."""
     device_limit_bytes: int
     predicted: Simulation
     num_trials: int
@@ -49,7 +53,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """False where a single group, or the half-read chunk of a split backward, is larger than the limit: no plan can fit then."""
+        """False where a single group, or the half-read chunk of a split backward, is larger than the limit:
+        no plan can fit then."""
         return self.predicted_peak_bytes <= self.device_limit_bytes
 
 
@@ -62,14 +67,19 @@ def choose_keeps(
     *,
     max_trials: int = 100,
 ) -> Plan:
-    """The plan with the shortest simulated step that fits the limit; of equal ones, that which moves fewest bytes.
+    """The plan with the shortest simulated step that fits the limit; of equal ones, that which moves fewest
+    bytes.
 
-    device_limit_bytes: what saved bytes may take on the device in any state: kept, on their way out, brought back and not yet read.
-    max_trials: steps to simulate at most; the time grows with groups x trials. 100 are about 0.4 s for 8 chunks of 64 groups, and come to
-        1.00 to 1.03 of the bound on the first rank of four under 1F1B with 41 to 13 of the 88 GB that it would hold.
+    device_limit_bytes: what saved bytes may take on the device in any state: kept, on their way out, brought
+        back and not yet read.
+    max_trials: steps to simulate at most; the time grows with groups x trials. 100 are about 0.4 s for 8
+        chunks of 64 groups, and come to 1.00 to 1.03 of the bound on the first rank of four under 1F1B with
+        41 to 13 of the 88 GB that it would hold.
     """
     if device_limit_bytes < 0:
-        raise ValueError(f"device_limit_bytes is {device_limit_bytes:,}; give 0 or more, or no limit and no plan")
+        raise ValueError(
+            f"device_limit_bytes is {device_limit_bytes:,}; give 0 or more, or no limit and no plan"
+        )
     if max_trials < 1:
         raise ValueError(f"max_trials is {max_trials}; give 1 or more")
     require_sizes(actions, sizes)
@@ -108,7 +118,11 @@ class _Search:
         self._actions, self._sizes, self._compute_s, self._rates = actions, sizes, compute_s, rates
         self._limit_bytes = limit_bytes
         self._max_trials = max_trials
-        self._total_bytes = {action.chunk: sum(group.nbytes for group in sizes[action.chunk]) for action in actions if action.kind == "F"}
+        self._total_bytes = {
+            action.chunk: sum(group.nbytes for group in sizes[action.chunk])
+            for action in actions
+            if action.kind == "F"
+        }
         self._tried: set[tuple[Keeps, int]] = set()
         self._best: tuple[_Score, _Candidate, Plan] | None = None
 
@@ -118,8 +132,13 @@ class _Search:
             most_bytes[key.chunk] += self._sizes[key.chunk][key.position].nbytes
         for part in _KEEP_STARTS:
             for window in _WINDOW_STARTS:
-                self._try(_Candidate({chunk: part * most for chunk, most in most_bytes.items()}, window * self._limit_bytes))
-        if self._best is None or self._best[0][0] > 0:  # the least that any plan needs: all leaves, nothing is fetched early
+                self._try(
+                    _Candidate(
+                        {chunk: part * most for chunk, most in most_bytes.items()}, window * self._limit_bytes
+                    )
+                )
+        # the least that any plan needs: all leaves, nothing is fetched early
+        if self._best is None or self._best[0][0] > 0:
             self._try(_Candidate(dict.fromkeys(most_bytes, 0), 0))
 
     @property
@@ -128,7 +147,8 @@ class _Search:
         return self._best is not None and self._best[0][2] > 0
 
     def improve(self, step: float) -> bool:
-        """One round over the window, all chunks together and each chunk alone; True if anything got better."""
+        """One round over the window, all chunks together and each chunk alone; True if anything got
+        better."""
         improved = False
         chunks = list(self._total_bytes)
         for changed in ([], chunks, *([chunk] for chunk in chunks)):
@@ -149,7 +169,8 @@ class _Search:
         )
 
     def _moved(self, changed: Sequence[ChunkKey], step: float) -> _Candidate:
-        """The best candidate with `step` of their bytes more kept of the changed chunks, or a wider window where none is named."""
+        """The best candidate with `step` of their bytes more kept of the changed chunks, or a wider window
+        where none is named."""
         assert self._best is not None, "equal amounts come first"
         best = self._best[1]
         if not changed:
@@ -162,7 +183,8 @@ class _Search:
         return _Candidate(kept_bytes, best.window_bytes)
 
     def _try(self, candidate: _Candidate) -> bool:
-        """Simulate it unless it was before, cannot fit, or the trials are used up; True if it is the best so far."""
+        """Simulate it unless it was before, cannot fit, or the trials are used up; True if it is the best so
+        far."""
         keeps = tail_keeps(self._sizes, candidate.kept_bytes)
         window_bytes = round(candidate.window_bytes)
         if len(self._tried) >= self._max_trials or (keeps, window_bytes) in self._tried:
@@ -180,7 +202,8 @@ class _Search:
             restoring_room_bytes=window_bytes,
         )
         over_bytes = max(0, result.peak_bytes - self._limit_bytes)
-        score = (over_bytes, float(f"{result.step_s:.7g}"), result.moved_bytes)  # what differs by rounding alone is equal
+        # what differs by rounding alone is equal
+        score = (over_bytes, float(f"{result.step_s:.7g}"), result.moved_bytes)
         if self._best is not None and score >= self._best[0]:
             return False
         plan = Plan(

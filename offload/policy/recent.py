@@ -1,6 +1,7 @@
 """The largest of the last values: a peak that is forgotten when it does not come again.
 
-One invariant: a value counts in the `least` values after it whatever they are, and in none past twice as many.
+One invariant: a value counts in the `least` values after it whatever they are, and in none past twice as
+many.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ __all__ = ["RecentPeak"]
 
 
 class RecentPeak:
-    """Two maxima that take turns, so its memory does not grow with what it looks back on. least: values that a peak lasts at least."""
+    """Two maxima that take turns, so its memory does not grow with what it looks back on. least: values that
+    a peak lasts at least."""
 
     def __init__(self, least: int) -> None:
         self._least = least

@@ -1,17 +1,24 @@
 """What a step would cost: the engine's rules played on numbers, in program order.
 
-The host issues everything in the order of the program and never learns where the device is. So room on the device can only be made by
-letting compute wait for the oldest spill, and a restore can only start when compute has got to the point that issued it. One invariant:
-saved bytes on the device, in any state, stay within the limit unless a single save or read cannot go on otherwise; `peak_bytes` says so.
+The host issues everything in the order of the program and never learns where the device is. So room on the
+device can only be made by letting compute wait for the oldest spill, and a restore can only start when
+compute has got to the point that issued it. One invariant: saved bytes on the device, in any state, stay
+within the limit unless a single save or read cannot go on otherwise; `peak_bytes` says so.
 
-    save      a group takes its room when its compute starts; one that leaves is queued on d2h when its compute ends
-    room      while a save or a restore would pass the limit, compute waits for the oldest spill in flight and its bytes are dropped
-    window    at each group's end, what is read within the next `restoring_room_bytes` of reads is brought back, in reading order, once its
-              forward is complete. Groups that are on the device count too: with a whole window at hand nothing is fetched early
-    read      waits for the group's own restore, which is issued now if it was not; a group still on its way out is read where it is
-    region    groups that a recompute reads are read one after the other, then computed: from its read on a group's bytes are the graph's
-    free      after the last read, at the end of the group's compute; if it was on its way out, when room is needed and the copy has ended.
-              Between the I and the W of a chunk what was brought back is dropped without a copy
+    save      a group takes its room when its compute starts; one that leaves is queued on d2h when its
+              compute ends
+    room      while a save or a restore would pass the limit, compute waits for the oldest spill in flight and
+              its bytes are dropped
+    window    at each group's end, what is read within the next `restoring_room_bytes` of reads is brought
+              back, in reading order, once its forward is complete. Groups that are on the device count too:
+              with a whole window at hand nothing is fetched early
+    read      waits for the group's own restore, which is issued now if it was not; a group still on its way
+              out is read where it is
+    region    groups that a recompute reads are read one after the other, then computed: from its read on a
+              group's bytes are the graph's
+    free      after the last read, at the end of the group's compute; if it was on its way out, when room is
+              needed and the copy has ended. Between the I and the W of a chunk what was brought back is
+              dropped without a copy
 
 Compute is spread over an action's groups by their bytes.
 """
@@ -37,7 +44,8 @@ class Simulation:
     step_s: float
     compute_s: float
     peak_bytes: int
-    """The most saved bytes on the device at once, in any state; above the limit where one group alone did not fit."""
+    """The most saved bytes on the device at once, in any state; above the limit where one group alone did not
+    fit."""
     moved_bytes: int
     """Bytes that left the device."""
     restored_bytes: int
@@ -72,7 +80,9 @@ def simulate(
     restoring_room_bytes: how far ahead of the reader the window goes; 0 fetches only what is being read.
     """
     if len(actions) != len(compute_s):
-        raise ValueError(f"{len(actions)} actions and {len(compute_s)} compute times; give one time for each action")
+        raise ValueError(
+            f"{len(actions)} actions and {len(compute_s)} compute times; give one time for each action"
+        )
     step = _Step(actions, sizes, rates, limit_bytes, keeps, restoring_room_bytes)
     for at, (action, seconds) in enumerate(zip(actions, compute_s, strict=True)):
         groups = sizes[action.chunk]
@@ -100,7 +110,13 @@ class _Step:
     """The clock of compute, the link, and where every group is."""
 
     def __init__(
-        self, actions: Sequence[Action], sizes: ChunkSizes, rates: Rates, limit_bytes: int, keeps: Keeps, restoring_room_bytes: int
+        self,
+        actions: Sequence[Action],
+        sizes: ChunkSizes,
+        rates: Rates,
+        limit_bytes: int,
+        keeps: Keeps,
+        restoring_room_bytes: int,
     ) -> None:
         self._sizes = sizes
         self._limit_bytes = limit_bytes
@@ -115,7 +131,8 @@ class _Step:
             passes = self._passes.setdefault(read.group.chunk, deque())
             if read.action_index not in passes:
                 passes.append(read.action_index)
-        self._open_passes: set[int] = set()  # actions whose reads may be fetched: their chunk is complete, its I is over
+        # actions whose reads may be fetched: their chunk is complete, its I is over
+        self._open_passes: set[int] = set()
         self._at: dict[GroupKey, _At] = {}
         self._spills: deque[GroupKey] = deque()
         self._left: set[GroupKey] = set()
@@ -148,7 +165,8 @@ class _Step:
 
     def read(self, at: int, chunk: ChunkKey, seconds: Sequence[float]) -> None:
         groups = self._sizes[chunk]
-        last, region, owed_s = True, 0, 0.0  # of the region that is being read, the compute that its reads come before
+        # of the region that is being read, the compute that its reads come before
+        last, region, owed_s = True, 0, 0.0
         while self._next_read < len(self._reads) and self._reads[self._next_read].action_index == at:
             _, key, last = self._reads[self._next_read]
             if groups[key.position].region != region:
@@ -195,7 +213,10 @@ class _Step:
         """Bring back what the window holds, as far as there is room."""
         while self._next_fetch < len(self._reads):
             read = self._reads[self._next_fetch]
-            if self._ahead_bytes[self._next_fetch + 1] - self._ahead_bytes[self._next_read] > self._window_bytes:
+            if (
+                self._ahead_bytes[self._next_fetch + 1] - self._ahead_bytes[self._next_read]
+                > self._window_bytes
+            ):
                 return
             if read.action_index not in self._open_passes:
                 return
@@ -216,7 +237,8 @@ class _Step:
         self._link.issue(H2D, key, nbytes, self._now_s)
 
     def _make_room(self, nbytes: int) -> bool:
-        """Compute waits for the oldest spills until `nbytes` fit; False if they do not although nothing is in flight."""
+        """Compute waits for the oldest spills until `nbytes` fit; False if they do not although nothing is in
+        flight."""
         while self._device_bytes + nbytes > self._limit_bytes and self._spills:
             key = self._spills.popleft()
             where = self._at[key]
@@ -232,7 +254,8 @@ class _Step:
     def _free(self, key: GroupKey, nbytes: int) -> None:
         if self._at[key] is not _At.BACK and key in self._left:
             self._at[key] = _At.READ_LEAVING
-            self._spills.append(key)  # a second entry if the first is still there: the earlier one frees it, the later finds it gone
+            # a second entry if the first is still there: the earlier one frees it, the later finds it gone
+            self._spills.append(key)
         else:
             self._at[key] = _At.GONE
             self._device_bytes -= nbytes

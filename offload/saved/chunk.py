@@ -1,4 +1,5 @@
-"""The saves of one group, and of one forward: which records there are, what still waits to leave, and in which order they will be read.
+"""The saves of one group, and of one forward: which records there are, what still waits to leave, and in
+which order they will be read.
 
 One invariant: records are held weakly here; one whose graph is gone is passed over.
 """
@@ -20,12 +21,13 @@ __all__ = ["SavedChunk", "SavedGroup"]
 
 
 class SavedGroup:
-    """The saves of one group. pending: records that wait for their piece to be full. deferred: partial views that wait for the commit; of
-    either None, where there are none.
+    """The saves of one group. pending: records that wait for their piece to be full. deferred: partial views
+    that wait for the commit; of either None, where there are none.
 
-    leaves: whether anything of it does. stays_from: the slot from which on its records stay nevertheless; None if all leave. staying: the
-    pack hook of a group that stays; None for the normal one. unwritten_until: autograd's number while an operator runs of whose saves one
-    has no gradient: rrelu saves its noise, and then draws it, unseen by any version. Its saves leave with the next one, or at the commit.
+    leaves: whether anything of it does. stays_from: the slot from which on its records stay nevertheless;
+    None if all leave. staying: the pack hook of a group that stays; None for the normal one. unwritten_until:
+    autograd's number while an operator runs of whose saves one has no gradient: rrelu saves its noise, and
+    then draws it, unseen by any version. Its saves leave with the next one, or at the commit.
     """
 
     __slots__ = (
@@ -72,7 +74,8 @@ class SavedGroup:
 class SavedChunk:
     """The saves of one forward.
 
-    readable: its forward is complete, so fetching it back ahead of time makes sense. coming: what a backward will read, in order.
+    readable: its forward is complete, so fetching it back ahead of time makes sense. coming: what a backward
+        will read, in order.
     noted: records of the latest saves, from `note_saves` to `take_noted`.
     """
 
@@ -108,17 +111,20 @@ class SavedChunk:
         return [] if noted is None else list(living(noted))
 
     def read_together(self, records: Sequence[Record]) -> None:
-        """Where a backward comes to the latest of these saves, it reads them all, first to last: a recompute reads what its forward kept
-        in the forward's order. The coming reads are by touch, latest first, so the first of them gets the latest one."""
+        """Where a backward comes to the latest of these saves, it reads them all, first to last: a recompute
+        reads what its forward kept in the forward's order. The coming reads are by touch, latest first, so
+        the first of them gets the latest one."""
         for record in reversed(records):
             self.touches += 1
             record.touch = self.touches
 
     def expect_reverse(self) -> None:
-        """The coming reads are the saves in reverse of their latest touch: a whole backward, or an input half."""
+        """The coming reads are the saves in reverse of their latest touch: a whole backward, or an input
+        half."""
         self.coming = ComingReads(sorted(self.living(), key=lambda record: -record.touch))
 
     def expect(self, reads: Sequence[tuple[int, int]]) -> None:
-        """The coming reads are these (group, slot) pairs, as an earlier microbatch was seen to read them; none for ()."""
+        """The coming reads are these (group, slot) pairs, as an earlier microbatch was seen to read them;
+        none for ()."""
         by_place = {(record.group.place, record.slot): record for record in self.living()}
         self.coming = ComingReads([by_place[place] for place in dict.fromkeys(reads) if place in by_place])

@@ -1,7 +1,8 @@
 """The records that a backward will read, in order, and how far ahead of its reader a fetch has looked.
 
-One invariant: `ahead_bytes` counts every record between the reader and the fetch that had not been read when it was looked at, wherever
-its bytes are. So a window over it bounds what is fetched early, and fetches nothing while what is read next is on the device anyway.
+One invariant: `ahead_bytes` counts every record between the reader and the fetch that had not been read when
+it was looked at, wherever its bytes are. So a window over it bounds what is fetched early, and fetches
+nothing while what is read next is on the device anyway.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ __all__ = ["ComingReads", "Look"]
 
 
 class Look(NamedTuple):
-    """What lies next: records to fetch, records to keep although they are on their way out. sizes: bytes of each position that was looked
-    at, 0 where nothing will be read any more; nbytes: their sum."""
+    """What lies next: records to fetch, records to keep although they are on their way out. sizes: bytes of
+    each position that was looked at, 0 where nothing will be read any more; nbytes: their sum."""
 
     fetch: list[Record]
     keep: list[Record]
@@ -26,7 +27,8 @@ class Look(NamedTuple):
 
 
 class ComingReads:
-    """Positions `_reader <= _fetched <= len`: what is before the reader has been read, what is before `_fetched` has been looked at."""
+    """Positions `_reader <= _fetched <= len`: what is before the reader has been read, what is before
+    `_fetched` has been looked at."""
 
     __slots__ = ("_fetched", "_passes", "_reader", "_records", "_sizes", "ahead_bytes")
 
@@ -51,11 +53,16 @@ class ComingReads:
         if record is None or record.state is RecordState.RELEASED:
             return None
         expected = self._passes[position]
-        return record if record.pass_no < expected or (record.pass_no == expected and record.unread > 0) else None
+        return (
+            record
+            if record.pass_no < expected or (record.pass_no == expected and record.unread > 0)
+            else None
+        )
 
     def look_back(self) -> None:
-        """Look again from the first record that was fetched and dropped before it was read: nobody else would fetch it before its reader,
-        who then drops the next one to make room, and so on to the end of the chunk."""
+        """Look again from the first record that was fetched and dropped before it was read: nobody else would
+        fetch it before its reader, who then drops the next one to make room, and so on to the end of the
+        chunk."""
         for position in range(self._reader, self._fetched):
             record = self._unread(position)
             if record is not None and _is_away(record):
@@ -64,7 +71,8 @@ class ComingReads:
                 return
 
     def look(self, room: int, piece_bytes: int) -> Look | None:
-        """The next records within `room` bytes, until about a piece is to be fetched. Nothing is taken until `take`. None: there are none.
+        """The next records within `room` bytes, until about a piece is to be fetched. Nothing is taken until
+        `take`. None: there are none.
 
         A record larger than the room is looked at all the same when nothing else is ahead of the reader.
         """
@@ -74,7 +82,8 @@ class ComingReads:
         nbytes = fetch_bytes = 0
         position, end = self._fetched, len(self._records)
         while position < end and fetch_bytes < piece_bytes:
-            record = self._unread(position)  # one that was read out of turn may live on, away, to the weight half
+            # one that was read out of turn may live on, away, to the weight half
+            record = self._unread(position)
             if record is None:
                 sizes.append(0)
             else:
@@ -100,5 +109,6 @@ class ComingReads:
 
 
 def _is_away(record: Record) -> bool:
-    """Whether its bytes have to come back: they are on the host, and nothing on the device still holds them."""
+    """Whether its bytes have to come back: they are on the host, and nothing on the device still holds
+    them."""
     return record.state is RecordState.SPILLED and (record.external or record.storage() is None)

@@ -1,6 +1,8 @@
-"""The one registry of storages that somebody else manages: parameters, receive buffers, tensors that the user opted out.
+"""The one registry of storages that somebody else manages: parameters, receive buffers, tensors that the user
+opted out.
 
-One invariant: it holds every storage weakly, and while an entry lives the address in its key names no other storage.
+One invariant: it holds every storage weakly, and while an entry lives the address in its key names no other
+storage.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ __all__ = ["ExternalKind", "ExternalStorages"]
 class ExternalKind(Enum):
     PARAMETER = "parameter"  # never leaves, nor do its views and its autocast casts
     OPTED_OUT = "opted out"  # never leaves: mark_not_offloadable
-    BUFFER = "buffer"  # may leave, but is written from outside autograd: its version says nothing, so no save shares another's copy
+    # may leave, but is written from outside autograd: its version says nothing, so no save shares another's
+    # copy
+    BUFFER = "buffer"
 
 
 class ExternalStorages:
@@ -58,7 +62,8 @@ class ExternalStorages:
 
 
 def _plain_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The tensors with storages of their own behind a wrapper subclass (a DTensor's local shard), or the tensor itself."""
+    """The tensors with storages of their own behind a wrapper subclass (a DTensor's local shard), or the
+    tensor itself."""
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.Tensor:
         names, _ = tensor.__tensor_flatten__()
         for name in names:

@@ -1,8 +1,9 @@
 """What may never leave the device, and why.
 
-One invariant: a tensor is offloaded only if its bytes are a value that this graph owns. Parameters, their views and the casts that
-autocast keeps of them are not (FSDP2 frees and refills their storage under our feet); fake, functional and freed tensors have no bytes;
-another device's bytes are not ours. Of a frozen parameter autocast keeps no cast: each graph makes one and owns it, and it may leave.
+One invariant: a tensor is offloaded only if its bytes are a value that this graph owns. Parameters, their
+views and the casts that autocast keeps of them are not (FSDP2 frees and refills their storage under our
+feet); fake, functional and freed tensors have no bytes; another device's bytes are not ours. Of a frozen
+parameter autocast keeps no cast: each graph makes one and owns it, and it may leave.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from offload.saved.externals import ExternalKind, ExternalStorages
 
 __all__ = ["Verdict", "is_plain", "is_wrapper", "judge", "waited"]
 
-# views and casts between a parameter and what an op saves of it: weight.t() under autocast is T <- ToCopy <- AccumulateGrad
+# views and casts between a parameter and what an op saves of it: weight.t() under autocast is T <- ToCopy <-
+# AccumulateGrad
 _PASSING_NODES = frozenset(
     {
         "TBackward0",
@@ -68,13 +70,16 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of an asynchronous collective, waited for on the compute lane; any other tensor unchanged."""
+    """The result of an asynchronous collective, waited for on the compute lane; any other tensor
+    unchanged."""
     return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Recognised without the registry: the tensor, its view base, or the leaf at the end of a chain of views and casts."""
-    # asked by type first: Parameter's own instance check looks for an attribute that a plain tensor does not have, 1 to 2 microseconds
+    """Recognised without the registry: the tensor, its view base, or the leaf at the end of a chain of views
+    and casts."""
+    # asked by type first: Parameter's own instance check looks for an attribute that a plain tensor does not
+    # have, 1 to 2 microseconds
     if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
         return True
     base = tensor._base
@@ -84,7 +89,8 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     for _ in range(_LONGEST_CHAIN):
         if node is None:
             return False
-        name = type(node).__name__  # not node.name(): on a Function's node that is whatever its forward stored in ctx.name
+        # not node.name(): on a Function's node that is whatever its forward stored in ctx.name
+        name = type(node).__name__
         if name == _ACCUMULATE:
             variable = getattr(node, "variable", None)
             return type(variable) is not torch.Tensor and isinstance(variable, torch.nn.Parameter)

@@ -1,6 +1,8 @@
-"""What autograd's graph keeps instead of a saved tensor: a handle of one that may leave, or the tensor itself, passed through.
+"""What autograd's graph keeps instead of a saved tensor: a handle of one that may leave, or the tensor
+itself, passed through.
 
-One invariant: neither keeps alive the node that it is kept by, and a handle keeps no device bytes but those that its record counts.
+One invariant: neither keeps alive the node that it is kept by, and a handle keeps no device bytes but those
+that its record counts.
 """
 
 from __future__ import annotations
@@ -14,16 +16,19 @@ __all__ = ["Handle", "Passed", "modified"]
 
 
 class Handle:
-    """What autograd's graph keeps instead of a tensor: names a record, and owns no storage unless that record stays.
+    """What autograd's graph keeps instead of a tensor: names a record, and owns no storage unless that record
+    stays.
 
-    layout and probe: how to rebuild the tensor, and a tensor without bytes that counts its versions (the record's own where it was the
-    first save). Where the record stays, layout is None and the probe an alias of the tensor, which is all that a read needs; None once the
-    record is released. version: at the save.
+    layout and probe: how to rebuild the tensor, and a tensor without bytes that counts its versions (the
+    record's own where it was the first save). Where the record stays, layout is None and the probe an alias
+    of the tensor, which is all that a read needs; None once the record is released. version: at the save.
     """
 
     __slots__ = ("__weakref__", "layout", "pass_no", "probe", "record", "version")
 
-    def __init__(self, record: Record, layout: ViewLayout | None, probe: torch.Tensor | None, version: int) -> None:
+    def __init__(
+        self, record: Record, layout: ViewLayout | None, probe: torch.Tensor | None, version: int
+    ) -> None:
         self.record = record
         self.layout = layout
         self.probe = probe
@@ -34,7 +39,8 @@ class Handle:
 class Passed:
     """A tensor that stays where it is, in the graph's own keeping, with the version that it had.
 
-    It holds a detached alias: the tensor itself, if it is the node's own output, would keep the node alive for ever.
+    It holds a detached alias: the tensor itself, if it is the node's own output, would keep the node alive
+    for ever.
     """
 
     __slots__ = ("tensor", "version")
@@ -52,6 +58,7 @@ class Passed:
 def modified(dtype: torch.dtype, size: torch.Size, found: int, expected: int) -> RuntimeError:
     """The error that autograd itself would raise."""
     return RuntimeError(
-        f"a saved tensor needed for the gradient computation was modified by an inplace operation: {dtype} {list(size)} is at version "
+        f"a saved tensor needed for the gradient computation was modified by an inplace operation: {dtype} "
+        f"{list(size)} is at version "
         f"{found}, expected version {expected}; clone it before the in-place change, or save it after"
     )

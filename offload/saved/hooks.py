@@ -1,9 +1,11 @@
 """The one pair of saved-tensor hooks, and the stack of scopes that it asks.
 
-torch shows a saved tensor to the innermost pair of hooks only, so there is one pair for all features; which group owns a tensor is
-the scope stack's business. One invariant: what a scope pushed is what leaves with it, whatever was switched on or off in between.
+torch shows a saved tensor to the innermost pair of hooks only, so there is one pair for all features; which
+group owns a tensor is the scope stack's business. One invariant: what a scope pushed is what leaves with it,
+whatever was switched on or off in between.
 
-A pack inside a backward is a recomputation (a checkpoint around the hooks): what it saves is read at once, so it always stays.
+A pack inside a backward is a recomputation (a checkpoint around the hooks): what it saves is read at once, so
+it always stays.
 """
 
 from __future__ import annotations
@@ -42,12 +44,16 @@ class Scope(Protocol):
 
 
 class InstalledScope:
-    """A scope and the pair installed for it. stays: what its owner keeps on the device by a mark of its own, whatever scopes take it."""
+    """A scope and the pair installed for it. stays: what its owner keeps on the device by a mark of its own,
+    whatever scopes take it."""
 
     __slots__ = ("pair", "scope", "stays")
 
     def __init__(
-        self, scope: Scope, pair: torch.autograd.graph.saved_tensors_hooks, stays: Callable[[torch.Tensor], bool] | None = None
+        self,
+        scope: Scope,
+        pair: torch.autograd.graph.saved_tensors_hooks,
+        stays: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
         self.scope = scope
         self.pair = pair
@@ -55,14 +61,16 @@ class InstalledScope:
 
 
 def inside_checkpoint() -> bool:
-    """Whether the innermost saved-tensor hooks are those of a non-reentrant checkpoint. Its recompute must save exactly what its forward
-    saved, tensor by tensor, so nobody may take one away from it in the forward."""
+    """Whether the innermost saved-tensor hooks are those of a non-reentrant checkpoint. Its recompute must
+    save exactly what its forward saved, tensor by tensor, so nobody may take one away from it in the
+    forward."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and getattr(top[0], "__module__", None) == torch.utils.checkpoint.__name__
 
 
 class WrapperHandle:
-    """A wrapper subclass (DTensor, float8): how to put its inner tensors together again. Members that are no tensors stay as they are."""
+    """A wrapper subclass (DTensor, float8): how to put its inner tensors together again. Members that are no
+    tensors stay as they are."""
 
     __slots__ = ("context", "inner", "kind", "probe", "size", "stride", "version")
 
@@ -72,13 +80,19 @@ class WrapperHandle:
         self.size = tensor.size()
         self.stride = tensor.stride()
         members = {name: getattr(tensor, name) for name in names}
-        self.inner = {name: pack(member) if isinstance(member, torch.Tensor) else member for name, member in members.items()}
-        self.probe = _wrapper_probe(tensor, [name for name, member in members.items() if isinstance(member, torch.Tensor)])
+        self.inner = {
+            name: pack(member) if isinstance(member, torch.Tensor) else member
+            for name, member in members.items()
+        }
+        self.probe = _wrapper_probe(
+            tensor, [name for name, member in members.items() if isinstance(member, torch.Tensor)]
+        )
         self.version = 0 if self.probe is None else self.probe._version
 
 
 def _wrapper_probe(tensor: torch.Tensor, names: Sequence[str]) -> torch.Tensor | None:
-    """A wrapper that holds no members and shares the version counter: an in-place change does not move the members' own counters."""
+    """A wrapper that holds no members and shares the version counter: an in-place change does not move the
+    members' own counters."""
     if tensor.is_inference():
         return None
     probe = tensor.detach()
@@ -93,8 +107,8 @@ def _wrapper_probe(tensor: torch.Tensor, names: Sequence[str]) -> torch.Tensor |
 class SavedTensorHooks:
     """pack and unpack. unpack may run on autograd's own thread; both take the engine's lock.
 
-    readers: called after each read of a record, still under the lock; where the prefetcher is pumped. Of the reads of a piece that stays,
-    after the first and the last.
+    readers: called after each read of a record, still under the lock; where the prefetcher is pumped. Of the
+    reads of a piece that stays, after the first and the last.
     """
 
     def __init__(
@@ -114,7 +128,7 @@ class SavedTensorHooks:
         self._owners: list[Scope] = []  # of each of them, its scope
         self._named_types: set[type[torch.Tensor]] = set()
 
-    # -- scopes ---------------------------------------------------------------------------------------------------
+    # -- scopes ----------------------------------------------------------------------------------------------
     def push(
         self,
         scope: Scope,
@@ -123,7 +137,8 @@ class SavedTensorHooks:
     ) -> InstalledScope:
         """Make `scope` the innermost and install the pair. Give what this returns to `pop`.
 
-        stays: asked of each tensor saved while the scope is innermost, of a wrapper and of its members; one that does is kept.
+        stays: asked of each tensor saved while the scope is innermost, of a wrapper and of its members; one
+            that does is kept.
         pack: stands before `self.pack`, which it calls for what it does not know; None for that alone.
         """
         pair = torch.autograd.graph.saved_tensors_hooks(self.pack if pack is None else pack, self.unpack)
@@ -144,7 +159,7 @@ class SavedTensorHooks:
     def innermost(self) -> Scope | None:
         return self._scopes[-1].scope if self._scopes else None
 
-    # -- the pair -------------------------------------------------------------------------------------------------
+    # -- the pair --------------------------------------------------------------------------------------------
     def pack(self, tensor: torch.Tensor) -> Any:
         if torch._C._current_graph_task_id() != -1:
             return Passed(tensor)
@@ -156,12 +171,15 @@ class SavedTensorHooks:
         if type(tensor) is not torch.Tensor and not is_plain(tensor) and is_wrapper(tensor):
             if is_parameter(tensor):  # asked of the wrapper: its members know neither base nor grad_fn
                 return Passed(tensor)
-            return WrapperHandle(tensor, partial(self._pack_member, self.pack) if tensor.is_nested else self.pack)
+            return WrapperHandle(
+                tensor, partial(self._pack_member, self.pack) if tensor.is_nested else self.pack
+            )
         with self._lock:
             return self._pack_plain(tensor, self._owners)
 
     def pack_for(self, scope: Scope, tensor: torch.Tensor) -> Any:
-        """`pack`, for a tensor that `scope` owns whatever pair is innermost: an operator's output that autograd never saves."""
+        """`pack`, for a tensor that `scope` owns whatever pair is innermost: an operator's output that
+        autograd never saves."""
         if torch._C._current_graph_task_id() != -1:
             return Passed(tensor)
         tensor = waited(tensor)
@@ -173,7 +191,8 @@ class SavedTensorHooks:
 
     @staticmethod
     def _pack_member(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        """Of a jagged tensor: its offsets stay, because their object is what says that two ragged sizes are the same one."""
+        """Of a jagged tensor: its offsets stay, because their object is what says that two ragged sizes are
+        the same one."""
         return pack(tensor) if tensor.is_floating_point() else Passed(tensor)
 
     def _pack_plain(self, tensor: torch.Tensor, scopes: Sequence[Scope]) -> Handle | Passed:
@@ -190,7 +209,8 @@ class SavedTensorHooks:
         elif verdict is Verdict.SUBCLASS and type(tensor) not in self._named_types:
             self._named_types.add(type(tensor))
             logger.warning(
-                "saved tensors of type %s stay on the device (the first: %s bytes): the type has no __tensor_flatten__, so its bytes "
+                "saved tensors of type %s stay on the device (the first: %s bytes): the type has no "
+                "__tensor_flatten__, so its bytes "
                 "cannot be found; keep such tensors outside offload_hooks(), or give the type that method",
                 type(tensor).__qualname__,
                 f"{tensor.numel() * tensor.element_size():,}",
@@ -207,7 +227,9 @@ class SavedTensorHooks:
                     and packed.pass_no != record.pass_no
                     and alias is not None
                     and alias._version == packed.version
-                ):  # `read` in the midst of a piece that stays, of which nobody need know; autograd, which alone has the handle, aliases it
+                ):
+                    # `read` in the midst of a piece that stays, of which nobody need know; autograd, which
+                    # alone has the handle, aliases it
                     packed.pass_no = record.pass_no
                     record.unread -= 1
                     return alias
@@ -217,10 +239,17 @@ class SavedTensorHooks:
                 return tensor
         if type(packed) is Passed:
             return packed.read()
-        assert type(packed) is WrapperHandle, f"unpack of a {type(packed).__name__}; give it what pack returned"
+        assert type(packed) is WrapperHandle, (
+            f"unpack of a {type(packed).__name__}; give it what pack returned"
+        )
         kinds = (Handle, Passed, WrapperHandle)
         if packed.probe is not None and packed.probe._version != packed.version:
             raise modified(packed.probe.dtype, packed.size, packed.probe._version, packed.version)
-        inner = {name: self.unpack(part) if isinstance(part, kinds) else part for name, part in packed.inner.items()}
-        rebuilt: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
+        inner = {
+            name: self.unpack(part) if isinstance(part, kinds) else part
+            for name, part in packed.inner.items()
+        }
+        rebuilt: torch.Tensor = packed.kind.__tensor_unflatten__(
+            inner, packed.context, packed.size, packed.stride
+        )
         return rebuilt

@@ -1,10 +1,12 @@
-"""One call of an operator whose outputs a checkpointed region keeps: how it is remembered, and given again to the recompute.
+"""One call of an operator whose outputs a checkpointed region keeps: how it is remembered, and given again to
+the recompute.
 
-One invariant: a call is given again only to a call on inputs of the same make, and what draws random numbers after it finds the state that
-the call itself would have left. So the recompute goes on as if the operator had run.
+One invariant: a call is given again only to a call on inputs of the same make, and what draws random numbers
+after it finds the state that the call itself would have left. So the recompute goes on as if the operator had
+run.
 
-Outputs are aliases: without grad_fn, so that what is kept never holds the graph that holds it; with the version counter of the output
-itself, so that a change in place is found out by the read.
+Outputs are aliases: without grad_fn, so that what is kept never holds the graph that holds it; with the
+version counter of the output itself, so that a change in place is found out by the read.
 """
 
 from __future__ import annotations
@@ -25,31 +27,44 @@ __all__ = ["KeptCall", "Operator", "RandomStep", "alias_of", "check_keepable", "
 
 Operator = OpOverload | HigherOrderOperator
 Make = tuple[tuple[torch.Size, torch.dtype, bool], ...]
-"""Of a call's tensor inputs: shape, dtype, and whether it is a parameter (what autocast casts once or twice)."""
+"""Of a call's tensor inputs: shape, dtype, and whether it is a parameter (what autocast casts once or
+twice)."""
 
 _COLLECTIVES = "_c10d_functional"
 
 
-# -- operators ----------------------------------------------------------------------------------------------------------
+# -- operators -----------------------------------------------------------------------------------------------
 def check_keepable(operator: object) -> Operator:
-    """The operator. Raises ValueError for what is none, and for one that writes to its inputs or returns a view of one."""
+    """The operator. Raises ValueError for what is none, and for one that writes to its inputs or returns a
+    view of one."""
     if isinstance(operator, OpOverloadPacket):
-        raise ValueError(f"keep_ops names {operator}, which is a family of operators; name one of it, such as {operator}.default")
+        raise ValueError(
+            f"keep_ops names {operator}, which is a family of operators; name one of it, such as "
+            f"{operator}.default"
+        )
     if isinstance(operator, HigherOrderOperator):
         return operator
     if not isinstance(operator, OpOverload):
-        raise ValueError(f"keep_ops holds {operator!r}, a {type(operator).__name__}; must be an operator such as torch.ops.aten.mm.default")
+        raise ValueError(
+            f"keep_ops holds {operator!r}, a {type(operator).__name__}; must be an operator such as "
+            "torch.ops.aten.mm.default"
+        )
     if operator._schema.is_mutable:
-        raise ValueError(f"{operator} writes to its inputs, and a recompute that skipped it would not; take it off keep_ops")
+        raise ValueError(
+            f"{operator} writes to its inputs, and a recompute that skipped it would not; take it off "
+            "keep_ops"
+        )
     if any(result.alias_info is not None for result in operator._schema.returns):
         raise ValueError(
-            f"{operator} returns a view of its input: it has no bytes to keep, and recomputing it is free; take it off keep_ops"
+            f"{operator} returns a view of its input: it has no bytes to keep, and recomputing it is free; "
+            "take it off keep_ops"
         )
     return operator
 
 
 def sharing_versions() -> Any:
-    """Inside a dispatch mode `detach` gives an alias a version counter of its own; inside this context it shares the tensor's."""
+    """Inside a dispatch mode `detach` gives an alias a version counter of its own; inside this context it
+    shares the tensor's."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
@@ -71,18 +86,24 @@ def _make_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Make:
     return tuple((tensor.size(), tensor.dtype, isinstance(tensor, torch.nn.Parameter)) for tensor in found)
 
 
-# -- random numbers -----------------------------------------------------------------------------------------------------
+# -- random numbers ------------------------------------------------------------------------------------------
 class RandomStep(NamedTuple):
-    """What a call did to the random state of its device. Its bytes are on the host: 16 of a GPU's generator, 5,056 of the CPU's."""
+    """What a call did to the random state of its device. Its bytes are on the host: 16 of a GPU's generator,
+    5,056 of the CPU's."""
 
     device: torch.device
     before: torch.Tensor
     after: torch.Tensor
 
     @staticmethod
-    def start(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, torch.Tensor] | None:
-        """The device and its state before the call; None for an operator that draws no numbers, or from a generator that it was given."""
-        seeded = isinstance(operator, HigherOrderOperator) or torch.Tag.nondeterministic_seeded in operator.tags
+    def start(
+        operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.device, torch.Tensor] | None:
+        """The device and its state before the call; None for an operator that draws no numbers, or from a
+        generator that it was given."""
+        seeded = (
+            isinstance(operator, HigherOrderOperator) or torch.Tag.nondeterministic_seeded in operator.tags
+        )
         if not (seeded or operator.namespace != "aten") or kwargs.get("generator") is not None:
             return None
         device = next((tensor.device for tensor in _tensors((*args, *kwargs.values()))), kwargs.get("device"))
@@ -100,8 +121,9 @@ class RandomStep(NamedTuple):
         return None if after is None or torch.equal(before, after) else cls(device, before, after)
 
     def skip(self) -> None:
-        """Leave the state that the call would have left. A state that is not the one before the call is not the forward's, because the
-        checkpoint was told not to preserve it; then the numbers of others are left alone."""
+        """Leave the state that the call would have left. A state that is not the one before the call is not
+        the forward's, because the checkpoint was told not to preserve it; then the numbers of others are left
+        alone."""
         state = _random_state(self.device)
         if state is not None and torch.equal(state, self.before):
             if self.device.type == "cpu":
@@ -114,19 +136,31 @@ def _random_state(device: torch.device) -> torch.Tensor | None:
     """None where it cannot be asked for: a device without bytes, a capture."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    if device.type == "meta" or (device.type == "cuda" and (not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing())):
+    if device.type == "meta" or (
+        device.type == "cuda"
+        and (not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing())
+    ):
         return None
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-# -- a call -------------------------------------------------------------------------------------------------------------
+# -- a call --------------------------------------------------------------------------------------------------
 class KeptCall:
-    """The outputs of one call. They stay on the device, in its keeping, until `leave` gives them to an engine."""
+    """The outputs of one call. They stay on the device, in its keeping, until `leave` gives them to an
+    engine."""
 
     __slots__ = ("_leaves", "_make", "_random", "_spec", "is_collective", "name")
 
-    def __init__(self, operator: Operator, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, random: Any) -> None:
+    def __init__(
+        self,
+        operator: Operator,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
+        random: Any,
+    ) -> None:
         self.name = f"call {number} of {operator}"
         self._make = _make_of(args, kwargs)
         self._random: RandomStep | None = random
@@ -140,25 +174,36 @@ class KeptCall:
         self.is_collective = isinstance(operator, OpOverload) and operator.namespace == _COLLECTIVES
 
     def leave(self, pack: Callable[[torch.Tensor], Any]) -> list[Record]:
-        """Give the outputs to `pack`. What was changed in place since stays as it is, for the read to say so. Returns the records made."""
+        """Give the outputs to `pack`. What was changed in place since stays as it is, for the read to say so.
+        Returns the records made."""
         with sharing_versions():
             for position, leaf in enumerate(self._leaves):
-                if isinstance(leaf, Passed) and leaf.version is not None and leaf.version == leaf.tensor._version:
+                if (
+                    isinstance(leaf, Passed)
+                    and leaf.version is not None
+                    and leaf.version == leaf.tensor._version
+                ):
                     if self.is_collective:
                         torch.ops._c10d_functional.wait_tensor(leaf.tensor)
                     self._leaves[position] = pack(leaf.tensor)
         return [handle.record for leaf in self._leaves for handle in _handles(leaf)]
 
-    def again(self, args: tuple[Any, ...], kwargs: dict[str, Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
-        """The outputs, on the device, as the call would return them now. May be asked any number of times. Blocks the host: never.
+    def again(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> Any:
+        """The outputs, on the device, as the call would return them now. May be asked any number of times.
+        Blocks the host: never.
 
-        Raises OffloadError for a call on other inputs, RuntimeError if an output was modified in place after it was kept.
+        Raises OffloadError for a call on other inputs, RuntimeError if an output was modified in place after
+        it was kept.
         """
         make = _make_of(args, kwargs)
         if make != self._make:
             raise OffloadError(
-                f"{self.name} in a checkpointed region had inputs {_said(self._make)} in the forward and {_said(make)} in the recompute: "
-                "the region did not call the same operators in the same order; make it repeat itself, or take the operator off keep_ops"
+                f"{self.name} in a checkpointed region had inputs {_said(self._make)} in the forward and "
+                f"{_said(make)} in the recompute: "
+                "the region did not call the same operators in the same order; make it repeat itself, or "
+                "take the operator off keep_ops"
             )
         with sharing_versions():
             leaves = [_given(leaf, unpack) for leaf in self._leaves]
@@ -168,7 +213,8 @@ class KeptCall:
 
 
 def _given(leaf: Any, unpack: Callable[[Any], torch.Tensor]) -> Any:
-    if isinstance(leaf, Passed):  # kept for the next read too, and autograd makes what a call returns a part of its graph
+    # kept for the next read too, and autograd makes what a call returns a part of its graph
+    if isinstance(leaf, Passed):
         return leaf.read().detach()
     return unpack(leaf) if isinstance(leaf, (Handle, WrapperHandle)) else leaf
 

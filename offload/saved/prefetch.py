@@ -1,11 +1,14 @@
-"""Restores issued before their reader asks: the next records in the order of the coming reads, within a window of bytes.
+"""Restores issued before their reader asks: the next records in the order of the coming reads, within a
+window of bytes.
 
-One invariant: a prefetch changes time and memory within the caps, never results; nothing here is needed for a right answer.
+One invariant: a prefetch changes time and memory within the caps, never results; nothing here is needed for a
+right answer.
 
-The h2d lane can start a copy only once compute has reached the point where its buffer was allocated, so the copies that are to run
-beside a layer must be queued before it: the lane is kept supplied at every mark and every read. The window is over coming reads, bytes
-that are on the device included: what is read next needs no fetch, and what is far away would only take room. Bytes on their way out
-that come into the window are kept: fetching them back would cost the link twice.
+The h2d lane can start a copy only once compute has reached the point where its buffer was allocated, so the
+copies that are to run beside a layer must be queued before it: the lane is kept supplied at every mark and
+every read. The window is over coming reads, bytes that are on the device included: what is read next needs no
+fetch, and what is far away would only take room. Bytes on their way out that come into the window are kept:
+fetching them back would cost the link twice.
 """
 
 from __future__ import annotations
@@ -30,13 +33,17 @@ class Prefetcher:
 
     @property
     def stride_bytes(self) -> int:
-        """How much is to be read before looking again is worth its host time: a piece, or a quarter of a small window."""
+        """How much is to be read before looking again is worth its host time: a piece, or a quarter of a
+        small window."""
         quarter = self._transfers.limits.max_restoring_bytes // 4
-        return quarter if quarter < self._piece_bytes else self._piece_bytes  # asked at every read: min is a call
+        # asked at every read: min is a call
+        return quarter if quarter < self._piece_bytes else self._piece_bytes
 
     def look_back(self, chunk: SavedChunk) -> None:
-        """Something that was fetched may have been dropped for want of room: let it be fetched again. `chunk` is the one that a backward
-        reads: of those after it more would only be dropped again, by the next save or read that finds no room."""
+        """Something that was fetched may have been dropped for want of room: let it be fetched again. `chunk`
+        is the one that a backward
+        reads: of those after it more would only be dropped again, by the next save or read that finds no
+            room."""
         if chunk.id in self._transfers.dropped:
             self._transfers.dropped.discard(chunk.id)
             chunk.coming.look_back()
@@ -64,7 +71,9 @@ class Prefetcher:
                     touch = look.fetch[-1].touch
 
                     def later(transfer: Transfer, rank: int = rank, touch: int = touch) -> bool:
-                        return _read_after(transfer, {other.id: place for place, other in enumerate(chunks)}, rank, touch)
+                        return _read_after(
+                            transfer, {other.id: place for place, other in enumerate(chunks)}, rank, touch
+                        )
 
                     if transfers.restore(look.fetch, Priority.SPECULATIVE, later) is None:
                         return
@@ -78,7 +87,8 @@ class Prefetcher:
 
 
 def _read_after(transfer: Transfer, ranks: dict[ChunkId, int], rank: int, touch: int) -> bool:
-    """Whether the bytes of a spill in flight are read later than a record of the chunk at `rank` with this touch."""
+    """Whether the bytes of a spill in flight are read later than a record of the chunk at `rank` with this
+    touch."""
     for reference in transfer.records:
         record = reference()
         if record is not None:

@@ -1,12 +1,13 @@
-"""Memory of the CUDA graphs that torch.compile records by itself (mode="reduce-overhead", inductor's `triton.cudagraphs`).
+"""Memory of the CUDA graphs that torch.compile records by itself (mode="reduce-overhead", inductor's
+`triton.cudagraphs`).
 
-One invariant: a tensor whose bytes lie there is never taken from autograd. Its memory belongs to the graph and is never given back, so a
-copy would free nothing. And its storage object outlives its bytes: torch keeps it for the next replay, which overwrites them, while
-torch counts references to know whether they are still needed. A record that let go of it and then found it alive would read the bytes of
-another microbatch.
+One invariant: a tensor whose bytes lie there is never taken from autograd. Its memory belongs to the graph
+and is never given back, so a copy would free nothing. And its storage object outlives its bytes: torch keeps
+it for the next replay, which overwrites them, while torch counts references to know whether they are still
+needed. A record that let go of it and then found it alive would read the bytes of another microbatch.
 
-torch tells nobody which memory that is. Its tree of graphs is asked once for each node, when a tensor is first saved after the node ran:
-addresses of a graph's outputs stay the graph's as long as the tree lives.
+torch tells nobody which memory that is. Its tree of graphs is asked once for each node, when a tensor is
+first saved after the node ran: addresses of a graph's outputs stay the graph's as long as the tree lives.
 Source: torch/_inductor/cudagraph_trees.py, the same in 2.11 and 2.13.
 """
 
@@ -25,7 +26,8 @@ _CONTAINERS = "tree_manager_containers"
 
 
 class _Tree:
-    """What is known of one device's tree. manager: weak, for a tree that is gone takes its addresses with it."""
+    """What is known of one device's tree. manager: weak, for a tree that is gone takes its addresses with
+    it."""
 
     __slots__ = ("addresses", "manager", "nodes")
 
@@ -42,7 +44,8 @@ class ReplayedMemory:
         self._trees: dict[int | None, _Tree] = {}
 
     def holds(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage`, that of `tensor`, is an output of a graph that has run on the calling thread. Never blocks the host."""
+        """Whether `storage`, that of `tensor`, is an output of a graph that has run on the calling thread.
+        Never blocks the host."""
         trees = sys.modules.get(_TREES)
         if trees is None:  # nothing was compiled for such graphs
             return False
@@ -63,7 +66,8 @@ class ReplayedMemory:
 
 
 def _containers(trees: Any) -> dict[int | None, Any]:
-    """torch's trees by device, of this thread: its own, or those of the thread whose backward it runs; none where neither compiled."""
+    """torch's trees by device, of this thread: its own, or those of the thread whose backward it runs; none
+    where neither compiled."""
     own: dict[int | None, Any] | None = getattr(trees.local, _CONTAINERS, None)
     if own is not None:
         return own

@@ -1,15 +1,17 @@
 """Saves of a group that stays, when its forward does again what an earlier one did.
 
-What a save costs is mostly finding out what the tensor is: whether it may leave, which storage it has, who else has saved that. So the
-first forward in which a group stays is noted, save by save. In a later one, a save that looks as it did takes an alias of the tensor and
-joins its piece: one record for at most `piece_bytes` of storages, or for one that is larger. Its bytes are counted as they are saved, and
-until all of it has been read. At the first save that looks different what the piece was made for and has not come is taken off it, and from
-there on all goes the normal way.
+What a save costs is mostly finding out what the tensor is: whether it may leave, which storage it has, who
+else has saved that. So the first forward in which a group stays is noted, save by save. In a later one, a
+save that looks as it did takes an alias of the tensor and joins its piece: one record for at most
+`piece_bytes` of storages, or for one that is larger. Its bytes are counted as they are saved, and until all
+of it has been read. At the first save that looks different what the piece was made for and has not come is
+taken off it, and from there on all goes the normal way.
 
-One invariant: neither bits nor limits depend on what was noted. A handle holds an alias of its own tensor and checks its version. What is
-counted are the bytes that the tensor's layout takes, and that is compared, as is with which earlier save it shares them. Not looked at
-again is whether it has become a parameter, and whether another group saves its storage now; either can only count bytes that need not be
-counted, and is found within `JUDGED_EVERY` steps.
+One invariant: neither bits nor limits depend on what was noted. A handle holds an alias of its own tensor and
+checks its version. What is counted are the bytes that the tensor's layout takes, and that is compared, as is
+with which earlier save it shares them. Not looked at again is whether it has become a parameter, and whether
+another group saves its storage now; either can only count bytes that need not be counted, and is found within
+`JUDGED_EVERY` steps.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from offload.transfer.record import Record, RecordState
 __all__ = ["JUDGED_EVERY", "KnownForward", "KnownSave", "StayingSaves"]
 
 JUDGED_EVERY = 50
-"""Steps. One forward in so many of a group that stays is noted anew, different groups in different steps: at 20 microseconds more a
-tensor, less than half a microsecond a step."""
+"""Steps. One forward in so many of a group that stays is noted anew, different groups in different steps: at
+20 microseconds more a tensor, less than half a microsecond a step."""
 
 _PLAIN, _STRIDED = torch.Tensor, torch.strided
 _graph_task = torch._C._current_graph_task_id
@@ -43,8 +45,10 @@ _graph_task = torch._C._current_graph_task_id
 class KnownSave(NamedTuple):
     """How a tensor looked whose storage only this group saved.
 
-    offset: elements. first: the place of the first save of its storage, its own if it is that. slot: of the storage in the group.
-    storage_bytes, group_bytes: what its record and its group counted for the storage. logical_bytes: what this save is by itself.
+    offset: elements. first: the place of the first save of its storage, its own if it is that. slot: of the
+        storage in the group.
+    storage_bytes, group_bytes: what its record and its group counted for the storage. logical_bytes: what
+        this save is by itself.
     """
 
     size: torch.Size
@@ -70,7 +74,8 @@ class _KnownPiece:
 
 @dataclass(frozen=True, slots=True)
 class KnownForward:
-    """saves: by place, None for what goes the normal way. slots: by place, the first one that no save before it has; one place more.
+    """saves: by place, None for what goes the normal way. slots: by place, the first one that no save before
+    it has; one place more.
     taken: every slot of these saves. pieces: in order."""
 
     saves: tuple[KnownSave | None, ...]
@@ -127,7 +132,7 @@ class StayingSaves:
         self._lock = lock
         self._piece_bytes = piece_bytes
 
-    # -- in the forward -------------------------------------------------------------------------------------------
+    # -- in the forward --------------------------------------------------------------------------------------
     def pack(self, tensor: torch.Tensor) -> Any:
         saves, handles = self._saves, self._handles
         if saves is None:
@@ -205,7 +210,11 @@ class StayingSaves:
         """The record of the save at that place, if its storage is the one of `tensor`."""
         reference = self._handles[place]
         first = None if reference is None else reference()
-        if first is None or first.probe is None or first.probe.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        if (
+            first is None
+            or first.probe is None
+            or first.probe.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+        ):
             return None
         return first.record
 
@@ -230,7 +239,8 @@ class StayingSaves:
         self._next_place = pieces[len(self._pieces)].place if len(self._pieces) < len(pieces) else -1
 
     def close(self) -> None:
-        """The group is committed, has changed, or its step has ended: count what it has saved, and no more."""
+        """The group is committed, has changed, or its step has ended: count what it has saved, and no
+        more."""
         self._piece = None  # its handles hold it
         self._is_noting = False
         saves, self._saves = self._saves, None
@@ -254,16 +264,18 @@ class StayingSaves:
     def _take_back(self, save: KnownSave, number: int, *, is_first: bool) -> None:
         """A save that was counted with its piece has not come."""
         piece = self._pieces[number]() if number < len(self._pieces) else None
-        if piece is not None and piece.state is RecordState.RESIDENT:  # else its step has ended, and nothing of it is counted
+        # else its step has ended, and nothing of it is counted
+        if piece is not None and piece.state is RecordState.RESIDENT:
             piece.handles -= 1
             piece.unread -= 1
             if is_first:
                 piece.storages -= 1
                 self._transfers.counts.saved -= 1
 
-    # -- after it -------------------------------------------------------------------------------------------------
+    # -- after it --------------------------------------------------------------------------------------------
     def learnt(self) -> KnownForward | None:
-        """What the next forward of the group may take for known, asked when this one is over and nothing of it has been read.
+        """What the next forward of the group may take for known, asked when this one is over and nothing of
+        it has been read.
 
         None: it has not gone as the one before, so the next one is noted.
         """
@@ -278,7 +290,12 @@ class StayingSaves:
         for place, handle in enumerate(handles):
             record = None if handle is None else handle.record
             group_bytes = None if record is None else self._group.slot_bytes.get(record.slot)
-            if handle is None or record is None or group_bytes is None or not self._is_private(record, saves_of[id(record)]):
+            if (
+                handle is None
+                or record is None
+                or group_bytes is None
+                or not self._is_private(record, saves_of[id(record)])
+            ):
                 saves.append(None)
                 continue
             layout = handle.layout
@@ -298,10 +315,16 @@ class StayingSaves:
         slots = [0]
         for save in saves:
             slots.append(slots[-1] if save is None else max(slots[-1], save.slot + 1))
-        return KnownForward(tuple(saves), tuple(slots), frozenset(save.slot for save in saves if save is not None), tuple(pieces))
+        return KnownForward(
+            tuple(saves),
+            tuple(slots),
+            frozenset(save.slot for save in saves if save is not None),
+            tuple(pieces),
+        )
 
     def _is_private(self, record: Record, saves: int) -> bool:
-        """Whether the record is of storage that nothing but these saves of the group has saved, and is as it was saved."""
+        """Whether the record is of storage that nothing but these saves of the group has saved, and is as it
+        was saved."""
         return (
             record.handles == saves
             and record.group is self._group.id

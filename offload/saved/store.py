@@ -1,11 +1,13 @@
 """Saved tensors: one record a storage and version, a layout for each view, and the way back.
 
-One invariant: a read gives the bytes, sizes, strides and dtype that were saved, or an error; never other bytes.
+One invariant: a read gives the bytes, sizes, strides and dtype that were saved, or an error; never other
+bytes.
 
 # Note: [What may share a copy]
-# A save joins a record only if the record's storage object is the same (not merely its address), a handle of the record lives, the
-# chunk is the same and the version has not moved. Storages written from outside autograd (receive buffers: their version stands still)
-# never join. So x saved for w1 and w3 is copied once, and a buffer received into twice is copied twice. Captured graphs share none.
+# A save joins a record only if the record's storage object is the same (not merely its address), a handle of
+the record lives, the # chunk is the same and the version has not moved. Storages written from outside
+autograd (receive buffers: their version stands still) # never join. So x saved for w1 and w3 is copied once,
+and a buffer received into twice is copied twice. Captured graphs share none.
 """
 
 from __future__ import annotations
@@ -21,12 +23,21 @@ from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.handles import Handle, modified
 from offload.transfer.door import Priority
 from offload.transfer.engine import TransferEngine
-from offload.transfer.layout import Layouts, ViewLayout, contiguous_stride, layout_of, overlaps_itself, span_of, view_of
+from offload.transfer.layout import (
+    Layouts,
+    ViewLayout,
+    contiguous_stride,
+    layout_of,
+    overlaps_itself,
+    span_of,
+    view_of,
+)
 from offload.transfer.record import Record, RecordState, living
 
 __all__ = ["TensorStore"]
 
-_GATHER_BELOW = 0.5  # a lone view that covers less than half of its span is packed first: fewer bytes cross the link (S2-103)
+# a lone view that covers less than half of its span is packed first: fewer bytes cross the link (S2-103)
+_GATHER_BELOW = 0.5
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
 
@@ -37,7 +48,9 @@ class TensorStore:
     piece_bytes: a group's records leave as soon as this many wait, or the device limit is passed.
     """
 
-    def __init__(self, device: Device, transfers: TransferEngine, externals: ExternalStorages, *, piece_bytes: int) -> None:
+    def __init__(
+        self, device: Device, transfers: TransferEngine, externals: ExternalStorages, *, piece_bytes: int
+    ) -> None:
         self._device = device
         self._transfers = transfers
         self._externals = externals
@@ -45,9 +58,12 @@ class TensorStore:
         self._blanks: dict[torch.dtype, torch.Tensor] = {}
         self._layouts = Layouts()
 
-    # -- saving ---------------------------------------------------------------------------------------------------
-    def save(self, tensor: torch.Tensor, chunk: SavedChunk, group: SavedGroup, lane: Lane | None = None) -> Handle:
-        """Take a plain, eligible tensor into `group`. Its bytes may be on their way when this returns. Blocks the host: never.
+    # -- saving ----------------------------------------------------------------------------------------------
+    def save(
+        self, tensor: torch.Tensor, chunk: SavedChunk, group: SavedGroup, lane: Lane | None = None
+    ) -> Handle:
+        """Take a plain, eligible tensor into `group`. Its bytes may be on their way when this returns. Blocks
+        the host: never.
 
         lane: the compute lane that wrote it; None for the current one.
         """
@@ -96,11 +112,17 @@ class TensorStore:
     def _joinable(self, chunk: SavedChunk, key: int, start: int, stop: int, version: int) -> Record | None:
         reference = chunk.table.get(key)
         record = None if reference is None else reference()
-        if record is None or record.version != version or record.probe is None or record.probe._version != version:
+        if (
+            record is None
+            or record.version != version
+            or record.probe is None
+            or record.probe._version != version
+        ):
             return None
         if record.capture is not self._transfers.capture:  # a graph copies what it computed, and nothing else
             return None
-        if record.key != key:  # its bytes are a packed or a restored copy by now, and `key` may be a new storage's
+        # its bytes are a packed or a restored copy by now, and `key` may be a new storage's
+        if record.key != key:
             return None
         if start < record.start or record.stop < stop:
             if record.state is not RecordState.RESIDENT:
@@ -150,7 +172,8 @@ class TensorStore:
     def _enqueue(self, record: Record, group: SavedGroup) -> None:
         slot = record.slot
         stays = group.keeps(slot)
-        nbytes = record.nbytes if not stays else self._packed_bytes(record) or record.nbytes  # the same count whether it stays or leaves
+        # the same count whether it stays or leaves
+        nbytes = record.nbytes if not stays else self._packed_bytes(record) or record.nbytes
         group.nbytes += nbytes
         group.slot_bytes[slot] = nbytes
         if stays:
@@ -159,7 +182,9 @@ class TensorStore:
             group.pending = []
         group.pending.append(weakref.ref(record))
         group.pending_bytes += nbytes
-        if (group.pending_bytes >= self._piece_bytes or self._transfers.over_limit) and group.unwritten_until != _sequence_nr():
+        if (
+            group.pending_bytes >= self._piece_bytes or self._transfers.over_limit
+        ) and group.unwritten_until != _sequence_nr():
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:
@@ -170,7 +195,8 @@ class TensorStore:
         group.pending_bytes = 0
         while pending:
             lane = pending[0].lane
-            leaving, pending = pending, [record for record in pending if record.lane is not lane]  # nearly always none
+            # nearly always none
+            leaving, pending = pending, [record for record in pending if record.lane is not lane]
             if pending:
                 leaving = [record for record in leaving if record.lane is lane]
             transfer = self._transfers.spill(leaving)
@@ -179,7 +205,8 @@ class TensorStore:
 
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
-        packs_all = self._transfers.limits.device_limit_bytes is not None  # a plan under a limit counts on what stays packed, too
+        # a plan under a limit counts on what stays packed, too
+        packs_all = self._transfers.limits.device_limit_bytes is not None
         for record in living(group.deferred or ()):
             if (packs_all or not group.keeps(record.slot)) and record.state is RecordState.RESIDENT:
                 self._gather(record)
@@ -188,11 +215,13 @@ class TensorStore:
         self._send(group)
 
     def _packed_bytes(self, record: Record) -> int | None:
-        """What a sparse view, saved as nothing else, takes when it is packed; None for a record that is worth no packing."""
+        """What a sparse view, saved as nothing else, takes when it is packed; None for a record that is worth
+        no packing."""
         layout = record.lone_layout
         if layout is None or record.device_bytes is None or overlaps_itself(layout):
             return None
-        if record.lane is not self._device.compute:  # nothing orders the current lane after the one that wrote it
+        # nothing orders the current lane after the one that wrote it
+        if record.lane is not self._device.compute:
             return None
         packed_bytes = layout.size.numel() * layout.dtype.itemsize
         return packed_bytes if packed_bytes < _GATHER_BELOW * record.nbytes else None
@@ -215,16 +244,19 @@ class TensorStore:
         record.cover(0, packed_bytes)
         self._transfers.resize(record, before)
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------
     def read(self, handle: Handle) -> torch.Tensor:
-        """The saved tensor, on the device, safe to read on the calling thread's compute lane. Blocks the host: never.
+        """The saved tensor, on the device, safe to read on the calling thread's compute lane. Blocks the
+        host: never.
 
-        Raises StaleHandleError after the step has ended, RuntimeError if the tensor was modified in place after it was saved.
+        Raises StaleHandleError after the step has ended, RuntimeError if the tensor was modified in place
+        after it was saved.
         """
         record = handle.record
         if record.state is RecordState.RELEASED:
             raise StaleHandleError(
-                f"{record.label} ({record.nbytes:,} bytes) was saved in a step that has ended; run its backward before step_end() or "
+                f"{record.label} ({record.nbytes:,} bytes) was saved in a step that has ended; run its "
+                "backward before step_end() or "
                 "reset(), or save it outside the offload hooks"
             )
         probe = handle.probe
@@ -232,18 +264,27 @@ class TensorStore:
         if probe._version != handle.version:
             layout = handle.layout if handle.layout is not None else layout_of(probe)
             raise modified(layout.dtype, layout.size, probe._version, handle.version)
-        if handle.pass_no == record.pass_no:  # read before: a second pass over the graph begins for this record
+        # read before: a second pass over the graph begins for this record
+        if handle.pass_no == record.pass_no:
             record.pass_no += 1
             record.unread = record.handles
         handle.pass_no = record.pass_no
         record.unread -= 1
         if handle.layout is None:
-            return probe.detach()  # the alias itself is the handle's: an operator's kept output becomes a part of the recompute's graph
+            # the alias itself is the handle's: an operator's kept output becomes a part of the recompute's
+            # graph
+            return probe.detach()
         storage = self._on_device(record)
         gathered = record.gathered
-        tensor = view_of(storage, handle.layout, record.base) if gathered is None else _scattered(storage, gathered)
+        tensor = (
+            view_of(storage, handle.layout, record.base)
+            if gathered is None
+            else _scattered(storage, gathered)
+        )
         shared = probe.detach()
-        shared.data = tensor  # counts versions with what was saved: a backward that changes it in place is found out by the next read
+        # counts versions with what was saved: a backward that changes it in place is found out by the next
+        # read
+        shared.data = tensor
         return shared
 
     def _on_device(self, record: Record) -> torch.UntypedStorage:
@@ -265,7 +306,8 @@ class TensorStore:
         return storage
 
     def _revived(self, record: Record) -> torch.UntypedStorage | None:
-        """The storage itself, where something still holds it: no copy. Not one that somebody outside autograd may have overwritten."""
+        """The storage itself, where something still holds it: no copy. Not one that somebody outside autograd
+        may have overwritten."""
         if record.external and record.base == 0:
             return None
         storage = record.storage()

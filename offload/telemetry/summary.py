@@ -1,7 +1,8 @@
-"""The table of what every rank offloads, printed once after warm-up: the first place to see that a setting does what it was set for.
+"""The table of what every rank offloads, printed once after warm-up: the first place to see that a setting
+does what it was set for.
 
-One invariant: every rank of the process group makes the same collective calls in the same order, whatever its own groups are called and
-however many it has. So ranks that differ cannot hang one another.
+One invariant: every rank of the process group makes the same collective calls in the same order, whatever its
+own groups are called and however many it has. So ranks that differ cannot hang one another.
 """
 
 from __future__ import annotations
@@ -20,20 +21,27 @@ MB = 2**20  # as Megatron-core prints it
 
 
 def print_offload_summary_table(
-    total_offload_bytes: dict[str, int], *, process_group: dist.ProcessGroup | None = None, file: TextIO | None = None
+    total_offload_bytes: dict[str, int],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    file: TextIO | None = None,
 ) -> None:
     """Gather each rank's bytes by group name; the first rank of the process group writes the table.
 
-    total_offload_bytes: this rank's bytes by group name; {} where it offloads nothing. If every rank's is empty, nothing is written.
-    process_group: the ranks that take part, all of which must call. None means every rank of an initialised job, or this process alone
-        without one. A rank outside the group returns at once.
+    total_offload_bytes: this rank's bytes by group name; {} where it offloads nothing. If every rank's is
+        empty, nothing is written.
+    process_group: the ranks that take part, all of which must call. None means every rank of an initialised
+        job, or this process alone without one. A rank outside the group returns at once.
     file: where the table goes, standard output by default.
     Raises ValueError for a negative number of bytes, before anything is sent.
     Blocks the host: until all ranks of the process group have arrived, and again until the table is out.
     """
     for name, nbytes in total_offload_bytes.items():
         if nbytes < 0:
-            raise ValueError(f"group {name!r} reports {nbytes:,} bytes offloaded, the least is 0; pass what was counted, not a difference")
+            raise ValueError(
+                f"group {name!r} reports {nbytes:,} bytes offloaded, the least is 0; pass what was counted, "
+                "not a difference"
+            )
     if not (dist.is_available() and dist.is_initialized()):
         _write({0: total_offload_bytes}, file)
         return
@@ -56,8 +64,9 @@ def print_offload_summary_table(
 def format_offload_summary_table(rows: Mapping[int, Mapping[str, int]]) -> str:
     """The table as text, without a final newline; the empty string if no rank has a group.
 
-    rows: bytes by group name, by rank. Columns are the union of the names, sorted; a rank without a group shows 0.00. Totals are sums of
-        bytes, rounded once, so they may differ in the last digit from the sum of the rounded cells.
+    rows: bytes by group name, by rank. Columns are the union of the names, sorted; a rank without a group
+        shows 0.00. Totals are sums of bytes, rounded once, so they may differ in the last digit from the sum
+        of the rounded cells.
     """
     names = sorted({name for row in rows.values() for name in row})
     if not names:

@@ -1,27 +1,38 @@
-"""Graphs that copy: which host blocks a captured program writes and reads each time it is replayed, and what must hold around a capture.
+"""Graphs that copy: which host blocks a captured program writes and reads each time it is replayed, and what
+must hold around a capture.
 
-One invariant: a host block that a graph copies to or from is lent to nobody else until its region is released.
+One invariant: a host block that a graph copies to or from is lent to nobody else until its region is
+released.
 
-    region      a `with offload.capturing()` block, and afterwards the owner of the host blocks of every graph that was captured in it
-    boundary    a capture's begin or its end. No event is waited for across one: CUDA refuses it, and nothing needs it, see below
+    region      a `with offload.capturing()` block, and afterwards the owner of the host blocks of every graph
+                that was captured in it
+    boundary    a capture's begin or its end. No event is waited for across one: CUDA refuses it, and nothing
+                needs it, see below
 
 # [Order: capture]
-# hazard  WAR, RAW, allocator reuse: a captured copy or wait would have to come after work that was issued before the capture.
-# edge    just before a capture begins the host synchronizes both copy lanes and every event kept with free host bytes, and what was in
+# hazard  WAR, RAW, allocator reuse: a captured copy or wait would have to come after work that was issued
+before the capture.
+# edge    just before a capture begins the host synchronizes both copy lanes and every event kept with free
+          host bytes, and what was in
 #         flight is settled: all that came before has passed, and an event of before is not waited for.
 # alive   settled sources are free; restored buffers stay with their records.
 # proof   tests/property/test_captures.py, test_work_of_before_a_capture_has_passed_when_it_begins
 #
 # [Order: join]
-# hazard  RAW, WAR: what is replayed after a graph touches bytes that the graph's copies still read or write; CUDA refuses such a graph.
-# edge    before a capture ends its compute lane waits for the last point of each copy lane that is part of it.
+# hazard  RAW, WAR: what is replayed after a graph touches bytes that the graph's copies still read or write;
+CUDA refuses such a graph.
+# edge    before a capture ends its compute lane waits for the last point of each copy lane that is part of
+          it.
 # alive   the graph's region holds host blocks, its memory pool device buffers.
 # proof   tests/property/test_edges.py, edge "join"
 #
 # [Order: graphs]
-# hazard  RAW: a backward's graph reads a host block that its forward's graph writes. WAR: the forward's next replay writes it again.
-# edge    each capture ends with its copy lanes joined (order "join"), and each copy comes after a point of its own graph's
-#         compute lane: so graphs replayed in one lane, or ordered by their caller, have their copies ordered too.
+# hazard  RAW: a backward's graph reads a host block that its forward's graph writes. WAR: the forward's next
+replay writes it again.
+# edge    each capture ends with its copy lanes joined (order "join"), and each copy comes after a point of
+          its own graph's
+#         compute lane: so graphs replayed in one lane, or ordered by their caller, have their copies ordered
+          too.
 # alive   the region holds the blocks; the private pool of the graphs holds device buffers at their addresses.
 # proof   tests/property/test_captures.py, test_graphs_replayed_on_lanes_that_nothing_orders_have_a_hazard
 """
@@ -53,8 +64,10 @@ logger = logging.getLogger(__name__)
 class CapturedGraph:
     """One capture, and the graph that it became.
 
-    spill_bytes, restore_bytes: copied by each replay. kept_bytes: should have left at the capture, and stay in the graph's memory.
-    blocks: of host memory, that its spills write. sources: graphs whose spills its restores read. records: that it moved.
+    spill_bytes, restore_bytes: copied by each replay. kept_bytes: should have left at the capture, and stay
+        in the graph's memory.
+    blocks: of host memory, that its spills write. sources: graphs whose spills its restores read. records:
+        that it moved.
     before_replay: what features do before each replay, whether it copies or not.
     """
 
@@ -102,26 +115,31 @@ class CapturedGraph:
 
 
 class CaptureSide(InFlight):
-    """The transfer engine's part in a capture: what it settles before one begins, and how the copy lanes are joined before it ends."""
+    """The transfer engine's part in a capture: what it settles before one begins, and how the copy lanes are
+    joined before it ends."""
 
     def check_capture(self, what: str) -> None:
         """Raise CaptureError if a graph is captured and no region watches it. what: asks, for the error."""
         if self.capture is None and self.device.is_capturing():
             raise CaptureError(
-                f"{what} in a graph under capture, outside of a region: its replays would copy to and from host blocks that are lent to "
+                f"{what} in a graph under capture, outside of a region: its replays would copy to and from "
+                "host blocks that are lent to "
                 "others by then; put the capture, and its warm-up, inside `with offload.capturing():`"
             )
 
     def _check_saved_in_capture(self, record: Record) -> None:
         if self.capture is not None and record.capture is None:
             raise CaptureError(
-                f"{record.label} ({record.nbytes:,} bytes) was saved before {self.capture.name} was captured, and has left the device; "
-                "capture the forward that saves it as well, in the same region, or keep its group with disable_offload()"
+                f"{record.label} ({record.nbytes:,} bytes) was saved before {self.capture.name} was "
+                "captured, and has left the device; "
+                "capture the forward that saves it as well, in the same region, or keep its group with "
+                "disable_offload()"
             )
 
     def begin_capture(self, capture: CapturedGraph) -> None:
-        """Settle everything in flight: nothing issued so far can be waited for in the capture. Blocks the host until the copies so far
-        have passed and the arena has stopped growing. Order: [Order: capture]."""
+        """Settle everything in flight: nothing issued so far can be waited for in the capture. Blocks the
+        host until the copies so far have passed and the arena has stopped growing. Order: [Order:
+        capture]."""
         self.bury()
         self._settle_all()
         for record in living(self._ahead):
@@ -133,7 +151,8 @@ class CaptureSide(InFlight):
         self.capture = capture
 
     def join(self) -> None:
-        """Settle what was captured so far, and order the capturing lane after its copy lanes. Order: [Order: join]."""
+        """Settle what was captured so far, and order the capturing lane after its copy lanes. Order: [Order:
+        join]."""
         assert self.capture is not None
         compute = self.device.compute
         for lane in self.capture.forked:
@@ -145,8 +164,8 @@ class CaptureSide(InFlight):
             self._joined = None
 
     def finish_capture(self) -> None:
-        """`join`, and drop what was fetched and not read: each graph fetches for itself, so that graphs may be replayed in any order that
-        their data allows."""
+        """`join`, and drop what was fetched and not read: each graph fetches for itself, so that graphs may
+        be replayed in any order that their data allows."""
         assert self.capture is not None
         self.join()
         for record in living(self.capture.records):
@@ -154,7 +173,8 @@ class CaptureSide(InFlight):
                 self.drop(record)
 
     def end_capture(self, complete: bool) -> CapturedGraph | None:
-        """The capture is over. complete: it became a graph; else what it moved is undone: its saves are released, its restores dropped."""
+        """The capture is over. complete: it became a graph; else what it moved is undone: its saves are
+        released, its restores dropped."""
         capture, self.capture = self.capture, None
         self.arena.end_capture()
         if capture is None:
@@ -163,7 +183,8 @@ class CaptureSide(InFlight):
             capture.records.clear()
             return capture
         for transfers in (self._spilling, self._restoring):
-            for transfer in [transfer for transfer in transfers if transfer.capture is capture]:  # whose join CUDA refused
+            # whose join CUDA refused
+            for transfer in [transfer for transfer in transfers if transfer.capture is capture]:
                 transfers.remove(transfer)
                 if transfers is self._spilling:
                     self.spilling_bytes -= transfer.nbytes
@@ -186,8 +207,8 @@ class CaptureSide(InFlight):
 class CapturedRegion:
     """The graphs captured inside one `capturing()`, and the owner of their host blocks until `release`.
 
-    One set of blocks serves all replays, so a layer's forward must not be replayed twice before its backward: the second replay raises
-    CaptureError. Figures are sums over the graphs.
+    One set of blocks serves all replays, so a layer's forward must not be replayed twice before its backward:
+    the second replay raises CaptureError. Figures are sums over the graphs.
     """
 
     def __init__(
@@ -198,7 +219,8 @@ class CapturedRegion:
         lock: AbstractContextManager[object],
         boundaries: Sequence[tuple[Callable[[], None], Callable[[], None]]],
     ) -> None:
-        """boundaries: the features' part at a begin, while events may still be waited for, and at an end, while work is still captured."""
+        """boundaries: the features' part at a begin, while events may still be waited for, and at an end,
+        while work is still captured."""
         self.graphs: list[CapturedGraph] = []
         self.released = False
         self._device = device
@@ -208,7 +230,7 @@ class CapturedRegion:
         self._boundaries = boundaries
         self._counted = 0  # graphs begun, complete or not
 
-    # -- figures ------------------------------------------------------------------------------------------------------
+    # -- figures ---------------------------------------------------------------------------------------------
     @property
     def spill_bytes(self) -> int:
         """Bytes that one replay of each graph copies to the host."""
@@ -221,7 +243,8 @@ class CapturedRegion:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that should have left at the capture and found no host block: they stay in the graphs' memory."""
+        """Bytes that should have left at the capture and found no host block: they stay in the graphs'
+        memory."""
         return sum(graph.kept_bytes for graph in self.graphs)
 
     @property
@@ -233,9 +256,10 @@ class CapturedRegion:
     def replays(self) -> int:
         return sum(graph.replays for graph in self.graphs)
 
-    # -- what the device tells ----------------------------------------------------------------------------------------
+    # -- what the device tells -------------------------------------------------------------------------------
     def capture_begins(self, graph: Graph) -> None:
-        """Settle what is in flight, so that nothing captured has to wait for it. Blocks the host until the copies so far have passed."""
+        """Settle what is in flight, so that nothing captured has to wait for it. Blocks the host until the
+        copies so far have passed."""
         with self._lock:
             for begins, _ in self._boundaries:
                 begins()
@@ -255,9 +279,11 @@ class CapturedRegion:
                 return
             self.graphs.append(captured)
         if captured.copies or captured.before_replay:
-            self._device.watch_replays(graph, partial(self._before_replay, captured), partial(self._after_replay, captured))
+            self._device.watch_replays(
+                graph, partial(self._before_replay, captured), partial(self._after_replay, captured)
+            )
 
-    # -- replays ------------------------------------------------------------------------------------------------------
+    # -- replays ---------------------------------------------------------------------------------------------
     def _before_replay(self, graph: CapturedGraph) -> None:
         for prepare in graph.before_replay:
             prepare()
@@ -265,15 +291,21 @@ class CapturedRegion:
             return
         if self.released:
             raise CaptureError(
-                f"{graph.name} is replayed, but its region was released, and other copies use its {len(graph.blocks)} host blocks; "
+                f"{graph.name} is replayed, but its region was released, and other copies use its "
+                f"{len(graph.blocks)} host blocks; "
                 "capture it again, or release the region later"
             )
         if graph.unread:
-            readers = " and ".join(other.name for other in self.graphs if other is not graph and graph in other.sources)
+            readers = " and ".join(
+                other.name for other in self.graphs if other is not graph and graph in other.sources
+            )
             raise CaptureError(
-                f"{graph.name} is replayed for the {_ordinal(graph.replays + 1)} time before {readers}, which reads back what it sent: its "
-                f"{len(graph.blocks)} host blocks of {graph.spill_bytes:,} bytes hold one forward. Run that forward's backward first, "
-                "capture the layer once for each forward in flight, or call region.forget() if that backward will not run"
+                f"{graph.name} is replayed for the {_ordinal(graph.replays + 1)} time before {readers}, "
+                "which reads back what it sent: its "
+                f"{len(graph.blocks)} host blocks of {graph.spill_bytes:,} bytes hold one forward. Run that "
+                "forward's backward first, "
+                "capture the layer once for each forward in flight, or call region.forget() if that backward "
+                "will not run"
             )
 
     def _after_replay(self, graph: CapturedGraph) -> None:
@@ -290,16 +322,18 @@ class CapturedRegion:
             counts.replayed_bytes += graph.spill_bytes + graph.restore_bytes
 
     def forget(self) -> None:
-        """The backwards of the forwards replayed so far will not run: an evaluation, or an exception. They may be replayed again."""
+        """The backwards of the forwards replayed so far will not run: an evaluation, or an exception. They
+        may be replayed again."""
         for graph in self.graphs:
             graph.unread = False
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
     def warn_of_kept(self) -> None:
         """Say what should have left and could not, once the captures are done."""
         if self.kept_bytes:
             logger.warning(
-                "%s bytes that should have left stay in the memory of the captured graphs, for want of pinned memory; the region holds %s. "
+                "%s bytes that should have left stay in the memory of the captured graphs, for want of "
+                "pinned memory; the region holds %s. "
                 "Nothing is pinned during a capture: call reserve_host(%s) before it, and capture again",
                 f"{self.kept_bytes:,}",
                 f"{self.host_bytes:,}",
@@ -309,11 +343,14 @@ class CapturedRegion:
     def release(self) -> None:
         """Give the host blocks back; a later replay of a graph of the region raises CaptureError. Idempotent.
 
-        Blocks the host until the last replay of each graph has passed. Raises CaptureError while one is captured.
+        Blocks the host until the last replay of each graph has passed. Raises CaptureError while one is
+        captured.
         """
         with self._lock:
             if self._transfers.capture is not None:
-                raise CaptureError(f"release of a region while {self._transfers.capture.name} is captured; call it after")
+                raise CaptureError(
+                    f"release of a region while {self._transfers.capture.name} is captured; call it after"
+                )
             if self.released:
                 return
             self.released = True

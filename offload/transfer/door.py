@@ -1,7 +1,8 @@
 """The one door that every transfer passes: who may move how many bytes, in which direction, now.
 
-One invariant: a denial moves nothing and is never waited on. A REQUIRED transfer that is denied goes ahead all the same, because
-compute must not deadlock on an arbiter. A tensor whose spill is denied stays on the device and is counted as refused.
+One invariant: a denial moves nothing and is never waited on. A REQUIRED transfer that is denied goes ahead
+all the same, because compute must not deadlock on an arbiter. A tensor whose spill is denied stays on the
+device and is counted as refused.
 """
 
 from __future__ import annotations

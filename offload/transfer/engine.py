@@ -1,7 +1,9 @@
-"""Where saved tensors are copied: groups of records out to the host in pieces, and back. The optimizer's copies are optim/mover.py's.
+"""Where saved tensors are copied: groups of records out to the host in pieces, and back. The optimizer's
+copies are optim/mover.py's.
 
-One invariant: a copy comes after the last writer and the last reader of the bytes on both its sides, and a piece that fails half-way
-leaves every record in the state that it was in. How the bytes of a copy are let go of is in in_flight.py.
+One invariant: a copy comes after the last writer and the last reader of the bytes on both its sides, and a
+piece that fails half-way leaves every record in the state that it was in. How the bytes of a copy are let go
+of is in in_flight.py.
 
 # [Order: spill]
 # hazard  RAW: `d2h` copies a tensor that `compute` is still writing.
@@ -11,8 +13,10 @@ leaves every record in the state that it was in. How the bytes of a copy are let
 #
 # [Order: reuse]
 # hazard  WAR: `h2d` still reads a host block for a restore while `d2h` writes it for the next spill.
-# edge    a block comes back to the arena with the event of its last copy; the next spill into its bytes makes d2h wait for it.
-# alive   the arena owns the pinned bytes; the record holds the block from its spill to its death, or, held back for its reader, to
+# edge    a block comes back to the arena with the event of its last copy; the next spill into its bytes makes
+          d2h wait for it.
+# alive   the arena owns the pinned bytes; the record holds the block from its spill to its death, or, held
+          back for its reader, to
 #         the settling of that spill.
 # proof   tests/property/test_edges.py, edge "reuse"
 #
@@ -63,24 +67,34 @@ logger = logging.getLogger(__name__)
 class TransferEngine(CaptureSide):
     """Moves records. It never asks why; callers hold the engine's lock.
 
-    device: whose lanes the copies run on. arena: lends the host blocks. limits: caps in bytes, read at every call, so they may change
-    between steps. door: asked before every transfer.
+    device: whose lanes the copies run on. arena: lends the host blocks. limits: caps in bytes, read at every
+    call, so they may change between steps. door: asked before every transfer.
     """
 
-    def __init__(self, device: Device, arena: HostArena, limits: Limits, *, door: Door | None = None, audit: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        arena: HostArena,
+        limits: Limits,
+        *,
+        door: Door | None = None,
+        audit: bool = False,
+    ) -> None:
         super().__init__(device, arena, limits)
         self.door: Door = door if door is not None else CapsDoor(limits)
         self.audit = audit
         self._warned_no_room = False
 
-    # -- out ------------------------------------------------------------------------------------------------------
+    # -- out -------------------------------------------------------------------------------------------------
     def spill(self, records: Sequence[Record]) -> Transfer | None:
         """Send the records' bytes to the host, as one piece under one event. Blocks the host: never.
 
-        records: saved on one lane, which need not be the current one. RESIDENT ones leave; others are passed over. One that gets no host
-            block, or that the door denies, stays RESIDENT and is counted as refused. So does one saved on the other side of a capture's
+        records: saved on one lane, which need not be the current one. RESIDENT ones leave; others are passed
+            over. One that gets no host block, or that the door denies, stays RESIDENT and is counted as
+            refused. So does one saved on the other side of a capture's
             boundary: a graph copies what was computed in it.
-        Returns the transfer in flight, None if nothing left. Raises CaptureError in a capture that no region watches.
+        Returns the transfer in flight, None if nothing left. Raises CaptureError in a capture that no region
+        watches.
         Order: [Order: spill], [Order: reuse].
         """
         self.check_capture("a spill")
@@ -113,7 +127,8 @@ class TransferEngine(CaptureSide):
             compute = leaving[0].lane or device.compute
             sources, event = self._copy_out(leaving, blocks, compute)
         except BaseException:
-            if blocks and capture is None:  # all records stay; some copies may have been issued. In a capture the region has the blocks
+            # all records stay; some copies may have been issued. In a capture the region has the blocks
+            if blocks and capture is None:
                 broken_off = device.record(d2h)
                 device.wait(records[0].lane or device.compute, broken_off, "settle")
                 for block in blocks:
@@ -138,7 +153,9 @@ class TransferEngine(CaptureSide):
         self._make_room(0)
         return transfer
 
-    def _copy_out(self, leaving: Sequence[Record], blocks: Sequence[Block], compute: Lane) -> tuple[tuple[torch.Tensor, ...], Event]:
+    def _copy_out(
+        self, leaving: Sequence[Record], blocks: Sequence[Block], compute: Lane
+    ) -> tuple[tuple[torch.Tensor, ...], Event]:
         """Issue the copies of a spill: (their sources, the event after them)."""
         device, d2h = self.device, self.device.d2h
         sources: list[torch.Tensor] = []
@@ -147,7 +164,8 @@ class TransferEngine(CaptureSide):
             assert record.device_bytes is not None
             source = bytes_of(record.device_bytes, record.start, record.nbytes)
             key = record.device_bytes._cdata
-            if key not in self._sources and key not in keys:  # else compute wrote it before the copy that still reads it
+            # else compute wrote it before the copy that still reads it
+            if key not in self._sources and key not in keys:
                 device.note_write(compute, source)
             keys.append(key)
             sources.append(source)
@@ -182,19 +200,24 @@ class TransferEngine(CaptureSide):
         wanted = self.arena.lent_bytes + self._refused_bytes
         self.counts.wanted_peak_bytes = max(self.counts.wanted_peak_bytes, wanted)
 
-    # -- back -----------------------------------------------------------------------------------------------------
+    # -- back ------------------------------------------------------------------------------------------------
     def restore(
-        self, records: Sequence[Record], priority: Priority, may_settle: Callable[[Transfer], bool] | None = None
+        self,
+        records: Sequence[Record],
+        priority: Priority,
+        may_settle: Callable[[Transfer], bool] | None = None,
     ) -> Transfer | None:
         """Fetch SPILLED records back as one piece under one event. Blocks the host: never.
 
         Each gets a new storage of its `nbytes`, allocated on compute. Readers go through `ready`.
-        Returns None, with nothing moved, if the door, the device limit or a full device denies a speculative restore; a required one goes
-            ahead, and raises torch.OutOfMemoryError where the device has no room for it at all. In a capture a speculative one is denied
-            until its graph has read something of the same forward: it may need nothing of another.
-        Raises CaptureError in a capture for bytes that were saved outside: their block will be lent to others when the graph is replayed.
-        Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in compute's own pool, so that
-        reserved stays near active (hard-parts.md 4.2).
+        Returns None, with nothing moved, if the door, the device limit or a full device denies a speculative
+            restore; a required one goes ahead, and raises torch.OutOfMemoryError where the device has no room
+            for it at all. In a capture a speculative one is denied until its graph has read something of the
+            same forward: it may need nothing of another.
+        Raises CaptureError in a capture for bytes that were saved outside: their block will be lent to others
+        when the graph is replayed.
+        Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in
+        compute's own pool, so that reserved stays near active (hard-parts.md 4.2).
         """
         self.check_capture("a restore")
         if self.estate:
@@ -253,8 +276,9 @@ class TransferEngine(CaptureSide):
         return transfer
 
     def _homes(self, records: Sequence[Record], *, required: bool) -> list[torch.Tensor] | None:
-        """Buffers for a restore. On a device without room a speculative one gives up, and so do those after it in this step: each try makes
-        torch return its cached blocks, which blocks the host. For a required one everything that can go is let go first.
+        """Buffers for a restore. On a device without room a speculative one gives up, and so do those after
+        it in this step: each try makes torch return its cached blocks, which blocks the host. For a required
+        one everything that can go is let go first.
 
         Raises torch.OutOfMemoryError if the buffers do not fit even then; nothing has moved.
         """
@@ -268,8 +292,10 @@ class TransferEngine(CaptureSide):
             self._warned_no_room = True
             limit = self.limits.device_limit_bytes
             logger.warning(
-                "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it holds (device_limit_bytes %s); "
-                "for the rest of such a step each tensor comes back when it is read. Lower device_limit_bytes to leave more room",
+                "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it "
+                "holds (device_limit_bytes %s); "
+                "for the rest of such a step each tensor comes back when it is read. Lower "
+                "device_limit_bytes to leave more room",
                 f"{sum(record.nbytes for record in records):,}",
                 records[0].group,
                 f"{self.device_bytes:,}",
@@ -292,15 +318,18 @@ class TransferEngine(CaptureSide):
             assert record.block is not None
             assert record.event is not None
             assert record.transfer is not None
-            if record.transfer.capture is capture and id(record.event) not in waited:  # else it is on the other side of a boundary
+            # else it is on the other side of a boundary
+            if record.transfer.capture is capture and id(record.event) not in waited:
                 waited.add(id(record.event))
                 device.wait(h2d, record.event, "restore")
             if capture is not None and record.capture is not None:
                 capture.reads(record.capture)
             if self.audit and record.checksum is not None and record.checksum != _checksum(record.block):
                 raise OffloadError(
-                    f"{record.label}: the {record.nbytes:,} bytes in host memory are not the ones that were written there "
-                    f"(checksum {_checksum(record.block):#x}, was {record.checksum:#x}); something else wrote to the block"
+                    f"{record.label}: the {record.nbytes:,} bytes in host memory are not the ones that were "
+                    "written there "
+                    f"(checksum {_checksum(record.block):#x}, was {record.checksum:#x}); something else "
+                    "wrote to the block"
                 )
             if len(record.block.extents) == 1:
                 pairs.append((home, record.block.extents[0]))
@@ -310,10 +339,12 @@ class TransferEngine(CaptureSide):
         return device.record(h2d)
 
     def ready(self, record: Record) -> torch.UntypedStorage:
-        """The restored storage of a RESTORING or RESTORED record, safe to read on the calling thread's compute lane.
+        """The restored storage of a RESTORING or RESTORED record, safe to read on the calling thread's
+        compute lane.
 
-        Order: [Order: read]. A reader on another compute lane than the one that allocated the buffer gets a copy of its own there,
-        so that the buffer never has to be protected from two lanes. Raises CaptureError in a capture for bytes that were saved outside.
+        Order: [Order: read]. A reader on another compute lane than the one that allocated the buffer gets a
+        copy of its own there, so that the buffer never has to be protected from two lanes. Raises
+        CaptureError in a capture for bytes that were saved outside.
         """
         transfer = record.transfer
         assert transfer is not None
@@ -333,7 +364,8 @@ class TransferEngine(CaptureSide):
 
 
 def _parts(block: Block, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(extent of the block, the part of the device bytes that belongs there): a copy stays within one registration."""
+    """(extent of the block, the part of the device bytes that belongs there): a copy stays within one
+    registration."""
     start = 0
     for extent in block.extents:
         nbytes = extent.numel()

@@ -1,16 +1,20 @@
-"""Saved bytes on the device while copies of them run: how many there are, how room is made, and how they are let go of.
+"""Saved bytes on the device while copies of them run: how many there are, how room is made, and how they are
+let go of.
 
-One invariant: device bytes that a copy still touches are held by that copy's `Transfer`, and they return to the allocator only after
-a lane that could reuse them is ordered behind the copy. The host never blocks; where bytes must wait, the compute lane does.
+One invariant: device bytes that a copy still touches are held by that copy's `Transfer`, and they return to
+the allocator only after a lane that could reuse them is ordered behind the copy. The host never blocks; where
+bytes must wait, the compute lane does.
 
-Three counts say where saved bytes are on the device: resident (kept), spilling (leaving; held by transfers in `_spilling`, oldest
-first) and restoring (fetched back and not yet read for the last time). Their sum stays under `device_limit_bytes` as long as
-something can be waited for: before bytes are added, the oldest spill is settled, which makes compute wait for it and drops its source;
-where none holds bytes, what was held back for its reader is sent on its way again, whose copy has never stopped.
+Three counts say where saved bytes are on the device: resident (kept), spilling (leaving; held by transfers in
+`_spilling`, oldest first) and restoring (fetched back and not yet read for the last time). Their sum stays
+under `device_limit_bytes` as long as something can be waited for: before bytes are added, the oldest spill is
+settled, which makes compute wait for it and drops its source; where none holds bytes, what was held back for
+its reader is sent on its way again, whose copy has never stopped.
 
 # [Order: settle]
 # hazard  allocator reuse: the source goes back to compute's allocator while `d2h` still reads it.
-# edge    settling makes the compute lane that owns the source wait for the spill's event before the last reference goes.
+# edge    settling makes the compute lane that owns the source wait for the spill's event before the last
+          reference goes.
 # alive   the Transfer, until just after that wait.
 # proof   tests/property/test_edges.py, edge "settle"
 #
@@ -78,14 +82,17 @@ class InFlight:
         self._refused_bytes = 0  # of living records
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
-        self._ahead: deque[weakref.ref[Record]] = deque()  # fetched, in that order; the dead ones at its start are let go in passing
-        self.dropped: set[ChunkId] = set()  # chunks of which something fetched ahead was dropped, since the prefetch looked back
-        self._sources: Counter[int] = Counter()  # spills in flight, by storage: two chunks may save one storage
+        # fetched, in that order; the dead ones at its start are let go in passing
+        self._ahead: deque[weakref.ref[Record]] = deque()
+        # chunks of which something fetched ahead was dropped, since the prefetch looked back
+        self.dropped: set[ChunkId] = set()
+        # spills in flight, by storage: two chunks may save one storage
+        self._sources: Counter[int] = Counter()
         self.stalls: list[Stall] = []  # of this step
         self._stalls_before: list[Stall] = []
         self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
 
-    # -- counts ---------------------------------------------------------------------------------------------------
+    # -- counts ----------------------------------------------------------------------------------------------
     @property
     def device_bytes(self) -> int:
         """Saved bytes on the device in any state."""
@@ -98,7 +105,8 @@ class InFlight:
         return limit is not None and self.device_bytes > limit
 
     def adopt(self, record: Record) -> None:
-        """Count a new RESIDENT record, after making room for it. It is on the current compute lane unless it says another."""
+        """Count a new RESIDENT record, after making room for it. It is on the current compute lane unless it
+        says another."""
         if self.estate:
             self.bury()
         if record.lane is None:
@@ -108,7 +116,8 @@ class InFlight:
         self._make_room(0)
         counts = self.counts
         counts.saved += record.storages
-        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes  # `_note_peak`, two calls fewer for every record
+        # `_note_peak`, two calls fewer for every record
+        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
         if record.nbytes > counts.largest_bytes:
@@ -135,32 +144,42 @@ class InFlight:
             state, nbytes, block, event, transfer, refused, capture = self.estate[0]
             if state in (RecordState.RESTORING, RecordState.RESTORED):
                 assert transfer is not None
-                self._settle_restore(transfer, "abandon")  # may raise: what a record left is taken off only then
+                # may raise: what a record left is taken off only then
+                self._settle_restore(transfer, "abandon")
                 self.restoring_bytes -= nbytes
             self.estate.popleft()
             if refused:
                 self._refused_bytes -= nbytes
             if state is RecordState.RESIDENT:
                 self.resident_bytes -= nbytes
-                if transfer is not None and not transfer.settled:  # it was reclaimed, and its spill still holds the bytes
+                # it was reclaimed, and its spill still holds the bytes
+                if transfer is not None and not transfer.settled:
                     transfer.nbytes += nbytes
                     self.spilling_bytes += nbytes
             if block is not None and capture is None:  # else its region holds it
                 self.arena.give_back(block, event)
 
-    # -- room -----------------------------------------------------------------------------------------------------
+    # -- room ------------------------------------------------------------------------------------------------
     def _make_room(self, nbytes: int, may_settle: Callable[[Transfer], bool] | None = None) -> bool:
-        """Settle the oldest spills until `nbytes` more fit under the caps. False if they do not fit even then.
+        """Settle the oldest spills until `nbytes` more fit under the caps. False if they do not fit even
+        then.
 
-        may_settle: asked before each; a spill whose bytes are read sooner than the ones that want its room must not make way.
+        may_settle: asked before each; a spill whose bytes are read sooner than the ones that want its room
+            must not make way.
         """
         spill_cap, device_cap = self.limits.max_spilling_bytes, self.limits.device_limit_bytes
-        if (spill_cap is None or self.spilling_bytes <= spill_cap) and (device_cap is None or self.device_bytes + nbytes <= device_cap):
+        if (spill_cap is None or self.spilling_bytes <= spill_cap) and (
+            device_cap is None or self.device_bytes + nbytes <= device_cap
+        ):
             return True
         reclaimed = 0  # at the front, of which settling makes no room
         while reclaimed < len(self._spilling):
             oldest = self._spilling[reclaimed]
-            over_cap = spill_cap is not None and self.spilling_bytes > spill_cap and self.spilling_bytes > oldest.nbytes
+            over_cap = (
+                spill_cap is not None
+                and self.spilling_bytes > spill_cap
+                and self.spilling_bytes > oldest.nbytes
+            )
             over_limit = device_cap is not None and self.device_bytes + nbytes > device_cap
             if not (over_cap or over_limit):
                 return True
@@ -175,11 +194,13 @@ class InFlight:
         if may_settle is not None:
             return False
         self._let_held_back_go(device_cap - nbytes)
-        return self.device_bytes + nbytes <= device_cap or self._drop_furthest(self.device_bytes + nbytes - device_cap)
+        return self.device_bytes + nbytes <= device_cap or self._drop_furthest(
+            self.device_bytes + nbytes - device_cap
+        )
 
     def _let_held_back_go(self, device_bytes: int) -> None:
-        """Settle spills whose records were reclaimed and have not been read, the oldest first, until no more than `device_bytes` are left:
-        their copies have gone on, and the host has the bytes."""
+        """Settle spills whose records were reclaimed and have not been read, the oldest first, until no more
+        than `device_bytes` are left: their copies have gone on, and the host has the bytes."""
         for transfer in [*self._spilling]:
             if self.device_bytes <= device_bytes:
                 return
@@ -196,15 +217,26 @@ class InFlight:
 
     @staticmethod
     def _is_held_back(record: Record, transfer: Transfer) -> bool:
-        """Whether the record was reclaimed from this spill, whose block it still has. That happens to complete chunks only, so no save has
-        joined the record since, and the block has all that will be read."""
-        return record.state is RecordState.RESIDENT and record.transfer is transfer and record.block is not None and record.capture is None
+        """Whether the record was reclaimed from this spill, whose block it still has. That happens to
+        complete chunks only, so no save has joined the record since, and the block has all that will be
+        read."""
+        return (
+            record.state is RecordState.RESIDENT
+            and record.transfer is transfer
+            and record.block is not None
+            and record.capture is None
+        )
 
     def _drop_furthest(self, nbytes: int) -> bool:
-        """Drop at least `nbytes` of what was fetched ahead, the latest fetched first: it is read last. False if there is not as much."""
+        """Drop at least `nbytes` of what was fetched ahead, the latest fetched first: it is read last. False
+        if there is not as much."""
         while nbytes > 0 and self._ahead:
             record = self._ahead.pop()()
-            if record is None or record.transfer is None or record.state not in (RecordState.RESTORING, RecordState.RESTORED):
+            if (
+                record is None
+                or record.transfer is None
+                or record.state not in (RecordState.RESTORING, RecordState.RESTORED)
+            ):
                 continue
             self._settle_restore(record.transfer, "abandon")
             self.drop(record)
@@ -213,11 +245,13 @@ class InFlight:
         return nbytes <= 0
 
     def reclaim(self, record: Record) -> None:
-        """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill keeps its source to the end, and
-        the record its block: until the spill is settled it can be sent on its way again (`_let_held_back_go`).
+        """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill
+        keeps its source to the end, and the record its block: until the spill is settled it can be sent on
+        its way again (`_let_held_back_go`).
 
-        Not where that would leave less of the device limit than the largest record takes: what is resident can make no room, also when an
-        input half has read it and its weight half is far away, and the next read has to go ahead.
+        Not where that would leave less of the device limit than the largest record takes: what is resident
+        can make no room, also when an input half has read it and its weight half is far away, and the next
+        read has to go ahead.
         """
         storage = record.storage()
         transfer = record.transfer
@@ -234,9 +268,10 @@ class InFlight:
         if record.capture is not None:
             record.block = None  # each replay writes it all the same
 
-    # -- settling -------------------------------------------------------------------------------------------------
+    # -- settling --------------------------------------------------------------------------------------------
     def settle_spill(self, transfer: Transfer) -> None:
-        """Make compute wait for this spill and let its source go. A settled transfer is passed over. Order: [Order: settle]."""
+        """Make compute wait for this spill and let its source go. A settled transfer is passed over. Order:
+        [Order: settle]."""
         if transfer.settled:
             return
         self._await(transfer, "settle")
@@ -256,7 +291,8 @@ class InFlight:
                 continue
             if record.state is RecordState.SPILLING:
                 record.move_to(RecordState.SPILLED)
-            elif record.block is not None and self._is_held_back(record, transfer):  # it stays, and its block is for the next spill
+            # it stays, and its block is for the next spill
+            elif record.block is not None and self._is_held_back(record, transfer):
                 self.arena.give_back(record.block, record.event)
                 record.block = None
         transfer.let_go()
@@ -277,7 +313,8 @@ class InFlight:
         transfer.let_go()
 
     def drop(self, record: Record) -> None:
-        """Let a RESTORED record's device bytes go; its host copy is clean, so this is free. The caller may still hold the storage."""
+        """Let a RESTORED record's device bytes go; its host copy is clean, so this is free. The caller may
+        still hold the storage."""
         record.move_to(RecordState.SPILLED)
         record.device_bytes = None
         self.restoring_bytes -= record.nbytes
@@ -302,9 +339,10 @@ class InFlight:
         while self._restoring:
             self._settle_restore(self._restoring[0], restores_as)
 
-    # -- step -----------------------------------------------------------------------------------------------------
+    # -- step ------------------------------------------------------------------------------------------------
     def release(self, record: Record) -> None:
-        """End a record's life whatever its state: a later read finds it RELEASED. Its block and counts are settled now."""
+        """End a record's life whatever its state: a later read finds it RELEASED. Its block and counts are
+        settled now."""
         remains = record.remains()
         record.move_to(RecordState.RELEASED)
         record.device_bytes = record.block = record.probe = None
@@ -314,8 +352,8 @@ class InFlight:
         self.bury()
 
     def end_step(self) -> tuple[TransferCounts, float]:
-        """Settle everything in flight and start new counts. Returns the step's counts and the stall of the step BEFORE it, in ms:
-        a stall is read one step late, so that reading it never blocks the host."""
+        """Settle everything in flight and start new counts. Returns the step's counts and the stall of the
+        step BEFORE it, in ms: a stall is read one step late, so that reading it never blocks the host."""
         self.bury()
         self._settle_all()
         self._ahead.clear()

@@ -1,7 +1,7 @@
 """Where the bytes of a tensor lie in its storage, and how to build the same view over other bytes.
 
-One invariant: a view that is rebuilt here has the size, the strides and the dtype of the one that autograd saved; other strides
-would choose other kernels and change bits.
+One invariant: a view that is rebuilt here has the size, the strides and the dtype of the one that autograd
+saved; other strides would choose other kernels and change bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 ALIGNMENT = 16
-"""Bytes; the largest item size of a torch dtype. Spans start on it, so that any view over a copied span stays aligned."""
+"""Bytes; the largest item size of a torch dtype. Spans start on it, so that any view over a copied span stays
+aligned."""
 
 
 class Span(NamedTuple):
@@ -47,7 +48,8 @@ class ViewLayout(NamedTuple):
 
 
 class WeakStorage:
-    """A weak reference to a storage. While it lives, the address of the StorageImpl names no other storage."""
+    """A weak reference to a storage. While it lives, the address of the StorageImpl names no other
+    storage."""
 
     __slots__ = ("_pointer", "key")
 
@@ -75,7 +77,8 @@ _free_weak_ref: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref
 class Layouts:
     """One object for all equal layouts: a model saves few distinct ones, many times each.
 
-    Whatever else their number is, no more than `_MOST` are remembered; what is forgotten lives on with whom it was given to.
+    Whatever else their number is, no more than `_MOST` are remembered; what is forgotten lives on with whom
+    it was given to.
     """
 
     _MOST = 4096
@@ -130,7 +133,8 @@ def contiguous_stride(size: torch.Size) -> tuple[int, ...]:
 
 
 def overlaps_itself(layout: ViewLayout) -> bool:
-    """Whether two of its elements may be the same bytes (an expanded tensor): such a view cannot be written element by element."""
+    """Whether two of its elements may be the same bytes (an expanded tensor): such a view cannot be written
+    element by element."""
     reach = 0
     for stride, size in sorted(zip(layout.stride, layout.size, strict=True)):
         if size > 1:
@@ -141,13 +145,23 @@ def overlaps_itself(layout: ViewLayout) -> bool:
 
 
 def view_of(storage: torch.UntypedStorage, layout: ViewLayout, start: int) -> torch.Tensor:
-    """The view that `layout` describes, over a storage whose first byte is byte `start` of the original one."""
-    return _over(storage, layout.dtype, layout.offset - start // layout.dtype.itemsize, layout.size, layout.stride)
+    """The view that `layout` describes, over a storage whose first byte is byte `start` of the original
+    one."""
+    return _over(
+        storage, layout.dtype, layout.offset - start // layout.dtype.itemsize, layout.size, layout.stride
+    )
 
 
-def _over(storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+def _over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> torch.Tensor:
     """A tensor over bytes that are there already."""
     if not sanitizing():
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-    with torch._C._DisableTorchDispatch():  # the sanitizer would see a kernel that writes all of it, beside a copy that still reads it
+    # the sanitizer would see a kernel that writes all of it, beside a copy that still reads it
+    with torch._C._DisableTorchDispatch():
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

@@ -18,11 +18,13 @@ LINK_TEST_BYTES = 2 * _COPY_BYTES
 """Free host bytes that the measurement needs."""
 
 
-def measure_rates(device: Device, arena: HostArena, line_up: Callable[[], None] | None = None) -> Rates | None:
+def measure_rates(
+    device: Device, arena: HostArena, line_up: Callable[[], None] | None = None
+) -> Rates | None:
     """Bytes per second out, in, and both at once; None where the arena cannot lend two blocks of 64 MiB.
 
-    line_up: called before each of the three, whatever comes of it: a barrier, so that devices which share the host's memory or a switch
-        are measured while they share it.
+    line_up: called before each of the three, whatever comes of it: a barrier, so that devices which share the
+        host's memory or a switch are measured while they share it.
     Blocks the host for about 30 ms: for before step 1. Nothing else may use the lanes meanwhile.
     """
     line_up = line_up if line_up is not None else _alone
@@ -45,7 +47,11 @@ def measure_rates(device: Device, arena: HostArena, line_up: Callable[[], None] 
         moved = _COPIES * _COPY_BYTES
         if min(d2h_s, h2d_s, both_s) <= 0:
             return None
-        return Rates(d2h_bytes_per_s=moved / d2h_s, h2d_bytes_per_s=moved / h2d_s, duplex_bytes_per_s=2 * moved / both_s)
+        return Rates(
+            d2h_bytes_per_s=moved / d2h_s,
+            h2d_bytes_per_s=moved / h2d_s,
+            duplex_bytes_per_s=2 * moved / both_s,
+        )
     finally:
         for block in blocks:
             if block is not None:

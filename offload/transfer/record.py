@@ -7,9 +7,10 @@ One invariant: `move_to` is the only writer of a record's state, and it allows w
        +-- (no block, no room: it stays)        +------- drop: the host copy is clean ---+
     every state may end in RELEASED: the graph was freed, or the step ended.
 
-Who holds what: a handle in autograd's graph holds its record strongly; everything else holds records weakly. The record holds the
-device bytes only while RESIDENT, RESTORING or RESTORED. Bytes that leave are held by the transfer that moves them. When the last
-handle dies the record dies with it, on whichever thread that happens: its finaliser takes no lock, it only appends to a deque.
+Who holds what: a handle in autograd's graph holds its record strongly; everything else holds records weakly.
+The record holds the device bytes only while RESIDENT, RESTORING or RESTORED. Bytes that leave are held by the
+transfer that moves them. When the last handle dies the record dies with it, on whichever thread that happens:
+its finaliser takes no lock, it only appends to a deque.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ __all__ = ["LEGAL_MOVES", "Record", "RecordState", "Remains", "Transfer", "livin
 
 
 class RecordState(Enum):
-    __hash__ = object.__hash__  # members are compared by identity; Enum's own hash is a Python call, two of them a move
+    # members are compared by identity; Enum's own hash is a Python call, two of them a move
+    __hash__ = object.__hash__
     RESIDENT = auto()  # on the device, in the storage that autograd saved
     SPILLING = auto()  # D2H issued; its transfer keeps the device storage alive
     SPILLED = auto()  # the host block holds the only copy that is ours
@@ -56,11 +58,14 @@ LEGAL_MOVES: dict[RecordState, frozenset[RecordState]] = {
 
 
 class Transfer:
-    """A piece in flight: its bytes stay alive until the event has passed, or until a lane that reuses them is ordered after it.
+    """A piece in flight: its bytes stay alive until the event has passed, or until a lane that reuses them is
+    ordered after it.
 
-    keepalive: device tensors, sources of a spill or destinations of a restore, one a record; of both none once it is settled.
+    keepalive: device tensors, sources of a spill or destinations of a restore, one a record; of both none
+        once it is settled.
     lane: the compute lane whose allocator owns them.
-    capture: the graph that its copies are part of, None if they were issued; only the same capture may wait for the event.
+    capture: the graph that its copies are part of, None if they were issued; only the same capture may wait
+        for the event.
     """
 
     __slots__ = ("capture", "event", "keepalive", "lane", "nbytes", "records", "settled")
@@ -94,7 +99,8 @@ class Keeper(Protocol):
 
 
 class Remains(NamedTuple):
-    """What a dead record leaves to its engine. event: the last use of the block. capture: whose region holds the block."""
+    """What a dead record leaves to its engine. event: the last use of the block. capture: whose region holds
+    the block."""
 
     state: RecordState
     nbytes: int
@@ -106,15 +112,18 @@ class Remains(NamedTuple):
 
 
 class Record(WeakStorage):
-    """One storage, at one version, saved by one chunk: a weak reference to it, later to the restored one, or to a packed copy.
+    """One storage, at one version, saved by one chunk: a weak reference to it, later to the restored one, or
+    to a packed copy.
 
-    It has few objects of its own, because each that lives as long as a saved tensor is one more for Python's collector to walk.
+    It has few objects of its own, because each that lives as long as a saved tensor is one more for Python's
+    collector to walk.
 
-    group, slot: whose it is. start, nbytes: the bytes of the saved storage that move. handles: how many times autograd saved it; unread:
-    how many of them have not been read in the pass under way. touch: the order of its latest save, so of its first read in a backward.
-    capture: the graph in which it was saved, and whose replays write its block; None outside of captures. stays: for good; `keepers` are
-    its handles, each with an alias that holds its bytes. storages: more than one where it is a piece of what stays (saved/staying.py),
-    which has no bytes to move, version or probe.
+    group, slot: whose it is. start, nbytes: the bytes of the saved storage that move. handles: how many times
+    autograd saved it; unread: how many of them have not been read in the pass under way. touch: the order of
+    its latest save, so of its first read in a backward.
+    capture: the graph in which it was saved, and whose replays write its block; None outside of captures.
+    stays: for good; `keepers` are its handles, each with an alias that holds its bytes. storages: more than
+    one where it is a piece of what stays (saved/staying.py), which has no bytes to move, version or probe.
     """
 
     __slots__ = (
@@ -148,14 +157,23 @@ class Record(WeakStorage):
         "version",
     )
 
-    def __init__(self, group: GroupId, slot: int, start: int, stop: int, storage: torch.UntypedStorage, estate: deque[Remains]) -> None:
+    def __init__(
+        self,
+        group: GroupId,
+        slot: int,
+        start: int,
+        stop: int,
+        storage: torch.UntypedStorage,
+        estate: deque[Remains],
+    ) -> None:
         """start, stop: the bytes of `storage` that move."""
         super().__init__(storage)
         self.group = group
         self.slot = slot
         self.start = start
         self.nbytes = stop - start
-        self.base = 0  # first byte of the saved storage that the one referred to has: 0, after a restore `start`
+        # first byte of the saved storage that the one referred to has: 0, after a restore `start`
+        self.base = 0
         self.estate = estate
         self.state = RecordState.RESIDENT
         self.device_bytes: torch.UntypedStorage | None = None
@@ -191,7 +209,11 @@ class Record(WeakStorage):
         """Of the storages whose bytes these are."""
         if not self.stays:
             return {self.key}
-        return {keeper.probe.untyped_storage()._cdata for keeper in self.living_keepers() if keeper.probe is not None}
+        return {
+            keeper.probe.untyped_storage()._cdata
+            for keeper in self.living_keepers()
+            if keeper.probe is not None
+        }
 
     def living_keepers(self) -> Iterator[Keeper]:
         for reference in self.keepers:
@@ -209,17 +231,24 @@ class Record(WeakStorage):
         if state not in legal:
             names = ", ".join(sorted(move.name for move in legal)) or "none"
             raise RecordStateError(
-                f"{self.label} ({self.nbytes:,} bytes) cannot move {self.state.name} -> {state.name}; legal from here: {names}"
+                f"{self.label} ({self.nbytes:,} bytes) cannot move {self.state.name} -> {state.name}; legal "
+                f"from here: {names}"
             )
         self.state = state
 
     def remains(self) -> Remains:
-        return Remains(self.state, self.nbytes, self.block, self.event, self.transfer, self.refused, self.capture)
+        return Remains(
+            self.state, self.nbytes, self.block, self.event, self.transfer, self.refused, self.capture
+        )
 
     def __del__(self) -> None:
         super().__del__()
         if self.state is not RecordState.RELEASED:  # `remains`, without a call: every record dies once
-            self.estate.append(Remains(self.state, self.nbytes, self.block, self.event, self.transfer, self.refused, self.capture))
+            self.estate.append(
+                Remains(
+                    self.state, self.nbytes, self.block, self.event, self.transfer, self.refused, self.capture
+                )
+            )
 
     def __repr__(self) -> str:
         return f"Record({self.label}, {self.nbytes:,} bytes, {self.state.name})"

@@ -1,6 +1,7 @@
 """How long compute waited for copies: timed events around each such wait, read one step late.
 
-One invariant: reading them never blocks the host, and asks about one event a lane: where the last one has passed, so have those before it.
+One invariant: reading them never blocks the host, and asks about one event a lane: where the last one has
+passed, so have those before it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Stall:
         self._ms: float | None = None
 
     def ms(self, device: Device) -> float:
-        """Device time between the two, which have passed. The device is asked once: a step's clock and its figures both want it."""
+        """Device time between the two, which have passed. The device is asked once: a step's clock and its
+        figures both want it."""
         if self._ms is None:
             self._ms = device.elapsed_ms(self.before, self.after)
         return self._ms

@@ -1,7 +1,9 @@
-"""One row from start to end in this process: build the stack, run the steps, check the gradients, return plain numbers.
+"""One row from start to end in this process: build the stack, run the steps, check the gradients, return
+plain numbers.
 
-The parent starts a fresh process for each row, because the caching allocator, the pinned pool and the libraries' handles of one row would
-change the next. One invariant: `run` always returns a dictionary with a status (outcome.py).
+The parent starts a fresh process for each row, because the caching allocator, the pinned pool and the
+libraries' handles of one row would change the next. One invariant: `run` always returns a dictionary with a
+status (outcome.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,17 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "megatron_all": peers.MegatronRow,
 }
 DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
-    "W1": ("nothing", "checkpoint", "selective", "save_on_cpu", "ours_attention", "ours_all", "trl", "megatron_attention", "megatron_all"),
+    "W1": (
+        "nothing",
+        "checkpoint",
+        "selective",
+        "save_on_cpu",
+        "ours_attention",
+        "ours_all",
+        "trl",
+        "megatron_attention",
+        "megatron_all",
+    ),
     "W2": (
         "nothing",
         "checkpoint",
@@ -97,7 +109,9 @@ def hardware() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "default",
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        or os.environ.get("PYTORCH_ALLOC_CONF")
+        or "default",
     }
     if cuda:
         found |= {
@@ -149,7 +163,8 @@ def _measure(request: RowRequest) -> dict[str, Any]:
         resident_bytes=int(torch.cuda.memory_stats()["active_bytes.all.current"]) if clock.cuda else 0,
     )
     if clock.cuda:
-        torch.cuda.empty_cache()  # the probe's blocks: the first step finds the allocator as a fresh process would
+        # the probe's blocks: the first step finds the allocator as a fresh process would
+        torch.cuda.empty_cache()
     with rows.opened(ROWS[request.row](context)) as row:
         result = _steps(request, row, clock)
     result |= {
@@ -190,7 +205,9 @@ def _gradients(request: RowRequest, row: Row, clock: Clock, reference: Path) -> 
         if len(row.context.workload.actions) > 2:
             return {"verdict": "reference"}
         again = gradients.compare(prints, gradients.gradient_prints(row, clock))
-        return again | {"verdict": "reference" if again["verdict"] == "bitwise" else f"not repeatable: {again['verdict']}"}
+        return again | {
+            "verdict": "reference" if again["verdict"] == "bitwise" else f"not repeatable: {again['verdict']}"
+        }
     if not reference.exists():
         return {"verdict": "no reference"}
     return gradients.compare(gradients.load(reference), prints)
@@ -206,7 +223,11 @@ def _profiled(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     context = row.context
     clear_gradients(context.stack, context.inputs, context.workload.keep_gradients)
     clock.drain()
-    path = Path(request.trace) if request.trace is not None else Path(f"{request.reference or 'bench'}.{request.row}.trace.json")
+    path = (
+        Path(request.trace)
+        if request.trace is not None
+        else Path(f"{request.reference or 'bench'}.{request.row}.trace.json")
+    )
     with profile(activities=activities) as profiler:
         run_step(row, context.workload.actions, clock)
         clock.drain()
@@ -217,5 +238,8 @@ def _profiled(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     step = lanes.summarise_events(events)
     engine, text = row.stats(), lanes.render(step, request.label or request.row)
     if "stall_ms" in engine and step.lanes:
-        text.append(f"  the engine counted {engine['stall_ms']:.1f} ms of stall; compute was idle {step.lanes[0].idle_ms:.1f} ms")
+        text.append(
+            f"  the engine counted {engine['stall_ms']:.1f} ms of stall; compute was idle "
+            f"{step.lanes[0].idle_ms:.1f} ms"
+        )
     return {"text": text, "step": asdict(step), "engine": engine}

@@ -1,8 +1,10 @@
-"""Are a row's gradients those of the row without offload? Told from fingerprints, so that no process keeps another's gradients.
+"""Are a row's gradients those of the row without offload? Told from fingerprints, so that no process keeps
+another's gradients.
 
-A fingerprint is a sum over all elements of (bits x a weight that depends on the position), modulo 2^64: equal tensors have equal
-fingerprints, and a change of any element changes it. A strided sample of each gradient gives the size of a difference.
-One invariant: the step that is compared runs under torch's deterministic algorithms, and it is never one of the timed steps.
+A fingerprint is a sum over all elements of (bits x a weight that depends on the position), modulo 2^64: equal
+tensors have equal fingerprints, and a change of any element changes it. A strided sample of each gradient
+gives the size of a difference. One invariant: the step that is compared runs under torch's deterministic
+algorithms, and it is never one of the timed steps.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ CUBLAS_WORKSPACE = ":4096:8"
 """What cuBLAS wants for deterministic results; on Hopper it is torch's default size as well."""
 _CHUNK = 1 << 22
 _SAMPLE = 2048
-_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed word: an odd multiplier spreads positions over all bits
+# 0x9E3779B97F4A7C15 as a signed word: an odd multiplier spreads positions over all bits
+_ODD = -7046029254386353131
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,7 +37,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
-        weights = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=tensor.device) * _ODD
+        weights = (
+            torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=tensor.device) * _ODD
+        )
         weights ^= weights >> 29
         total += (part * (weights | 1)).sum()
     return total
@@ -69,8 +74,13 @@ def gradient_prints(row: Row, clock: Clock) -> dict[str, Any]:
         raise RuntimeError(f"{len(missing)} of {len(named)} tensors got no gradient, first {missing[0]}")
     grads = {name: grad for name, grad in named.items() if grad is not None}
     prints = torch.stack([fingerprint(grad) for grad in grads.values()]).tolist()
-    samples = [grad.detach().flatten()[:: max(1, grad.numel() // _SAMPLE)].float().cpu() for grad in grads.values()]
-    return {"prints": dict(zip(grads, prints, strict=True)), "samples": dict(zip(grads, samples, strict=True))}
+    samples = [
+        grad.detach().flatten()[:: max(1, grad.numel() // _SAMPLE)].float().cpu() for grad in grads.values()
+    ]
+    return {
+        "prints": dict(zip(grads, prints, strict=True)),
+        "samples": dict(zip(grads, samples, strict=True)),
+    }
 
 
 def save(path: Path, prints: dict[str, Any]) -> None:
@@ -83,7 +93,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def compare(reference: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    """verdict: "bitwise", "differs R" (the largest difference in the samples over the largest gradient), or "not finite"."""
+    """verdict: "bitwise", "differs R" (the largest difference in the samples over the largest gradient), or
+    "not finite"."""
     equal = [name for name, value in reference["prints"].items() if mine["prints"].get(name) == value]
     largest = worst = 0.0
     finite = True
@@ -92,7 +103,11 @@ def compare(reference: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
         finite = finite and bool(torch.isfinite(sample).all()) and bool(torch.isfinite(expected).all())
         largest = max(largest, float(expected.abs().max()))
         worst = max(worst, float((sample - expected).abs().max()))
-    verdict = "bitwise" if len(equal) == len(reference["prints"]) else f"differs {worst / largest if largest else worst:.1e}"
+    verdict = (
+        "bitwise"
+        if len(equal) == len(reference["prints"])
+        else f"differs {worst / largest if largest else worst:.1e}"
+    )
     return {
         "verdict": verdict if finite else "not finite",
         "tensors": len(reference["prints"]),

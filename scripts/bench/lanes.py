@@ -1,7 +1,9 @@
-"""How busy each lane of the device was in one step, read from a profiler trace: so that one sees where time goes without a viewer.
+"""How busy each lane of the device was in one step, read from a profiler trace: so that one sees where time
+goes without a viewer.
 
-Pure: it takes the events of a chrome trace (dictionaries with cat, name, ts, dur in microseconds) and returns numbers and text.
-One invariant: a lane is busy when at least one of its operations runs; operations that overlap count once.
+Pure: it takes the events of a chrome trace (dictionaries with cat, name, ts, dur in microseconds) and returns
+numbers and text. One invariant: a lane is busy when at least one of its operations runs; operations that
+overlap count once.
 """
 
 from __future__ import annotations
@@ -10,7 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LANES", "Gap", "LaneUse", "StepLanes", "lane_of", "merge", "overlap_us", "render", "summarise_events"]
+__all__ = [
+    "LANES",
+    "Gap",
+    "LaneUse",
+    "StepLanes",
+    "lane_of",
+    "merge",
+    "overlap_us",
+    "render",
+    "summarise_events",
+]
 
 LANES = ("compute", "d2h", "h2d")
 Interval = tuple[float, float]
@@ -89,7 +101,9 @@ def overlap_us(first: Sequence[Interval], second: Sequence[Interval]) -> float:
     return total
 
 
-def summarise_events(events: Iterable[Mapping[str, Any]], *, gap_threshold_ms: float = 0.2, longest: int = 4, slots: int = 72) -> StepLanes:
+def summarise_events(
+    events: Iterable[Mapping[str, Any]], *, gap_threshold_ms: float = 0.2, longest: int = 4, slots: int = 72
+) -> StepLanes:
     """One step's lanes from the events of its trace."""
     found: dict[str, list[Interval]] = {name: [] for name in LANES}
     nbytes = dict.fromkeys(LANES, 0)
@@ -120,7 +134,10 @@ def summarise_events(events: Iterable[Mapping[str, Any]], *, gap_threshold_ms: f
                 nbytes=nbytes[name],
                 gap_count=len(gaps),
                 gap_ms=sum(end - start for start, end in gaps) / 1e3,
-                longest=tuple(_gap(gap, first, {other: busy[other] for other in LANES if other != name}) for gap in worst),
+                longest=tuple(
+                    _gap(gap, first, {other: busy[other] for other in LANES if other != name})
+                    for gap in worst
+                ),
                 busy_share=_shares(busy[name], first, last, slots),
             )
         )
@@ -135,22 +152,30 @@ def summarise_events(events: Iterable[Mapping[str, Any]], *, gap_threshold_ms: f
 
 
 def render(step: StepLanes, label: str) -> list[str]:
-    """A few lines a lane: totals, the longest gaps, and a strip with a digit of busyness a slot (# is full, blank is idle)."""
+    """A few lines a lane: totals, the longest gaps, and a strip with a digit of busyness a slot (# is full,
+    blank is idle)."""
     if not step.lanes:
         return [f"lanes of {label}: the trace holds no device operations"]
     lines = [
-        f"lanes of {label}: span {step.span_ms:.1f} ms, all idle {step.all_idle_ms:.1f}; compute idle while h2d ran "
+        f"lanes of {label}: span {step.span_ms:.1f} ms, all idle {step.all_idle_ms:.1f}; compute idle while "
+        "h2d ran "
         f"{step.compute_idle_while_h2d_ms:.1f}, while d2h ran {step.compute_idle_while_d2h_ms:.1f}"
     ]
     for lane in step.lanes:
-        moved = f", {lane.nbytes / 1e9:.2f} GB at {lane.gigabytes_per_s:.1f} GB/s" if lane.nbytes and lane.name != "compute" else ""
+        moved = (
+            f", {lane.nbytes / 1e9:.2f} GB at {lane.gigabytes_per_s:.1f} GB/s"
+            if lane.nbytes and lane.name != "compute"
+            else ""
+        )
         lines.append(
-            f"  {lane.name:<7} busy {lane.busy_ms:8.1f} idle {lane.idle_ms:8.1f} ms, {lane.operations} ops{moved}; "
+            f"  {lane.name:<7} busy {lane.busy_ms:8.1f} idle {lane.idle_ms:8.1f} ms, {lane.operations} "
+            f"ops{moved}; "
             f"{lane.gap_count} gaps, {lane.gap_ms:.1f} ms"
         )
         if lane.longest:
             gaps = "; ".join(
-                f"{gap.length_ms:.1f} at {gap.start_ms:.0f} ({', '.join(f'{name} {ms:.1f}' for name, ms in gap.others_ms.items())})"
+                f"{gap.length_ms:.1f} at {gap.start_ms:.0f} "
+                f"({', '.join(f'{name} {ms:.1f}' for name, ms in gap.others_ms.items())})"
                 for gap in lane.longest
             )
             lines.append(f"          longest: {gaps}")
@@ -185,4 +210,7 @@ def _shares(busy: Sequence[Interval], first: float, last: float, slots: int) -> 
     width = (last - first) / slots
     if width <= 0:
         return (0.0,) * slots
-    return tuple(overlap_us([(first + slot * width, first + (slot + 1) * width)], busy) / width for slot in range(slots))
+    return tuple(
+        overlap_us([(first + slot * width, first + (slot + 1) * width)], busy) / width
+        for slot in range(slots)
+    )

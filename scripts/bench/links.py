@@ -1,7 +1,8 @@
 """The rates of the host link, measured in the run whose rows are judged by them.
 
-Pinned copies on two side streams: each direction alone, then both at once; by one GPU, or by several in step. One invariant: the rate is
-bytes over device time by events, after a warm-up copy of each buffer, and both directions start behind one event when they run together.
+Pinned copies on two side streams: each direction alone, then both at once; by one GPU, or by several in step.
+One invariant: the rate is bytes over device time by events, after a warm-up copy of each buffer, and both
+directions start behind one event when they run together.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SIMULATED = LinkRates(d2h=55e9, h2d=55e9, duplex_d2h=50e9, duplex_h2d=50e9, meas
 def measure_links(line_up: Callable[[], None] | None = None) -> LinkRates:
     """Block for about two seconds and return the medians.
 
-    line_up: a barrier over the ranks that copy at the same time, called before each of the timed runs (of 60 ms).
+    line_up: a barrier over the ranks that copy at the same time, called before each of the timed runs (of 60
+        ms).
     """
     nbytes, copies, repeats = _BYTES, _COPIES, _REPEATS
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]

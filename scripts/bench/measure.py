@@ -1,8 +1,10 @@
-"""Run one row's steps and write down what each cost: device time, host time, memory three ways, and what the engine says.
+"""Run one row's steps and write down what each cost: device time, host time, memory three ways, and what the
+engine says.
 
-Times are of the compute lane, by events, so that a step ends when its last kernel does; the wall clock is kept beside it. Memory
-is `active_bytes.all.peak` and reserved, because `max_memory_allocated` leaves out blocks that `record_stream` still holds.
-One invariant: nothing synchronises inside a step; peaks are reset and the device drained between steps only.
+Times are of the compute lane, by events, so that a step ends when its last kernel does; the wall clock is
+kept beside it. Memory is `active_bytes.all.peak` and reserved, because `max_memory_allocated` leaves out
+blocks that `record_stream` still holds. One invariant: nothing synchronises inside a step; peaks are reset
+and the device drained between steps only.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class StepCost:
     step_ms: float
     wall_ms: float
     host_ms: float
-    """The Python calls alone. On a step of more than about a thousand kernels the launch queue fills, and this follows the step."""
+    """The Python calls alone. On a step of more than about a thousand kernels the launch queue fills, and
+    this follows the step."""
     forward_ms: list[float]
     backward_ms: list[float]
     memory: dict[str, int]

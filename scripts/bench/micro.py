@@ -1,22 +1,29 @@
-"""Host cost of one saved tensor: through this project's hooks, kept or moved, against the bare calls that a move cannot do without.
+"""Host cost of one saved tensor: through this project's hooks, kept or moved, against the bare calls that a
+move cannot do without.
 
-A chain of sines saves one new storage an operation, and nothing but the graph holds it. A step builds four chains, each on a leaf of its
-own: `live` tensors that stay alive, a probe with many tensors a group, a probe with few, and a tail, which has the group that a plan keeps
-for the end of the forward and the bytes that are still on their way when it ends. Then it runs their backwards, the last chain first. From
-the two probes follow the cost of a tensor and that of a group with its marks. Both caps in flight are a few dozen tensors: where the probes
-begin, in either direction, spills are settled and restores are fetched at the rate at which tensors come, whatever is alive.
+A chain of sines saves one new storage an operation, and nothing but the graph holds it. A step builds four
+chains, each on a leaf of its
+own: `live` tensors that stay alive, a probe with many tensors a group, a probe with few, and a tail, which
+has the group that a plan keeps for the end of the forward and the bytes that are still on their way when it
+ends. Then it runs their backwards, the last chain first. From the two probes follow the cost of a tensor and
+that of a group with its marks. Both caps in flight are a few dozen tensors: where the probes begin, in either
+direction, spills are settled and restores are fetched at the rate at which tensors come, whatever is alive.
 
-What is timed: the Python calls of each probe's forward (marks, hooks, operators, pack, commit, copies issued) and of its backward (the
-engine's call, unpack, restores issued, marks), each from a drained device, and less what Python's cyclic collector took meanwhile. Next to
-every marked step the same step is run without marks, hooks or manager. A tensor's own cost is the median, over such pairs, of their
-difference: what disturbs a host adds to few of the steps, and a pair is over before the host's speed has drifted.
+What is timed: the Python calls of each probe's forward (marks, hooks, operators, pack, commit, copies issued)
+and of its backward (the engine's call, unpack, restores issued, marks), each from a drained device, and less
+what Python's cyclic collector took meanwhile. Next to every marked step the same step is run without marks,
+hooks or manager. A tensor's own cost is the median, over such pairs, of their
+difference: what disturbs a host adds to few of the steps, and a pair is over before the host's speed has
+    drifted.
 
-Where a collection lands is chance, and a full one in the middle of a probe would be charged to its few tensors; its cost is no chance.
-So the collector is timed by its own callbacks over whole steps, and what the marked steps have more of is divided by all their
-tensors: a mean, because collections are rare and each belongs to the tensors of many steps. The total is own and collector together.
+Where a collection lands is chance, and a full one in the middle of a probe would be charged to its few
+tensors; its cost is no chance. So the collector is timed by its own callbacks over whole steps, and what the
+marked steps have more of is divided by all their
+tensors: a mean, because collections are rare and each belongs to the tensors of many steps. The total is own
+    and collector together.
 
-One invariant: only Python calls are timed, between drained devices, and a probe is short enough for the launch queue, so that no call
-waits for the device.
+One invariant: only Python calls are timed, between drained devices, and a probe is short enough for the
+launch queue, so that no call waits for the device.
 """
 
 from __future__ import annotations
@@ -39,8 +46,8 @@ _FEW, _MANY = 4, 32
 """Tensors a group."""
 
 _PROBE = 128
-"""Tensors. In a moved probe's backward each has two kernels, a copy and a share of its piece's events and waits: about 5 launches,
-of the 1,000 or so that CUDA queues before a launch waits."""
+"""Tensors. In a moved probe's backward each has two kernels, a copy and a share of its piece's events and
+waits: about 5 launches, of the 1,000 or so that CUDA queues before a launch waits."""
 
 _WINDOW = 32
 """Tensors in flight in either direction, at most."""
@@ -50,12 +57,13 @@ _WARMUP = 4  # steps: one shows the groups, one is noted where they stay, and to
 _PAIRS = (7, 48)  # at least and at most, of a case and a number of live tensors
 _PAIRS_S = 4.0  # no pair is begun after so many seconds, but for the least
 _CASES = ("small", "kept", "moved")
-"""small: below the smallest size that may leave. kept: could leave, the plan keeps it (fraction 0). moved: leaves and comes back."""
+"""small: below the smallest size that may leave. kept: could leave, the plan keeps it (fraction 0). moved:
+leaves and comes back."""
 
 
 class Collector:
-    """What Python's cyclic collector has done since this was entered, as it says itself. seconds: in it, on any thread. full: collections
-    of everything that is alive."""
+    """What Python's cyclic collector has done since this was entered, as it says itself. seconds: in it, on
+    any thread. full: collections of everything that is alive."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -133,7 +141,8 @@ class _Bench:
 
 @dataclass(slots=True)
 class _StepCost:
-    """Microseconds a tensor of the two probes without the collector's; seconds of the collector's in the whole step."""
+    """Microseconds a tensor of the two probes without the collector's; seconds of the collector's in the
+    whole step."""
 
     forward_us: dict[int, float] = field(default_factory=dict)  # by tensors a group
     backward_us: dict[int, float] = field(default_factory=dict)
@@ -141,7 +150,8 @@ class _StepCost:
     full_collections: int = 0
 
     def tensor_us(self, plain: _StepCost) -> tuple[float, float]:
-        """(forward, backward) of a tensor over the plain step: with n tensors a group it is tensor + group / n."""
+        """(forward, backward) of a tensor over the plain step: with n tensors a group it is tensor + group /
+        n."""
         forward, backward = (
             (_MANY * (marked[_MANY] - bare[_MANY]) - _FEW * (marked[_FEW] - bare[_FEW])) / (_MANY - _FEW)
             for marked, bare in ((self.forward_us, plain.forward_us), (self.backward_us, plain.backward_us))
@@ -149,7 +159,9 @@ class _StepCost:
         return forward, backward
 
     def group_us(self, plain: _StepCost) -> float:
-        few = self.forward_us[_FEW] - plain.forward_us[_FEW] + self.backward_us[_FEW] - plain.backward_us[_FEW]
+        few = (
+            self.forward_us[_FEW] - plain.forward_us[_FEW] + self.backward_us[_FEW] - plain.backward_us[_FEW]
+        )
         return _FEW * (few - sum(self.tensor_us(plain)))
 
 
@@ -229,12 +241,15 @@ def _step(bench: _Bench, live: int, manager: Any | None) -> _StepCost:
 
 
 class _BareCalls:
-    """The calls that moving a tensor takes at least: two copies, one allocation, and a group's share of two events and two waits."""
+    """The calls that moving a tensor takes at least: two copies, one allocation, and a group's share of two
+    events and two waits."""
 
     def __init__(self, bench: _Bench) -> None:
         self._bench = bench
         self._source = torch.rand(bench.elements, device=bench.device, dtype=bench.dtype)
-        self._host = torch.empty(bench.probe, bench.elements, dtype=bench.dtype, pin_memory=bench.clock.cuda).unbind()
+        self._host = torch.empty(
+            bench.probe, bench.elements, dtype=bench.dtype, pin_memory=bench.clock.cuda
+        ).unbind()
 
     def us(self) -> float:
         """Microseconds a tensor, once."""
@@ -258,7 +273,8 @@ class _BareCalls:
 
 
 def measure_micro(lives: Sequence[int], *, tiny: bool) -> dict[str, Any]:
-    """Costs for each case and number of live tensors, with Python's collector as the process has it. tiny: on the simulated device."""
+    """Costs for each case and number of live tensors, with Python's collector as the process has it. tiny: on
+    the simulated device."""
     device = torch.device("cpu" if tiny else "cuda")
     seconds = {"set-up": 0.0, "steps": 0.0}
     costs: list[MicroCost] = []
@@ -277,12 +293,19 @@ def measure_micro(lives: Sequence[int], *, tiny: bool) -> dict[str, Any]:
     return {
         "elements": bench.elements,
         "seconds": seconds,
-        "costs": [asdict(cost) | {"own_us": cost.own_us, "total_us": cost.total_us, "over_bare_us": cost.over_bare_us} for cost in costs],
+        "costs": [
+            asdict(cost)
+            | {"own_us": cost.own_us, "total_us": cost.total_us, "over_bare_us": cost.over_bare_us}
+            for cost in costs
+        ],
     }
 
 
-def _measure_case(bench: _Bench, case: str, live: int, bare: _BareCalls, seconds: dict[str, float], *, tiny: bool) -> MicroCost:
-    """Pairs of a marked and a plain step with a manager of their own. seconds: added to, by what they went into."""
+def _measure_case(
+    bench: _Bench, case: str, live: int, bare: _BareCalls, seconds: dict[str, float], *, tiny: bool
+) -> MicroCost:
+    """Pairs of a marked and a plain step with a manager of their own. seconds: added to, by what they went
+    into."""
     import offload
 
     num_tensors = live + 2 * bench.probe + _TAIL
@@ -314,11 +337,18 @@ def _measure_case(bench: _Bench, case: str, live: int, bare: _BareCalls, seconds
         offload.PipelineOffloadManager.reset_instance()
     seconds["steps"] += done - ready
     seconds["set-up"] += ready - began + time.perf_counter() - done
-    return _cost_of(case, live, num_tensors, pairs, median(bare_us), stats.spilled / stats.saved if stats.saved else 0.0)
+    return _cost_of(
+        case, live, num_tensors, pairs, median(bare_us), stats.spilled / stats.saved if stats.saved else 0.0
+    )
 
 
 def _cost_of(
-    case: str, live: int, num_tensors: int, pairs: Sequence[tuple[_StepCost, _StepCost]], bare_us: float, moved_share: float
+    case: str,
+    live: int,
+    num_tensors: int,
+    pairs: Sequence[tuple[_StepCost, _StepCost]],
+    bare_us: float,
+    moved_share: float,
 ) -> MicroCost:
     tensor_us = [marked.tensor_us(plain) for marked, plain in pairs]
     low, _, high = statistics.quantiles([sum(both) for both in tensor_us], n=4)
@@ -342,15 +372,21 @@ def micro_lines(result: dict[str, Any]) -> list[str]:
     """A line for each case and number of live tensors."""
     seconds = result["seconds"]
     lines = [
-        f"host cost a saved tensor over the same chain without marks; set-up {seconds['set-up']:.0f} s, steps {seconds['steps']:.0f} s"
-        + ("" if gc.isenabled() else "; Python's cyclic collector is off")
+        f"host cost a saved tensor over the same chain without marks; set-up {seconds['set-up']:.0f} s, "
+        f"steps {seconds['steps']:.0f} s" + ("" if gc.isenabled() else "; Python's cyclic collector is off")
     ]
     for cost in result["costs"]:
         full = f"{cost['full_collections']} full in {cost['pairs']} steps"
-        over = f"; bare calls {cost['bare_us']:.1f}, over them {cost['over_bare_us']:+.1f}" if cost["case"] == "moved" else ""
+        over = (
+            f"; bare calls {cost['bare_us']:.1f}, over them {cost['over_bare_us']:+.1f}"
+            if cost["case"] == "moved"
+            else ""
+        )
         lines.append(
-            f"  {cost['case']:<6} {cost['live']:>6} live: forward {cost['forward_us']:5.1f} backward {cost['backward_us']:5.1f} "
-            f"(quartiles {cost['spread_us']:.1f} apart) collector {cost['collector_us']:4.1f} ({full}) total {cost['total_us']:5.1f} us, "
+            f"  {cost['case']:<6} {cost['live']:>6} live: forward {cost['forward_us']:5.1f} backward "
+            f"{cost['backward_us']:5.1f} "
+            f"(quartiles {cost['spread_us']:.1f} apart) collector {cost['collector_us']:4.1f} ({full}) total "
+            f"{cost['total_us']:5.1f} us, "
             f"a group {cost['group_us']:5.1f} us, {100 * cost['moved_share']:.0f}% left{over}"
         )
     return lines

@@ -1,7 +1,9 @@
-"""What the optimizer rows run: a stack of fused blocks, its microbatches, and the optimizers that step it, ours and others'.
+"""What the optimizer rows run: a stack of fused blocks, its microbatches, and the optimizers that step it,
+ours and others'.
 
-W4: 6 layers, fused qkv (hidden x 3 hidden) and fused gate and up, sequence 4096, 1.46 G parameters, AdamW (lr 1e-4, betas 0.9 and 0.95,
-weight decay 0.1). One invariant: every row trains the same weights on the same numbers; only the optimizer differs.
+W4: 6 layers, fused qkv (hidden x 3 hidden) and fused gate and up, sequence 4096, 1.46 G parameters, AdamW (lr
+1e-4, betas 0.9 and 0.95, weight decay 0.1). One invariant: every row trains the same weights on the same
+numbers; only the optimizer differs.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
         q, k, v = self.qkv(self.attn_norm(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, sequence, hidden)
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, sequence, hidden)
+        )
         x = x + self.output(attended)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
@@ -81,9 +87,16 @@ class FusedStack(nn.Module):
         parameter = next(self.parameters())
         generator = torch.Generator(device=parameter.device).manual_seed(number)
         size = (1, self.shape.sequence, self.shape.hidden)
-        x, y = (torch.randn(size, device=parameter.device, dtype=torch.float32, generator=generator) for _ in range(2))
+        x, y = (
+            torch.randn(size, device=parameter.device, dtype=torch.float32, generator=generator)
+            for _ in range(2)
+        )
         cuda = parameter.device.type == "cuda"
-        cast = torch.autocast("cuda", torch.bfloat16) if cuda and parameter.dtype is torch.float32 else nullcontext()
+        cast = (
+            torch.autocast("cuda", torch.bfloat16)
+            if cuda and parameter.dtype is torch.float32
+            else nullcontext()
+        )
         with cast:
             out = self(x if parameter.dtype is torch.float32 else x.to(parameter.dtype))
         return F.mse_loss(out.float(), y)
@@ -108,7 +121,13 @@ class Made:
 
 
 def _ours(
-    model: nn.Module, *, fraction: float = 1.0, attached: bool = True, max_norm: float = 1.0, rests: bool = True, **options: Any
+    model: nn.Module,
+    *,
+    fraction: float = 1.0,
+    attached: bool = True,
+    max_norm: float = 1.0,
+    rests: bool = True,
+    **options: Any,
 ) -> Made:
     """max_norm: where a row clips. rests: after a step that was undone the next ones do not start early."""
     from offload import OffloadEngine
@@ -127,11 +146,19 @@ def _ours(
         finally:
             pinning.append(time.perf_counter() - asked)
 
-    import_compiler()  # torch's optimizers import it when the first one of a process is built: 3 s that are nobody's construction
+    # torch's optimizers import it when the first one of a process is built: 3 s that are nobody's
+    # construction
+    import_compiler()
     engine.arena.contiguous = timed  # type: ignore[method-assign]
     began = time.perf_counter()
     optimizer = HybridDeviceOptimizer(
-        model.parameters(), fraction, engine=engine, model=model if attached else None, fused=cuda or None, **ADAMW, **options
+        model.parameters(),
+        fraction,
+        engine=engine,
+        model=model if attached else None,
+        fused=cuda or None,
+        **ADAMW,
+        **options,
     )
     if cuda:
         torch.cuda.synchronize()
@@ -203,8 +230,9 @@ OURS: dict[str, dict[str, Any]] = {
     "ours_alone_cpu": {"attached": False, "cpu_share": 1.0},
     "ours_alone_streamed": {"attached": False, "cpu_share": 0.0},
 }
-"""Rows of ours, by how the optimizer is made. Not attached to the model, step() waits for every weight. Where rows are clipped,
-ours_undoable never is in truth, so that every step that started early counts; ours_undone always is, and every such step is undone."""
+"""Rows of ours, by how the optimizer is made. Not attached to the model, step() waits for every weight. Where
+rows are clipped, ours_undoable never is in truth, so that every step that started early counts; ours_undone
+always is, and every such step is undone."""
 
 OTHERS: dict[str, Callable[[nn.Module], Made]] = {
     "gpu_fused": lambda model: _gpu(model, fused=True),

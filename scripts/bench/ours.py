@@ -1,7 +1,8 @@
 """The rows of this project: which groups leave, what the engine is told, and what it is given before step 1.
 
-The block's marks call the public functions; each forward, backward and step is announced as a pipeline stage would announce it.
-One invariant: what the command line leaves open is not passed on, so that the engine's own defaults are what is measured.
+The block's marks call the public functions; each forward, backward and step is announced as a pipeline stage
+would announce it. One invariant: what the command line leaves open is not passed on, so that the engine's own
+defaults are what is measured.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from bench.rows import GB, Pinned, Row, RowContext, RowOptions, SkippedError, checkpointed, kept_operators, stack_call
+from bench.rows import (
+    GB,
+    Pinned,
+    Row,
+    RowContext,
+    RowOptions,
+    SkippedError,
+    checkpointed,
+    kept_operators,
+    stack_call,
+)
 from bench.workload import ATTENTION_GROUPS, BLOCK_INPUT, GROUPS, Marks, live_peak_chunks
 
 __all__ = [
@@ -55,15 +66,17 @@ def saved_limit_bytes(options: RowOptions, resident_bytes: int) -> int | None:
     left = options.total_limit_bytes - resident_bytes - options.working_set_bytes
     if left <= 0:
         raise SkippedError(
-            f"a total of {options.total_limit_bytes / GB:.1f} GB leaves nothing for saved tensors: {resident_bytes / GB:.1f} GB are "
-            f"resident and {options.working_set_bytes / GB:.1f} GB are set aside for the working set; raise --device-limit-gb"
+            f"a total of {options.total_limit_bytes / GB:.1f} GB leaves nothing for saved tensors: "
+            f"{resident_bytes / GB:.1f} GB are "
+            f"resident and {options.working_set_bytes / GB:.1f} GB are set aside for the working set; raise "
+            "--device-limit-gb"
         )
     return left
 
 
 def host_reserve_bytes(live_peak_bytes: int, host_limit_bytes: int) -> int:
-    """Pinned bytes to reserve before step 1: all that is live at once and may leave, because the first step sends everything. What the
-    plan keeps is given back once it has settled."""
+    """Pinned bytes to reserve before step 1: all that is live at once and may leave, because the first step
+    sends everything. What the plan keeps is given back once it has settled."""
     return min(live_peak_bytes, host_limit_bytes)
 
 
@@ -73,7 +86,11 @@ class OurMarks:
     def __init__(self) -> None:
         import offload
 
-        self._start, self._commit, self._hooks = offload.group_start, offload.group_commit, offload.offload_hooks
+        self._start, self._commit, self._hooks = (
+            offload.group_start,
+            offload.group_commit,
+            offload.offload_hooks,
+        )
 
     def start(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return self._start(tensor, name)
@@ -126,7 +143,9 @@ class Ours(Row):
         }
         config = offload.OffloadConfig(**{name: value for name, value in given.items() if value is not None})
         began = time.perf_counter()
-        manager = offload.configure(config, device="cuda" if self.context.device.type == "cuda" else "sim", print_summary=False)
+        manager = offload.configure(
+            config, device="cuda" if self.context.device.type == "cuda" else "sim", print_summary=False
+        )
         self.reserve_ms = (time.perf_counter() - began) * 1e3
         manager.register_parameters(self.context.stack)
         self.notes = {"config": asdict(config), "live_movable_bytes": live, "groups": list(self.groups)}
@@ -197,11 +216,12 @@ class OursBlockInputs(Ours):
 
 
 class OursSelective(OursBlockInputs):
-    """Each block checkpointed, matrix products and attention kept; what is kept and the block's input leave, in a group a block.
+    """Each block checkpointed, matrix products and attention kept; what is kept and the block's input leave,
+    in a group a block.
 
-    chunk_bytes: what a forward saves, by a probe of one block. bound_cap_bytes: the cap that the bound is computed with. While a block
-    runs backward, all that its recompute saves is autograd's and not the engine's, so the engine gets less of a total limit; the bound
-    does not.
+    chunk_bytes: what a forward saves, by a probe of one block. bound_cap_bytes: the cap that the bound is
+    computed with. While a block runs backward, all that its recompute saves is autograd's and not the
+    engine's, so the engine gets less of a total limit; the bound does not.
     """
 
     def __init__(self, context: RowContext) -> None:
@@ -233,7 +253,8 @@ class OursSelective(OursBlockInputs):
 
 
 class _KeptBytes(TorchDispatchMode):
-    """Counts outputs of `operators` after which autograd still saves something: those that a recompute reads."""
+    """Counts outputs of `operators` after which autograd still saves something: those that a recompute
+    reads."""
 
     def __init__(self, operators: frozenset[Any], min_elements: int) -> None:
         super().__init__()
@@ -246,7 +267,11 @@ class _KeptBytes(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         if func in self._operators:
             tensors = made if isinstance(made, (tuple, list)) else (made,)
-            sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor) and t.numel() >= self._min_elements]
+            sizes = [
+                t.numel() * t.element_size()
+                for t in tensors
+                if isinstance(t, torch.Tensor) and t.numel() >= self._min_elements
+            ]
             self._latest += sum(sizes)
         return made
 

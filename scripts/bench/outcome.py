@@ -34,20 +34,33 @@ def outcome(about: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) 
         result |= {"status": "skipped", "reason": str(error)}
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
-        result |= {"status": "failed", "reason": f"{type(error).__name__}: {first_line}", "traceback": traceback.format_exc()}
+        result |= {
+            "status": "failed",
+            "reason": f"{type(error).__name__}: {first_line}",
+            "traceback": traceback.format_exc(),
+        }
     result["process_s"] = time.perf_counter() - began
     return result
 
 
 def outcome_of_process(
-    script: Path, request: str, out: Path, about: Mapping[str, Any], *, timeout_s: float, environment: Mapping[str, str]
+    script: Path,
+    request: str,
+    out: Path,
+    about: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What `script --child request --child-out out` leaves in `out`; a process that dies, or takes too long, is a failed row."""
+    """What `script --child request --child-out out` leaves in `out`; a process that dies, or takes too long,
+    is a failed row."""
     out.unlink(missing_ok=True)
     failed = {**about, "status": "failed"}
     command = [sys.executable, str(script), "--child", request, "--child-out", str(out)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=dict(environment), check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env=dict(environment), check=False
+        )
     except subprocess.TimeoutExpired:
         return failed | {"reason": f"took longer than --row-timeout-s {timeout_s:.0f}"}
     last = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -1,7 +1,9 @@
-"""Rows of other projects, where they are installed: TRL's OffloadActivations and Megatron-core's fine-grained engine.
+"""Rows of other projects, where they are installed: TRL's OffloadActivations and Megatron-core's fine-grained
+engine.
 
-Both are imported when their row starts and never before; neither is a dependency. One invariant: each is driven through its
-public interface as its own trainer drives it, and what had to be put in place around it is written in the row's notes.
+Both are imported when their row starts and never before; neither is a dependency. One invariant: each is
+driven through its public interface as its own trainer drives it, and what had to be put in place around it is
+written in the row's notes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def _needs_cuda(context: RowContext, what: str) -> None:
 
 
 class TrlRow(Row):
-    """TRL's context around the step where one forward is live at a time (as its trainer does), else one around each forward."""
+    """TRL's context around the step where one forward is live at a time (as its trainer does), else one
+    around each forward."""
 
     moves_all_groups = True
 
@@ -48,7 +51,10 @@ class TrlRow(Row):
             one.update_model_params(context.stack)
         self._whole_step = len(microbatches) == 1
         self._stack = ExitStack()
-        self.notes = {"trl": _version("trl"), "context": "whole step" if self._whole_step else "one around each forward"}
+        self.notes = {
+            "trl": _version("trl"),
+            "context": "whole step" if self._whole_step else "one around each forward",
+        }
 
     def begin_step(self) -> None:
         if self._whole_step:
@@ -108,7 +114,8 @@ class MegatronRow(Row):
         module = _imported("megatron.core.pipeline_parallel.fine_grained_activation_offload", "megatron-core")
         _needs_cuda(context, "Megatron-core's engine")
         self._interface = module.FineGrainedActivationOffloadingInterface
-        self._positional_rank = hasattr(module, "OffloadTensorPool")  # 0.19: pp_rank comes first, three more follow
+        # 0.19: pp_rank comes first, three more follow
+        self._positional_rank = hasattr(module, "OffloadTensorPool")
         self.notes = {"megatron-core": _version("megatron-core"), "in_place": self._prepare_surroundings()}
         context.stack.mark(_MegatronMarks(module), groups)
 
@@ -116,12 +123,16 @@ class MegatronRow(Row):
         """What the engine expects of a Megatron run and does not bring itself."""
         done = []
         if not torch.distributed.is_initialized():  # its summary table gathers over ranks
-            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            torch.distributed.init_process_group(
+                "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+            )
             done.append("one-rank gloo group")
         try:
             extension = importlib.import_module("megatron.core.extensions.transformer_engine")
         except ImportError as error:
-            raise NotInstalledError(f"not installed: megatron-core's transformer_engine extension ({error})") from error
+            raise NotInstalledError(
+                f"not installed: megatron-core's transformer_engine extension ({error})"
+            ) from error
         if getattr(extension, "cpu_offload", None) is None:  # only its flag is written
             extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)  # type: ignore[attr-defined]
             done.append("a stand-in for TransformerEngine's cpu_offload flag")

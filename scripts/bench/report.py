@@ -1,6 +1,7 @@
 """The table, its notes, and the bounds that a row is judged by.
 
-One invariant: a bound is computed from the rates and the baseline of the same run; without them the column is empty. GB is 1e9 bytes.
+One invariant: a bound is computed from the rates and the baseline of the same run; without them the column is
+empty. GB is 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from typing import Any
 from offload.policy.actions import Action, Rates, Work
 from offload.policy.bound import least_step, single_pass_limit_s
 
-__all__ = ["HEADER", "add_bound", "facts_lines", "header_line", "layer_saved_bytes", "notes_lines", "row_line", "work_list"]
+__all__ = [
+    "HEADER",
+    "add_bound",
+    "facts_lines",
+    "header_line",
+    "layer_saved_bytes",
+    "notes_lines",
+    "row_line",
+    "work_list",
+]
 
 GB = 1e9
 _COLUMNS = (
@@ -31,11 +41,16 @@ _COLUMNS = (
     ("x bnd", 6),
     ("gradients", 12),
 )
-HEADER = "active, reserved, pinned, moved in GB of 1e9; h/lent: pinned held over most lent; x none, x bnd: step over baseline, over bound"
+HEADER = (
+    "active, reserved, pinned, moved in GB of 1e9; h/lent: pinned held over most "
+    "lent; x none, x bnd: step over baseline, over bound"
+)
 
 
 def header_line() -> str:
-    return " ".join(f"{name:<{width}}" if at == 0 else f"{name:>{width}}" for at, (name, width) in enumerate(_COLUMNS))
+    return " ".join(
+        f"{name:<{width}}" if at == 0 else f"{name:>{width}}" for at, (name, width) in enumerate(_COLUMNS)
+    )
 
 
 def layer_saved_bytes(result: Mapping[str, Any]) -> int:
@@ -46,7 +61,10 @@ def layer_saved_bytes(result: Mapping[str, Any]) -> int:
 def work_list(baseline: Mapping[str, Any], chunk_bytes: int) -> list[Work]:
     """The step as the bound takes it: the baseline's compute and the bytes of a whole chunk."""
     seconds = {"F": baseline["forward_ms"] * 1e-3, "B": baseline["backward_ms"] * 1e-3}
-    return [Work(Action(kind, stage, microbatch), seconds[kind], chunk_bytes) for kind, stage, microbatch in baseline["actions"]]
+    return [
+        Work(Action(kind, stage, microbatch), seconds[kind], chunk_bytes)
+        for kind, stage, microbatch in baseline["actions"]
+    ]
 
 
 def add_bound(
@@ -59,8 +77,8 @@ def add_bound(
 ) -> None:
     """Put `bound_ms` and what it was computed from into a row's result, where it has a bound.
 
-    selective: torch's selective checkpoint in the same run. A row that keeps and recomputes the same has its compute, the recompute counted
-    in each backward, and its own bytes; without that row it has no bound.
+    selective: torch's selective checkpoint in the same run. A row that keeps and recomputes the same has its
+    compute, the recompute counted in each backward, and its own bytes; without that row it has no bound.
     """
     if baseline is None or link is None or result.get("status") != "ok":
         return
@@ -77,20 +95,31 @@ def add_bound(
         moved = result["engine"].get("spill_bytes") or (chunk_bytes if result["moves_all_groups"] else 0)
         if not moved:
             return
-        bound_s = single_pass_limit_s(baseline["forward_ms"] * 1e-3, baseline["backward_ms"] * 1e-3, moved, link["d2h"], link["h2d"])
+        bound_s = single_pass_limit_s(
+            baseline["forward_ms"] * 1e-3, baseline["backward_ms"] * 1e-3, moved, link["d2h"], link["h2d"]
+        )
         result["bound_of"] = f"moving {moved / GB:.2f} GB in one pass"
     else:
-        rates = Rates(d2h_bytes_per_s=link["d2h"], h2d_bytes_per_s=link["h2d"], duplex_bytes_per_s=link["duplex_d2h"] + link["duplex_h2d"])
+        rates = Rates(
+            d2h_bytes_per_s=link["d2h"],
+            h2d_bytes_per_s=link["h2d"],
+            duplex_bytes_per_s=link["duplex_d2h"] + link["duplex_h2d"],
+        )
         cap = result.get("bound_cap_bytes", result.get("saved_limit_bytes"))
         if cap is None or not (result["moves_all_groups"] or recomputes):
             return
         work = work_list(baseline, chunk_bytes)
         bound = least_step(work, rates, int(cap), slices=slices)
         bound_s = bound.step_s
-        result["bound_of"] = f"saved bytes capped at {cap / GB:.2f} GB; fewest bytes moved {bound.moved_bytes / GB:.1f} GB"
+        result["bound_of"] = (
+            f"saved bytes capped at {cap / GB:.2f} GB; fewest bytes moved {bound.moved_bytes / GB:.1f} GB"
+        )
         result["bound_moved_bytes"] = bound.moved_bytes
     if recomputes:
-        result["bound_of"] += f"; a forward saves {chunk_bytes / GB:.2f} GB; compute of the row selective, {baseline['step_ms']:.0f} ms"
+        result["bound_of"] += (
+            f"; a forward saves {chunk_bytes / GB:.2f} GB; compute of the row selective, "
+            f"{baseline['step_ms']:.0f} ms"
+        )
     result["bound_ms"] = bound_s * 1e3
     result["over_bound"] = result["step_ms"] / result["bound_ms"]
 
@@ -106,7 +135,9 @@ def row_line(result: Mapping[str, Any]) -> str:
         reason = str(result.get("reason", ""))
         status = "" if reason.startswith(result["status"]) else f"{result['status']}: "
         return f"{label:<{_COLUMNS[0][1]}} {status}{reason}"[:200]
-    active, reserved, held, lent = (result[name] / GB for name in ("active_bytes", "reserved_bytes", "pinned_held", "pinned_lent_peak"))
+    active, reserved, held, lent = (
+        result[name] / GB for name in ("active_bytes", "reserved_bytes", "pinned_held", "pinned_lent_peak")
+    )
     engine = result["engine"]
     cells = [
         label,
@@ -126,7 +157,8 @@ def row_line(result: Mapping[str, Any]) -> str:
         str(result.get("gradients", {}).get("verdict", "-")),
     ]
     return " ".join(
-        f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}" for at, (cell, (_, width)) in enumerate(zip(cells, _COLUMNS, strict=True))
+        f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}"
+        for at, (cell, (_, width)) in enumerate(zip(cells, _COLUMNS, strict=True))
     )
 
 
@@ -136,25 +168,35 @@ def facts_lines(baseline: Mapping[str, Any], working_set_bytes: int) -> list[str
     chunk = layer_saved_bytes(baseline) * shape["layers"]
     live = _live_peak(baseline["actions"])
     other = baseline["active_bytes"] - baseline["resident_bytes"] - live * chunk
-    groups = " ".join(f"{name} {group['nbytes'] / 1e6:.0f}" for name, group in baseline["layer_bytes"].items())
+    groups = " ".join(
+        f"{name} {group['nbytes'] / 1e6:.0f}" for name, group in baseline["layer_bytes"].items()
+    )
     lines = [
-        f"{baseline['workload']}: {shape['layers']} layers, sequence {shape['sequence']}; forward {baseline['forward_ms']:.1f} ms, "
-        f"backward {baseline['backward_ms']:.1f} ms; a forward saves {chunk / GB:.3f} GB, at most {live} live",
+        f"{baseline['workload']}: {shape['layers']} layers, sequence {shape['sequence']}; forward "
+        f"{baseline['forward_ms']:.1f} ms, "
+        f"backward {baseline['backward_ms']:.1f} ms; a forward saves {chunk / GB:.3f} GB, at most {live} "
+        "live",
         f"  a layer saves {layer_saved_bytes(baseline) / 1e6:.1f} MB: {groups}",
     ]
     if baseline["active_bytes"]:
         lines.append(
-            f"  active peak {baseline['active_bytes'] / GB:.2f} GB = resident {baseline['resident_bytes'] / GB:.2f} (weights, gradients "
-            f"that stay, inputs) + saved {live * chunk / GB:.2f} + working set {other / GB:.2f} (a total limit sets "
+            f"  active peak {baseline['active_bytes'] / GB:.2f} GB = resident "
+            f"{baseline['resident_bytes'] / GB:.2f} (weights, gradients "
+            f"that stay, inputs) + saved {live * chunk / GB:.2f} + working set {other / GB:.2f} (a total "
+            "limit sets "
             f"{working_set_bytes / GB:.2f} aside for it)"
         )
     return lines
 
 
-def notes_lines(result: Mapping[str, Any], baseline: Mapping[str, Any] | None, checkpoint: Mapping[str, Any] | None = None) -> list[str]:
-    """What does not fit the table: the limit in its two forms, the reservation, what left and what could not, the host's time.
+def notes_lines(
+    result: Mapping[str, Any], baseline: Mapping[str, Any] | None, checkpoint: Mapping[str, Any] | None = None
+) -> list[str]:
+    """What does not fit the table: the limit in its two forms, the reservation, what left and what could not,
+    the host's time.
 
-    checkpoint: the row that recomputes and moves nothing, for the rows that recompute and move the blocks' inputs.
+    checkpoint: the row that recomputes and moves nothing, for the rows that recompute and move the blocks'
+        inputs.
     """
     if result["status"] != "ok":
         return []
@@ -162,7 +204,10 @@ def notes_lines(result: Mapping[str, Any], baseline: Mapping[str, Any] | None, c
     parts = []
     if checkpoint is not None and result["row"].endswith("_inputs"):
         fell = (checkpoint["active_bytes"] - result["active_bytes"]) / GB
-        parts.append(f"{result['step_ms'] / checkpoint['step_ms']:.4f} of checkpoint's step, active {fell:.2f} GB below it")
+        parts.append(
+            f"{result['step_ms'] / checkpoint['step_ms']:.4f} of checkpoint's step, active {fell:.2f} GB "
+            "below it"
+        )
     if result.get("stderr") and result["row"].startswith("ours"):
         parts.append(f"it said: {result['stderr'].strip().splitlines()[-1][:200]}")
     if not engine:
@@ -171,26 +216,32 @@ def notes_lines(result: Mapping[str, Any], baseline: Mapping[str, Any] | None, c
     if total is not None and saved is not None:
         over = (result["active_bytes"] - total) / GB
         parts.append(
-            f"total limit {total / GB:.1f} = saved {saved / GB:.2f} + resident {result['resident_bytes'] / GB:.2f} + working set "
-            f"{result['options']['working_set_bytes'] / GB:.2f} GB; active {'over by' if over > 0 else 'under by'} {abs(over):.2f}"
+            f"total limit {total / GB:.1f} = saved {saved / GB:.2f} + resident "
+            f"{result['resident_bytes'] / GB:.2f} + working set "
+            f"{result['options']['working_set_bytes'] / GB:.2f} GB; active "
+            f"{'over by' if over > 0 else 'under by'} {abs(over):.2f}"
         )
     elif saved is not None:
         parts.append(f"saved limit {saved / GB:.2f} GB")
     reserved = result["notes"].get("config", {}).get("host_reserve_bytes", 0)
     parts.append(f"reserved {reserved / GB:.2f} GB pinned in {result['reserve_ms']:.0f} ms before step 1")
     parts.append(
-        f"tensors saved {engine.get('saved', 0):.0f} kept {engine.get('kept', 0):.0f} left {engine.get('spilled', 0):.0f} refused "
-        f"{engine.get('refused', 0):.0f} ({engine.get('refused_bytes', 0) / GB:.2f} GB); saved on device at most "
+        f"tensors saved {engine.get('saved', 0):.0f} kept {engine.get('kept', 0):.0f} left "
+        f"{engine.get('spilled', 0):.0f} refused "
+        f"{engine.get('refused', 0):.0f} ({engine.get('refused_bytes', 0) / GB:.2f} GB); saved on device at "
+        "most "
         f"{engine.get('device_bytes_peak', 0) / GB:.2f} GB; stalls {engine.get('stall_count', 0):.0f}"
     )
     if baseline is not None and engine.get("saved"):
         fell = (baseline["active_bytes"] - result["active_bytes"]) / GB
         parts.append(
-            f"host {1e3 * (result['host_ms'] - baseline['host_ms']) / engine['saved']:+.1f} us a saved tensor over the baseline; table "
+            f"host {1e3 * (result['host_ms'] - baseline['host_ms']) / engine['saved']:+.1f} us a saved "
+            "tensor over the baseline; table "
             f"{engine.get('table_bytes', 0) / GB:.2f} GB, active fell {fell:.2f} GB"
         )
     parts.append(
-        f"step {result['step_ms_min']:.1f}..{result['step_ms_max']:.1f}; first step's active {result['first_active_bytes'] / GB:.2f} GB"
+        f"step {result['step_ms_min']:.1f}..{result['step_ms_max']:.1f}; first step's active "
+        f"{result['first_active_bytes'] / GB:.2f} GB"
     )
     if "bound_of" in result:
         parts.append(f"bound: {result['bound_of']}")

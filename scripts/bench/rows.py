@@ -1,7 +1,9 @@
-"""The ways to run one step of a workload: what a row is, nothing offloaded, and what torch ships (ours.py and peers.py have the rest).
+"""The ways to run one step of a workload: what a row is, nothing offloaded, and what torch ships (ours.py and
+peers.py have the rest).
 
-A row is a subclass of `Row` that changes how a forward, a backward or a step is wrapped; the stack and the actions are the same
-for all. One invariant: a row that cannot run here raises `NotInstalledError` or `SkippedError` before its first step, with the reason.
+A row is a subclass of `Row` that changes how a forward, a backward or a step is wrapped; the stack and the
+actions are the same for all. One invariant: a row that cannot run here raises `NotInstalledError` or
+`SkippedError` before its first step, with the reason.
 """
 
 from __future__ import annotations
@@ -123,7 +125,9 @@ class Row:
     def _skip_if_pinned_exceeds(self, needed: float, why: str) -> None:
         limit = self.context.options.host_limit_bytes
         if needed > limit:
-            raise SkippedError(f"would pin about {needed / GB:.0f} GB ({why}), --host-limit-gb is {limit / GB:.0f}")
+            raise SkippedError(
+                f"would pin about {needed / GB:.0f} GB ({why}), --host-limit-gb is {limit / GB:.0f}"
+            )
 
     def _live_saved_bytes(self) -> int:
         layer = sum(group.nbytes for group in self.context.layer_bytes.values())
@@ -134,7 +138,9 @@ class Nothing(Row):
     """The baseline: every saved tensor stays on the device."""
 
 
-def stack_call(stack: Stack, x: torch.Tensor, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def stack_call(
+    stack: Stack, x: torch.Tensor, call: Callable[[Any, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """The stack's forward with each block called by `call`."""
     for block in stack.blocks:
         x = call(block, x)
@@ -155,7 +161,13 @@ class CheckpointRow(Row):
 def kept_operators() -> frozenset[Any]:
     """Matrix products and every form of fused attention that this torch has."""
     aten = torch.ops.aten
-    names = ["mm", "addmm", "bmm", "baddbmm", *(name for name in dir(aten) if name.startswith("_scaled_dot_product_"))]
+    names = [
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        *(name for name in dir(aten) if name.startswith("_scaled_dot_product_")),
+    ]
     # dir() lists only operators that were touched before, hence the explicit names
     names += [
         "_scaled_dot_product_flash_attention",
@@ -165,11 +177,14 @@ def kept_operators() -> frozenset[Any]:
         "_scaled_dot_product_fused_attention_overrideable",
     ]
     packets = (getattr(aten, name, None) for name in dict.fromkeys(names) if "backward" not in name)
-    return frozenset(packet.default for packet in packets if packet is not None and hasattr(packet, "default"))
+    return frozenset(
+        packet.default for packet in packets if packet is not None and hasattr(packet, "default")
+    )
 
 
 class SelectiveCheckpoint(Row):
-    """torch's selective checkpoint of each block: matrix products and attention are kept, the rest is recomputed."""
+    """torch's selective checkpoint of each block: matrix products and attention are kept, the rest is
+    recomputed."""
 
     def __init__(self, context: RowContext) -> None:
         super().__init__(context)
@@ -181,7 +196,11 @@ class SelectiveCheckpoint(Row):
         self._context_fn = partial(create_selective_checkpoint_contexts, policy)
 
     def forward(self, microbatch: int, x: torch.Tensor) -> torch.Tensor:
-        return stack_call(self.context.stack, x, lambda block, h: checkpoint(block, h, use_reentrant=False, context_fn=self._context_fn))
+        return stack_call(
+            self.context.stack,
+            x,
+            lambda block, h: checkpoint(block, h, use_reentrant=False, context_fn=self._context_fn),
+        )
 
 
 class SaveOnCpu(Row):
@@ -191,8 +210,11 @@ class SaveOnCpu(Row):
 
     def __init__(self, context: RowContext) -> None:
         super().__init__(context)
-        # measured on W1: 48.6 GB pinned for 33.0 GB of distinct storages (each save copied, sizes rounded up to powers of two)
-        self._skip_if_pinned_exceeds(1.47 * self._live_saved_bytes(), "every save is copied apart, rounded up to a power of two")
+        # measured on W1: 48.6 GB pinned for 33.0 GB of distinct storages (each save copied, sizes rounded up
+        # to powers of two)
+        self._skip_if_pinned_exceeds(
+            1.47 * self._live_saved_bytes(), "every save is copied apart, rounded up to a power of two"
+        )
 
     def forward(self, microbatch: int, x: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.save_on_cpu(pin_memory=self.context.device.type == "cuda"):

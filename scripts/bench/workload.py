@@ -1,12 +1,15 @@
-"""The block stack and the step orders that every row runs: the same weights, the same bytes, the same actions.
+"""The block stack and the step orders that every row runs: the same weights, the same bytes, the same
+actions.
 
 Three workloads, after the ones that activation offload is usually judged by:
 
     W1  one forward and one backward, 12 layers, sequence 16384, gradients freed before each step
-    W2  rank 0 of 4 under 1F1B, 8 microbatches, 8 layers, sequence 16384, gradients allocated throughout, emulated on one device
-    W3  one forward and one backward, 8 layers, sequence 65536, gradients allocated throughout
+    W2  rank 0 of 4 under 1F1B, 8 microbatches, 8 layers, sequence 16384, gradients allocated throughout,
+    emulated on one device W3  one forward and one backward, 8 layers, sequence 65536, gradients allocated
+    throughout
 
-One invariant: the marks in a block cover every tensor that autograd saves in it, and without marks the block is plain torch.
+One invariant: the marks in a block cover every tensor that autograd saves in it, and without marks the block
+is plain torch.
 """
 
 from __future__ import annotations
@@ -68,11 +71,30 @@ class Workload:
 
 _ONE_PASS = one_f_one_b(0, 1, 1)
 _WORKLOADS = {
-    "W1": Workload(name="W1", shape=StackShape(layers=12, sequence=16384), actions=_ONE_PASS, keep_gradients=False, samples=10, warmup=8),
-    "W2": Workload(
-        name="W2", shape=StackShape(layers=8, sequence=16384), actions=one_f_one_b(0, 4, 8), keep_gradients=True, samples=5, warmup=7
+    "W1": Workload(
+        name="W1",
+        shape=StackShape(layers=12, sequence=16384),
+        actions=_ONE_PASS,
+        keep_gradients=False,
+        samples=10,
+        warmup=8,
     ),
-    "W3": Workload(name="W3", shape=StackShape(layers=8, sequence=65536), actions=_ONE_PASS, keep_gradients=True, samples=5, warmup=1),
+    "W2": Workload(
+        name="W2",
+        shape=StackShape(layers=8, sequence=16384),
+        actions=one_f_one_b(0, 4, 8),
+        keep_gradients=True,
+        samples=5,
+        warmup=7,
+    ),
+    "W3": Workload(
+        name="W3",
+        shape=StackShape(layers=8, sequence=65536),
+        actions=_ONE_PASS,
+        keep_gradients=True,
+        samples=5,
+        warmup=1,
+    ),
 }
 
 
@@ -80,13 +102,17 @@ def workload(name: str, *, layers: int | None = None, sequence: int | None = Non
     if name not in _WORKLOADS:
         raise ValueError(f"workload is {name!r}, must be one of {', '.join(_WORKLOADS)}")
     found = _WORKLOADS[name]
-    shape = replace(found.shape, layers=layers or found.shape.layers, sequence=sequence or found.shape.sequence)
+    shape = replace(
+        found.shape, layers=layers or found.shape.layers, sequence=sequence or found.shape.sequence
+    )
     return replace(found, shape=shape)
 
 
 def tiny(name: str, *, layers: int | None = None, sequence: int | None = None) -> Workload:
     """The same actions on a stack that a CPU runs in milliseconds."""
-    shape = StackShape(layers=layers or 2, sequence=sequence or 32, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16)
+    shape = StackShape(
+        layers=layers or 2, sequence=sequence or 32, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16
+    )
     return replace(workload(name), shape=shape, samples=2, warmup=1)
 
 
@@ -129,8 +155,9 @@ class Block(nn.Module):
         self.marked: frozenset[str] = frozenset()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Names are reused and deleted: a local that outlives its last use would hold bytes that the engine has already moved.
-        # The residual is the marked x: its gradients then add up in one place and in one order, with marks or without, bit for bit.
+        # Names are reused and deleted: a local that outlives its last use would hold bytes that the engine
+        # has already moved. The residual is the marked x: its gradients then add up in one place and in one
+        # order, with marks or without, bit for bit.
         x = self._start("attn_norm", x)
         part = self._group("attn_norm", self.attn_norm, x)
         q, k, v = self._group("qkv_linear", self._qkv, self._start("qkv_linear", part))
@@ -178,7 +205,9 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """The layers of one stage, with seeded weights: two processes build the same bits."""
 
-    def __init__(self, shape: StackShape, device: torch.device, dtype: torch.dtype, *, seed: int = 1234) -> None:
+    def __init__(
+        self, shape: StackShape, device: torch.device, dtype: torch.dtype, *, seed: int = 1234
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.blocks = nn.ModuleList(Block(shape, device, dtype) for _ in range(shape.layers))
@@ -202,9 +231,11 @@ class Stack(nn.Module):
 
 
 class Inputs:
-    """The stage's inputs and the gradients of its outputs, as an embedding and the next stage would give them.
+    """The stage's inputs and the gradients of its outputs, as an embedding and the next stage would give
+    them.
 
-    Each microbatch gets other values in a new storage that only the graph holds; a mix-up of two microbatches changes gradients.
+    Each microbatch gets other values in a new storage that only the graph holds; a mix-up of two microbatches
+    changes gradients.
     """
 
     def __init__(self, shape: StackShape, device: torch.device, dtype: torch.dtype) -> None:
@@ -214,7 +245,8 @@ class Inputs:
         self.output_grad = torch.randn(size, device=device, dtype=dtype, generator=generator).mul_(1e-3)
 
     def of(self, microbatch: int) -> torch.Tensor:
-        # an operation on a leaf, not a leaf: the graph's node of a leaf would hold its bytes on the device whatever leaves
+        # an operation on a leaf, not a leaf: the graph's node of a leaf would hold its bytes on the device
+        # whatever leaves
         return torch.roll(self.source, shifts=3 * microbatch + 1, dims=1)
 
 

@@ -1,7 +1,8 @@
-"""One rank's part of a pipeline of blocks: its stages, its schedule, one step of it, and how long each action computed.
+"""One rank's part of a pipeline of blocks: its stages, its schedule, one step of it, and how long each action
+computed.
 
-The blocks are those of `bench_stage.py`, the schedules torch's own through `parallel/`. One invariant: two jobs of one shape and schedule
-hold the same weights and do the same calculation, whatever is offloaded.
+The blocks are those of `bench_stage.py`, the schedules torch's own through `parallel/`. One invariant: two
+jobs of one shape and schedule hold the same weights and do the same calculation, whatever is offloaded.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ class BlockStage(nn.Module):
 
     def __init__(self, shape: StackShape, stage: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, shape.hidden, device=device, dtype=dtype) if stage == 0 else None
+        self.embedding = (
+            nn.Embedding(VOCABULARY, shape.hidden, device=device, dtype=dtype) if stage == 0 else None
+        )
         self.stack = Stack(shape, device, dtype, seed=1234 + stage)
         if self.embedding is not None:
             with torch.no_grad():
-                self.embedding.weight.normal_(0.0, 1.0, generator=torch.Generator(device=device).manual_seed(99))
+                self.embedding.weight.normal_(
+                    0.0, 1.0, generator=torch.Generator(device=device).manual_seed(99)
+                )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.stack(x if self.embedding is None else self.embedding(x))
@@ -44,7 +49,8 @@ class BlockStage(nn.Module):
 
 
 class ActionClock:
-    """Times each action on the compute lane, and passes what the stages announce on to the engine, if there is one."""
+    """Times each action on the compute lane, and passes what the stages announce on to the engine, if there
+    is one."""
 
     def __init__(self, clock: Clock, inner: Any) -> None:
         self._clock, self._inner = clock, inner
@@ -77,7 +83,8 @@ class ActionClock:
             self._inner.register_external(tensor)
 
     def take(self) -> list[tuple[Action, float]]:
-        """The actions since the last call, each with its milliseconds, stalls included; the device must be drained."""
+        """The actions since the last call, each with its milliseconds, stalls included; the device must be
+        drained."""
         timed, self._timed = self._timed, []
         return [(action, self._clock.ms(start, end)) for action, start, end in timed]
 
@@ -88,7 +95,16 @@ class PipelineJob:
     layers: of this rank. manager: the engine's, or None for nothing offloaded. groups: which marks are set.
     """
 
-    def __init__(self, shape: JobShape, schedule: str, layers: int, rank: Rank, *, manager: Any = None, groups: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        shape: JobShape,
+        schedule: str,
+        layers: int,
+        rank: Rank,
+        *,
+        manager: Any = None,
+        groups: Sequence[str] = (),
+    ) -> None:
         self.shape, self.rank, self.manager = shape, rank, manager
         self.device = rank.device
         self.clock = Clock(self.device)
@@ -97,7 +113,10 @@ class PipelineJob:
         spec = schedule_named(schedule)
         virtual = spec.default_virtual_stages
         if layers % virtual:
-            raise ValueError(f"{layers} layers cannot be cut into the {virtual} virtual stages of a rank under {schedule}; give a multiple")
+            raise ValueError(
+                f"{layers} layers cannot be cut into the {virtual} virtual stages of a rank under "
+                f"{schedule}; give a multiple"
+            )
         self.layers_of_chunk = layers // virtual
         stack = shape.stack(self.layers_of_chunk)
         num_stages = rank.ranks.world * virtual
@@ -109,7 +128,8 @@ class PipelineJob:
             parameter.grad = torch.zeros_like(parameter)
         # no reader: it only takes the room that an optimizer's state would
         self.optimizer_state = [
-            torch.empty(parameter.numel() * shape.optimizer_bytes, dtype=torch.uint8, device=self.device) for parameter in self.parameters
+            torch.empty(parameter.numel() * shape.optimizer_bytes, dtype=torch.uint8, device=self.device)
+            for parameter in self.parameters
         ]
         if manager is not None:
             for module in self.modules.values():
@@ -122,7 +142,10 @@ class PipelineJob:
         if manager is not None:
             manager.set_order(self.actions)
         self.tokens = torch.randint(
-            VOCABULARY, (shape.microbatches, shape.sequence), device=self.device, generator=torch.Generator(self.device).manual_seed(7)
+            VOCABULARY,
+            (shape.microbatches, shape.sequence),
+            device=self.device,
+            generator=torch.Generator(self.device).manual_seed(7),
         )
         # one for all microbatches: their inputs differ, so a mix-up still shows
         target = torch.randn(
@@ -145,7 +168,11 @@ class PipelineJob:
 
     def step(self) -> None:
         """Issue one step. May block in torch's schedule as any step would; nothing here waits."""
-        self.schedule.step(*([self.tokens] if self.is_first else []), target=self.target if self.is_last else None, return_outputs=False)
+        self.schedule.step(
+            *([self.tokens] if self.is_first else []),
+            target=self.target if self.is_last else None,
+            return_outputs=False,
+        )
         if self.manager is not None:
             self.manager.step_end()
 
@@ -157,7 +184,9 @@ class PipelineJob:
             if parameter.grad is not None
         }
 
-    def _stage(self, index: int, num_stages: int, stack: StackShape, dtype: torch.dtype) -> OffloadPipelineStage:
+    def _stage(
+        self, index: int, num_stages: int, stack: StackShape, dtype: torch.dtype
+    ) -> OffloadPipelineStage:
         hidden = torch.empty(1, stack.sequence, stack.hidden, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(1, stack.sequence, dtype=torch.int64, device="meta")
         return OffloadPipelineStage(

@@ -1,8 +1,10 @@
 """Sets of processes, one of each rank, started beside one another and ended together.
 
-A rank whose device is full cannot tell the others, which wait for its messages inside NCCL, where no exception reaches them. So rows run
-in processes of their own, one a rank, under a launcher that waits for nothing but files, a key in the job's store and the clock. One
-invariant: when one process of a set has ended badly, or none has shown a sign of life for too long, every launcher ends its own.
+A rank whose device is full cannot tell the others, which wait for its messages inside NCCL, where no
+exception reaches them. So rows run in processes of their own, one a rank, under a launcher that waits for
+nothing but files, a key in the job's store and the clock. One
+invariant: when one process of a set has ended badly, or none has shown a sign of life for too long, every
+    launcher ends its own.
 """
 
 from __future__ import annotations
@@ -65,16 +67,25 @@ class Ending:
 
 
 class Launcher:
-    """One rank's launcher. ranks that run the same sets in the same order share `store`; None where there is one rank."""
+    """One rank's launcher. ranks that run the same sets in the same order share `store`; None where there is
+    one rank."""
 
     def __init__(self, ranks: Ranks, store: Any, folder: Path, *, silence_s: float) -> None:
         self._ranks, self._store, self._folder, self._silence_s = ranks, store, folder, silence_s
 
-    def run(self, name: str, command: list[str], environment: dict[str, str], look: Callable[[], None] | None = None) -> list[Ending]:
-        """Start this rank's process of the set and wait for its end, at most `silence_s` after its last sign of life.
+    def run(
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        look: Callable[[], None] | None = None,
+    ) -> list[Ending]:
+        """Start this rank's process of the set and wait for its end, at most `silence_s` after its last sign
+        of life.
 
         look: called again and again meanwhile, to take in what the process has to show.
-        Returns how each rank's process ended, on the first rank; elsewhere this rank's alone. Blocks until then.
+        Returns how each rank's process ended, on the first rank; elsewhere this rank's alone. Blocks until
+        then.
         """
         errors = self._folder / f"errors-{name}-{self._ranks.rank}.txt"
         signs = self._folder / f"signs-{name}-{self._ranks.rank}.txt"
@@ -90,7 +101,11 @@ class Launcher:
         return self._gathered(name, ending)
 
     def _wait(
-        self, name: str, process: subprocess.Popen[bytes], size: Callable[[], int], look: Callable[[], None] | None
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        size: Callable[[], int],
+        look: Callable[[], None] | None,
     ) -> str | None:
         """Until it ends, by itself or by us; why, if by us."""
         alive_at = asked_at = time.monotonic()
@@ -140,4 +155,6 @@ class Launcher:
         self._store.set(f"{name}/ended/{self._ranks.rank}", json.dumps(asdict(mine)))
         if self._ranks.rank != 0:
             return [mine]
-        return [Ending(**json.loads(self._store.get(f"{name}/ended/{rank}"))) for rank in range(self._ranks.world)]
+        return [
+            Ending(**json.loads(self._store.get(f"{name}/ended/{rank}"))) for rank in range(self._ranks.world)
+        ]

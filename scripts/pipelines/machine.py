@@ -1,7 +1,8 @@
-"""What a run asks of the machine before its first step: the link alone and shared, the engine's own rates, one block of the model.
+"""What a run asks of the machine before its first step: the link alone and shared, the engine's own rates,
+one block of the model.
 
-One invariant: every rank makes the same calls in the same order, so what is measured together is together, and what is measured alone is
-measured while the others wait.
+One invariant: every rank makes the same calls in the same order, so what is measured together is together,
+and what is measured alone is measured while the others wait.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ LINK_RESERVE_BYTES = 256 << 20
 MakeManager = Callable[[OffloadConfig], PipelineOffloadManager]
 
 
-def machine_facts(request: Request, rank: Rank, make_manager: MakeManager, min_elements: int) -> dict[str, Any]:
-    """This rank's figures; `usable_bytes` is the fullest device's, the same on every rank. Blocks for some seconds."""
+def machine_facts(
+    request: Request, rank: Rank, make_manager: MakeManager, min_elements: int
+) -> dict[str, Any]:
+    """This rank's figures; `usable_bytes` is the fullest device's, the same on every rank. Blocks for some
+    seconds."""
     found: dict[str, Any] = {
         "hardware": hardware(),
         "rates": [_rates_of_set(rank, members) for members in _sets(rank.ranks.world)],
@@ -79,7 +83,8 @@ def _rates_of_set(rank: Rank, members: Sequence[int]) -> dict[str, Any]:
 
 
 def _engine_rates(request: Request, rank: Rank, make_manager: MakeManager) -> dict[str, Any]:
-    """What OffloadEngine measures for its plan: each rank while the others wait, then all of them together."""
+    """What OffloadEngine measures for its plan: each rank while the others wait, then all of them
+    together."""
     if rank.device.type == "cpu":
         return {"alone": None, "together": None}
     manager = make_manager(OffloadConfig(host_limit_bytes=request.host_limit_bytes))
@@ -97,7 +102,8 @@ def _engine_rates(request: Request, rank: Rank, make_manager: MakeManager) -> di
 
 
 def _block_facts(shape: JobShape, rank: Rank, min_elements: int) -> BlockFacts:
-    """One block's bytes, and the least time of three forwards and backwards; all ranks at once, as in a step."""
+    """One block's bytes, and the least time of three forwards and backwards; all ranks at once, as in a
+    step."""
     dtype = torch.float32 if shape.tiny else torch.bfloat16
     device, clock = rank.device, Clock(rank.device)
     _exchange_once(rank)
@@ -131,25 +137,36 @@ def _block_facts(shape: JobShape, rank: Rank, min_elements: int) -> BlockFacts:
         output_bytes=x.numel() * x.element_size(),
         forward_ms=min(forward for forward, _ in times),
         backward_ms=min(backward for _, backward in times),
-        groups={name: {"nbytes": group.nbytes, "movable_bytes": group.movable_bytes} for name, group in groups.items()},
+        groups={
+            name: {"nbytes": group.nbytes, "movable_bytes": group.movable_bytes}
+            for name, group in groups.items()
+        },
     )
 
 
 def _exchange_once(rank: Rank) -> None:
-    """A message up the line and one down, alone and batched, so that what NCCL allocates for neighbours is not counted as usable."""
+    """A message up the line and one down, alone and batched, so that what NCCL allocates for neighbours is
+    not counted as usable."""
     world, me = rank.ranks.world, rank.ranks.rank
     buffer = torch.zeros(1, device=rank.device)
-    # pairs (0, 1), (2, 3), then (1, 2), (3, 4): NCCL makes a pair's communicator with both at it, so nobody may wait in a ring
+    # pairs (0, 1), (2, 3), then (1, 2), (3, 4): NCCL makes a pair's communicator with both at it, so nobody
+    # may wait in a ring
     for parity in (0, 1):
         lower = me % 2 == parity
         peer = me + 1 if lower else me - 1
         if not 0 <= peer < world:
             continue
         for send in (lower, not lower):
-            alone = dist.isend(buffer, group=rank.group, group_dst=peer) if send else dist.irecv(buffer, group=rank.group, group_src=peer)
+            alone = (
+                dist.isend(buffer, group=rank.group, group_dst=peer)
+                if send
+                else dist.irecv(buffer, group=rank.group, group_src=peer)
+            )
             assert alone is not None, "both are of this group"
             alone.wait()
         for send in (lower, not lower):
-            operation = dist.P2POp(dist.isend if send else dist.irecv, buffer, group=rank.group, group_peer=peer)
+            operation = dist.P2POp(
+                dist.isend if send else dist.irecv, buffer, group=rank.group, group_peer=peer
+            )
             for work in dist.batch_isend_irecv([operation]):
                 work.wait()

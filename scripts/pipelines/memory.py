@@ -1,6 +1,7 @@
 """How much device memory a rank needs, from figures of one block: what fits, before anything is tried.
 
-One invariant: the sum is of named parts, each measured on one block or counted; what is left for the allocator is one factor, said aloud.
+One invariant: the sum is of named parts, each measured on one block or counted; what is left for the
+allocator is one factor, said aloud.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ __all__ = ["BlockFacts", "Need", "most_layers", "need_lines", "need_of"]
 GB = 1e9
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 2
 ALLOCATOR_SHARE = 0.97
-"""Of what is free, what a model that only just fits may need: torch's allocator reserved 1.007 to 1.02 of what was active (README)."""
+"""Of what is free, what a model that only just fits may need: torch's allocator reserved 1.007 to 1.02 of
+what was active (README)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,8 @@ class BlockFacts:
     """One block at the run's sequence length: counted, and measured by one forward and one backward of it."""
 
     usable_bytes: int
-    """Free on the fullest device, once NCCL and torch's context have taken theirs. 0: unknown, as on a CPU."""
+    """Free on the fullest device, once NCCL and torch's context have taken theirs. 0: unknown, as on a
+    CPU."""
     parameters: int
     saved_bytes: int
     """Distinct storages that one forward saves."""
@@ -57,7 +60,8 @@ class Need:
 
 
 def need_of(facts: BlockFacts, *, layers: int, live: float, optimizer_bytes: int) -> Need:
-    """Weights, gradients and optimizer state; what is saved; a backward's tensors, and hidden states sent and received."""
+    """Weights, gradients and optimizer state; what is saved; a backward's tensors, and hidden states sent and
+    received."""
     return Need(
         layers=layers,
         live=live,
@@ -68,7 +72,8 @@ def need_of(facts: BlockFacts, *, layers: int, live: float, optimizer_bytes: int
 
 
 def most_layers(facts: BlockFacts, *, live: float, optimizer_bytes: int, multiple: int) -> int:
-    """The largest number of layers of one rank, a multiple of `multiple`, that only just fits without offload; at least `multiple`."""
+    """The largest number of layers of one rank, a multiple of `multiple`, that only just fits without
+    offload; at least `multiple`."""
     layers = multiple
     while (
         need_of(facts, layers=layers + multiple, live=live, optimizer_bytes=optimizer_bytes).total_bytes
@@ -78,16 +83,27 @@ def most_layers(facts: BlockFacts, *, live: float, optimizer_bytes: int, multipl
     return layers
 
 
-def need_lines(facts: BlockFacts, need: Need, *, sequence: int, optimizer_bytes: int, ranks: int, microbatches: int) -> list[str]:
+def need_lines(
+    facts: BlockFacts, need: Need, *, sequence: int, optimizer_bytes: int, ranks: int, microbatches: int
+) -> list[str]:
     """The calculation, as the report prints it."""
     a_parameter = WEIGHT_BYTES + GRADIENT_BYTES + optimizer_bytes
-    of_usable = f" of {facts.usable_bytes / GB:.1f} usable ({need.total_bytes / facts.usable_bytes:.1%})" if facts.usable_bytes else ""
+    of_usable = (
+        f" of {facts.usable_bytes / GB:.1f} usable ({need.total_bytes / facts.usable_bytes:.1%})"
+        if facts.usable_bytes
+        else ""
+    )
     compute_s = need.layers * (facts.forward_ms + facts.backward_ms) * (microbatches + ranks - 1) / 1e3
     return [
-        f"a block at sequence {sequence}: {facts.parameters / 1e6:.1f} M parameters x ({WEIGHT_BYTES} weight + {GRADIENT_BYTES} gradient + "
-        f"{optimizer_bytes} optimizer) = {facts.parameters * a_parameter / GB:.3f} GB; saves {facts.saved_bytes / GB:.3f} GB a microbatch; "
+        f"a block at sequence {sequence}: {facts.parameters / 1e6:.1f} M parameters x ({WEIGHT_BYTES} weight "
+        f"+ {GRADIENT_BYTES} gradient + "
+        f"{optimizer_bytes} optimizer) = {facts.parameters * a_parameter / GB:.3f} GB; saves "
+        f"{facts.saved_bytes / GB:.3f} GB a microbatch; "
         f"forward {facts.forward_ms:.1f} ms, backward {facts.backward_ms:.1f} ms",
-        f"{need.layers} layers a rank; 1f1b's first rank keeps {need.live:g} microbatches: resident {need.resident_bytes / GB:.1f} + saved "
-        f"{need.saved_bytes / GB:.1f} + working set, sent and received {need.working_bytes / GB:.1f} = {need.total_bytes / GB:.1f} GB"
-        f"{of_usable}; {microbatches} microbatches: 1f1b needs {compute_s:.2f} s a step at least ({microbatches} + {ranks - 1} slots)",
+        f"{need.layers} layers a rank; 1f1b's first rank keeps {need.live:g} microbatches: resident "
+        f"{need.resident_bytes / GB:.1f} + saved "
+        f"{need.saved_bytes / GB:.1f} + working set, sent and received {need.working_bytes / GB:.1f} = "
+        f"{need.total_bytes / GB:.1f} GB"
+        f"{of_usable}; {microbatches} microbatches: 1f1b needs {compute_s:.2f} s a step at least "
+        f"({microbatches} + {ranks - 1} slots)",
     ]

@@ -1,6 +1,8 @@
-"""The text of the report: the machine, the calculation, the link, a line for each rank of each row, the ranks' balance, equal gradients.
+"""The text of the report: the machine, the calculation, the link, a line for each rank of each row, the
+ranks' balance, equal gradients.
 
-One invariant: every ratio is of two rows of this run; where the row it would refer to did not run the cell is a dash. GB is 1e9 bytes.
+One invariant: every ratio is of two rows of this run; where the row it would refer to did not run the cell is
+a dash. GB is 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ from typing import Any
 
 from tabulate import tabulate
 
-__all__ = ["delta_lines", "equal_gradients", "link_lines", "progress_line", "rates_lines", "steps_lines", "verify_lines"]
+__all__ = [
+    "delta_lines",
+    "equal_gradients",
+    "link_lines",
+    "progress_line",
+    "rates_lines",
+    "steps_lines",
+    "verify_lines",
+]
 
 GB, MB = 1e9, 1e6
 TIMED = ("nothing", "ours", "attention", "delta")
@@ -19,8 +29,15 @@ TIMED = ("nothing", "ours", "attention", "delta")
 
 def unit_of(results: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
     """Bytes are told in GB, or where a whole run is too small for that, in MB of 1e6."""
-    timed = [rank for result in results if result["row"]["kind"] in TIMED and result["status"] == "ok" for rank in result["ranks"]]
-    most = max((max(rank["active_bytes"], rank["engine"].get("spill_bytes", 0)) for rank in timed), default=GB)
+    timed = [
+        rank
+        for result in results
+        if result["row"]["kind"] in TIMED and result["status"] == "ok"
+        for rank in result["ranks"]
+    ]
+    most = max(
+        (max(rank["active_bytes"], rank["engine"].get("spill_bytes", 0)) for rank in timed), default=GB
+    )
     return (GB, "GB") if most >= GB / 10 else (MB, "MB")
 
 
@@ -42,7 +59,10 @@ def progress_line(result: Mapping[str, Any], began_s: float) -> str:
     if kind in TIMED:
         steps = step_ms(result)
         peaks = ", ".join(f"{rank['active_bytes'] / GB:.1f}" for rank in result["ranks"])
-        line += f"step {statistics.median(steps):.0f} ms ({min(steps):.0f} to {max(steps):.0f}), active GB {peaks}"
+        line += (
+            f"step {statistics.median(steps):.0f} ms ({min(steps):.0f} to {max(steps):.0f}), "
+            f"active GB {peaks}"
+        )
     elif kind == "verify":
         line += _verdict(result)
     else:
@@ -56,27 +76,42 @@ def link_lines(result: Mapping[str, Any]) -> list[str]:
     for at, entry in enumerate(result["ranks"][0]["rates"]):
         copying = entry["ranks"]
         rates = {rank: result["ranks"][rank]["rates"][at]["rates"] for rank in copying}
-        for name, fields in (("out", ("d2h",)), ("back", ("h2d",)), ("both at once", ("duplex_d2h", "duplex_h2d"))):
+        for name, fields in (
+            ("out", ("d2h",)),
+            ("back", ("h2d",)),
+            ("both at once", ("duplex_d2h", "duplex_h2d")),
+        ):
             each = [sum(rates[rank][field] for field in fields) / GB for rank in copying]
             shown = " ".join(f"{rate:.1f}" for rate in each)
             rows.append([_ranks(copying), name, shown, f"{sum(each):.1f}"])
-    lines = ["link, GB/s", tabulate(rows, headers=["ranks copying", "direction", "each rank", "together"], disable_numparse=True)]
+    lines = [
+        "link, GB/s",
+        tabulate(
+            rows, headers=["ranks copying", "direction", "each rank", "together"], disable_numparse=True
+        ),
+    ]
     engines = [rank["engine"] for rank in result["ranks"]]
     if all(engine["alone"] and engine["together"] for engine in engines):
         shown_rates = [
-            [f"rank {rank}", how, *(f"{engine[how][f'{name}_bytes_per_s'] / GB:.1f}" for name in ("d2h", "h2d", "duplex"))]
+            [
+                f"rank {rank}",
+                how,
+                *(f"{engine[how][f'{name}_bytes_per_s'] / GB:.1f}" for name in ("d2h", "h2d", "duplex")),
+            ]
             for rank, engine in enumerate(engines)
             for how in ("alone", "together")
         ]
         lines += [
-            "the engine's own measurement (6 copies of 64 MiB), GB/s; rows are planned with what is measured together",
+            "the engine's own measurement (6 copies of 64 MiB), GB/s; rows are planned with what is measured "
+            "together",
             tabulate(shown_rates, headers=["", "measured", "out", "back", "both"], disable_numparse=True),
         ]
     return lines
 
 
 def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
-    """The table of rows: the first line of each has the whole pipeline's figures, and each rank has a line."""
+    """The table of rows: the first line of each has the whole pipeline's figures, and each rank has a
+    line."""
     fitting = {
         result["row"]["schedule"]: tokens_a_second(result, tokens)
         for result in results
@@ -104,16 +139,39 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
             "-" if fastest is None else f"{fastest / speed:.3f}",
         ]
         for number, rank in enumerate(result["ranks"]):
-            rows.append([*(whole if number == 0 else [""] * len(whole)), str(number), *_rank_cells(rank, scale)])
-    headers = ["row", "step ms", "spread", "tokens/s", "x own", "x best", "rank", "compute ms", "active", "reserved", "r/a", "saved"]
+            rows.append(
+                [*(whole if number == 0 else [""] * len(whole)), str(number), *_rank_cells(rank, scale)]
+            )
+    headers = [
+        "row",
+        "step ms",
+        "spread",
+        "tokens/s",
+        "x own",
+        "x best",
+        "rank",
+        "compute ms",
+        "active",
+        "reserved",
+        "r/a",
+        "saved",
+    ]
     headers += ["pinned", "h/lent", "stall ms", "out", "back", "refused"]
     return [
-        "steps. x own: step over that of the same schedule with nothing offloaded; x best: over the fastest that fits so. compute: the",
-        "rank's actions, stalls included. saved: saved tensors on the device at once, as the engine counts them. active, reserved, saved,",
+        "steps. x own: step over that of the same schedule with nothing offloaded; x best: over the fastest "
+        "that fits so. compute: the",
+        "rank's actions, stalls included. saved: saved tensors on the device at once, as the engine counts "
+        "them. active, reserved, saved,",
         f"pinned, out, back, refused in {unit}; h/lent: pinned held over most lent",
-        tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))),
+        tabulate(
+            rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))
+        ),
         *reasons,
-        *(_start_line(result, scale, unit) for result in results if result["row"]["kind"] in TIMED and result["status"] == "ok"),
+        *(
+            _start_line(result, scale, unit)
+            for result in results
+            if result["row"]["kind"] in TIMED and result["status"] == "ok"
+        ),
     ]
 
 
@@ -123,7 +181,10 @@ def _start_line(result: Mapping[str, Any], scale: float, unit: str) -> str:
     line = f"{result['label']}: first step {max(rank['first_ms'] for rank in ranks):.0f} ms"
     if all("reserve_bytes" in rank for rank in ranks):
         pinned = " + ".join(f"{rank['reserve_bytes'] / scale:.1f}" for rank in ranks)
-        line += f"; {pinned} {unit} pinned before it, and the link measured, in {max(rank['reserve_ms'] for rank in ranks) / 1e3:.1f} s"
+        line += (
+            f"; {pinned} {unit} pinned before it, and the link measured, in "
+            f"{max(rank['reserve_ms'] for rank in ranks) / 1e3:.1f} s"
+        )
     return line
 
 
@@ -150,16 +211,39 @@ def rates_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     rows = []
     for entry in comparisons:
-        numbers = [f"{name}_ms" for name in ("compute", "bound_lone", "bound_shared", "plan_lone", "plan_shared", "plan_lone_on_shared")]
+        numbers = [
+            f"{name}_ms"
+            for name in (
+                "compute",
+                "bound_lone",
+                "bound_shared",
+                "plan_lone",
+                "plan_shared",
+                "plan_lone_on_shared",
+            )
+        ]
         moved = [f"{entry[f'plan_{name}_moved_bytes'] / GB:.1f}" for name in ("lone", "shared")]
         times = [f"{entry[name]:.0f}" for name in (*numbers, "measured_ms")]
         rows.append([entry["label"], str(entry["rank"]), *times, *moved])
-    headers = ["row", "rank", "compute", "bound lone", "bound shared", "plan lone", "plan shared", "lone on shared"]
+    headers = [
+        "row",
+        "rank",
+        "compute",
+        "bound lone",
+        "bound shared",
+        "plan lone",
+        "plan shared",
+        "lone on shared",
+    ]
     headers += ["measured", "moved lone", "moved shared"]
     return [
-        "what the rates mean, ms and GB: a rank's actions end to end, without the waits for its neighbours that the measured step has.",
-        "lone: this GPU copies alone; shared: all copy. lone on shared: the plan made with lone rates, simulated on the shared link",
-        tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))),
+        "what the rates mean, ms and GB: a rank's actions end to end, without the waits for its neighbours "
+        "that the measured step has.",
+        "lone: this GPU copies alone; shared: all copy. lone on shared: the plan made with lone rates, "
+        "simulated on the shared link",
+        tabulate(
+            rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))
+        ),
     ]
 
 
@@ -169,18 +253,26 @@ def delta_lines(result: Mapping[str, Any]) -> list[str]:
         return [f"balance: {result['status']}: {result.get('reason', '')}"]
     ranks = result["ranks"]
     scale, unit = unit_of([result])
-    before, after = ([rank["before"]["balanced_bytes"] for rank in ranks], [rank["balanced_bytes"] for rank in ranks])
+    before, after = (
+        [rank["before"]["balanced_bytes"] for rank in ranks],
+        [rank["balanced_bytes"] for rank in ranks],
+    )
     rows = [
         [f"rank {number}", f"{old / scale:.3f}", f"{new / scale:.3f}", f"{(new - old) / scale:+.3f}"]
         for number, (old, new) in enumerate(zip(before, after, strict=True))
     ]
     spread = [f"{(max(peaks) - min(peaks)) / scale:.3f}" for peaks in (before, after)]
     flatter = "flatter" if max(after) - min(after) < max(before) - min(before) else "NOT FLATTER"
-    steps = [statistics.median(step_ms({"ranks": [rank["before"] for rank in ranks]})), statistics.median(step_ms(result))]
+    steps = [
+        statistics.median(step_ms({"ranks": [rank["before"] for rank in ranks]})),
+        statistics.median(step_ms(result)),
+    ]
     what = "active peak" if ranks[0]["active_bytes"] else "saved bytes on the device at once"
     return [
-        f"balance over ranks: half of the groups leave; delta_offload_bytes_across_pp_ranks {ranks[0]['delta_bytes']:,}: the first rank's "
-        f"peak less the last's, over {len(ranks) - 1}. {what}, {unit}: {flatter}; step {steps[0]:.0f} ms before, {steps[1]:.0f} ms after",
+        "balance over ranks: half of the groups leave; delta_offload_bytes_across_pp_ranks "
+        f"{ranks[0]['delta_bytes']:,}: the first rank's "
+        f"peak less the last's, over {len(ranks) - 1}. {what}, {unit}: {flatter}; step {steps[0]:.0f} ms "
+        f"before, {steps[1]:.0f} ms after",
         tabulate(
             [*rows, ["most - least", *spread, ""]],
             headers=["", "delta 0", "with delta", "change"],
@@ -192,12 +284,18 @@ def delta_lines(result: Mapping[str, Any]) -> list[str]:
 
 def verify_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line a schedule."""
-    return [f"gradients {result['row']['schedule']}: {_verdict(result)}" for result in results if result["row"]["kind"] == "verify"]
+    return [
+        f"gradients {result['row']['schedule']}: {_verdict(result)}"
+        for result in results
+        if result["row"]["kind"] == "verify"
+    ]
 
 
 def equal_gradients(result: Mapping[str, Any]) -> bool:
     """Whether a comparison ran, had something to compare, and found nothing."""
-    return result["status"] == "ok" and all(rank["num_wrong"] == 0 and rank["left"] > 0 and rank["repeatable"] for rank in result["ranks"])
+    return result["status"] == "ok" and all(
+        rank["num_wrong"] == 0 and rank["left"] > 0 and rank["repeatable"] for rank in result["ranks"]
+    )
 
 
 def _verdict(result: Mapping[str, Any]) -> str:
@@ -216,7 +314,10 @@ def _verdict(result: Mapping[str, Any]) -> str:
         return f"DIFFERENT in {wrong} tensors, first {first}"
     left = "+".join(str(rank["left"]) for rank in ranks)
     tensors = "+".join(str(rank["tensors"]) for rank in ranks)
-    return f"bitwise equal on every rank: {tensors} tensors in {ranks[0]['steps']} steps, {left} saved tensors left"
+    return (
+        f"bitwise equal on every rank: {tensors} tensors in {ranks[0]['steps']} steps, "
+        f"{left} saved tensors left"
+    )
 
 
 def _ranks(copying: Sequence[int]) -> str:

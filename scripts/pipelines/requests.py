@@ -1,6 +1,7 @@
 """What is to be measured, in the order of its value: rows, and the shape that all of them share.
 
-One invariant: a request is plain data that survives JSON, so a process of its own runs exactly what this one would.
+One invariant: a request is plain data that survives JSON, so a process of its own runs exactly what this one
+would.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ __all__ = ["DELTA_FRACTION", "KINDS", "SCHEDULE_NAMES", "JobShape", "Request", "
 SCHEDULE_NAMES = ("1f1b", "interleaved1f1b", "zbv", "dualpipev")
 KINDS = ("links", "nothing", "ours", "attention", "delta", "verify")
 LIMITED_SHARES = (0.5, 0.25)
-"""Default limits, of what the first rank under 1F1B would hold: half, which later ranks hardly notice, and a quarter."""
+"""Default limits, of what the first rank under 1F1B would hold: half, which later ranks hardly notice, and a
+quarter."""
 DELTA_FRACTION = 0.5
-"""Share of the groups that leaves while the delta is looked at: with all of them gone every rank would hold as little as the next."""
+"""Share of the groups that leaves while the delta is looked at: with all of them gone every rank would hold
+as little as the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,8 @@ class RowRequest:
     saved_limit_bytes: int | None = None
     """Saved tensors on the device, a rank. None: no limit."""
     limit_share: float | None = None
-    """The same as a share of what the first rank under 1F1B saves at most; turned into bytes once that is known."""
+    """The same as a share of what the first rank under 1F1B saves at most; turned into bytes once that is
+    known."""
 
     @property
     def label(self) -> str:
@@ -50,10 +54,12 @@ class JobShape:
     sequence: int = 8192
     microbatches: int = 4
     optimizer_bytes: int = 12
-    """A parameter: fp32 master and two moments. Allocated, as a training job would have them; no optimizer step is timed."""
+    """A parameter: fp32 master and two moments. Allocated, as a training job would have them; no optimizer
+    step is timed."""
     samples: int = 3
     warmup: int = 6
-    """Untimed steps after the first one. With 3 the timed plan has run once and unused pinned memory is given back: see groups/plan.py."""
+    """Untimed steps after the first one. With 3 the timed plan has run once and unused pinned memory is given
+    back: see groups/plan.py."""
     tiny: bool = False
     verify_layers: int = 2
     """Of one virtual stage in the comparison of gradients."""
@@ -62,7 +68,9 @@ class JobShape:
     def stack(self, layers: int) -> StackShape:
         """The blocks of one virtual stage."""
         if self.tiny:
-            return StackShape(layers=layers, sequence=self.sequence, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16)
+            return StackShape(
+                layers=layers, sequence=self.sequence, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16
+            )
         return StackShape(layers=layers, sequence=self.sequence)
 
     def with_(self, **changes: Any) -> JobShape:
@@ -103,13 +111,19 @@ class Request:
         return replace(self, **changes)
 
 
-def rows_of(schedules: Sequence[str], kinds: Sequence[str], limits_bytes: Sequence[int], *, verify: bool) -> tuple[RowRequest, ...]:
-    """The rows in the order of their value: the first schedule with and without offload, whether gradients are equal, the ranks' balance,
-    then the other schedules under the first limit, and last what only rounds the picture off."""
+def rows_of(
+    schedules: Sequence[str], kinds: Sequence[str], limits_bytes: Sequence[int], *, verify: bool
+) -> tuple[RowRequest, ...]:
+    """The rows in the order of their value: the first schedule with and without offload, whether gradients
+    are equal, the ranks' balance, then the other schedules under the first limit, and last what only rounds
+    the picture off."""
 
     def limited(schedule: str, at: slice) -> list[RowRequest]:
         if limits_bytes:
-            return [RowRequest(kind="ours", schedule=schedule, saved_limit_bytes=limit) for limit in limits_bytes[at]]
+            return [
+                RowRequest(kind="ours", schedule=schedule, saved_limit_bytes=limit)
+                for limit in limits_bytes[at]
+            ]
         return [RowRequest(kind="ours", schedule=schedule, limit_share=share) for share in LIMITED_SHARES[at]]
 
     first, others = schedules[0], list(schedules[1:])
@@ -125,4 +139,8 @@ def rows_of(schedules: Sequence[str], kinds: Sequence[str], limits_bytes: Sequen
         *(RowRequest(kind="nothing", schedule=name) for name in others),
         *(RowRequest(kind="attention", schedule=name) for name in others),
     ]
-    return tuple(row for row in ordered if row.kind in kinds or row.kind == "links" or (row.kind == "verify" and verify))
+    return tuple(
+        row
+        for row in ordered
+        if row.kind in kinds or row.kind == "links" or (row.kind == "verify" and verify)
+    )

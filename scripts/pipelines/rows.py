@@ -1,7 +1,8 @@
-"""Each kind of row, as one rank measures it: the link, steps with and without offload, the ranks' balance, equal gradients.
+"""Each kind of row, as one rank measures it: the link, steps with and without offload, the ranks' balance,
+equal gradients.
 
-A row starts from an empty device: what the one before held is given back first. One invariant: whether a row runs is decided by all ranks
-from the same numbers, so no rank starts one that another leaves out.
+A row starts from an empty device: what the one before held is given back first. One invariant: whether a row
+runs is decided by all ranks from the same numbers, so no rank starts one that another leaves out.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pipelines.requests import DELTA_FRACTION, JobShape, Request, RowRequest
 
 __all__ = ["Bench", "SkippedError", "delta_of"]
 
+
 class SkippedError(Exception):
     """No rank runs this row, and why."""
 
@@ -49,7 +51,12 @@ class Bench:
     def measure(self, row: RowRequest) -> dict[str, Any]:
         """This rank's figures of one row. Raises SkippedError on all ranks or on none."""
         empty_device(self.rank.device)
-        kinds = {"links": self._links, "nothing": self._nothing, "ours": self._ours, "attention": self._attention}
+        kinds = {
+            "links": self._links,
+            "nothing": self._nothing,
+            "ours": self._ours,
+            "attention": self._attention,
+        }
         kinds |= {"delta": self._delta, "verify": self._verify}
         return kinds[row.kind](row)
 
@@ -57,7 +64,7 @@ class Bench:
         self.facts = machine_facts(self.request, self.rank, self._manager, self.min_elements)
         return self.facts
 
-    # -- steps ------------------------------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------
     def _nothing(self, row: RowRequest) -> dict[str, Any]:
         job = PipelineJob(self.request.shape, row.schedule, self._layers, self.rank)
         # nothing is planned and nothing trimmed: one step to warm up tells all
@@ -69,10 +76,12 @@ class Bench:
 
     def _attention(self, row: RowRequest) -> dict[str, Any]:
         with self._offloading(row.schedule, ATTENTION_GROUPS) as job:
-            return self._timed(job, warmup=self.request.shape.warmup + 1)  # without a timed plan the trim comes a step later
+            # without a timed plan the trim comes a step later
+            return self._timed(job, warmup=self.request.shape.warmup + 1)
 
     def _delta(self, row: RowRequest) -> dict[str, Any]:
-        """Half of the groups leave on every rank; then the same with a delta that the peaks of the first run ask for."""
+        """Half of the groups leave on every rank; then the same with a delta that the peaks of the first run
+        ask for."""
         world = self.rank.ranks.world
         if world == 1:
             raise SkippedError("one rank has nobody to be balanced with")
@@ -80,9 +89,13 @@ class Bench:
         delta = 0
         for name in ("before", "after"):
             empty_device(self.rank.device)
-            settings = {"activation_offload_fraction": DELTA_FRACTION, "delta_offload_bytes_across_pp_ranks": delta}
+            settings = {
+                "activation_offload_fraction": DELTA_FRACTION,
+                "delta_offload_bytes_across_pp_ranks": delta,
+            }
             with self._offloading(row.schedule, GROUPS, **settings) as job:
-                arms[name] = self._timed(job, warmup=1) | {"delta_bytes": delta}  # planned after the first step; nothing is trimmed yet
+                # planned after the first step; nothing is trimmed yet
+                arms[name] = self._timed(job, warmup=1) | {"delta_bytes": delta}
             peak = arms[name]["engine"]["device_bytes_peak"] if self.simulated else arms[name]["active_bytes"]
             peaks: list[Any] = [None] * world
             dist.all_gather_object(peaks, peak, group=self.rank.group)
@@ -91,7 +104,10 @@ class Bench:
             if name == "before":
                 delta = delta_of(peaks)
                 if delta == 0:
-                    raise SkippedError(f"the first rank's peak of {peaks[0]:,.0f} bytes is not above the last's of {peaks[-1]:,.0f}")
+                    raise SkippedError(
+                        f"the first rank's peak of {peaks[0]:,.0f} bytes is not above the last's of "
+                        f"{peaks[-1]:,.0f}"
+                    )
         return arms["after"] | {"before": arms["before"], "delta_bytes": delta}
 
     def _timed(self, job: PipelineJob, warmup: int | None = None) -> dict[str, Any]:
@@ -102,7 +118,11 @@ class Bench:
             self._step(job)
         timed = [self._step(job) for _ in range(shape.samples)]
         samples = [sample for sample, _ in timed]
-        reserve = {} if job.manager is None else {"reserve_bytes": self._reserved_bytes, "reserve_ms": self._reserve_ms}
+        reserve = (
+            {}
+            if job.manager is None
+            else {"reserve_bytes": self._reserved_bytes, "reserve_ms": self._reserve_ms}
+        )
         return {
             "first_ms": first["wall_ms"],
             "walls_ms": [sample["wall_ms"] for sample in samples],
@@ -110,9 +130,15 @@ class Bench:
             "active_bytes": max(sample["memory"]["active_peak"] for sample in samples),
             "reserved_bytes": max(sample["memory"]["reserved_peak"] for sample in samples),
             "first_active_bytes": first["memory"]["active_peak"],
-            "engine": {name: median([float(sample["engine"][name]) for sample in samples]) for name in first["engine"]},
+            "engine": {
+                name: median([float(sample["engine"][name]) for sample in samples])
+                for name in first["engine"]
+            },
             "actions": [list(action) for action, _ in timed[-1][1]],
-            "action_ms": [median(column) for column in zip(*([ms for _, ms in actions] for _, actions in timed), strict=True)],
+            "action_ms": [
+                median(column)
+                for column in zip(*([ms for _, ms in actions] for _, actions in timed), strict=True)
+            ],
             "live_microbatches": job.live_microbatches,
             "layers": self._layers,
             "rates": None if job.manager is None else rates_json(job.manager.engine.rates),
@@ -121,7 +147,8 @@ class Bench:
         }
 
     def _step(self, job: PipelineJob) -> tuple[dict[str, Any], list[tuple[Action, float]]]:
-        """One step from a drained device to a drained device, all ranks starting together: its cost, and what each action computed."""
+        """One step from a drained device to a drained device, all ranks starting together: its cost, and what
+        each action computed."""
         job.clear_gradients()
         job.clock.drain()
         job.clock.reset_peaks()
@@ -140,9 +167,10 @@ class Bench:
         }
         return cost, job.announcer.take()
 
-    # -- gradients --------------------------------------------------------------------------------------------------------
+    # -- gradients -------------------------------------------------------------------------------------------
     def _verify(self, row: RowRequest) -> dict[str, Any]:
-        """Every gradient of several steps with offload, beside those without: a model small enough for both, deterministic kernels."""
+        """Every gradient of several steps with offload, beside those without: a model small enough for both,
+        deterministic kernels."""
         shape = self.request.shape
         layers = shape.verify_layers * schedule_named(row.schedule).default_virtual_stages
         with deterministic():
@@ -153,10 +181,14 @@ class Bench:
             empty_device(self.rank.device)
             wrong: list[str] = []
             left = 0
-            with self._offloading(row.schedule, GROUPS, layers=layers, device_limit_bytes=live_bytes // 2) as job:
+            with self._offloading(
+                row.schedule, GROUPS, layers=layers, device_limit_bytes=live_bytes // 2
+            ) as job:
                 for step in range(shape.verify_steps):
                     found = self._prints(job)
-                    wrong += [f"step {step}: {name}" for name, value in expected.items() if found.get(name) != value]
+                    wrong += [
+                        f"step {step}: {name}" for name, value in expected.items() if found.get(name) != value
+                    ]
                     left += job.manager.stats.spilled
         return {
             "tensors": len(expected),
@@ -175,18 +207,31 @@ class Bench:
         prints = torch.stack([fingerprint(gradient) for gradient in gradients.values()]).tolist()
         return dict(zip(gradients, prints, strict=True))
 
-    # -- what rows share ------------------------------------------------------------------------------------------------------
+    # -- what rows share -------------------------------------------------------------------------------------
     @contextmanager
-    def _offloading(self, schedule: str, groups: Sequence[str], *, layers: int | None = None, **settings: Any) -> Iterator[PipelineJob]:
-        """A job whose groups leave, with host memory pinned for all that is live at once. After an exception nothing is closed: whoever
-        catches it ends the process."""
+    def _offloading(
+        self, schedule: str, groups: Sequence[str], *, layers: int | None = None, **settings: Any
+    ) -> Iterator[PipelineJob]:
+        """A job whose groups leave, with host memory pinned for all that is live at once. After an exception
+        nothing is closed: whoever catches it ends the process."""
         shape, ranks = self.request.shape, self.rank.ranks
-        given: dict[str, Any] = {"min_offloaded_tensor_size": self.min_elements, "host_limit_bytes": self.request.host_limit_bytes}
-        if self.simulated:  # no time passes there: only small caps make bytes leave, see scripts/training/options.py
+        given: dict[str, Any] = {
+            "min_offloaded_tensor_size": self.min_elements,
+            "host_limit_bytes": self.request.host_limit_bytes,
+        }
+        # no time passes there: only small caps make bytes leave, see scripts/training/options.py
+        if self.simulated:
             window = self._block.saved_bytes // 8
             given |= {"max_spilling_bytes": window, "max_restoring_bytes": window, "piece_bytes": window // 4}
         manager = self._manager(OffloadConfig(**(given | settings), pp_rank=ranks.rank))
-        job = PipelineJob(shape, schedule, self._layers if layers is None else layers, self.rank, manager=manager, groups=groups)
+        job = PipelineJob(
+            shape,
+            schedule,
+            self._layers if layers is None else layers,
+            self.rank,
+            manager=manager,
+            groups=groups,
+        )
         self._reserve(job, groups)
         yield job
         for module in job.modules.values():
@@ -199,12 +244,14 @@ class Bench:
         return configure(config, device=device, store=self.rank.store, print_summary=False)
 
     def _reserve(self, job: PipelineJob, groups: Sequence[str]) -> None:
-        """Pin what is live at once, since the first step sends everything; each rank its share where the host has less."""
+        """Pin what is live at once, since the first step sends everything; each rank its share where the host
+        has less."""
         wanted = job.live_chunks * job.layers_of_chunk * self._movable_bytes(groups)
         everybody: list[Any] = [None] * self.rank.ranks.world
         dist.all_gather_object(everybody, wanted, group=self.rank.group)
         assert job.manager is not None
-        rounding = len(everybody) * job.manager.engine.arena.registration_bytes  # each rank pins whole registrations
+        # each rank pins whole registrations
+        rounding = len(everybody) * job.manager.engine.arena.registration_bytes
         share = min(1.0, max(0, self.request.host_limit_bytes - rounding) / max(1, sum(everybody)))
         reserved = int(wanted * share)
         began = time.perf_counter()
@@ -235,5 +282,6 @@ class Bench:
 
 
 def delta_of(peaks: Sequence[float]) -> int:
-    """Bytes that each later rank may keep more than the one before it, so that the last rises to the first; 0 if it is not lower."""
+    """Bytes that each later rank may keep more than the one before it, so that the last rises to the first; 0
+    if it is not lower."""
     return max(0, int(peaks[0] - peaks[-1]) // (len(peaks) - 1))

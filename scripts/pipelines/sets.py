@@ -1,6 +1,7 @@
 """A run in sets of processes: one set runs rows until one of them ends it, the next takes up what is left.
 
-One invariant: every launcher starts the same sets in the same order; the first rank's says which, and the others ask the store.
+One invariant: every launcher starts the same sets in the same order; the first rank's says which, and the
+others ask the store.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _LINES_SAID = 5
 def run_isolated(request: Request, ranks: Ranks, run: Run | None, *, script: Path, silence_s: float) -> None:
     """Rows in sets of processes: a new set after one that ended early, with the rows that are left.
 
-    run: on the first rank, who decides; None elsewhere. script: what is started with `--worker REQUEST`. silence_s: after so long without
-        a sign of life a process has hung.
+    run: on the first rank, who decides; None elsewhere. script: what is started with `--worker REQUEST`.
+        silence_s: after so long without a sign of life a process has hung.
     """
     store = meeting_store(ranks, "launchers", timeout_s=silence_s + 120.0)
     with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as folder:
@@ -41,7 +42,13 @@ def run_isolated(request: Request, ranks: Ranks, run: Run | None, *, script: Pat
             name = f"set{number}"
             if run is not None:
                 left = within_budget(run, left)
-                said = DONE if not left else request.with_(rows=tuple(left), shape=run.shape, name=name, facts=run.facts).to_json()
+                said = (
+                    DONE
+                    if not left
+                    else request.with_(
+                        rows=tuple(left), shape=run.shape, name=name, facts=run.facts
+                    ).to_json()
+                )
                 if store is not None:
                     store.set(f"{name}/request", said)
             else:
@@ -50,7 +57,10 @@ def run_isolated(request: Request, ranks: Ranks, run: Run | None, *, script: Pat
                 break
             mine = Request.from_json(said).with_(out=folder)
             command = [sys.executable, str(script), "--worker", mine.to_json()]
-            environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}
+            environment = {
+                **os.environ,
+                "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+            }
             results = Results(Path(folder) / f"results-{name}.jsonl", run)
             endings = launcher.run(name, command, environment, results.take)
             results.take()
@@ -69,7 +79,9 @@ def within_budget(run: Run, left: list[RowRequest]) -> list[RowRequest]:
     if deadline is None or time.time() < deadline:
         return left
     for row in left:
-        run.add({"row": asdict(row), "label": row.label, "status": "not run", "reason": "--budget-s is spent"})
+        run.add(
+            {"row": asdict(row), "label": row.label, "status": "not run", "reason": "--budget-s is spent"}
+        )
     return []
 
 
@@ -84,14 +96,16 @@ class Results:
         """What is new since the last call; nothing on other ranks."""
         if self._run is None or not self._path.exists():
             return
-        lines = self._path.read_text().split("\n")[:-1]  # what follows the last newline is still being written
+        # what follows the last newline is still being written
+        lines = self._path.read_text().split("\n")[:-1]
         for line in lines[self.taken :]:
             self.taken += 1
             self._run.add(json.loads(line))
 
 
 def after_set(run: Run, left: list[RowRequest], endings: list[Ending], taken: int) -> list[RowRequest]:
-    """The rows that are still to be run after a set of processes that measured the first `taken`; the one at which it ended is told."""
+    """The rows that are still to be run after a set of processes that measured the first `taken`; the one at
+    which it ended is told."""
     bad = {rank: ending for rank, ending in enumerate(endings) if ending.code != 0}
     for rank, ending in enumerate(endings):
         if ending.said and rank not in bad:
@@ -126,5 +140,8 @@ def after_set(run: Run, left: list[RowRequest], endings: list[Ending], taken: in
 def _why(ending: Ending) -> str:
     failure = ending.failure or {}
     if failure.get("out_of_memory") and "active_bytes" in failure:
-        return f"out of memory with {failure['active_bytes'] / GB:.1f} GB active, {failure['reserved_bytes'] / GB:.1f} GB reserved"
+        return (
+            f"out of memory with {failure['active_bytes'] / GB:.1f} GB active, "
+            f"{failure['reserved_bytes'] / GB:.1f} GB reserved"
+        )
     return str(ending.reason)

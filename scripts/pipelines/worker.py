@@ -1,7 +1,9 @@
-"""One rank of one set of processes: run the rows, gather each on the first rank, and say so in files that the launcher watches.
+"""One rank of one set of processes: run the rows, gather each on the first rank, and say so in files that the
+launcher watches.
 
-One invariant: a row that runs out of device memory ends this process, after it has written down how much there was; the ranks that wait for
-it are ended by their launchers. Nothing tries to go on with a process group whose ranks are no longer in step.
+One invariant: a row that runs out of device memory ends this process, after it has written down how much
+there was; the ranks that wait for it are ended by their launchers. Nothing tries to go on with a process
+group whose ranks are no longer in step.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 def run_worker(request: Request, ranks: Ranks, meet: Callable[[], Any]) -> NoReturn:
-    """The whole life of this process; never returns. meet: connects to the store that the ranks meet in; None where there is one rank."""
+    """The whole life of this process; never returns. meet: connects to the store that the ranks meet in; None
+    where there is one rank."""
     assert request.out is not None, "the launcher names a folder"
     signs = Path(request.out) / f"signs-{request.name}-{ranks.rank}.txt"
     failure = Path(request.out) / f"failure-{request.name}-{ranks.rank}.json"
@@ -101,30 +104,41 @@ def run_rows(request: Request, rank: Rank, emit: Emit, sign: Callable[[str], Non
         sign(f"end {row.label}")
 
 
-def complete(rows: list[RowRequest], shape: JobShape, facts: BlockFacts, ranks: int) -> tuple[list[RowRequest], JobShape]:
+def complete(
+    rows: list[RowRequest], shape: JobShape, facts: BlockFacts, ranks: int
+) -> tuple[list[RowRequest], JobShape]:
     """The layers and the limits that were left open, from the figures of one block."""
     live = min(ranks, shape.microbatches)
     if shape.layers is None:
         stages = max(schedule_named(row.schedule).default_virtual_stages for row in rows)
-        fits = stages * 2 if shape.tiny else most_layers(facts, live=live, optimizer_bytes=shape.optimizer_bytes, multiple=stages)
+        fits = (
+            stages * 2
+            if shape.tiny
+            else most_layers(facts, live=live, optimizer_bytes=shape.optimizer_bytes, multiple=stages)
+        )
         shape = shape.with_(layers=fits)
     assert shape.layers is not None
     saved_bytes = need_of(facts, layers=shape.layers, live=live, optimizer_bytes=0).saved_bytes
     done = [
         row
         if row.limit_share is None
-        else RowRequest(kind=row.kind, schedule=row.schedule, saved_limit_bytes=_rounded(row.limit_share * saved_bytes))
+        else RowRequest(
+            kind=row.kind, schedule=row.schedule, saved_limit_bytes=_rounded(row.limit_share * saved_bytes)
+        )
         for row in rows
     ]
     return done, shape
 
 
 def _completed(bench: Bench, rows: list[RowRequest]) -> list[RowRequest]:
-    """As `complete`, from this rank's figures of a block; all ranks take the first one's, so that none differs by a millisecond."""
+    """As `complete`, from this rank's figures of a block; all ranks take the first one's, so that none
+    differs by a millisecond."""
     facts: list[Any] = [bench.facts]
     dist.broadcast_object_list(facts, group=bench.rank.group, group_src=0)
     bench.facts = facts[0]
-    done, shape = complete(rows, bench.request.shape, BlockFacts.from_json(facts[0]["block"]), bench.rank.ranks.world)
+    done, shape = complete(
+        rows, bench.request.shape, BlockFacts.from_json(facts[0]["block"]), bench.rank.ranks.world
+    )
     bench.with_shape(shape)
     return done
 
@@ -142,7 +156,10 @@ def _await_empty(device: torch.device) -> None:
         if free > _EMPTY_SHARE * total:
             return
         time.sleep(0.2)
-    sys.stderr.write(f"{device}: {free:,} of {total:,} bytes are free before anything runs; something else holds the rest\n")
+    sys.stderr.write(
+        f"{device}: {free:,} of {total:,} bytes are free before anything runs; something else holds the "
+        "rest\n"
+    )
 
 
 def _agreed_to_start(request: Request, rank: Rank) -> bool:
@@ -157,7 +174,8 @@ def _result(row: RowRequest, status: str, **more: Any) -> dict[str, Any]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch's own error, or NCCL's or cuBLAS's, who say it in words; behind what a schedule wraps around it."""
+    """torch's own error, or NCCL's or cuBLAS's, who say it in words; behind what a schedule wraps around
+    it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.OutOfMemoryError) or "out of memory" in str(cause).lower():
@@ -167,7 +185,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _failure(error: BaseException, rank: Rank) -> dict[str, Any]:
-    found: dict[str, Any] = {"out_of_memory": _is_out_of_memory(error), "reason": f"{type(error).__name__}: {str(error).strip()[:600]}"}
+    found: dict[str, Any] = {
+        "out_of_memory": _is_out_of_memory(error),
+        "reason": f"{type(error).__name__}: {str(error).strip()[:600]}",
+    }
     if rank.device.type == "cuda":
-        found |= {"active_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
+        found |= {
+            "active_bytes": torch.cuda.memory_allocated(),
+            "reserved_bytes": torch.cuda.memory_reserved(),
+        }
     return found

@@ -1,6 +1,7 @@
 """The job of one rank: its stages, its schedule, its optimizer, and one step of them.
 
-One invariant: every rank makes the same calls in the same order; a rank that cannot go on raises, and the launcher ends the others.
+One invariant: every rank makes the same calls in the same order; a rank that cannot go on raises, and the
+launcher ends the others.
 """
 
 from __future__ import annotations
@@ -59,11 +60,17 @@ class Job:
         self.num_stages = ranks.world * options.virtual_stages
         indices = stages_of(spec, rank=ranks.rank, ranks=ranks.world, virtual_stages=options.virtual_stages)
         self.modules = {
-            index: build_stage_module(options.model, index, self.num_stages, device=rank.device, dtype=options.dtype) for index in indices
+            index: build_stage_module(
+                options.model, index, self.num_stages, device=rank.device, dtype=options.dtype
+            )
+            for index in indices
         }
         limits = options.offload_config(rank=ranks.rank, simulated=rank.device.type == "cpu")
         self.manager = configure(
-            limits, device="sim" if rank.device.type == "cpu" else str(rank.device), store=rank.store, print_summary=False
+            limits,
+            device="sim" if rank.device.type == "cpu" else str(rank.device),
+            store=rank.store,
+            print_summary=False,
         )
         for module in self.modules.values():
             self.manager.register_parameters(module)
@@ -72,16 +79,24 @@ class Job:
         self.actions = actions_of(self.schedule, ranks.rank)
         self.manager.set_order(self.actions)
         self.optimizer = self._new_optimizer()
-        self._initial = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()] if options.compare else []
+        self._initial = (
+            [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+            if options.compare
+            else []
+        )
 
     def reserve_host(self) -> None:
-        """Pin about what the steps will lend at once, so that the first of them finds its blocks; all ranks measure the link together."""
+        """Pin about what the steps will lend at once, so that the first of them finds its blocks; all ranks
+        measure the link together."""
         layers = max(len(module.blocks) for module in self.modules.values())
-        expected = int(peak_chunks(self.actions) * layers * self.options.saved_bytes_of_layer * self.options.fraction)
+        expected = int(
+            peak_chunks(self.actions) * layers * self.options.saved_bytes_of_layer * self.options.fraction
+        )
         reserve_host_together(self.manager, min(expected, _most_reserved(self.rank)), self.rank.group)
 
     def start_again(self) -> None:
-        """Put parameters, optimizer and peaks back to where the run began, for the second arm of a comparison."""
+        """Put parameters, optimizer and peaks back to where the run began, for the second arm of a
+        comparison."""
         self._close_optimizer()
         with torch.no_grad():
             for parameter, initial in zip(self._parameters(), self._initial, strict=True):
@@ -116,11 +131,14 @@ class Job:
 
     def evaluate(self) -> float:
         """The mean loss on held-out text; nan on ranks without the last stage."""
-        batch = self.text.held_out_batch(self.options.batch * self.options.microbatches, self.options.model.sequence)
+        batch = self.text.held_out_batch(
+            self.options.batch * self.options.microbatches, self.options.model.sequence
+        )
         return self._run(self.schedule.eval, batch)
 
     def saved_bytes_if_all_stayed(self) -> int:
-        """The peak of what the marks save when nothing may leave: one more step, whose gradients are thrown away."""
+        """The peak of what the marks save when nothing may leave: one more step, whose gradients are thrown
+        away."""
         limits = self.manager.engine.limits
         usual, limits.max_spilling_bytes = limits.max_spilling_bytes, 0
         self._forward_backward(self._batch(0))
@@ -146,13 +164,20 @@ class Job:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         options = self.options
-        return self.text.batch(options.batch * options.microbatches, options.model.sequence, seed=options.seed, step=step)
+        return self.text.batch(
+            options.batch * options.microbatches, options.model.sequence, seed=options.seed, step=step
+        )
 
     def _run(self, run: Any, batch: tuple[Tensor, Tensor]) -> float:
         tokens, targets = (part.to(self.rank.device) for part in batch)
         first, last = 0 in self.modules, self.num_stages - 1 in self.modules
         losses: list[Tensor] = []
-        run(*([tokens] if first else []), target=targets if last else None, losses=losses if last else None, return_outputs=False)
+        run(
+            *([tokens] if first else []),
+            target=targets if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
         return torch.stack([loss.detach().double() for loss in losses]).mean().item() if losses else math.nan
 
     def _without_offload(self, batch: tuple[Tensor, Tensor]) -> tuple[float, list[Tensor | None]]:
@@ -166,15 +191,23 @@ class Job:
     def _compare(self, step: int, expected: tuple[float, list[Tensor | None]], loss: float) -> None:
         loss_off, grads_off = expected
         if loss != loss_off and not (math.isnan(loss) and math.isnan(loss_off)):
-            raise VerificationError(f"step {step}: the loss is {loss!r} with offload and {loss_off!r} without")
+            raise VerificationError(
+                f"step {step}: the loss is {loss!r} with offload and {loss_off!r} without"
+            )
         for (name, parameter), off in zip(self._named_parameters(), grads_off, strict=True):
             on = parameter.grad
             if on is None or off is None:
                 if on is not off:
-                    raise VerificationError(f"step {step}: {name} has a gradient only {'without' if on is None else 'with'} offload")
+                    raise VerificationError(
+                        f"step {step}: {name} has a gradient only {'without' if on is None else 'with'} "
+                        "offload"
+                    )
             elif not torch.equal(_bits(on), _bits(off)):
                 wrong = int((on != off).sum())
-                raise VerificationError(f"step {step}: the gradient of {name} differs with offload in {wrong:,} of {on.numel():,} elements")
+                raise VerificationError(
+                    f"step {step}: the gradient of {name} differs with offload in {wrong:,} of "
+                    f"{on.numel():,} elements"
+                )
 
     def _device_memory(self) -> tuple[int | None, int | None]:
         if self.rank.device.type != "cuda":
@@ -187,7 +220,12 @@ class Job:
     def _stage(self, index: int, module: nn.Module) -> OffloadPipelineStage:
         options = self.options
         inputs, outputs = stage_examples(
-            options.model, index, self.num_stages, batch=options.batch, sequence=options.model.sequence, dtype=options.dtype
+            options.model,
+            index,
+            self.num_stages,
+            batch=options.batch,
+            sequence=options.model.sequence,
+            dtype=options.dtype,
         )
         return OffloadPipelineStage(
             module,
@@ -211,12 +249,14 @@ class Job:
             param_update_in_fp32=self.options.dtype is not torch.float32,
             engine=self.manager.engine,
             model=nn.ModuleList(self.modules.values()),
-            overlap_backward=True,  # no gradient is reduced after its backward here: ranks are stages, not replicas
+            # no gradient is reduced after its backward here: ranks are stages, not replicas
+            overlap_backward=True,
             **recipe,
         )
 
     def _fraction_without_room(self) -> float:
-        """Of the optimizer's state, given what the marks save if all of it stays. All of it where the device has no memory of its own."""
+        """Of the optimizer's state, given what the marks save if all of it stays. All of it where the device
+        has no memory of its own."""
         if self.rank.device.type != "cuda":
             return 1.0
         numel = sum(parameter.numel() for parameter in self._parameters())
@@ -226,7 +266,8 @@ class Job:
         limit = self.options.device_limit_bytes
         return fraction_without_room(
             state_bytes=(12 if masters else 8) * numel,
-            other_bytes=2 * self.options.dtype.itemsize * numel + (saved if limit is None else min(saved, limit)),
+            other_bytes=2 * self.options.dtype.itemsize * numel
+            + (saved if limit is None else min(saved, limit)),
             device_bytes=torch.cuda.get_device_properties(self.rank.device).total_memory,
         )
 
@@ -238,7 +279,11 @@ class Job:
         optimizer = self.optimizer
         if not isinstance(optimizer, HybridDeviceOptimizer):
             return {}
-        return {"fraction": optimizer.offload_fraction, "cpu_share": optimizer.cpu_share, "host_bytes": optimizer.host_bytes}
+        return {
+            "fraction": optimizer.offload_fraction,
+            "cpu_share": optimizer.cpu_share,
+            "host_bytes": optimizer.host_bytes,
+        }
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._named_parameters()]
@@ -261,7 +306,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _most_reserved(rank: Rank) -> int:
-    """Bytes: this rank's share of 40% of the host's memory. Beyond it the engine grows as it goes, or leaves tensors where they are."""
+    """Bytes: this rank's share of 40% of the host's memory. Beyond it the engine grows as it goes, or leaves
+    tensors where they are."""
     return int(0.4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / rank.ranks.local_world)
 
 
@@ -271,5 +317,6 @@ def _check_same_text(text: Text, rank: Rank) -> None:
     dist.all_gather_object(fingerprints, text.fingerprint, group=rank.group)
     if len(set(fingerprints)) > 1:
         raise ValueError(
-            f"the ranks read different text ({', '.join(map(str, fingerprints))}); give all of them the same files with --data"
+            f"the ranks read different text ({', '.join(map(str, fingerprints))}); give all of them the same "
+            "files with --data"
         )

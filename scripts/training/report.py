@@ -1,6 +1,8 @@
-"""What is said about a run: the bar while it goes, a line of JSON a step, a comparison, and a summary a person can read.
+"""What is said about a run: the bar while it goes, a line of JSON a step, a comparison, and a summary a
+person can read.
 
-One invariant: it is told figures and prints them; it neither measures nor talks to other ranks. Only rank 0 has one.
+One invariant: it is told figures and prints them; it neither measures nor talks to other ranks. Only rank 0
+has one.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Arm:
     @property
     def typical_seconds(self) -> float:
         """The median, without the first step, which also builds things."""
-        return statistics.median(self.seconds(step) for step in range(min(1, len(self.steps) - 1), len(self.steps)))
+        return statistics.median(
+            self.seconds(step) for step in range(min(1, len(self.steps) - 1), len(self.steps))
+        )
 
     def most(self, rank: int, name: str) -> int:
         """The largest of one of the engine's figures over the steps."""
@@ -60,7 +64,8 @@ class Reporter:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._file: TextIOWrapper | None = open(options.telemetry, "w") if options.telemetry else None  # noqa: SIM115 - open for the whole run
+        # open for the whole run
+        self._file: TextIOWrapper | None = open(options.telemetry, "w") if options.telemetry else None  # noqa: SIM115
         self._bar: tqdm[Any] | None = None
 
     def begin(self, arm: Arm) -> None:
@@ -105,7 +110,9 @@ class Reporter:
             "loss": known([rank.loss for rank in figures]),
             "seconds": max(rank.seconds for rank in figures),
             "tokens": self.options.tokens,
-            "ranks": [{name: value for name, value in asdict(rank).items() if name != "loss"} for rank in figures],
+            "ranks": [
+                {name: value for name, value in asdict(rank).items() if name != "loss"} for rank in figures
+            ],
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -114,11 +121,16 @@ class Reporter:
 def _postfix(arm: Arm, step: int, tokens: int) -> str:
     figures = arm.steps[step]
     active = [rank.active_bytes for rank in figures if rank.active_bytes is not None]
-    peak = f"peak {_mb(max(active))}" if active else f"saved {_mb(max(rank.engine['device_bytes_peak'] for rank in figures))}"
+    peak = (
+        f"peak {_mb(max(active))}"
+        if active
+        else f"saved {_mb(max(rank.engine['device_bytes_peak'] for rank in figures))}"
+    )
     offloaded = sum(rank.engine["spill_bytes"] for rank in figures)
     stall = max(rank.engine["stall_ms"] for rank in figures)
     return (
-        f"loss {arm.loss(step):.3f}, {tokens / arm.seconds(step):,.0f} tokens/s, {peak}, offloaded {_mb(offloaded)}, stall {stall:.1f} ms"
+        f"loss {arm.loss(step):.3f}, {tokens / arm.seconds(step):,.0f} tokens/s, {peak}, "
+        f"offloaded {_mb(offloaded)}, stall {stall:.1f} ms"
     )
 
 
@@ -128,14 +140,20 @@ def summary(options: Options, arm: Arm, source: str) -> str:
     ranks = range(len(last))
     stages = len(last) * options.virtual_stages
     lines = [
-        f"{len(arm.steps)} steps of {options.tokens:,} tokens on {len(last)} rank{'s' * (len(last) > 1)}: {options.schedule.name}, "
-        f"{stages} stage{'s' * (stages > 1)}, {options.microbatches} microbatches of {options.batch}; {source}",
+        f"{len(arm.steps)} steps of {options.tokens:,} tokens on {len(last)} rank{'s' * (len(last) > 1)}: "
+        f"{options.schedule.name}, "
+        f"{stages} stage{'s' * (stages > 1)}, {options.microbatches} microbatches of {options.batch}; "
+        f"{source}",
         f"loss       {arm.loss(0):.3f} at first, {arm.loss(len(arm.steps) - 1):.3f} at last"
         + "".join(f"; held out {loss:.3f} after {step + 1}" for step, loss in arm.evaluations[-1:]),
-        f"speed      {arm.typical_seconds * 1e3:,.0f} ms a step, {options.tokens / arm.typical_seconds:,.0f} tokens/s",
+        f"speed      {arm.typical_seconds * 1e3:,.0f} ms a step, {options.tokens / arm.typical_seconds:,.0f} "
+        "tokens/s",
     ]
     if options.verify:
-        lines.append(f"verified   every gradient of all {len(arm.steps)} steps is bit for bit what it is without offload")
+        lines.append(
+            f"verified   every gradient of all {len(arm.steps)} steps is bit for bit what it is without "
+            "offload"
+        )
     lines += _optimizer(arm)
     lines += _offloaded(options, arm, ranks)
     return "\n".join(lines)
@@ -158,9 +176,14 @@ def _offloaded(options: Options, arm: Arm, ranks: Sequence[int]) -> list[str]:
         return ["offloaded  nothing, as --offload-modules none asks"]
     last = [figures.engine for figures in arm.steps[-1]]
     if not any(engine["spill_bytes"] for engine in last):
-        why = "no saved tensor has that many elements" if not any(engine["saved"] for engine in last) else "all of them stayed"
+        why = (
+            "no saved tensor has that many elements"
+            if not any(engine["saved"] for engine in last)
+            else "all of them stayed"
+        )
         return [
-            f"offloaded  nothing: {why} (--min-offloaded-tensor-size {options.min_elements:,}, --offload-fraction {options.fraction:g})"
+            f"offloaded  nothing: {why} (--min-offloaded-tensor-size {options.min_elements:,}, "
+            f"--offload-fraction {options.fraction:g})"
         ]
     each = ", ".join(f"rank {rank} {_mb(last[rank]['spill_bytes'])}" for rank in ranks)
     left, came_back = (sum(engine[name] for engine in last) for name in ("spill_bytes", "restore_bytes"))
@@ -168,28 +191,39 @@ def _offloaded(options: Options, arm: Arm, ranks: Sequence[int]) -> list[str]:
     simulated = ", on a simulated link" if arm.steps[-1][0].active_bytes is None else ""
     lines = [
         f"offloaded  {_mb(left)} a step ({each}), {_mb(came_back)} fetched back",
-        f"stall      {slowest['stall_ms']:.1f} ms in {slowest['stall_count']} waits of the slowest rank{simulated}",
-        f"device     at most {_mb(max(arm.most(rank, 'device_bytes_peak') for rank in ranks))} of saved activations at once"
-        + "".join(f"; {_mb(active)} active, {_mb(reserved)} reserved" for active, reserved in [_device_peaks(arm)] if active is not None),
+        f"stall      {slowest['stall_ms']:.1f} ms in {slowest['stall_count']} waits of the slowest "
+        f"rank{simulated}",
+        f"device     at most {_mb(max(arm.most(rank, 'device_bytes_peak') for rank in ranks))} of saved "
+        "activations at once"
+        + "".join(
+            f"; {_mb(active)} active, {_mb(reserved)} reserved"
+            for active, reserved in [_device_peaks(arm)]
+            if active is not None
+        ),
         f"host       {_mb(sum(engine['host_bytes_held'] for engine in last))} held, of which at most "
         f"{_mb(sum(arm.most(rank, 'host_bytes_lent_peak') for rank in ranks))} were lent",
     ]
     refused = sum(engine["refused_bytes"] for engine in last)
     if refused:
-        lines.append(f"stayed     {_mb(refused)} of the last step should have left and found no room on the host")
+        lines.append(
+            f"stayed     {_mb(refused)} of the last step should have left and found no room on the host"
+        )
     return lines
 
 
 def comparison(off: Arm, on: Arm, saved_if_all_stayed: Sequence[int]) -> str:
     """Time and the three memory figures, side by side, a row for each rank and arm.
 
-    saved_if_all_stayed: by rank; what the engine counts when nothing leaves, since it counts nothing while it is off.
+    saved_if_all_stayed: by rank; what the engine counts when nothing leaves, since it counts nothing while it
+        is off.
     """
     rows: list[list[str]] = []
     for rank in range(len(on.steps[-1])):
         for arm in (off, on):
             last = arm.steps[-1][rank]
-            step = statistics.median(figures[rank].seconds for figures in arm.steps[min(1, len(arm.steps) - 1) :])
+            step = statistics.median(
+                figures[rank].seconds for figures in arm.steps[min(1, len(arm.steps) - 1) :]
+            )
             saved = saved_if_all_stayed[rank] if arm is off else arm.most(rank, "device_bytes_peak")
             rows.append(
                 [
@@ -216,11 +250,21 @@ def comparison(off: Arm, on: Arm, saved_if_all_stayed: Sequence[int]) -> str:
     )
     on_cpu = on.steps[-1][0].active_bytes is None
     if differing and not on_cpu:
-        losses += ", as attention's on a GPU do from run to run (--verify takes one that is the same every time)"
-    notes = [f"A step takes {on.typical_seconds / off.typical_seconds:.2f} times as long with offload; {losses}."]
-    notes.append('"saved" is the engine\'s own count of saved activations on the device at once; without offload, of the same ones.')
+        losses += (
+            ", as attention's on a GPU do from run to run (--verify takes one that is the same every time)"
+        )
+    notes = [
+        f"A step takes {on.typical_seconds / off.typical_seconds:.2f} times as long with offload; {losses}."
+    ]
+    notes.append(
+        '"saved" is the engine\'s own count of saved activations on the device at once; without '
+        'offload, of the same ones.'
+    )
     if on_cpu:
-        notes.append("Active and reserved are a GPU allocator's figures, which a CPU does not have; its host memory is not pinned either.")
+        notes.append(
+            "Active and reserved are a GPU allocator's figures, which a CPU does not have; its host memory "
+            "is not pinned either."
+        )
     return "\n".join([table, *notes])
 
 

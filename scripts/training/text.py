@@ -1,6 +1,7 @@
 """The text that is learned, as tokens: bytes, with an end between files.
 
-One invariant: a batch is a function of the seed and the step alone, so every rank draws the same one and no text is sent between them.
+One invariant: a batch is a function of the seed and the step alone, so every rank draws the same one and no
+text is sent between them.
 """
 
 from __future__ import annotations
@@ -64,9 +65,17 @@ def read_text(files: Iterable[Path], *, tokens: int) -> Text:
     joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.int16)
     held_out = max(tokens + 2, int(joined.size * _HELD_OUT))
     if joined.size - held_out < tokens + 2:
-        raise ValueError(f"{nbytes:,} bytes of text are too few for sequences of {tokens:,} tokens; give more, or a smaller --sequence")
+        raise ValueError(
+            f"{nbytes:,} bytes of text are too few for sequences of {tokens:,} tokens; give more, or a "
+            "smaller --sequence"
+        )
     everything = torch.from_numpy(joined)
-    return Text(everything[:-held_out], everything[-held_out:], source, hashlib.sha256(joined.tobytes()).hexdigest()[:16])
+    return Text(
+        everything[:-held_out],
+        everything[-held_out:],
+        source,
+        hashlib.sha256(joined.tobytes()).hexdigest()[:16],
+    )
 
 
 def _windows(text: Tensor, sequences: int, tokens: int, *, seed: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
-"""A model captured into CUDA graphs by hand, and replayed like a function of its input and its output's gradient.
+"""A model captured into CUDA graphs by hand, and replayed like a function of its input and its output's
+gradient.
 
-One invariant: `run` gives what an eager forward and backward of the same model would, [output, the input's gradient, the parameters'].
+One invariant: `run` gives what an eager forward and backward of the same model would, [output, the input's
+gradient, the parameters'].
 """
 
 from __future__ import annotations
@@ -24,12 +26,25 @@ SHAPE = (SEQUENCES, TOKENS, WIDTH)
 Model = Callable[[Tensor], Tensor]
 
 
-def stages(count: int = 1, *, names: Sequence[str] = NAMES, dtype: torch.dtype = torch.float32) -> list[TransformerStage]:
-    """So many layers, each a stage of its own with hidden states in and out; the same parameters every time."""
+def stages(
+    count: int = 1, *, names: Sequence[str] = NAMES, dtype: torch.dtype = torch.float32
+) -> list[TransformerStage]:
+    """So many layers, each a stage of its own with hidden states in and out; the same parameters every
+    time."""
     config = TransformerConfig(
-        dim=WIDTH, layers=count + 2, heads=4, kv_heads=2, ffn=352, sequence=TOKENS, offload_modules=frozenset(names), math_attention=True
+        dim=WIDTH,
+        layers=count + 2,
+        heads=4,
+        kv_heads=2,
+        ffn=352,
+        sequence=TOKENS,
+        offload_modules=frozenset(names),
+        math_attention=True,
     )
-    return [build_stage_module(config, stage, count + 2, device=DEVICE, dtype=dtype) for stage in range(1, count + 1)]
+    return [
+        build_stage_module(config, stage, count + 2, device=DEVICE, dtype=dtype)
+        for stage in range(1, count + 1)
+    ]
 
 
 def parameters_of(model: Model | Sequence[Model]) -> list[Tensor]:
@@ -49,7 +64,8 @@ def eager(model: Model, x: Tensor, gradient: Tensor, parameters: Sequence[Tensor
 
 @dataclass
 class ByHand:
-    """One graph of forward and backward, or one of each. Its tensors are the graphs' own, and replays read the model's parameters."""
+    """One graph of forward and backward, or one of each. Its tensors are the graphs' own, and replays read
+    the model's parameters."""
 
     model: Model
     x: Tensor
@@ -109,4 +125,8 @@ class ByHand:
 
 def pool_bytes(graph: torch.cuda.CUDAGraph) -> int:
     """Device memory of the graph's private pool, used or not."""
-    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == graph.pool())
+    return sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) == graph.pool()
+    )

@@ -1,7 +1,9 @@
-"""torch.compile and groups on a GPU: the bits of the same compiled blocks without offload, what leaves, and what is said.
+"""torch.compile and groups on a GPU: the bits of the same compiled blocks without offload, what leaves, and
+what is said.
 
-Inductor's backward writes over the buffers that it was handed; its CUDA graphs (mode="reduce-overhead") own what their forward saved.
-Reference and offloaded run call the same compiled kernels on the same values, so the bits are the same.
+Inductor's backward writes over the buffers that it was handed; its CUDA graphs (mode="reduce-overhead") own
+what their forward saved. Reference and offloaded run call the same compiled kernels on the same values, so
+the bits are the same.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class MarkedBlock(Block):
 
 
 class _ProductKeptOnCtx(torch.autograd.Function):
-    """sin(x @ w); the product, 4 * ROWS * WIDTH bytes, is an attribute of ctx, where no saved-tensor hook sees it."""
+    """sin(x @ w); the product, 4 * ROWS * WIDTH bytes, is an attribute of ctx, where no saved-tensor hook
+    sees it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -82,9 +85,13 @@ def in_group(layer: Layer) -> Layer:
 
 
 def run(
-    layers: Sequence[Layer], owners: Sequence[nn.Module], order: Sequence[Action], manager: PipelineOffloadManager | None
+    layers: Sequence[Layer],
+    owners: Sequence[nn.Module],
+    order: Sequence[Action],
+    manager: PipelineOffloadManager | None,
 ) -> tuple[list[Tensor], list[StepStats]]:
-    """The gradients and the figures of STEPS steps; gradients are copies, for a CUDA graph's next replay overwrites its own."""
+    """The gradients and the figures of STEPS steps; gradients are copies, for a CUDA graph's next replay
+    overwrites its own."""
     gradients: list[Tensor] = []
     stats: list[StepStats] = []
     with installed(manager):
@@ -133,16 +140,22 @@ def _fresh_compiler() -> Iterator[None]:
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What the engine has warned of since the test began."""
     return lambda: [
-        record.getMessage() for record in caplog.records if record.name.startswith("offload.") and record.levelno >= logging.WARNING
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("offload.") and record.levelno >= logging.WARNING
     ]
 
 
-# -- inductor's own kernels ---------------------------------------------------------------------------------------------------------
+# -- inductor's own kernels ----------------------------------------------------------------------------------
 @pytest.mark.req("S3-79")
 @pytest.mark.parametrize("whole", [False, True], ids=["block in a group", "layer with its marks"])
 @pytest.mark.parametrize(
     "caps",
-    [{}, {"max_spilling_bytes": 1, "max_restoring_bytes": 0}, {"device_limit_bytes": MIB, "piece_bytes": 64 << 10}],
+    [
+        {},
+        {"max_spilling_bytes": 1, "max_restoring_bytes": 0},
+        {"device_limit_bytes": MIB, "piece_bytes": 64 << 10},
+    ],
     ids=["defaults", "one at a time", "device limit"],
 )
 def test_compiled_blocks_have_the_bits_they_have_without_offload(
@@ -155,7 +168,9 @@ def test_compiled_blocks_have_the_bits_they_have_without_offload(
     counters.clear()
     blocks = blocks_of(MarkedBlock if whole else Block)
     compiled: list[Layer] = [torch.compile(block) for block in blocks]
-    found, stats = run(compiled if whole else [in_group(layer) for layer in compiled], blocks, order, build_manager(**caps))
+    found, stats = run(
+        compiled if whole else [in_group(layer) for layer in compiled], blocks, order, build_manager(**caps)
+    )
     assert_same_bits(expected, found)
     assert all(step.refused == 0 for step in stats)
     assert stats[0].spilled == stats[0].saved > 0
@@ -170,8 +185,8 @@ def test_compiled_blocks_have_the_bits_they_have_without_offload(
 
 @pytest.mark.usefixtures("clean_allocator")
 def test_memory_of_what_compiled_functions_save_is_freed() -> None:
-    """A chain of L compiled tanh holds a tensor of N bytes a link, of which with one copy out at a time at most four are there: a link's
-    input and output, the one that is leaving, and the loss's."""
+    """A chain of L compiled tanh holds a tensor of N bytes a link, of which with one copy out at a time at
+    most four are there: a link's input and output, the one that is leaving, and the loss's."""
     nbytes, links = 16 * MIB, 12
     link: Layer = torch.compile(lambda x: torch.tanh(x))
     grouped = in_group(link)
@@ -180,7 +195,11 @@ def test_memory_of_what_compiled_functions_save_is_freed() -> None:
         with installed(manager):
             highest = 0
             for _ in range(3):  # the first one compiles
-                x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+                x = (
+                    torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(0))
+                    .to(DEVICE)
+                    .requires_grad_()
+                )
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_stats()["active_bytes.all.current"]
                 torch.cuda.reset_peak_memory_stats()
@@ -202,13 +221,22 @@ def test_memory_of_what_compiled_functions_save_is_freed() -> None:
             return highest
 
     without = peak(None)
-    within = peak(build_manager(reserve_bytes=links * nbytes + 128 * MIB, max_spilling_bytes=1, max_restoring_bytes=0, piece_bytes=1))
+    within = peak(
+        build_manager(
+            reserve_bytes=links * nbytes + 128 * MIB,
+            max_spilling_bytes=1,
+            max_restoring_bytes=0,
+            piece_bytes=1,
+        )
+    )
     assert without >= links * nbytes
     assert within <= without - (links - 5) * nbytes
 
 
-# -- CUDA graphs that torch.compile records -----------------------------------------------------------------------------------------
-def test_memory_of_recorded_cuda_graphs_stays_and_is_said_once_and_the_bits_are_right(warnings: Callable[[], list[str]]) -> None:
+# -- CUDA graphs that torch.compile records ------------------------------------------------------------------
+def test_memory_of_recorded_cuda_graphs_stays_and_is_said_once_and_the_bits_are_right(
+    warnings: Callable[[], list[str]],
+) -> None:
     """Warm-up, recording and two replays, with two microbatches whose backwards come after both forwards."""
     plain = blocks_of(Block)
     expected, _ = run([torch.compile(block, mode="reduce-overhead") for block in plain], plain, GPIPE, None)
@@ -220,16 +248,22 @@ def test_memory_of_recorded_cuda_graphs_stays_and_is_said_once_and_the_bits_are_
     found, stats = run(layers, blocks, GPIPE, build_manager(max_spilling_bytes=1, max_restoring_bytes=0))
     trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
     assert counters["inductor"].get("cudagraph_skips", 0) == 0
-    assert trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None, "torch recorded no graph"
+    assert trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None, (
+        "torch recorded no graph"
+    )
     assert_same_bits(expected, found)
     assert all(step.refused == 0 for step in stats)
     (message,) = warnings()
-    assert re.match(r"group 'block' of chunk s0m0: [\d,]+ bytes \(\d+ tensors?\) of what it saves stays on the device", message), message
+    assert re.match(
+        r"group 'block' of chunk s0m0: [\d,]+ bytes \(\d+ tensors?\) of what it saves stays on the device",
+        message,
+    ), message
     assert 'mode="reduce-overhead"' in message
 
 
 def test_group_outside_of_the_recorded_graph_still_leaves(warnings: Callable[[], list[str]]) -> None:
-    """One block in a CUDA graph, the next one eager: the eager one saves the graph's output, which stays, and its own, which leave."""
+    """One block in a CUDA graph, the next one eager: the eager one saves the graph's output, which stays, and
+    its own, which leave."""
     blocks = blocks_of(Block)
     recorded = torch.compile(blocks[0], mode="reduce-overhead")
     expected, _ = run([recorded, blocks[1]], blocks, GPIPE, None)
@@ -237,14 +271,21 @@ def test_group_outside_of_the_recorded_graph_still_leaves(warnings: Callable[[],
     gc.collect()
     blocks = blocks_of(Block)
     recorded = torch.compile(blocks[0], mode="reduce-overhead")
-    found, stats = run([recorded, in_group(blocks[1])], blocks, GPIPE, build_manager(max_spilling_bytes=1, max_restoring_bytes=0))
+    found, stats = run(
+        [recorded, in_group(blocks[1])],
+        blocks,
+        GPIPE,
+        build_manager(max_spilling_bytes=1, max_restoring_bytes=0),
+    )
     assert_same_bits(expected, found)
     assert all(step.spilled > 0 for step in stats)
     assert len(warnings()) == 1
 
 
-# -- what is said ---------------------------------------------------------------------------------------------------------------------
-def test_what_a_compiled_function_keeps_beside_the_hooks_is_said_once_by_group_graph_and_bytes(warnings: Callable[[], list[str]]) -> None:
+# -- what is said --------------------------------------------------------------------------------------------
+def test_what_a_compiled_function_keeps_beside_the_hooks_is_said_once_by_group_graph_and_bytes(
+    warnings: Callable[[], list[str]],
+) -> None:
     plain = blocks_of(KeepingBlock)
     expected, _ = run([torch.compile(block) for block in plain], plain, GPIPE, None)
     torch._dynamo.reset()
@@ -254,7 +295,10 @@ def test_what_a_compiled_function_keeps_beside_the_hooks_is_said_once_by_group_g
     (message,) = warnings()
     place = r"compiled graph (\d+|\[\d+/\d+\], forward at .*test_compile\.py:\d+,)"
     amount = f"{4 * ROWS * WIDTH:,} bytes"
-    assert re.match(rf"group 'block' of chunk s0m0: {place} keeps {amount} \(1 tensor\) beside the saved-tensor hooks", message), message
+    assert re.match(
+        rf"group 'block' of chunk s0m0: {place} keeps {amount} \(1 tensor\) beside the saved-tensor hooks",
+        message,
+    ), message
 
 
 def test_mark_in_a_function_compiled_with_fullgraph_is_an_error_that_names_the_way_out() -> None:

@@ -1,5 +1,5 @@
-"""Offload beside checkpoints and autocast on one GPU, and beside FSDP2 and tensor parallel over NCCL on two: the same bits, and no weight
-leaves. The cases are those of tests/integration/test_composition.py.
+"""Offload beside checkpoints and autocast on one GPU, and beside FSDP2 and tensor parallel over NCCL on two:
+the same bits, and no weight leaves. The cases are those of tests/integration/test_composition.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Compared]]:
     """By rank, by case."""
-    found: list[dict[str, Compared]] = run_ranks(compared, 2, tmp_path_factory.mktemp("ranks"), CASES, "cuda", backend="nccl")
+    found: list[dict[str, Compared]] = run_ranks(
+        compared, 2, tmp_path_factory.mktemp("ranks"), CASES, "cuda", backend="nccl"
+    )
     return found
 
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_the_same_and_activations_leave_but_no_weight(seen: list[dict[str, Compared]], name: str) -> None:
+def test_gradients_are_the_same_and_activations_leave_but_no_weight(
+    seen: list[dict[str, Compared]], name: str
+) -> None:
     for rank in seen:
         check(name, CASES[name], rank[name])
 

@@ -1,6 +1,8 @@
-"""On a GPU the gradients are the same bits with offload and without, whatever the dtype, the caps, the order of chunks and the streams.
+"""On a GPU the gradients are the same bits with offload and without, whatever the dtype, the caps, the order
+of chunks and the streams.
 
-Attention is torch's plain matrix products and every kernel a deterministic one, so that a bit that differs is the engine's.
+Attention is torch's plain matrix products and every kernel a deterministic one, so that a bit that differs is
+the engine's.
 """
 
 from __future__ import annotations
@@ -21,14 +23,19 @@ from tests.gpu.workbench import NAMES, Program, Result, assert_same_bits, build_
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CAPS: dict[str, dict[str, Any]] = {  # the four microbatches together save 18 MiB in half precision and 24 MiB in float32
+# the four microbatches together save 18 MiB in half precision and 24 MiB in float32
+CAPS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "one at a time": {"max_spilling_bytes": 1, "max_restoring_bytes": 0},
     "tiny": {"max_spilling_bytes": 256 << 10, "max_restoring_bytes": 256 << 10, "piece_bytes": 64 << 10},
     "device limit": {"device_limit_bytes": 3 << 20},
     "wait at each commit": {"max_inflight_offloads": 0},
 }
-ORDERS = {"1F1B": one_f_one_b(4, 2), "all forwards first": one_f_one_b(3, 3), "one at a time": one_f_one_b(3, 0)}
+ORDERS = {
+    "1F1B": one_f_one_b(4, 2),
+    "all forwards first": one_f_one_b(3, 3),
+    "one at a time": one_f_one_b(3, 0),
+}
 
 
 @functools.cache
@@ -51,14 +58,20 @@ def test_without_offload_two_runs_have_the_same_bits(dtype: torch.dtype) -> None
 @pytest.mark.req("S2-98", "S3-76")
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "init_chunk_handler"])
 @pytest.mark.parametrize("caps", CAPS)
-def test_gradients_with_offload_have_the_bits_of_those_without(dtype: torch.dtype, caps: str, announced: bool) -> None:
-    """Four steps: one to warm up, two with the plan from it, and one with the plan from measured times, where there is a device limit."""
+def test_gradients_with_offload_have_the_bits_of_those_without(
+    dtype: torch.dtype, caps: str, announced: bool
+) -> None:
+    """Four steps: one to warm up, two with the plan from it, and one with the plan from measured times, where
+    there is a device limit."""
     program = Program(dtype=dtype, steps=4)
     with_offload = program.run(build_manager(**CAPS[caps]), announced=announced)
     assert_same_bits(without_offload(program).gradients, with_offload.gradients)
-    assert with_offload.stats[0].spilled > 2 * len(NAMES), "nearly nothing left the device: the test proves nothing"
+    assert with_offload.stats[0].spilled > 2 * len(NAMES), (
+        "nearly nothing left the device: the test proves nothing"
+    )
     assert with_offload.refused == 0
-    if caps != "defaults":  # their windows are larger than all that is saved: what has left is still on the device when it is read
+    # their windows are larger than all that is saved: what has left is still on the device when it is read
+    if caps != "defaults":
         assert with_offload.restored > len(NAMES)
     if caps == "device limit":
         assert max(stats.device_bytes_peak for stats in with_offload.stats) <= 3 << 20
@@ -98,7 +111,7 @@ def test_under_autocast_gradients_have_the_same_bits(caps: str) -> None:
     assert with_offload.spilled > 0
 
 
-# -- checkpoints ----------------------------------------------------------------------------------------------------------
+# -- checkpoints ---------------------------------------------------------------------------------------------
 
 
 def _blocks(model: TransformerStage, x: Tensor) -> Any:
@@ -142,7 +155,7 @@ def test_a_checkpoint_around_groups_recomputes_and_nothing_leaves(use_reentrant:
     assert with_offload.spilled == 0
 
 
-# -- streams and threads ----------------------------------------------------------------------------------------------------
+# -- streams and threads -------------------------------------------------------------------------------------
 
 
 @pytest.mark.req("S4-34")

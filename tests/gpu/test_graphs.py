@@ -1,7 +1,9 @@
-"""Groups inside CUDA graphs: replays give the bits of eager without offload, from less device memory; nobody else gets their host blocks.
+"""Groups inside CUDA graphs: replays give the bits of eager without offload, from less device memory; nobody
+else gets their host blocks.
 
-Kernels are deterministic, so a bit that differs is the engine's. Inputs change with each replay. No garbage is collected in a test: torch's
-graphs of an earlier one may be in it, and a graph that is destroyed while another is captured ends that capture (torch 2.11).
+Kernels are deterministic, so a bit that differs is the engine's. Inputs change with each replay. No garbage
+is collected in a test: torch's graphs of an earlier one may be in it, and a graph that is destroyed while
+another is captured ends that capture (torch 2.11).
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ def expected(count: int = 1, dtype: torch.dtype = torch.float32) -> list[list[Te
     """Eager and without offload, of each replay's input: output and gradients."""
     assert PipelineOffloadManager.OFFLOAD_MGR is None
     layers = stages(count, dtype=dtype)
-    return [eager(torch.nn.Sequential(*layers), *ends(replay, dtype), parameters_of(layers)) for replay in range(REPLAYS)]
+    return [
+        eager(torch.nn.Sequential(*layers), *ends(replay, dtype), parameters_of(layers))
+        for replay in range(REPLAYS)
+    ]
 
 
 def ends(replay: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -75,10 +80,12 @@ def assert_moved(region: CapturedRegion, *, restored: bool = True) -> None:
     assert region.spill_bytes > 0
     assert region.kept_bytes == 0
     assert region.restore_bytes > 0 or not restored
-    assert region.host_bytes == region.spill_bytes, "two copies of one graph share a block, or a block is held for nothing"
+    assert region.host_bytes == region.spill_bytes, (
+        "two copies of one graph share a block, or a block is held for nothing"
+    )
 
 
-# -- by hand ------------------------------------------------------------------------------------------------------------
+# -- by hand -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("one_graph", [True, False], ids=["one graph", "a graph each"])
@@ -94,7 +101,9 @@ def test_without_offload_replays_have_the_bits_of_eager(one_graph: bool) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("caps", CAPS)
 @pytest.mark.parametrize("one_graph", [True, False], ids=["one graph", "a graph each"])
-def test_replays_with_offload_have_the_bits_of_eager_without(managed: Any, one_graph: bool, caps: str, dtype: torch.dtype) -> None:
+def test_replays_with_offload_have_the_bits_of_eager_without(
+    managed: Any, one_graph: bool, caps: str, dtype: torch.dtype
+) -> None:
     wanted = expected(dtype=dtype)
     manager = managed(**CAPS[caps])
     model = stages(dtype=dtype)[0]
@@ -113,7 +122,9 @@ def test_replays_with_offload_have_the_bits_of_eager_without(managed: Any, one_g
 @pytest.mark.req("S2-101")
 @pytest.mark.parametrize("slow", ["d2h", "h2d"])
 @pytest.mark.parametrize("one_graph", [True, False], ids=["one graph", "a graph each"])
-def test_replays_have_the_bits_of_eager_however_late_their_copies_are(managed: Any, one_graph: bool, slow: str) -> None:
+def test_replays_have_the_bits_of_eager_however_late_their_copies_are(
+    managed: Any, one_graph: bool, slow: str
+) -> None:
     """The sleep before each copy is captured with it, so every replay has it."""
     wanted = expected()
     manager = managed(WidenedDevice(slow_ms={slow: 0.5}), **CAPS["tiny"])
@@ -126,13 +137,15 @@ def test_replays_have_the_bits_of_eager_however_late_their_copies_are(managed: A
         assert_same_bits(wanted[replay], by_hand.run(*ends(replay)))
 
 
-# -- make_graphed_callables ---------------------------------------------------------------------------------------------
+# -- make_graphed_callables ----------------------------------------------------------------------------------
 
 
 @pytest.mark.req("S2-101")
 @pytest.mark.parametrize("caps", CAPS)
 @pytest.mark.parametrize("count", [1, 3])
-def test_graphed_callables_have_the_bits_of_eager_without_offload(managed: Any, caps: str, count: int) -> None:
+def test_graphed_callables_have_the_bits_of_eager_without_offload(
+    managed: Any, caps: str, count: int
+) -> None:
     wanted = expected(count)
     manager = managed(**CAPS[caps])
     layers = stages(count)
@@ -154,12 +167,13 @@ def test_graphed_callables_have_the_bits_of_eager_without_offload(managed: Any, 
     assert region.replays == REPLAYS * len(region.graphs)
 
 
-# -- around a capture ---------------------------------------------------------------------------------------------------
+# -- around a capture ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.req("S2-91")
 def test_capture_in_the_middle_of_a_step_disturbs_neither(managed: Any) -> None:
-    """Spills of an eager forward are in flight when the capture begins, and its backward runs after; replays come between steps."""
+    """Spills of an eager forward are in flight when the capture begins, and its backward runs after; replays
+    come between steps."""
     wanted = expected()
     manager = managed(WidenedDevice(slow_ms={"d2h": 0.5, "h2d": 0.2}), **CAPS["tiny"])
     model, captured = stages()[0], stages()[0]
@@ -242,7 +256,9 @@ def test_forward_replayed_twice_before_its_backward_is_an_error_that_says_so(man
         by_hand = ByHand.capture(stages()[0])
     forward, backward = by_hand.graphs
     forward.replay()
-    with pytest.raises(CaptureError, match=r"graph 1 .* replayed for the second time before graph 2 .* hold one forward"):
+    with pytest.raises(
+        CaptureError, match=r"graph 1 .* replayed for the second time before graph 2 .* hold one forward"
+    ):
         forward.replay()
     backward.replay()
     forward.replay()
@@ -302,7 +318,7 @@ def test_poll_in_a_capture_is_refused_before_cuda_hears_of_it(managed: Any) -> N
     assert bool((x == 1).all())
 
 
-# -- events and delayed groups ------------------------------------------------------------------------------------------
+# -- events and delayed groups -------------------------------------------------------------------------------
 
 
 def wide(x: Tensor) -> Tensor:
@@ -340,10 +356,11 @@ def test_external_events_let_the_main_stream_run_beside_the_copies_of_a_graph(ma
 
 @pytest.mark.req("S2-86", "S2-101")
 def test_delayed_groups_are_flushed_after_a_replay(managed: Any) -> None:
-    """Eager groups before a captured layer: their commits wait until the graph has been launched. The plan keeps the last one from the
-    second step on."""
+    """Eager groups before a captured layer: their commits wait until the graph has been launched. The plan
+    keeps the last one from the second step on."""
     wanted = expected()
-    manager = managed(max_spilling_bytes=256 << 10, max_restoring_bytes=256 << 10)  # a full piece would leave before its group's end
+    # a full piece would leave before its group's end
+    manager = managed(max_spilling_bytes=256 << 10, max_restoring_bytes=256 << 10)
     model = stages()[0]
     manager.register_parameters(model)
     with capturing():
@@ -366,7 +383,7 @@ def test_delayed_groups_are_flushed_after_a_replay(managed: Any) -> None:
         step_end()
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 MIB = 1 << 20
 N = 16 * MIB  # of each tensor; the allocator gives it a segment of its own
@@ -391,8 +408,9 @@ def captured_bytes(depth: int, *, one_graph: bool) -> tuple[int, ByHand]:
 @pytest.mark.req("S2-101")
 @pytest.mark.parametrize("one_graph", [True, False], ids=["one graph", "a graph each"])
 def test_memory_of_the_graphs_does_not_grow_with_depth(managed: Any, one_graph: bool) -> None:
-    """Without offload each tanh holds its result until the backward: a graph of DEPTH more needs N bytes more for each. With one piece in
-    flight each way the results of all but the ends leave, and the same few buffers serve any depth."""
+    """Without offload each tanh holds its result until the backward: a graph of DEPTH more needs N bytes more
+    for each. With one piece in flight each way the results of all but the ends leave, and the same few
+    buffers serve any depth."""
     shallow, _ = captured_bytes(DEPTH, one_graph=one_graph)
     deep, _ = captured_bytes(2 * DEPTH, one_graph=one_graph)
     assert deep - shallow == DEPTH * N
@@ -411,7 +429,8 @@ def test_memory_of_the_graphs_does_not_grow_with_depth(managed: Any, one_graph: 
 
 @pytest.mark.req("S2-101")
 def test_active_memory_between_forward_and_backward_falls_by_what_the_table_says(managed: Any) -> None:
-    """Between the two graphs the saved tensors are all that is held. What left is gone, unless it is somebody's input or output."""
+    """Between the two graphs the saved tensors are all that is held. What left is gone, unless it is
+    somebody's input or output."""
 
     def held_after_forward() -> tuple[int, list[Any]]:
         x = torch.zeros(N // 4, device=DEVICE).requires_grad_()

@@ -1,6 +1,8 @@
-"""Pinned host memory on a GPU: it is pinned, carries bytes both ways unchanged, and goes back to the system piece by piece.
+"""Pinned host memory on a GPU: it is pinned, carries bytes both ways unchanged, and goes back to the system
+piece by piece.
 
-The bookkeeping of a trim is proved without a GPU in tests/unit/memory/test_arena_trim.py; here registrations, copies and pages are real.
+The bookkeeping of a trim is proved without a GPU in tests/unit/memory/test_arena_trim.py; here registrations,
+copies and pages are real.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def device() -> CudaDevice:
 @pytest.fixture
 def arena(device: CudaDevice) -> Iterator[HostArena]:
     """Two slabs of four pieces, all free; it may hold no more."""
-    arena = HostArena(device, budget=LocalHostBudget(8 * PIECE), slab_bytes=4 * PIECE, registration_bytes=PIECE)
+    arena = HostArena(
+        device, budget=LocalHostBudget(8 * PIECE), slab_bytes=4 * PIECE, registration_bytes=PIECE
+    )
     arena.reserve(8 * PIECE)
     yield arena
     torch.cuda.synchronize()
@@ -50,7 +54,9 @@ def random_bytes(nbytes: int, seed: int = 0) -> Tensor:
 
 def spill(device: CudaDevice, extents: tuple[Tensor, ...], source: Tensor) -> Event:
     device.wait(device.d2h, device.record(device.compute), "spill")
-    device.copy(device.d2h, list(zip(extents, source.split([extent.numel() for extent in extents]), strict=True)))
+    device.copy(
+        device.d2h, list(zip(extents, source.split([extent.numel() for extent in extents]), strict=True))
+    )
     return device.record(device.d2h)
 
 
@@ -59,7 +65,9 @@ def restore(device: CudaDevice, extents: tuple[Tensor, ...], after: Event) -> tu
     home = device.empty(sum(extent.numel() for extent in extents))
     device.wait(device.h2d, device.record(device.compute), "allocate")
     device.wait(device.h2d, after, "restore")
-    device.copy(device.h2d, list(zip(home.split([extent.numel() for extent in extents]), extents, strict=True)))
+    device.copy(
+        device.h2d, list(zip(home.split([extent.numel() for extent in extents]), extents, strict=True))
+    )
     read = device.record(device.h2d)
     device.wait(device.compute, read, "restore")
     return home, read
@@ -79,7 +87,7 @@ def taken(arena: HostArena, nbytes: int) -> Block:
     return block
 
 
-# -- pieces of the device -------------------------------------------------------------------------------------------
+# -- pieces of the device ------------------------------------------------------------------------------------
 def test_every_piece_is_pinned_to_its_last_byte(device: CudaDevice) -> None:
     memory = device.host_memory(2 * PIECE + 4096, PIECE)
     assert memory.pinned
@@ -132,19 +140,25 @@ def test_released_pieces_leave_the_process(device: CudaDevice) -> None:
     full = resident_bytes()
     for index in range(1, 31):
         memory.release_piece(index)
-    assert full - resident_bytes() > 15 * PIECE, "30 pieces; half, because the kernel counts each processor's last pages late"
+    assert full - resident_bytes() > 15 * PIECE, (
+        "30 pieces; half, because the kernel counts each processor's last pages late"
+    )
     there_and_back(device, (memory.pieces[0], memory.pieces[31]))
     memory.release()
 
 
-# -- the arena's trim -------------------------------------------------------------------------------------------------
-def test_a_trim_gives_pages_and_budget_back_and_the_arena_grows_again(device: CudaDevice, arena: HostArena) -> None:
+# -- the arena's trim ----------------------------------------------------------------------------------------
+def test_a_trim_gives_pages_and_budget_back_and_the_arena_grows_again(
+    device: CudaDevice, arena: HostArena
+) -> None:
     block = taken(arena, 8 * PIECE)
     there_and_back(device, block.extents)
     arena.give_back(block, None)
     full = resident_bytes()
     assert arena.trim(2 * PIECE) == 6 * PIECE
-    assert full - resident_bytes() > 3 * PIECE, "6 pieces; half, because the kernel counts each processor's last pages late"
+    assert full - resident_bytes() > 3 * PIECE, (
+        "6 pieces; half, because the kernel counts each processor's last pages late"
+    )
     assert arena.held_bytes == arena.budget.used_bytes == 2 * PIECE
     arena.reserve(8 * PIECE)
     block = taken(arena, 8 * PIECE)
@@ -155,10 +169,13 @@ def test_a_trim_gives_pages_and_budget_back_and_the_arena_grows_again(device: Cu
     assert arena.held_bytes == arena.budget.used_bytes == 0
 
 
-def test_a_trim_waits_for_the_restore_that_still_reads_the_pieces(device: CudaDevice, arena: HostArena) -> None:
+def test_a_trim_waits_for_the_restore_that_still_reads_the_pieces(
+    device: CudaDevice, arena: HostArena
+) -> None:
     block = taken(arena, 8 * PIECE)
     source = random_bytes(block.nbytes)
-    device.empty(block.nbytes)  # torch keeps its bytes for `home`: an allocation by the driver may block the host
+    # torch keeps its bytes for `home`: an allocation by the driver may block the host
+    device.empty(block.nbytes)
     cycles = cycles_of(200.0)
     spilled = spill(device, block.extents, source)
     device.synchronize(spilled)

@@ -1,8 +1,9 @@
 """What offload does to device memory on a real GPU, against figures that are derived here.
 
-The model is a chain of L tanh, each a group. A tanh saves its result and nothing else, N bytes, so the peaks can be counted by hand. All
-tensors are of N bytes, a multiple of 2 MiB, so the allocator cuts every block to size. Memory is `active_bytes`: unlike
-`max_memory_allocated` it counts blocks that a stream still holds (peers.md, "memory is reported three ways").
+The model is a chain of L tanh, each a group. A tanh saves its result and nothing else, N bytes, so the peaks
+can be counted by hand. All tensors are of N bytes, a multiple of 2 MiB, so the allocator cuts every block to
+size. Memory is `active_bytes`: unlike `max_memory_allocated` it counts blocks that a stream still holds
+(peers.md, "memory is reported three ways").
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, StepStats, group_commit, group_start, offload_hooks
+from offload import (
+    OffloadConfig,
+    OffloadEngine,
+    PipelineOffloadManager,
+    StepStats,
+    group_commit,
+    group_start,
+    offload_hooks,
+)
 from offload.device.cuda import CudaDevice
 from tests.gpu.workbench import DEVICE, assert_same_bits, installed
 
@@ -33,7 +42,9 @@ ROUNDING = 512
 
 def build_manager(**config: Any) -> PipelineOffloadManager:
     """Every tensor is a piece of its own, and the host has room for all of them."""
-    engine = OffloadEngine(OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1, **config), device=CudaDevice())
+    engine = OffloadEngine(
+        OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1, **config), device=CudaDevice()
+    )
     engine.reserve_host(2 * L * N)
     return PipelineOffloadManager(engine, print_summary=False)
 
@@ -74,7 +85,9 @@ class Ends:
         return cls(x, torch.ones_like(x))
 
 
-def run_step(ends: Ends, manager: PipelineOffloadManager | None, layers: int = L, microbatches: int = 1) -> StepStats | None:
+def run_step(
+    ends: Ends, manager: PipelineOffloadManager | None, layers: int = L, microbatches: int = 1
+) -> StepStats | None:
     """The forwards, then the backwards; the input's gradient is dropped, so that the step leaves nothing."""
     outputs = []
     for microbatch in range(microbatches):
@@ -98,18 +111,20 @@ def active_bytes() -> int:
 
 
 def peak_of(step: Any) -> tuple[int, Any]:
-    """(the most active bytes while `step()` runs, what it returned). Ends with the device idle, so that every time it took is known."""
+    """(the most active bytes while `step()` runs, what it returned). Ends with the device idle, so that every
+    time it took is known."""
     torch.cuda.reset_peak_memory_stats()
     result = step()
     torch.cuda.synchronize()
     return int(torch.cuda.memory_stats()["active_bytes.all.peak"]), result
 
 
-# -- peaks ------------------------------------------------------------------------------------------------------------------
+# -- peaks ---------------------------------------------------------------------------------------------------
 
 
 def test_without_offload_the_peak_is_all_saved_tensors_and_four_more() -> None:
-    """At the second node of the backward: x, the root gradient, the L results (the last one has a name), a gradient in and one out."""
+    """At the second node of the backward: x, the root gradient, the L results (the last one has a name), a
+    gradient in and one out."""
     before = active_bytes()
     ends = Ends.of()
     peak, _ = peak_of(lambda: run_step(ends, None))
@@ -117,10 +132,14 @@ def test_without_offload_the_peak_is_all_saved_tensors_and_four_more() -> None:
 
 
 @pytest.mark.parametrize(("spilling", "restoring"), [(1, 0), (1, 1), (2, 2), (3, 1), (1, 4)])
-def test_with_offload_the_peak_falls_by_what_was_spilled_less_the_windows(managed: Any, spilling: int, restoring: int) -> None:
-    """In flight are at most the two windows; the one tensor more is the one that a node reads, which no window counts any more.
+def test_with_offload_the_peak_falls_by_what_was_spilled_less_the_windows(
+    managed: Any, spilling: int, restoring: int
+) -> None:
+    """In flight are at most the two windows; the one tensor more is the one that a node reads, which no
+    window counts any more.
 
-    At least x, the root, the held result, the tensor that is read and two gradients are there at once, whatever leaves.
+    At least x, the root, the held result, the tensor that is read and two gradients are there at once,
+    whatever leaves.
     """
     before = active_bytes()
     ends = Ends.of()
@@ -137,7 +156,8 @@ def test_with_offload_the_peak_falls_by_what_was_spilled_less_the_windows(manage
 
 @pytest.mark.req("S2-99")
 def test_the_peak_falls_by_what_the_summary_says(managed: Any) -> None:
-    """Many small layers, so that the windows are small beside what leaves: within 30% and 20 MiB of offload_summary_bytes."""
+    """Many small layers, so that the windows are small beside what leaves: within 30% and 20 MiB of
+    offload_summary_bytes."""
     nbytes, layers = 4 * MIB, 60
     ends = Ends.of(nbytes)
     without, _ = peak_of(lambda: run_step(ends, None, layers))
@@ -153,8 +173,9 @@ def test_the_peak_falls_by_what_the_summary_says(managed: Any) -> None:
 
 @pytest.mark.parametrize("limit", [3, 4, 6])
 def test_saved_bytes_on_the_device_stay_under_the_limit(managed: Any, limit: int) -> None:
-    """By the engine's count, and by the allocator's: beside what is counted there are x, the root, the held result of each microbatch,
-    the tensor that a node reads and two gradients, or in the forward the result that is being made."""
+    """By the engine's count, and by the allocator's: beside what is counted there are x, the root, the held
+    result of each microbatch, the tensor that a node reads and two gradients, or in the forward the result
+    that is being made."""
     microbatches = 2
     before = active_bytes()
     ends = Ends.of()
@@ -168,10 +189,14 @@ def test_saved_bytes_on_the_device_stay_under_the_limit(managed: Any, limit: int
         assert peak - before <= (limit + 2 + microbatches + 3) * N + ROUNDING * microbatches * L
 
 
-# -- nothing grows ------------------------------------------------------------------------------------------------------------
+# -- nothing grows -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("caps", [{"max_spilling_bytes": 2 * N, "max_restoring_bytes": 2 * N}, {"device_limit_bytes": 5 * N}], ids=str)
+@pytest.mark.parametrize(
+    "caps",
+    [{"max_spilling_bytes": 2 * N, "max_restoring_bytes": 2 * N}, {"device_limit_bytes": 5 * N}],
+    ids=str,
+)
 def test_ten_steps_hold_what_one_step_holds(managed: Any, caps: dict[str, int]) -> None:
     ends = Ends.of()
     before = active_bytes()
@@ -189,8 +214,11 @@ def test_ten_steps_hold_what_one_step_holds(managed: Any, caps: dict[str, int]) 
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_what_an_odd_phase_left_in_the_cache_goes_back_once_the_plan_has_settled(managed: Any, asked: bool) -> None:
-    """Two segments that nobody uses: they can hold no block of a step beside the ones that it has, and stay until they are given back."""
+def test_what_an_odd_phase_left_in_the_cache_goes_back_once_the_plan_has_settled(
+    managed: Any, asked: bool
+) -> None:
+    """Two segments that nobody uses: they can hold no block of a step beside the ones that it has, and stay
+    until they are given back."""
     ends = Ends.of()
     manager = managed(max_spilling_bytes=2 * N, trim_device=asked)
     for _ in range(2):  # without a plan and with one: all the memory that a step takes
@@ -213,8 +241,11 @@ def test_what_an_odd_phase_left_in_the_cache_goes_back_once_the_plan_has_settled
 
 
 @pytest.mark.req("S0-38")
-def test_a_leftover_of_4_mb_in_each_step_does_not_stay(managed: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Its graph is kept and its backward never runs: a step holds it until it ends, and only its sum, 512 bytes, stays."""
+def test_a_leftover_of_4_mb_in_each_step_does_not_stay(
+    managed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its graph is kept and its backward never runs: a step holds it until it ends, and only its sum, 512
+    bytes, stays."""
     caplog.set_level(logging.ERROR, "offload")  # a warning a step is right, and not the subject
     manager = managed(max_spilling_bytes=2 * N)
     x = torch.randn(MIB, device=DEVICE, requires_grad=True)
@@ -267,7 +298,7 @@ def test_after_reset_instance_pinned_and_device_memory_are_back() -> None:
         PipelineOffloadManager.OFFLOAD_MGR = None
 
 
-# -- exceptions ---------------------------------------------------------------------------------------------------------------
+# -- exceptions ----------------------------------------------------------------------------------------------
 
 
 class BoomError(Exception):
@@ -320,7 +351,9 @@ def gradient_of(ends: Ends, manager: PipelineOffloadManager | None) -> Sequence[
 
 
 @pytest.mark.parametrize("fail", [fail_in_the_forward, fail_in_the_backward])
-def test_an_exception_in_the_middle_of_a_step_leaves_nothing(managed: Any, fail: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_the_middle_of_a_step_leaves_nothing(
+    managed: Any, fail: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.ERROR, "offload")
     ends = Ends.of()
     expected = gradient_of(ends, None)

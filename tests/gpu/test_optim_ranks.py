@@ -1,7 +1,8 @@
-"""The hybrid optimizer on two GPUs over NCCL: replicas and FSDP2's shards, with copies that are slow where it hurts, and state dicts.
+"""The hybrid optimizer on two GPUs over NCCL: replicas and FSDP2's shards, with copies that are slow where it
+hurts, and state dicts.
 
-The cases are run as in tests/integration/test_optim_ranks.py. What the host steps is compared with the same split without overlap, since
-its kernel is another than the GPU's.
+The cases are run as in tests/integration/test_optim_ranks.py. What the host steps is compared with the same
+split without overlap, since its kernel is another than the GPU's.
 
 pytest -m gpu -n 0 tests/gpu/test_optim_ranks.py
 """
@@ -22,12 +23,23 @@ STREAMED: dict[str, Any] = {"cpu_share": 0.0}
 BOTH: dict[str, Any] = {"cpu_share": 0.5}
 UNOVERLAPPED: dict[str, Any] = {**BOTH, "overlap_cpu_optimizer_d2h_h2d": False}
 CASES = {
-    "replicas, streamed, as torch's": Case(over="replicas", options=STREAMED, microbatches=2, bucket_view=True, slow=True),
-    "replicas, both": Case(over="replicas", options=BOTH, expected=UNOVERLAPPED, microbatches=2, kept=True, slow=True),
-    "replicas, promised": Case(
-        over="replicas", options={**BOTH, "overlap_backward": True}, expected=UNOVERLAPPED, bucket_view=True, attached=False, slow=True
+    "replicas, streamed, as torch's": Case(
+        over="replicas", options=STREAMED, microbatches=2, bucket_view=True, slow=True
     ),
-    "shards, streamed, as torch's": Case(over="shards", options=STREAMED, microbatches=2, clip="own", slow=True),
+    "replicas, both": Case(
+        over="replicas", options=BOTH, expected=UNOVERLAPPED, microbatches=2, kept=True, slow=True
+    ),
+    "replicas, promised": Case(
+        over="replicas",
+        options={**BOTH, "overlap_backward": True},
+        expected=UNOVERLAPPED,
+        bucket_view=True,
+        attached=False,
+        slow=True,
+    ),
+    "shards, streamed, as torch's": Case(
+        over="shards", options=STREAMED, microbatches=2, clip="own", slow=True
+    ),
     "shards, half, clipped": Case(
         over="shards",
         options={**BOTH, "offload_fraction": 0.5},
@@ -35,25 +47,49 @@ CASES = {
         clip="argument",
         slow=True,
     ),
-    "shards, both, fetched ahead": Case(over="shards", options=BOTH, expected=UNOVERLAPPED, microbatches=2, prefetch=True, slow=True),
-    "shards, both, in bfloat16": Case(over="shards", options=BOTH, expected=UNOVERLAPPED, mixed=True, reshard=False, slow=True),
-    "shards, a layer called alone": Case(over="shards", options=BOTH, expected=UNOVERLAPPED, called_alone=True, slow=True),
-    "shards, an event for FSDP2": Case(over="shards", options=BOTH, expected=UNOVERLAPPED, post_optim=True, slow=True),
+    "shards, both, fetched ahead": Case(
+        over="shards", options=BOTH, expected=UNOVERLAPPED, microbatches=2, prefetch=True, slow=True
+    ),
+    "shards, both, in bfloat16": Case(
+        over="shards", options=BOTH, expected=UNOVERLAPPED, mixed=True, reshard=False, slow=True
+    ),
+    "shards, a layer called alone": Case(
+        over="shards", options=BOTH, expected=UNOVERLAPPED, called_alone=True, slow=True
+    ),
+    "shards, an event for FSDP2": Case(
+        over="shards", options=BOTH, expected=UNOVERLAPPED, post_optim=True, slow=True
+    ),
     "shards, stepped in the backward": Case(
-        over="shards", options={**BOTH, "step_in_backward": True}, expected=UNOVERLAPPED, microbatches=2, slow=True
+        over="shards",
+        options={**BOTH, "step_in_backward": True},
+        expected=UNOVERLAPPED,
+        microbatches=2,
+        slow=True,
     ),
     "shards, undoable, clipped": Case(
-        over="shards", options={**STREAMED, "step_in_backward": "undoable"}, microbatches=2, clip="own", slow=True
+        over="shards",
+        options={**STREAMED, "step_in_backward": "undoable"},
+        microbatches=2,
+        clip="own",
+        slow=True,
     ),
-    "shards, bad on one rank, scaled": Case(over="shards", options=BOTH, expected=UNOVERLAPPED, scaler=True, bad=True, slow=True),
+    "shards, bad on one rank, scaled": Case(
+        over="shards", options=BOTH, expected=UNOVERLAPPED, scaler=True, bad=True, slow=True
+    ),
 }
-RUNS = {f"{split}, {way}": (split, split, way) for split in ("half", "streamed") for way in ("whole", "shards", "own")}
+RUNS = {
+    f"{split}, {way}": (split, split, way)
+    for split in ("half", "streamed")
+    for way in ("whole", "shards", "own")
+}
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
     """By rank, by case."""
-    found: list[dict[str, Seen]] = run_ranks(trained, 2, tmp_path_factory.mktemp("ranks"), CASES, "cuda", backend="nccl")
+    found: list[dict[str, Seen]] = run_ranks(
+        trained, 2, tmp_path_factory.mktemp("ranks"), CASES, "cuda", backend="nccl"
+    )
     return found
 
 
@@ -70,7 +106,9 @@ def test_the_weights_have_the_expected_bits_on_every_rank(seen: list[dict[str, S
 def gone_on(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
     """By rank, by run."""
     folder = tmp_path_factory.mktemp("ranks")
-    found: list[dict[str, list[str]]] = run_ranks(resumed, 2, folder, str(folder), RUNS, "cuda", backend="nccl")
+    found: list[dict[str, list[str]]] = run_ranks(
+        resumed, 2, folder, str(folder), RUNS, "cuda", backend="nccl"
+    )
     return found
 
 

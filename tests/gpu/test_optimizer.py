@@ -1,4 +1,5 @@
-"""The hybrid optimizer on a real GPU: the same bits whatever overlaps, host memory to the byte, and lanes that are slow where it hurts.
+"""The hybrid optimizer on a real GPU: the same bits whatever overlaps, host memory to the byte, and lanes
+that are slow where it hurts.
 
 pytest -m gpu -n 0 tests/gpu/test_optimizer.py
 """
@@ -42,11 +43,16 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def backward(model: nn.Module, number: int) -> None:
     dtype = next(model.parameters()).dtype
     generator = torch.Generator(device=DEVICE).manual_seed(100 + number)
-    model(torch.randn(64, WIDTH, device=DEVICE, generator=generator).to(dtype)).float().square().mean().backward()
+    model(
+        torch.randn(64, WIDTH, device=DEVICE, generator=generator).to(dtype)
+    ).float().square().mean().backward()
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: int = 5, *, microbatches: int = 2, slow_ms: float = 0.0) -> list[Tensor]:
-    """The weights after the steps. slow_ms: compute is behind the host by that much when each step is asked for."""
+def train(
+    model: nn.Module, optimizer: Optimizer, steps: int = 5, *, microbatches: int = 2, slow_ms: float = 0.0
+) -> list[Tensor]:
+    """The weights after the steps. slow_ms: compute is behind the host by that much when each step is asked
+    for."""
     for step in range(steps):
         for microbatch in range(microbatches):
             if isinstance(optimizer, HybridDeviceOptimizer):
@@ -74,7 +80,9 @@ def closed() -> Iterator[None]:
         engine.close()
 
 
-def hybrid(parameters_of: nn.Module, device: WidenedDevice | None = None, /, **options: Any) -> HybridDeviceOptimizer:
+def hybrid(
+    parameters_of: nn.Module, device: WidenedDevice | None = None, /, **options: Any
+) -> HybridDeviceOptimizer:
     engine = OffloadEngine(device=device if device is not None else "cuda")
     common: dict[str, Any] = {"engine": engine, "bucket_bytes": BUCKET, "cpu_share": 0.5, **RECIPE}
     optimizer = HybridDeviceOptimizer(parameters_of.parameters(), 1.0, **{**common, **options})
@@ -84,7 +92,9 @@ def hybrid(parameters_of: nn.Module, device: WidenedDevice | None = None, /, **o
 
 def assert_same_bits(mine: list[Tensor], other: list[Tensor]) -> None:
     for place, (one, two) in enumerate(zip(mine, other, strict=True)):
-        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), f"parameter {place} differs by {(one - two).abs().max()}"
+        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), (
+            f"parameter {place} differs by {(one - two).abs().max()}"
+        )
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -123,7 +133,9 @@ def test_what_a_grad_scaler_unscales_after_it_landed_counts_unscaled(share: floa
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
         for step in range(4):
             generator = torch.Generator(device=DEVICE).manual_seed(100 + step)
-            scaler.scale(model(torch.randn(64, WIDTH, device=DEVICE, generator=generator)).square().mean()).backward()
+            scaler.scale(
+                model(torch.randn(64, WIDTH, device=DEVICE, generator=generator)).square().mean()
+            ).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -197,9 +209,12 @@ def test_step_returns_while_the_gradients_are_still_being_made() -> None:
 
 
 @pytest.mark.req("S3-41")
-@pytest.mark.parametrize(("dtype", "share", "each"), [(torch.float32, 1.0, 16), (torch.float32, 0.0, 8), (torch.bfloat16, 1.0, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "share", "each"), [(torch.float32, 1.0, 16), (torch.float32, 0.0, 8), (torch.bfloat16, 1.0, 16)]
+)
 def test_host_memory_is_pinned_and_exact(dtype: torch.dtype, share: float, each: int) -> None:
-    """Masters, gradients and two moments, 4 bytes each, or the two moments; padded to 16 elements a parameter. Held in registrations."""
+    """Masters, gradients and two moments, 4 bytes each, or the two moments; padded to 16 elements a
+    parameter. Held in registrations."""
     model = net(dtype)
     optimizer = hybrid(model, cpu_share=share, param_update_in_fp32=True)
     padded = sum(-(-parameter.numel() // 16) * 16 for parameter in model.parameters())
@@ -216,7 +231,8 @@ def test_host_memory_is_pinned_and_exact(dtype: torch.dtype, share: float, each:
 @pytest.mark.usefixtures("clean_allocator")
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_the_device_holds_the_ring_and_nothing_else_of_the_optimizer(share: float) -> None:
-    """Between steps, and as a peak over a step with gradients there: weights, gradients, the ring, and small change."""
+    """Between steps, and as a peak over a step with gradients there: weights, gradients, the ring, and small
+    change."""
     model = net()
     train(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)  # cuBLAS gets its workspace
     torch.cuda.synchronize()
@@ -224,8 +240,10 @@ def test_the_device_holds_the_ring_and_nothing_else_of_the_optimizer(share: floa
     optimizer = hybrid(model, cpu_share=share)
     train(model, optimizer, 2)
     torch.cuda.synchronize()
-    optimizer.synchronize_parameters()  # lets go of gradients that were still being read when it was last asked
-    small = 512 * sum(len(bucket.steps) for bucket in optimizer.placed.streamed.buckets) + (64 << 10)  # counts and scalars, a block each
+    # lets go of gradients that were still being read when it was last asked
+    optimizer.synchronize_parameters()
+    # counts and scalars, a block each
+    small = 512 * sum(len(bucket.steps) for bucket in optimizer.placed.streamed.buckets) + (64 << 10)
     assert torch.cuda.memory_allocated() - before <= optimizer.ring_bytes + small
     assert optimizer.ring_bytes <= 3 * 2 * (BUCKET + 64)
     for parameter in model.parameters():
@@ -261,7 +279,10 @@ def test_a_run_goes_on_from_a_state_dict_with_the_same_bits() -> None:
     model = net(torch.bfloat16)
     optimizer = hybrid(model, model=model, param_update_in_fp32=True)
     train(model, optimizer, 3)
-    saved = {"model": {key: value.clone() for key, value in model.state_dict().items()}, "optimizer": optimizer.state_dict()}
+    saved = {
+        "model": {key: value.clone() for key, value in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+    }
     expected = train(model, optimizer, 2)
     again = net(torch.bfloat16)
     other = hybrid(again, model=again, param_update_in_fp32=True)
@@ -301,7 +322,9 @@ def test_the_cores_near_the_gpu_are_cores_of_this_process() -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -319,7 +342,9 @@ def test_fsdp2_with_parameters_on_the_host_steps_on_the_gpu_as_adam_there() -> N
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
-    optimizer = FSDPGPUOptimizerWrapper(torch.optim.Adam(model.parameters(), lr=1e-3), DEVICE, bucket_bytes=BUCKET)
+    optimizer = FSDPGPUOptimizerWrapper(
+        torch.optim.Adam(model.parameters(), lr=1e-3), DEVICE, bucket_bytes=BUCKET
+    )
     assert optimizer.ring_bytes <= 3 * 4 * (BUCKET + 64)
     for step in range(10):
         for each, steps in ((reference, expected), (model, optimizer)):

@@ -1,4 +1,5 @@
-"""Captured forwards and backwards with the hybrid optimizer on a real GPU: a replay reads the weights of the last step, however late.
+"""Captured forwards and backwards with the hybrid optimizer on a real GPU: a replay reads the weights of the
+last step, however late.
 
 pytest -m gpu -n 0 tests/gpu/test_optimizer_graphs.py
 """
@@ -38,12 +39,21 @@ def numbers(seed: int) -> Tensor:
 
 
 @contextmanager
-def built(model: nn.Module, share: float, **options: Any) -> Iterator[tuple[HybridDeviceOptimizer, WidenedDevice]]:
+def built(
+    model: nn.Module, share: float, **options: Any
+) -> Iterator[tuple[HybridDeviceOptimizer, WidenedDevice]]:
     """Weights take long to come back, but for those of the step's own warm-up."""
     device = WidenedDevice()
     engine = OffloadEngine(device=device)
     optimizer = HybridDeviceOptimizer(
-        model.parameters(), 1.0, engine=engine, cpu_share=share, model=model, bucket_bytes=1 << 20, lr=1e-2, **options
+        model.parameters(),
+        1.0,
+        engine=engine,
+        cpu_share=share,
+        model=model,
+        bucket_bytes=1 << 20,
+        lr=1e-2,
+        **options,
     )
     with ExitStack() as stack:
         stack.callback(engine.close)
@@ -52,7 +62,8 @@ def built(model: nn.Module, share: float, **options: Any) -> Iterator[tuple[Hybr
 
 
 class Graphed:
-    """A training step in two graphs, forward and backward in one, whose gradients are where the capture put them."""
+    """A training step in two graphs, forward and backward in one, whose gradients are where the capture put
+    them."""
 
     def __init__(self, model: nn.Module, region: AbstractContextManager[Any]) -> None:
         self.model = model
@@ -94,7 +105,9 @@ def expected(share: float) -> list[Tensor]:
 
 @pytest.mark.parametrize("inside", ["region", "no region"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_graph_trains_to_the_bits_of_eager_although_weights_come_back_late(share: float, inside: str) -> None:
+def test_a_graph_trains_to_the_bits_of_eager_although_weights_come_back_late(
+    share: float, inside: str
+) -> None:
     model = net()
     with built(model, share) as (optimizer, device):
         graphed = Graphed(model, optimizer.engine.capturing() if inside == "region" else nullcontext())
@@ -127,6 +140,9 @@ def test_a_capture_while_weights_come_back_is_right_in_a_region_and_an_error_out
         optimizer.step()
         for worker in (optimizer._steps._stepper, optimizer._steps._streamer):
             worker.synchronize()
-        with pytest.raises(CaptureError, match=r"synchronize_parameters\(\) before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with (
+            pytest.raises(CaptureError, match=r"synchronize_parameters\(\) before the capture"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
             model(x)
         optimizer.synchronize_parameters()

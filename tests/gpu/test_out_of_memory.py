@@ -1,7 +1,8 @@
-"""A GPU that runs out of memory, for real: the user catches it, nothing of the step stays behind, and the next step has the right bits.
+"""A GPU that runs out of memory, for real: the user catches it, nothing of the step stays behind, and the
+next step has the right bits.
 
-Memory is made short with blocks that take all that is left. The same steps on the simulated device, with more places to fail, are in
-tests/unit/groups/test_out_of_memory.py.
+Memory is made short with blocks that take all that is left. The same steps on the simulated device, with more
+places to fail, are in tests/unit/groups/test_out_of_memory.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, group_commit, group_start, offload_hooks
+from offload import (
+    OffloadConfig,
+    OffloadEngine,
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    offload_hooks,
+)
 from offload.device.cuda import CudaDevice
 from offload.transfer.door import Priority
 from offload.transfer.record import RecordState
@@ -28,7 +36,8 @@ MIB = 1 << 20
 N = 16 * MIB
 L = 8
 ROOM = 4 << 30
-"""Bytes that this process may allocate in all, so that filling the device does not depend on who else is on it."""
+"""Bytes that this process may allocate in all, so that filling the device does not depend on who else is on
+it."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +51,8 @@ def little_room() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_room() -> Iterator[None]:
-    """Everything that the device still has is taken inside, in blocks of `N` bytes, so that none of that size is left."""
+    """Everything that the device still has is taken inside, in blocks of `N` bytes, so that none of that size
+    is left."""
     taken: list[Tensor] = []
     with contextlib.suppress(torch.OutOfMemoryError):
         while True:
@@ -94,7 +104,9 @@ class Steps:
         self.x = torch.randn(N // 4, generator=generator).to(DEVICE).requires_grad_()
         self.root = torch.ones_like(self.x)
 
-    def step(self, *, in_forward: Callable[[], object] = nothing, in_backward: Callable[[], object] = nothing) -> Tensor:
+    def step(
+        self, *, in_forward: Callable[[], object] = nothing, in_backward: Callable[[], object] = nothing
+    ) -> Tensor:
         """The calls happen in the middle of the second microbatch."""
         manager = self.manager
         outputs: list[Tensor] = []
@@ -124,7 +136,9 @@ class Steps:
 
 @pytest.fixture
 def manager() -> Iterator[PipelineOffloadManager]:
-    config = OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1, max_spilling_bytes=2 * N, max_restoring_bytes=2 * N)
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1, piece_bytes=1, max_spilling_bytes=2 * N, max_restoring_bytes=2 * N
+    )
     engine = OffloadEngine(config, device=CudaDevice())
     engine.reserve_host(3 * L * N)
     made = PipelineOffloadManager(engine, print_summary=False)

@@ -1,8 +1,9 @@
-"""Copies run beside the compute, and the host is never blocked: by events on the device, as inequalities between parts of one run.
+"""Copies run beside the compute, and the host is never blocked: by events on the device, as inequalities
+between parts of one run.
 
-The model is a chain of layers that each compute for a known time, a sleeping kernel, in the forward and in the backward, and save N bytes,
-whose copy takes a little less. No absolute time is asserted: the step is compared with its compute alone and with its bytes at the rates of
-the link, both measured here.
+The model is a chain of layers that each compute for a known time, a sleeping kernel, in the forward and in
+the backward, and save N bytes, whose copy takes a little less. No absolute time is asserted: the step is
+compared with its compute alone and with its bytes at the rates of the link, both measured here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, StepStats, group_commit, group_start, offload_hooks
+from offload import (
+    OffloadConfig,
+    OffloadEngine,
+    PipelineOffloadManager,
+    StepStats,
+    group_commit,
+    group_start,
+    offload_hooks,
+)
 from offload.device.cuda import CudaDevice
 from offload.policy.actions import Rates
 from tests.gpu.widened import cycles_of, sleep
@@ -66,13 +75,17 @@ class Bench:
     """One engine, and the step that is run with it and without."""
 
     def __init__(self, **config: Any) -> None:
-        engine = OffloadEngine(OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=N, **config), device=CudaDevice())
+        engine = OffloadEngine(
+            OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=N, **config), device=CudaDevice()
+        )
         engine.reserve_host(LAYERS * N)
         self.manager = PipelineOffloadManager(engine, print_summary=False)
         rates = engine.rates
         assert rates is not None
         self.rates: Rates = rates
-        self.cycles = cycles_of(COMPUTE_TO_COPY * 1000 * N / min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s))
+        self.cycles = cycles_of(
+            COMPUTE_TO_COPY * 1000 * N / min(rates.d2h_bytes_per_s, rates.h2d_bytes_per_s)
+        )
         self.x = torch.randn(N // 4, device=DEVICE, requires_grad=True)
         self.gradient = torch.ones_like(self.x)
 
@@ -122,7 +135,8 @@ CAPS = [{"max_spilling_bytes": 2 * N, "max_restoring_bytes": 3 * N}, {"device_li
 @pytest.mark.req("S3-64")
 @pytest.mark.parametrize("bench", CAPS, indirect=True, ids=["windows", "device limit"])
 def test_a_step_takes_little_longer_than_its_compute_or_its_copies(bench: Bench) -> None:
-    """At most 15% longer than the longer one. One after the other they would take half as long again, or more."""
+    """At most 15% longer than the longer one. One after the other they would take half as long again, or
+    more."""
     steps, computes = [], []
     for _ in range(ROUNDS):
         computes.append(bench.milliseconds(marked=False))
@@ -130,9 +144,13 @@ def test_a_step_takes_little_longer_than_its_compute_or_its_copies(bench: Bench)
     stats = bench.manager.stats
     assert stats.refused == 0
     assert stats.restored >= LAYERS // 4, "hardly anything came back: the test proves nothing"
-    copies_ms = 1000 * (stats.spill_bytes / bench.rates.d2h_bytes_per_s + stats.restore_bytes / bench.rates.h2d_bytes_per_s)
+    copies_ms = 1000 * (
+        stats.spill_bytes / bench.rates.d2h_bytes_per_s + stats.restore_bytes / bench.rates.h2d_bytes_per_s
+    )
     step_ms, compute_ms = statistics.median(steps), statistics.median(computes)
-    figures = f"step {step_ms:.1f}, compute {compute_ms:.1f}, copies {copies_ms:.1f} ms, stalls {stats.stall_count}"
+    figures = (
+        f"step {step_ms:.1f}, compute {compute_ms:.1f}, copies {copies_ms:.1f} ms, stalls {stats.stall_count}"
+    )
     assert step_ms <= 1.15 * max(compute_ms, copies_ms), figures
     assert step_ms <= 0.85 * (compute_ms + copies_ms), figures
 
@@ -143,8 +161,11 @@ def test_a_step_takes_little_longer_than_its_compute_or_its_copies(bench: Bench)
     indirect=True,
     ids=["windows", "device limit", "one at a time", "wait at each commit"],
 )
-def test_the_host_issues_a_whole_step_while_the_device_is_still_busy_with_something_else(bench: Bench) -> None:
-    """Whatever waits, it is a lane. The device has not begun with the step when its last operation has been issued."""
+def test_the_host_issues_a_whole_step_while_the_device_is_still_busy_with_something_else(
+    bench: Bench,
+) -> None:
+    """Whatever waits, it is a lane. The device has not begun with the step when its last operation has been
+    issued."""
     torch.cuda.synchronize()
     begun = torch.cuda.Event()
     sleep(LONG_MS)

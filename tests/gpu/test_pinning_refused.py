@@ -1,6 +1,8 @@
-"""Host memory that a GPU's driver or the system will not pin: right bits, everything counted, one warning, and no error in a later kernel.
+"""Host memory that a GPU's driver or the system will not pin: right bits, everything counted, one warning,
+and no error in a later kernel.
 
-The same without a GPU, for inline and background growth and both kinds of caps, is in tests/unit/groups/test_pinning_refused.py.
+The same without a GPU, for inline and background growth and both kinds of caps, is in
+tests/unit/groups/test_pinning_refused.py.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ CAPS: dict[str, dict[str, Any]] = {
 
 
 class StingyRuntime:
-    """CUDA's runtime, which registers `left` bytes and then refuses for real: a registration of no bytes is an invalid one."""
+    """CUDA's runtime, which registers `left` bytes and then refuses for real: a registration of no bytes is
+    an invalid one."""
 
     def __init__(self, left: int) -> None:
         self._real = torch.cuda.cudart()
@@ -63,9 +66,13 @@ def a_kernel_runs() -> bool:
 
 
 def test_a_refused_registration_is_not_blamed_on_the_next_kernel(runtime: StingyRuntime) -> None:
-    """CUDA keeps the error of a refused call for its thread, and torch asks for it after every kernel launch."""
+    """CUDA keeps the error of a refused call for its thread, and torch asks for it after every kernel
+    launch."""
     device = CudaDevice()
-    with pytest.raises(HostBudgetError, match=r"cudaHostRegister refused 1,048,576 bytes after 4,194,304 of 8,388,608 \(error [1-9]"):
+    with pytest.raises(
+        HostBudgetError,
+        match=r"cudaHostRegister refused 1,048,576 bytes after 4,194,304 of 8,388,608 \(error [1-9]",
+    ):
         device.host_memory(8 * MIB, MIB)
     assert a_kernel_runs()
 
@@ -74,7 +81,10 @@ def test_a_mapping_that_the_system_refuses_is_a_budget_error() -> None:
     device = CudaDevice()
     assert a_kernel_runs()
     arena = HostArena(device, budget=LocalHostBudget(8 << 30))
-    with address_space(256 * MIB), pytest.raises(HostBudgetError, match="the system refused 1,073,741,824 bytes of host memory"):
+    with (
+        address_space(256 * MIB),
+        pytest.raises(HostBudgetError, match="the system refused 1,073,741,824 bytes of host memory"),
+    ):
         arena.reserve(4 << 30)
     assert arena.held_bytes == arena.budget.used_bytes == 0
     assert a_kernel_runs()
@@ -85,7 +95,11 @@ def test_a_mapping_that_the_system_refuses_is_a_budget_error() -> None:
 @pytest.mark.parametrize("caps", CAPS)
 @pytest.mark.parametrize("who", ["the driver", "the host limit"])
 def test_steps_without_enough_host_memory_have_the_right_bits_and_say_so_once(
-    who: str, caps: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    who: str,
+    caps: str,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = Program(steps=6)
     expected = program.run()
@@ -104,7 +118,11 @@ def test_steps_without_enough_host_memory_have_the_right_bits_and_say_so_once(
     assert all(stats.host_bytes_held <= PINNABLE for stats in found.stats)
     assert found.spilled > 0, "the thread that pins never caught up"
     assert runtime is None or runtime.refused > 0
-    ours = [record for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("offload")]
+    ours = [
+        record
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.name.startswith("offload")
+    ]
     said = [record.getMessage() for record in ours]
     assert len(said) == 1, said
     assert "host memory cannot grow; what does not fit stays on the device and is counted" in said[0]

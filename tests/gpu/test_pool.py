@@ -1,4 +1,5 @@
-"""Tensors out and back by hand, and the pools behind it, on a real GPU: what is freed is freed, what is reused is nobody's any more."""
+"""Tensors out and back by hand, and the pools behind it, on a real GPU: what is freed is freed, what is
+reused is nobody's any more."""
 
 from __future__ import annotations
 
@@ -36,12 +37,14 @@ def random(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*size, device=DEVICE).to(dtype)
 
 
-# -- by hand ------------------------------------------------------------------------------------------------------------------
+# -- by hand -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.req("S3-70")
 @pytest.mark.parametrize("nbytes", [64 * MIB, 128 * MIB, 1024 * MIB], ids=["64 MiB", "128 MiB", "1 GiB"])
-def test_device_memory_falls_by_the_tensors_bytes_and_rises_again(handler: ChunkOffloadHandler, nbytes: int) -> None:
+def test_device_memory_falls_by_the_tensors_bytes_and_rises_again(
+    handler: ChunkOffloadHandler, nbytes: int
+) -> None:
     tensor = torch.arange(nbytes // 4, dtype=torch.int32, device=DEVICE)
     full = allocated()
     state = handler.offload(tensor)
@@ -54,7 +57,9 @@ def test_device_memory_falls_by_the_tensors_bytes_and_rises_again(handler: Chunk
 
 
 @pytest.mark.req("S3-67", "S3-71")
-def test_reload_gives_what_was_offloaded_even_if_the_original_is_overwritten(handler: ChunkOffloadHandler) -> None:
+def test_reload_gives_what_was_offloaded_even_if_the_original_is_overwritten(
+    handler: ChunkOffloadHandler,
+) -> None:
     tensor = random(4 * MIB)
     expected = tensor.clone()
     state = handler.offload(tensor)
@@ -71,7 +76,9 @@ def test_reload_gives_what_was_offloaded_even_if_the_original_is_overwritten(han
 @pytest.mark.req("S3-73")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(1000,), (128, 512), (16, 64, 256)], ids=str)
-def test_a_round_trip_by_hand_is_bitwise(handler: ChunkOffloadHandler, size: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_round_trip_by_hand_is_bitwise(
+    handler: ChunkOffloadHandler, size: tuple[int, ...], dtype: torch.dtype
+) -> None:
     tensor = random(*size, dtype=dtype)
     found = handler.reload(handler.offload(tensor))
     assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
@@ -80,7 +87,12 @@ def test_a_round_trip_by_hand_is_bitwise(handler: ChunkOffloadHandler, size: tup
 
 def test_strides_come_back(handler: ChunkOffloadHandler) -> None:
     base = random(256, 512)
-    for tensor in (base.t(), base[:, ::2], base[:, 3:4].expand(-1, 64), base.view(16, 16, 512).permute(2, 0, 1)):
+    for tensor in (
+        base.t(),
+        base[:, ::2],
+        base[:, 3:4].expand(-1, 64),
+        base.view(16, 16, 512).permute(2, 0, 1),
+    ):
         found = handler.reload(handler.offload(tensor))
         assert (found.shape, found.stride()) == (tensor.shape, tensor.stride())
         assert torch.equal(bits(found), bits(tensor))
@@ -88,7 +100,9 @@ def test_strides_come_back(handler: ChunkOffloadHandler) -> None:
 
 @pytest.mark.req("S3-72")
 @pytest.mark.parametrize("pin_memory", [True, False])
-def test_without_the_pool_a_host_tensor_of_its_own_is_pinned_on_request(handler: ChunkOffloadHandler, pin_memory: bool) -> None:
+def test_without_the_pool_a_host_tensor_of_its_own_is_pinned_on_request(
+    handler: ChunkOffloadHandler, pin_memory: bool
+) -> None:
     tensor = random(MIB)
     state = handler.offload(tensor, pin_memory=pin_memory, use_cpu_pool=False)
     assert state.cpu_tensor.is_pinned() is pin_memory
@@ -124,7 +138,7 @@ def test_a_host_buffer_is_not_lent_again_while_a_copy_still_reads_it(handler: Ch
     assert bool((handler.reload(second) == 2.0).all())
 
 
-# -- a pool of device tensors -----------------------------------------------------------------------------------------------
+# -- a pool of device tensors --------------------------------------------------------------------------------
 
 
 @pytest.mark.req("S2-12", "S2-18")

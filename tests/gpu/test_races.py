@@ -1,11 +1,14 @@
-"""Every ordering edge on a real GPU, with its race made wide: right bytes with the edge, wrong bytes without it.
+"""Every ordering edge on a real GPU, with its race made wide: right bytes with the edge, wrong bytes without
+it.
 
-One lane of each scenario sleeps for a long time before it does its part, and whoever does not wait for it comes first. The scenarios are
-those of tests/property/test_edges.py, where the simulated device proves the order; here the device itself does. New buffers and host
-memory are poisoned, and a buffer that has to take over the bytes of another is asked for by address.
+One lane of each scenario sleeps for a long time before it does its part, and whoever does not wait for it
+comes first. The scenarios are those of tests/property/test_edges.py, where the simulated device proves the
+order; here the device itself does. New buffers and host memory are poisoned, and a buffer that has to take
+over the bytes of another is asked for by address.
 
-In a twin the race is won by the wrong side wherever the two lanes really run side by side. Streams share a few hardware queues, and two
-that happen to share one run one after the other; so a twin has a few attempts, each with new streams, and one wrong result is enough.
+In a twin the race is won by the wrong side wherever the two lanes really run side by side. Streams share a
+few hardware queues, and two that happen to share one run one after the other; so a twin has a few attempts,
+each with new streams, and one wrong result is enough.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ Outcome = tuple[Tensor, float]
 
 
 class Desk:
-    """One engine and the saves of one chunk. The host memory is that of one tensor, so the next spill reuses its bytes."""
+    """One engine and the saves of one chunk. The host memory is that of one tensor, so the next spill reuses
+    its bytes."""
 
     def __init__(self, device: WidenedDevice) -> None:
         self.device = device
@@ -123,7 +127,8 @@ def settle(desk: Desk) -> Outcome:
 
 
 def allocate(desk: Desk) -> Outcome:
-    """Compute is late in its last reading of bytes that it has freed. Without the edge h2d overwrites them before that."""
+    """Compute is late in its last reading of bytes that it has freed. Without the edge h2d overwrites them
+    before that."""
     handle = desk.save(numbers(1.0))
     desk.settle(handle)
     used, seen = numbers(3.0), numbers(0.0)
@@ -137,8 +142,8 @@ def allocate(desk: Desk) -> Outcome:
 
 
 def restore(desk: Desk) -> Outcome:
-    """d2h is late in writing the host block, and the reader is on another stream than the one that settled the spill. Without the edge
-    h2d reads what was in the block before."""
+    """d2h is late in writing the host block, and the reader is on another stream than the one that settled
+    the spill. Without the edge h2d reads what was in the block before."""
     handle = desk.save(numbers(1.0))
     desk.settle(handle)
     with torch.cuda.stream(desk.side):
@@ -153,7 +158,8 @@ def read(desk: Desk) -> Outcome:
 
 
 def reuse(desk: Desk) -> Outcome:
-    """h2d is late in reading the host block, for a reader on another stream. Without the edge the next spill overwrites the block."""
+    """h2d is late in reading the host block, for a reader on another stream. Without the edge the next spill
+    overwrites the block."""
     first = desk.save(numbers(1.0))
     desk.settle(first)
     torch.cuda.synchronize()
@@ -166,7 +172,8 @@ def reuse(desk: Desk) -> Outcome:
 
 
 def abandon(desk: Desk) -> Outcome:
-    """h2d is late in filling a buffer that nobody will read. Without the edge its bytes are somebody else's by then."""
+    """h2d is late in filling a buffer that nobody will read. Without the edge its bytes are somebody else's
+    by then."""
     handle = desk.save(numbers(1.0))
     desk.settle(handle)
     desk.prefetch(handle)
@@ -199,8 +206,9 @@ EDGES = {
 def is_right(edge: Edge, without: Collection[str] = ()) -> bool:
     """Whether the scenario gives the right bytes while its lane sleeps.
 
-    It runs once without the sleep first: then kernels are loaded and the allocator has its blocks, and nothing blocks the host in the race.
-    Skips the test where the allocator does not hand freed bytes out again: bytes that nobody takes over show nothing.
+    It runs once without the sleep first: then kernels are loaded and the allocator has its blocks, and
+    nothing blocks the host in the race. Skips the test where the allocator does not hand freed bytes out
+    again: bytes that nobody takes over show nothing.
     """
     desk = Desk(WidenedDevice(without=without))
     try:
@@ -256,7 +264,7 @@ def test_a_reader_on_another_stream_reads_a_copy_of_its_own() -> None:
         desk.close()
 
 
-# -- a whole model ----------------------------------------------------------------------------------------------------------
+# -- a whole model -------------------------------------------------------------------------------------------
 
 SLOW: dict[str, dict[str, float]] = {
     "compute": {"compute": 4.0},
@@ -287,7 +295,8 @@ def without_offload() -> Result:
 @pytest.mark.parametrize("caps", CAPS)
 @pytest.mark.parametrize("slow", SLOW)
 def test_gradients_have_the_same_bits_whichever_lane_is_slow(slow: str, caps: str, streams: int) -> None:
-    """With a slow compute lane everything is issued long before it runs; with a slow copy lane everything waits for its copies."""
+    """With a slow compute lane everything is issued long before it runs; with a slow copy lane everything
+    waits for its copies."""
     manager = build_manager(WidenedDevice(slow_ms=SLOW[slow]), **CAPS[caps])
     with_offload = Program(dtype=torch.bfloat16, pause=pause_of(slow), streams=streams).run(manager)
     assert_same_bits(without_offload().gradients, with_offload.gradients)

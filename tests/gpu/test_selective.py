@@ -1,7 +1,9 @@
-"""Selective checkpoints on a GPU: the bits of no checkpoint and of torch's own selective one, and less memory by what left.
+"""Selective checkpoints on a GPU: the bits of no checkpoint and of torch's own selective one, and less memory
+by what left.
 
-The chain of the memory test is of L regions tanh(sin(x @ w)) in which the product is kept: with its input 2 N bytes a region. All tensors
-but w are of N bytes, a multiple of 2 MiB, so the allocator cuts every block to size; memory is `active_bytes`, as in test_memory.py.
+The chain of the memory test is of L regions tanh(sin(x @ w)) in which the product is kept: with its input 2 N
+bytes a region. All tensors but w are of N bytes, a multiple of 2 MiB, so the allocator cuts every block to
+size; memory is `active_bytes`, as in test_memory.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def torchs_own(operators: Any) -> Context:
     return partial(create_selective_checkpoint_contexts, list(operators))
 
 
-# -- bits -----------------------------------------------------------------------------------------------------------------
+# -- bits ----------------------------------------------------------------------------------------------------
 def layers_checkpointed(model: TransformerStage, x: Tensor, context: Context | None = None) -> Tensor:
     """The middle stage with every layer a checkpoint; its marks are inside the regions."""
     keywords: dict[str, Any] = {} if context is None else {"context_fn": context}
@@ -57,8 +59,14 @@ def layers_checkpointed(model: TransformerStage, x: Tensor, context: Context | N
     ],
     ids=["defaults", "one at a time", "tiny", "device limit", "two streams", "autocast"],
 )
-def test_the_bits_are_those_of_no_checkpoint_and_of_torchs_own(caps: dict[str, Any], how: dict[str, Any], announced: bool) -> None:
-    fields: dict[str, Any] = {"dtype": torch.float32 if how.get("autocast") else torch.bfloat16, "steps": 4, **how}
+def test_the_bits_are_those_of_no_checkpoint_and_of_torchs_own(
+    caps: dict[str, Any], how: dict[str, Any], announced: bool
+) -> None:
+    fields: dict[str, Any] = {
+        "dtype": torch.float32 if how.get("autocast") else torch.bfloat16,
+        "steps": 4,
+        **how,
+    }
     program = Program(**fields, forward=partial(layers_checkpointed, context=selective_contexts(PRODUCTS)))
     found = program.run(build_manager(**caps), announced=announced)
     assert_same_bits(Program(**fields).run().gradients, found.gradients)
@@ -82,7 +90,10 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, _ = x.shape
-        q, k, v = (part.view(batch, sequence, 2, 64).transpose(1, 2) for part in self.qkv(F.dropout(x, 0.1)).split(128, dim=-1))
+        q, k, v = (
+            part.view(batch, sequence, 2, 64).transpose(1, 2)
+            for part in self.qkv(F.dropout(x, 0.1)).split(128, dim=-1)
+        )
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
         return x + F.dropout(torch.tanh(self.out(y.transpose(1, 2).reshape(batch, sequence, 128))), 0.3)
@@ -94,7 +105,11 @@ def test_a_kept_attention_with_dropout_shifts_no_random_number_of_others() -> No
     layers = [Dropping() for _ in range(3)]
 
     def run(call: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
-        x = torch.randn(2, 256, 128, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16).requires_grad_()
+        x = (
+            torch.randn(2, 256, 128, generator=torch.Generator().manual_seed(1))
+            .to(DEVICE, torch.bfloat16)
+            .requires_grad_()
+        )
         torch.manual_seed(7)
         h = x * 1.0
         for layer in layers:
@@ -110,13 +125,15 @@ def test_a_kept_attention_with_dropout_shifts_no_random_number_of_others() -> No
     with installed(manager):
         for _ in range(2):
             manager.begin_chunk(0, 0)
-            assert_same_bits(expected, run(lambda layer, h: checkpoint(layer, h, use_reentrant=False, context_fn=context)))
+            assert_same_bits(
+                expected, run(lambda layer, h: checkpoint(layer, h, use_reentrant=False, context_fn=context))
+            )
             stats = manager.step_end()
             assert stats.spilled > len(layers)  # the products and the attention; the last ones read may stay
             assert stats.restored > 0
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 ROWS, WIDTH, L = 4096, 1024, 10
 N = 4 * ROWS * WIDTH
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
@@ -126,7 +143,9 @@ ROUNDING = 512
 class Region(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(2)).div(32).to(DEVICE))
+        self.weight = nn.Parameter(
+            torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(2)).div(32).to(DEVICE)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(torch.sin(x @ self.weight))
@@ -142,9 +161,12 @@ def active_peak(step: Callable[[], Any]) -> int:
 
 @pytest.mark.usefixtures("clean_allocator", "deterministic")
 @pytest.mark.parametrize(("spilling", "restoring"), [(1, 1), (2, 2), (3, 1)])
-def test_the_peak_is_that_of_torchs_own_less_what_left_and_the_bits_are_the_same(spilling: int, restoring: int) -> None:
-    """Beside the two windows, which are in flight: a region's two tensors while it is read, which no window counts any more, and the
-    weights' gradients, which are made on the way: torch's own has its peak before the first of them, ours has it in every region alike."""
+def test_the_peak_is_that_of_torchs_own_less_what_left_and_the_bits_are_the_same(
+    spilling: int, restoring: int
+) -> None:
+    """Beside the two windows, which are in flight: a region's two tensors while it is read, which no window
+    counts any more, and the weights' gradients, which are made on the way: torch's own has its peak before
+    the first of them, ours has it in every region alike."""
     regions = [Region() for _ in range(L)]
     source = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)).to(DEVICE).requires_grad_()
     gradient = torch.ones_like(source)
@@ -159,7 +181,9 @@ def test_the_peak_is_that_of_torchs_own_less_what_left_and_the_bits_are_the_same
             with offload_hooks():
                 h = checkpoint(region, h, use_reentrant=False, context_fn=context)
             h = group_commit(h, "region")
-        h = h * 1.0  # so that a gradient of the graph's own flows into the last region too: there torch's own has its peak, ours has not
+        # so that a gradient of the graph's own flows into the last region too: there torch's own has its
+        # peak, ours has not
+        h = h * 1.0
         if manager is not None:
             manager.end_forward(0, 0)
             manager.begin_backward(0, 0, "B")
@@ -180,7 +204,10 @@ def test_the_peak_is_that_of_torchs_own_less_what_left_and_the_bits_are_the_same
         without = active_peak(lambda: step(theirs, None))
         gradients = take_gradients()
     manager = build_manager(
-        piece_bytes=1, max_spilling_bytes=spilling * N, max_restoring_bytes=restoring * N, reserve_bytes=(2 * L + 2) * N
+        piece_bytes=1,
+        max_spilling_bytes=spilling * N,
+        max_restoring_bytes=restoring * N,
+        reserve_bytes=(2 * L + 2) * N,
     )
     with installed(manager):
         ours = selective_contexts({aten.mm.default})
@@ -190,4 +217,12 @@ def test_the_peak_is_that_of_torchs_own_less_what_left_and_the_bits_are_the_same
             stats = manager.stats
             assert stats.refused == 0
             assert stats.spill_bytes == (2 * L if number == 0 else 2 * L - 2) * N
-            assert peak <= without - stats.spill_bytes + (spilling + restoring) * N + 2 * N + L * WEIGHT_BYTES + ROUNDING * 4 * L
+            assert (
+                peak
+                <= without
+                - stats.spill_bytes
+                + (spilling + restoring) * N
+                + 2 * N
+                + L * WEIGHT_BYTES
+                + ROUNDING * 4 * L
+            )

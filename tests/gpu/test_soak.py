@@ -1,7 +1,9 @@
-"""Steps of changing shapes on a GPU, 2,000 without a device limit: device, pinned and host memory stay flat, and so do the engine's lists.
+"""Steps of changing shapes on a GPU, 2,000 without a device limit: device, pinned and host memory stay flat,
+and so do the engine's lists.
 
-Nothing is pinned before step 1, in registrations of 1 MiB: the first periods grow the arena beside the steps and give some of it back, as
-a real training does in its first minutes. The twin without a GPU is tests/property/test_soak.py.
+Nothing is pinned before step 1, in registrations of 1 MiB: the first periods grow the arena beside the steps
+and give some of it back, as a real training does in its first minutes. The twin without a GPU is
+tests/property/test_soak.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ STEPS = {"windows": 2000, "device limit": 500}
 SETTLED = 100
 """Steps, after which nothing may grow: two periods."""
 RESIDENT_SLACK = 8 * MIB
-"""Of 2,000 steps: 4 KiB a step. What CUDA and the C allocator keep moves by less; one small tensor a step, lost, is more."""
+"""Of 2,000 steps: 4 KiB a step. What CUDA and the C allocator keep moves by less; one small tensor a step,
+lost, is more."""
 
 TOKENS = 512
 MODEL = TransformerConfig(dim=256, layers=6, heads=4, kv_heads=2, ffn=704, sequence=TOKENS)
@@ -34,7 +37,8 @@ CAPS: dict[str, dict[str, Any]] = {
     "device limit": {"device_limit_bytes": 24 * MIB},
 }
 EVENTS = ("_free_events", "marks", "stalls", "_clock", "_returned")
-"""Parts of a path in the census whose length says where the device is, not what was done: they are bounded apart."""
+"""Parts of a path in the census whose length says where the device is, not what was done: they are bounded
+apart."""
 
 
 class CountingDevice(CudaDevice):
@@ -53,7 +57,9 @@ class CountingDevice(CudaDevice):
 
 
 def growable(manager: PipelineOffloadManager) -> dict[str, int]:
-    return {path: count for path, count in census(manager).items() if not any(part in path for part in EVENTS)}
+    return {
+        path: count for path, count in census(manager).items() if not any(part in path for part in EVENTS)
+    }
 
 
 def allocated() -> tuple[int, int]:
@@ -96,21 +102,32 @@ def test_many_steps_of_changing_shapes_leave_memory_flat(caps: str, monkeypatch:
                 objects, resident = living(), resident_bytes()
             if number >= total - PERIOD:
                 before = early[number % PERIOD]
-                grown = {path: (before.get(path, 0), count) for path, count in growable(manager).items() if count > before.get(path, 0)}
+                grown = {
+                    path: (before.get(path, 0), count)
+                    for path, count in growable(manager).items()
+                    if count > before.get(path, 0)
+                }
                 assert not grown, f"step {number} against step {SETTLED + number % PERIOD}"
         after, resident_after = living(), resident_bytes()
 
-        assert len(set(active[SETTLED:])) == 1, f"{min(active):,} to {max(active):,} active bytes between steps"
+        assert len(set(active[SETTLED:])) == 1, (
+            f"{min(active):,} to {max(active):,} active bytes between steps"
+        )
         assert max(reserved[SETTLED:]) <= max(reserved[:SETTLED])
         assert device.slabs == slabs, "pinned anew after the first hundred steps"
         assert held[SETTLED:] == sorted(held[SETTLED:], reverse=True)
         assert len(set(held[SETTLED + PERIOD :])) == 1, sorted(set(held[SETTLED:]))
         assert sum(refused[SETTLED:]) == 0
-        # an event lives no longer than to the end of the step after its own, or while nobody asks about the free bytes that wait for it
+        # an event lives no longer than to the end of the step after its own, or while nobody asks about the
+        # free bytes that wait for it
         events = sum(len(free) for free in device._free_events.values())
         assert events <= 3 * max(events_a_step)
         timely = ("Event", "_Timed", "Mark")  # as many as there are events
-        grown_objects = {name: (objects.get(name, 0), count) for name, count in after.items() if count > objects.get(name, 0)}
+        grown_objects = {
+            name: (objects.get(name, 0), count)
+            for name, count in after.items()
+            if count > objects.get(name, 0)
+        }
         assert not {name: counts for name, counts in grown_objects.items() if not name.endswith(timely)}
         grown_bytes = resident_after - resident
         assert grown_bytes < RESIDENT_SLACK, f"{grown_bytes:,} bytes of host memory more"

@@ -1,4 +1,5 @@
-"""On a GPU, tensors that a plan keeps step after step: what is taken for known has the bits of a run without offload."""
+"""On a GPU, tensors that a plan keeps step after step: what is taken for known has the bits of a run without
+offload."""
 
 from __future__ import annotations
 
@@ -14,14 +15,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 PLANS: dict[str, dict[str, Any]] = {
     "keeps all": {"activation_offload_fraction": 0.0},
-    "keeps half": {"activation_offload_fraction": 0.5, "max_spilling_bytes": 256 << 10, "max_restoring_bytes": 256 << 10},
+    "keeps half": {
+        "activation_offload_fraction": 0.5,
+        "max_spilling_bytes": 256 << 10,
+        "max_restoring_bytes": 256 << 10,
+    },
     "keeps to a limit": {"device_limit_bytes": 6 << 20, "piece_bytes": 64 << 10},
 }
 
 
 @pytest.mark.parametrize("streams", [0, 2])
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_a_plan_keeps_has_the_same_bits_when_it_is_known(plan: str, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_plan_keeps_has_the_same_bits_when_it_is_known(
+    plan: str, streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = 0
     close = StayingSaves.close
 

@@ -15,8 +15,11 @@ NBYTES = 1 << 20
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("current", [0, 1])
-def test_copies_of_one_device_leave_the_current_device_and_every_current_stream_as_they_were(current: int) -> None:
-    """A stream that becomes the current one takes its device along: a spill of cuda:0 made `device="cuda"` mean cuda:0 from then on."""
+def test_copies_of_one_device_leave_the_current_device_and_every_current_stream_as_they_were(
+    current: int,
+) -> None:
+    """A stream that becomes the current one takes its device along: a spill of cuda:0 made `device="cuda"`
+    mean cuda:0 from then on."""
     device = CudaDevice(torch.device("cuda", 0))
     host = device.host_memory(NBYTES, NBYTES)
     sides = [torch.cuda.Stream(index) for index in range(2)]
@@ -42,7 +45,8 @@ def test_a_stream_from_outside_is_a_compute_lane_like_others() -> None:
         lane = device.compute
         assert lane is not default
         assert device.compute is lane
-        value = torch.empty(NBYTES, dtype=torch.uint8, device=device.torch_device).fill_(1)  # loads the kernel
+        # loads the kernel
+        value = torch.empty(NBYTES, dtype=torch.uint8, device=device.torch_device).fill_(1)
         torch.cuda.synchronize()
         sleep(100.0)
         value.fill_(7)

@@ -1,4 +1,5 @@
-"""The engine's copies on a real GPU: every byte comes back, host memory is pinned, rates and stalls are measured, and no wait blocks."""
+"""The engine's copies on a real GPU: every byte comes back, host memory is pinned, rates and stalls are
+measured, and no wait blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from tests.gpu.workbench import DEVICE, bits
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8, "bool": torch.bool}
+DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+    "bool": torch.bool,
+}
 SLOW_MS = 20.0
 
 
@@ -29,7 +36,9 @@ class Desk:
 
     def __init__(self, reserve_bytes: int) -> None:
         self.device = WidenedDevice()
-        self.engine = OffloadEngine(OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1), device=self.device)
+        self.engine = OffloadEngine(
+            OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1), device=self.device
+        )
         self.engine.arena.reserve(reserve_bytes)
         self.chunk = SavedChunk(ChunkId(0, 0))
         self.groups = 0
@@ -72,12 +81,16 @@ def random_bits(dtype: torch.dtype, *size: int) -> Tensor:
     """Any bit pattern that the dtype has, NaNs included."""
     generator = torch.Generator(DEVICE).manual_seed(sum(size))
     if dtype is torch.bool:
-        return torch.randint(0, 2, size, dtype=torch.uint8, device=DEVICE, generator=generator).view(torch.bool)
+        return torch.randint(0, 2, size, dtype=torch.uint8, device=DEVICE, generator=generator).view(
+            torch.bool
+        )
     *rest, last = size
-    return torch.randint(0, 256, (*rest, last * dtype.itemsize), dtype=torch.uint8, device=DEVICE, generator=generator).view(dtype)
+    return torch.randint(
+        0, 256, (*rest, last * dtype.itemsize), dtype=torch.uint8, device=DEVICE, generator=generator
+    ).view(dtype)
 
 
-# -- round trips ------------------------------------------------------------------------------------------------------------
+# -- round trips ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.req("S3-73")
@@ -171,7 +184,7 @@ def test_tensors_of_all_dtypes_and_layouts_leave_in_one_group(large_desk: Desk) 
         assert torch.equal(bits(found), expected)
 
 
-# -- rates ------------------------------------------------------------------------------------------------------------------
+# -- rates ---------------------------------------------------------------------------------------------------
 
 
 def test_reserving_host_memory_measures_the_link() -> None:
@@ -196,7 +209,7 @@ def test_reserving_host_memory_measures_the_link() -> None:
         engine.close()
 
 
-# -- stalls -----------------------------------------------------------------------------------------------------------------
+# -- stalls --------------------------------------------------------------------------------------------------
 
 
 def sleep_as_measured() -> float:
@@ -211,7 +224,8 @@ def sleep_as_measured() -> float:
 
 @pytest.mark.parametrize("slow", ["h2d", "d2h"])
 def test_a_wait_for_a_slow_copy_is_counted_as_a_stall(desk: Desk, slow: str) -> None:
-    """A slow h2d delays the reader, a slow d2h the settling of the spill; either is one wait about as long as the sleep."""
+    """A slow h2d delays the reader, a slow d2h the settling of the spill; either is one wait about as long as
+    the sleep."""
     desk.out(torch.ones(MIB, device=DEVICE))
     torch.cuda.synchronize()
     desk.end()
@@ -245,7 +259,7 @@ def test_a_copy_that_has_passed_stalls_nobody(desk: Desk) -> None:
     assert desk.end().stall_count == 0
 
 
-# -- events -----------------------------------------------------------------------------------------------------------------
+# -- events --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.req("S3-78")

@@ -1,4 +1,5 @@
-"""Steps that start in the backward and may be undone, on a real GPU: the bits of none, within the memory of none.
+"""Steps that start in the backward and may be undone, on a real GPU: the bits of none, within the memory of
+none.
 
 pytest -m gpu -n 0 tests/gpu/test_undo.py
 """
@@ -20,17 +21,27 @@ from tests.gpu.widened import WidenedDevice, sleep
 pytestmark = pytest.mark.gpu
 
 ROWS = 8192
-"""A layer's output is 32 MiB in float32, and its weights are 4: what the backward frees has room for the old weights."""
+"""A layer's output is 32 MiB in float32, and its weights are 4: what the backward frees has room for the old
+weights."""
 STEPS = 6
 NEVER, ALWAYS = 1e9, 1e-4
 """Norms to clip to."""
 
 
 @contextmanager
-def hybrid(model: nn.Module, device: WidenedDevice | None = None, /, **options: Any) -> Iterator[HybridDeviceOptimizer]:
-    """Every backward is its step's last, and a step that was undone does not keep the next ones from starting."""
+def hybrid(
+    model: nn.Module, device: WidenedDevice | None = None, /, **options: Any
+) -> Iterator[HybridDeviceOptimizer]:
+    """Every backward is its step's last, and a step that was undone does not keep the next ones from
+    starting."""
     engine = OffloadEngine(device=device if device is not None else "cuda")
-    common: dict[str, Any] = {"engine": engine, "bucket_bytes": BUCKET, "cpu_share": 0.0, "model": model, "param_update_in_fp32": True}
+    common: dict[str, Any] = {
+        "engine": engine,
+        "bucket_bytes": BUCKET,
+        "cpu_share": 0.0,
+        "model": model,
+        "param_update_in_fp32": True,
+    }
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, **{**common, **RECIPE, **options})
     optimizer.last_microbatch = True
     if optimizer._early is not None:
@@ -47,10 +58,14 @@ def hybrid(model: nn.Module, device: WidenedDevice | None = None, /, **options: 
 def backward(model: nn.Module, number: int) -> None:
     dtype = next(model.parameters()).dtype
     generator = torch.Generator(device=DEVICE).manual_seed(100 + number)
-    model(torch.randn(ROWS, WIDTH, device=DEVICE, generator=generator).to(dtype)).float().square().mean().backward()
+    model(
+        torch.randn(ROWS, WIDTH, device=DEVICE, generator=generator).to(dtype)
+    ).float().square().mean().backward()
 
 
-def trained(model: nn.Module, optimizer: HybridDeviceOptimizer, norms: list[float | None], *, slow_ms: float = 0.0) -> list[Tensor]:
+def trained(
+    model: nn.Module, optimizer: HybridDeviceOptimizer, norms: list[float | None], *, slow_ms: float = 0.0
+) -> list[Tensor]:
     """Weights and state after a step for each norm; None leaves the step out."""
     for number, norm in enumerate(norms):
         backward(model, number)
@@ -62,16 +77,24 @@ def trained(model: nn.Module, optimizer: HybridDeviceOptimizer, norms: list[floa
         optimizer.zero_grad()
     optimizer.synchronize_parameters()
     found = [parameter.detach().clone() for parameter in model.parameters()]
-    return found + [value.reshape(-1).clone().cpu() for parameter in model.parameters() for value in optimizer.state[parameter].values()]
+    return found + [
+        value.reshape(-1).clone().cpu()
+        for parameter in model.parameters()
+        for value in optimizer.state[parameter].values()
+    ]
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "norms", [[NEVER] * STEPS, [ALWAYS] * STEPS, [NEVER, ALWAYS, None, NEVER, ALWAYS, NEVER]], ids=["never", "always", "in turn"]
+    "norms",
+    [[NEVER] * STEPS, [ALWAYS] * STEPS, [NEVER, ALWAYS, None, NEVER, ALWAYS, NEVER]],
+    ids=["never", "always", "in turn"],
 )
-def test_steps_that_may_be_undone_have_the_bits_of_steps_that_wait(norms: list[float | None], dtype: torch.dtype, share: float) -> None:
+def test_steps_that_may_be_undone_have_the_bits_of_steps_that_wait(
+    norms: list[float | None], dtype: torch.dtype, share: float
+) -> None:
     model = net(dtype)
     with hybrid(model, cpu_share=share) as optimizer:
         expected = trained(model, optimizer, norms)
@@ -98,16 +121,19 @@ def test_slow_lanes_change_no_bit_of_them(slow: str) -> None:
     device, model = WidenedDevice(), net()
     with hybrid(model, device, bucket_bytes=4 * BUCKET, step_in_backward="undoable") as optimizer:
         device.slow_ms = {lane: 3.0 for lane in ("d2h", "h2d") if slow in (lane, "both")}
-        assert_same_bits(trained(model, optimizer, norms, slow_ms=40.0 if slow == "compute" else 0.0), expected)
+        assert_same_bits(
+            trained(model, optimizer, norms, slow_ms=40.0 if slow == "compute" else 0.0), expected
+        )
         assert optimizer.early_counts is not None
         assert optimizer.early_counts.started > 0
 
 
 @pytest.mark.usefixtures("clean_allocator")
 def test_the_old_weights_do_not_raise_the_peak_of_a_step() -> None:
-    """Both ways hold weights, gradients, the ring and the forward's activations; old weights lie where activations were. A block of torch's
-    allocator may be up to 1 MiB longer than was asked for, and no more than one such is above the mark. The counts' other side is 512 bytes
-    each. Nothing of the last step is under way when a step begins, so no gradient is held longer in one of the two."""
+    """Both ways hold weights, gradients, the ring and the forward's activations; old weights lie where
+    activations were. A block of torch's allocator may be up to 1 MiB longer than was asked for, and no more
+    than one such is above the mark. The counts' other side is 512 bytes each. Nothing of the last step is
+    under way when a step begins, so no gradient is held longer in one of the two."""
     backward(net(), 0)  # cuBLAS gets its workspace
     peaks = {}
     for mode in (False, "undoable"):

@@ -1,6 +1,8 @@
-"""Races made wide instead of hoped for: a CUDA device whose lanes are slow, whose buffers start poisoned, and which can lose an edge.
+"""Races made wide instead of hoped for: a CUDA device whose lanes are slow, whose buffers start poisoned, and
+which can lose an edge.
 
-One invariant: with no edge left out, a program gives the same bytes on it as on `CudaDevice`; it only takes longer.
+One invariant: with no edge left out, a program gives the same bytes on it as on `CudaDevice`; it only takes
+longer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ __all__ = ["POISON", "WidenedDevice", "cycles_of", "sleep"]
 POISON = 0xA5
 """The value of every byte of a new buffer. As a float32 it is -2.9e-16, which no test saves."""
 
-_WARM_CYCLES = 200_000_000  # 0.1 s at the highest clock: an idle GPU runs at a sixth of it, and needs some time to get there
+# 0.1 s at the highest clock: an idle GPU runs at a sixth of it, and needs some time to get there
+_WARM_CYCLES = 200_000_000
 _CALIBRATION_CYCLES = 20_000_000
 
 
@@ -47,11 +50,18 @@ def sleep(ms: float) -> None:
 class WidenedDevice(CudaDevice):
     """A CUDA device with a delay before each call of `copy`.
 
-    slow_ms: by the lane's name, "d2h" or "h2d"; may be changed at any time. without: titles of ordering edges that are left out, as
-    `SimDevice` takes them. poison: fill what `empty` returns, on the compute lane, as work that was there before.
+    slow_ms: by the lane's name, "d2h" or "h2d"; may be changed at any time. without: titles of ordering edges
+    that are left out, as `SimDevice` takes them. poison: fill what `empty` returns, on the compute lane, as
+    work that was there before.
     """
 
-    def __init__(self, *, slow_ms: Mapping[str, float] | None = None, without: Collection[str] = (), poison: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        slow_ms: Mapping[str, float] | None = None,
+        without: Collection[str] = (),
+        poison: bool = True,
+    ) -> None:
         super().__init__()
         self.slow_ms = dict(slow_ms or {})
         self.aim: int | None = None  # the address that the next buffer has to get
@@ -77,11 +87,14 @@ class WidenedDevice(CudaDevice):
         return buffer.fill_(POISON) if self._poison else buffer
 
     def empty_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """A buffer at an address that the current stream has freed. Raises LookupError if the allocator does not hand it out."""
+        """A buffer at an address that the current stream has freed. Raises LookupError if the allocator does
+        not hand it out."""
         others = []
         for _ in range(32):
             buffer = super().empty(nbytes)
             if buffer.data_ptr() == address:
                 return buffer
             others.append(buffer)
-        raise LookupError(f"the allocator did not hand out {nbytes:,} bytes at {address:#x} in {len(others)} tries")
+        raise LookupError(
+            f"the allocator did not hand out {nbytes:,} bytes at {address:#x} in {len(others)} tries"
+        )

@@ -1,6 +1,7 @@
 """A training run that can be repeated with offload and without, and the comparison bit by bit.
 
-One invariant: a `Program` runs the same operations on the same values in the same order each time; only where saved bytes live differs.
+One invariant: a `Program` runs the same operations on the same values in the same order each time; only where
+saved bytes live differs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, StepStats, init_chunk_handler, step_end
+from offload import (
+    OffloadConfig,
+    OffloadEngine,
+    PipelineOffloadManager,
+    StepStats,
+    init_chunk_handler,
+    step_end,
+)
 from offload.device import Device
 from offload.device.cuda import CudaDevice
 from parallel.transformer import TransformerConfig, TransformerStage, build_stage_module
@@ -35,17 +43,22 @@ __all__ = [
 DEVICE = torch.device("cuda")
 NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act", "mlp_fc2")
 SEQUENCES, TOKENS, WIDTH = 2, 128, 128
-RESERVED_BYTES = 128 << 20  # every saved tensor of every program here, and the two blocks that the link is measured with
+# every saved tensor of every program here, and the two blocks that the link is measured with
+RESERVED_BYTES = 128 << 20
 
 Action = tuple[str, int, int]
 Forward = Callable[[Any, Tensor], Tensor]
 
 
-def build_manager(device: Device | None = None, *, reserve_bytes: int = RESERVED_BYTES, **config: Any) -> PipelineOffloadManager:
+def build_manager(
+    device: Device | None = None, *, reserve_bytes: int = RESERVED_BYTES, **config: Any
+) -> PipelineOffloadManager:
     """A manager whose every saved tensor may leave, in small pieces, and finds its host memory pinned."""
     settings: dict[str, Any] = {"min_offloaded_tensor_size": 1, "piece_bytes": 256 << 10, **config}
     device = device if device is not None else CudaDevice()
-    manager = PipelineOffloadManager(OffloadEngine(OffloadConfig(**settings), device=device), print_summary=False)
+    manager = PipelineOffloadManager(
+        OffloadEngine(OffloadConfig(**settings), device=device), print_summary=False
+    )
     if reserve_bytes:
         manager.reserve_host(reserve_bytes)
     return manager
@@ -64,7 +77,8 @@ def installed(manager: PipelineOffloadManager | None) -> Iterator[None]:
 
 
 def one_f_one_b(microbatches: int, warmup: int) -> list[Action]:
-    """One rank's step: `warmup` forwards, a forward and a backward in turn, and the backwards that are left."""
+    """One rank's step: `warmup` forwards, a forward and a backward in turn, and the backwards that are
+    left."""
     order: list[Action] = [("F", 0, microbatch) for microbatch in range(warmup)]
     for microbatch in range(microbatches):
         order += [("F", 0, ahead) for ahead in (microbatch + warmup,) if ahead < microbatches]
@@ -79,7 +93,8 @@ def plain_forward(model: TransformerStage, x: Tensor) -> Tensor:
 
 @dataclass
 class Result:
-    """gradients: of every step, the inputs' and the parameters'. stats: of every step, none without a manager."""
+    """gradients: of every step, the inputs' and the parameters'. stats: of every step, none without a
+    manager."""
 
     gradients: list[Tensor] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
@@ -99,10 +114,12 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A few training steps of a small transformer: the middle stage of three, so that hidden states go in and out.
+    """A few training steps of a small transformer: the middle stage of three, so that hidden states go in and
+    out.
 
-    names: the marks of its layers. forward: how the model is called. streams: the microbatches take turns on so many streams; 0 means the
-    default one. pause: called before each forward and backward, as work that keeps compute behind the host.
+    names: the marks of its layers. forward: how the model is called. streams: the microbatches take turns on
+    so many streams; 0 means the default one. pause: called before each forward and backward, as work that
+    keeps compute behind the host.
     """
 
     dtype: torch.dtype = torch.float32
@@ -115,9 +132,17 @@ class Program:
     pause: Callable[[], None] = lambda: None
 
     def run(self, manager: PipelineOffloadManager | None = None, *, announced: bool = True) -> Result:
-        """announced: chunks are announced as a pipeline stage does it; else `init_chunk_handler` is called before each forward."""
+        """announced: chunks are announced as a pipeline stage does it; else `init_chunk_handler` is called
+        before each forward."""
         config = TransformerConfig(
-            dim=WIDTH, layers=6, heads=4, kv_heads=2, ffn=352, sequence=TOKENS, offload_modules=frozenset(self.names), math_attention=True
+            dim=WIDTH,
+            layers=6,
+            heads=4,
+            kv_heads=2,
+            ffn=352,
+            sequence=TOKENS,
+            offload_modules=frozenset(self.names),
+            math_attention=True,
         )
         model = build_stage_module(config, 1, 3, device=DEVICE, dtype=self.dtype)
         result = Result()
@@ -133,7 +158,11 @@ class Program:
         return result
 
     def _step(
-        self, model: TransformerStage, step: int, announce: PipelineOffloadManager | None, streams: Sequence[torch.cuda.Stream]
+        self,
+        model: TransformerStage,
+        step: int,
+        announce: PipelineOffloadManager | None,
+        streams: Sequence[torch.cuda.Stream],
     ) -> list[Tensor]:
         microbatches = 1 + max(microbatch for _, _, microbatch in self.order)
         inputs = [self._input(step, microbatch) for microbatch in range(microbatches)]
@@ -201,5 +230,6 @@ def assert_same_bits(expected: Sequence[Tensor], found: Sequence[Tensor]) -> Non
         assert one.shape == other.shape
         assert one.dtype == other.dtype
         assert torch.equal(bits(one), bits(other)), (
-            f"gradient {number} of {len(expected)}, shape {tuple(one.shape)}, differs by up to {(one - other).abs().max().item()}"
+            f"gradient {number} of {len(expected)}, shape {tuple(one.shape)}, differs by up to "
+            f"{(one - other).abs().max().item()}"
         )

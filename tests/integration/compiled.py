@@ -1,6 +1,7 @@
 """A small model of compiled blocks in groups, its training steps, and what a test of them looks at.
 
-One invariant: a step's gradients are a function of the step's number alone; only what is compiled, grouped and offloaded differs.
+One invariant: a step's gradients are a function of the step's number alone; only what is compiled, grouped
+and offloaded differs.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ DEPTH = 3
 ROWS = 8
 BACKENDS = [
     "aot_eager",
-    pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")),
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    ),
 ]
-SAVED_BYTES = 4 * ROWS * (10 * WIDTH + 2)  # of one block: WIDTH, 2, WIDTH, 4 * WIDTH and 4 * WIDTH numbers a row
+# of one block: WIDTH, 2, WIDTH, 4 * WIDTH and 4 * WIDTH numbers a row
+SAVED_BYTES = 4 * ROWS * (10 * WIDTH + 2)
 LIMIT = {"device_limit_bytes": 20_000}  # no more than one block's saved bytes fit, so everything leaves
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Block(torch.nn.Module):
-    """Compiled, it saves its input, the norm's two statistics and result, the wide product and what gelu makes of it."""
+    """Compiled, it saves its input, the norm's two statistics and result, the wide product and what gelu
+    makes of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +58,8 @@ class MarkedBlock(Block):
 
 
 class _ProductKeptOnCtx(torch.autograd.Function):
-    """sin(x @ w). The product, 4 * ROWS * WIDTH bytes, is an attribute of ctx, where no saved-tensor hook sees it."""
+    """sin(x @ w). The product, 4 * ROWS * WIDTH bytes, is an attribute of ctx, where no saved-tensor hook
+    sees it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -116,11 +123,14 @@ def train(
     microbatches: int = 1,
     around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[torch.Tensor]:
-    """The gradients of one step: all forwards, then the backwards, last first. With a manager, each microbatch is a chunk of it."""
+    """The gradients of one step: all forwards, then the backwards, last first. With a manager, each
+    microbatch is a chunk of it."""
     manager = PipelineOffloadManager.OFFLOAD_MGR
     order = list(range(microbatches))
     if manager is not None:
-        manager.set_order([*(("F", 0, number) for number in order), *(("B", 0, number) for number in reversed(order))])
+        manager.set_order(
+            [*(("F", 0, number) for number in order), *(("B", 0, number) for number in reversed(order))]
+        )
     inputs, losses = [], []
     for number in order:
         seed = torch.Generator().manual_seed(100 * step + number)
@@ -149,7 +159,9 @@ def train(
     return gradients
 
 
-def reference(backend: str, kind: type[Block] = Block, *, steps: int, rows: Sequence[int] = (), **how: Any) -> list[list[torch.Tensor]]:
+def reference(
+    backend: str, kind: type[Block] = Block, *, steps: int, rows: Sequence[int] = (), **how: Any
+) -> list[list[torch.Tensor]]:
     """The gradients of compiled blocks without a manager; the compiler is fresh again afterwards."""
     PipelineOffloadManager.OFFLOAD_MGR = None
     blocks = blocks_of(kind)

@@ -1,9 +1,11 @@
-"""One rank of a pipeline that never stops by itself, and in which one rank is lost in the middle of a step. Not a test: started by some.
+"""One rank of a pipeline that never stops by itself, and in which one rank is lost in the middle of a step.
+Not a test: started by some.
 
     python tests/integration/dying_pipeline.py RANK FOLDER DEVICE SIGNAL VICTIM ENDING TIMEOUT_S
 
-SIGNAL is what the victim sends to itself as a backward begins in its third step: KILL, or STOP for a rank that is there and never answers.
-ENDING is `run_rank` for the way this repository's scripts end, or `plain` for a user's script, which leaves through the interpreter's exit.
+SIGNAL is what the victim sends to itself as a backward begins in its third step: KILL, or STOP for a rank
+that is there and never answers. ENDING is `run_rank` for the way this repository's scripts end, or `plain`
+for a user's script, which leaves through the interpreter's exit.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def started(
             process.wait()
 
 
-def main(rank_number: int, folder: str, device_name: str, signal_name: str, victim: int, timeout_s: float) -> int:
+def main(
+    rank_number: int, folder: str, device_name: str, signal_name: str, victim: int, timeout_s: float
+) -> int:
     import torch
 
     from bench.workload import GROUPS
@@ -67,8 +71,12 @@ def main(rank_number: int, folder: str, device_name: str, signal_name: str, vict
     device = torch.device("cpu") if device_name == "cpu" else torch.device("cuda", rank_number)
     store = dist.FileStore(str(Path(folder) / "meet"), 2)
     with launched(Ranks(rank_number, 2, rank_number, 2), device, timeout=timeout_s, store=store) as rank:
-        config = OffloadConfig(min_offloaded_tensor_size=1, max_spilling_bytes=1 << 14, piece_bytes=1 << 12, pp_rank=rank_number)
-        manager = configure(config, device="sim" if device.type == "cpu" else str(device), print_summary=False)
+        config = OffloadConfig(
+            min_offloaded_tensor_size=1, max_spilling_bytes=1 << 14, piece_bytes=1 << 12, pp_rank=rank_number
+        )
+        manager = configure(
+            config, device="sim" if device.type == "cpu" else str(device), print_summary=False
+        )
         shape = JobShape(sequence=32, microbatches=4, tiny=True)
         job = PipelineJob(shape, "1f1b", 2, rank, manager=manager, groups=GROUPS)
         reserve_host_together(manager, 256 << 20, rank.group)

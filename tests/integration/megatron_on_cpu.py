@@ -1,7 +1,8 @@
-"""The real Megatron-core where there is no GPU: what it asks of one is answered by the CPU; and its ranks are started.
+"""The real Megatron-core where there is no GPU: what it asks of one is answered by the CPU; and its ranks are
+started.
 
-Its schedules and its optimizers ask for the device "cuda" by name, for the types of GPU tensors, and for streams. One invariant: what is
-answered for changes where tensors live, not what is computed.
+Its schedules and its optimizers ask for the device "cuda" by name, for the types of GPU tensors, and for
+streams. One invariant: what is answered for changes where tensors live, not what is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["NOT_IMPORTABLE", "needs_megatron", "on_the_cpu", "package", "reports_of", "without_transformer_engine"]
+__all__ = [
+    "NOT_IMPORTABLE",
+    "needs_megatron",
+    "on_the_cpu",
+    "package",
+    "reports_of",
+    "without_transformer_engine",
+]
 
 NOT_IMPORTABLE = 77
 SLOW_START = 240.0
@@ -35,7 +43,9 @@ def package() -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin).parent
 
 
-needs_megatron = pytest.mark.skipif(package() is None, reason="megatron.core is not importable; put megatron-core on PYTHONPATH to run it")
+needs_megatron = pytest.mark.skipif(
+    package() is None, reason="megatron.core is not importable; put megatron-core on PYTHONPATH to run it"
+)
 
 
 # ---- in a rank ----
@@ -56,7 +66,9 @@ def on_the_cpu() -> None:
         setattr(torch, name, at_home(getattr(torch, name)))
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None
-    stream = SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None, synchronize=lambda: None)
+    stream = SimpleNamespace(
+        wait_stream=lambda other: None, wait_event=lambda event: None, synchronize=lambda: None
+    )
     torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment,return-value]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     type_of = torch.Tensor.type
@@ -68,11 +80,13 @@ def on_the_cpu() -> None:
     torch.Tensor.type = type_on_a_gpu  # type: ignore[method-assign,assignment]
     from megatron.core.tensor_parallel import random
 
-    random.CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()  # the CPU's generator, seeded before each step
+    # the CPU's generator, seeded before each step
+    random.CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
 
 
 def without_transformer_engine() -> None:
-    """Core 0.16's optimizer config compares the version of Transformer Engine, whether there is one or not."""
+    """Core 0.16's optimizer config compares the version of Transformer Engine, whether there is one or
+    not."""
     from megatron.core.optimizer import optimizer_config
     from megatron.core.utils import get_te_version
 
@@ -83,10 +97,13 @@ def without_transformer_engine() -> None:
 # ---- their reports ----
 
 
-def reports_of(script: str, worlds: Sequence[int], folder: Path, *arguments: str) -> list[tuple[int, int, Any]]:
+def reports_of(
+    script: str, worlds: Sequence[int], folder: Path, *arguments: str
+) -> list[tuple[int, int, Any]]:
     """(ranks, rank, what it wrote as JSON) of every rank of every world, all started at once.
 
-    A rank is `script rank ranks meeting_place *arguments`; it writes to meeting_place.rank, and exits with NOT_IMPORTABLE to skip.
+    A rank is `script rank ranks meeting_place *arguments`; it writes to meeting_place.rank, and exits with
+    NOT_IMPORTABLE to skip.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
@@ -114,4 +131,6 @@ def reports_of(script: str, worlds: Sequence[int], folder: Path, *arguments: str
         for _, _, process in started:
             process.kill()
             process.wait()
-    return [(ranks, rank, json.loads((folder / f"of{ranks}.{rank}").read_text())) for ranks, rank, _ in started]
+    return [
+        (ranks, rank, json.loads((folder / f"of{ranks}.{rank}").read_text())) for ranks, rank, _ in started
+    ]

@@ -1,4 +1,5 @@
-"""The pipeline benchmark as a user starts it, on two gloo ranks and the simulated device: all rows, in one process a rank or apart.
+"""The pipeline benchmark as a user starts it, on two gloo ranks and the simulated device: all rows, in one
+process a rank or apart.
 
 pytest tests/integration/test_bench_pipeline.py
 """
@@ -21,11 +22,17 @@ LONG = 240.0  # seconds; a loaded machine is slow, not wrong
 GROUPS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act", "mlp_fc2")
 
 
-def run(folder: Path, *arguments: str, script: Path = ROOT / "scripts" / "bench_pipeline.py") -> tuple[dict[str, Any], str]:
+def run(
+    folder: Path, *arguments: str, script: Path = ROOT / "scripts" / "bench_pipeline.py"
+) -> tuple[dict[str, Any], str]:
     """What it wrote, and what it said."""
     out = folder / "out.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
     finished = subprocess.run(
         [*launcher, str(script), "--tiny", "--samples", "1", "--warmup", "3", "--out", str(out), *arguments],
         capture_output=True,
@@ -42,7 +49,9 @@ def run(folder: Path, *arguments: str, script: Path = ROOT / "scripts" / "bench_
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     options = ("--schedules", "1f1b,zbv", "--rows", "nothing,ours,delta", "--verify")
-    found: tuple[dict[str, Any], str] = made_once(tmp_path_factory, "bench-pipeline", lambda folder: run(folder, *options))
+    found: tuple[dict[str, Any], str] = made_once(
+        tmp_path_factory, "bench-pipeline", lambda folder: run(folder, *options)
+    )
     return found
 
 
@@ -99,13 +108,18 @@ def test_first_rank_keeps_as_many_microbatches_as_there_are_ranks_and_the_limits
     assert [rank["live_microbatches"] for rank in named(written, "zbv nothing")["ranks"]] == [2, 2]
     block = named(written, "links")["ranks"][0]["block"]
     layers = named(written, "1f1b nothing")["ranks"][0]["layers"]
-    limits = [result["row"]["saved_limit_bytes"] for result in written["results"] if result["row"]["kind"] == "ours"]
+    limits = [
+        result["row"]["saved_limit_bytes"] for result in written["results"] if result["row"]["kind"] == "ours"
+    ]
     live_bytes = 2 * layers * block["saved_bytes"]
     assert limits == [round(live_bytes / 2), round(live_bytes / 2), round(live_bytes / 4)]
 
 
-def test_delta_keeps_its_bytes_on_the_last_rank_alone_and_the_peaks_become_flatter(both: tuple[dict[str, Any], str]) -> None:
-    """Rank r keeps r times the delta: of what left before, groups of at least that many bytes stay, and of less than one group more."""
+def test_delta_keeps_its_bytes_on_the_last_rank_alone_and_the_peaks_become_flatter(
+    both: tuple[dict[str, Any], str],
+) -> None:
+    """Rank r keeps r times the delta: of what left before, groups of at least that many bytes stay, and of
+    less than one group more."""
     written, said = both
     first, last = named(written, "1f1b delta")["ranks"]
     block = named(written, "links")["ranks"][0]["block"]
@@ -115,13 +129,16 @@ def test_delta_keeps_its_bytes_on_the_last_rank_alone_and_the_peaks_become_flatt
     assert first["engine"]["spill_bytes"] == first["before"]["engine"]["spill_bytes"]
     assert first["balanced_bytes"] == first["before"]["balanced_bytes"]
     kept = last["before"]["engine"]["spill_bytes"] - last["engine"]["spill_bytes"]
-    assert delta <= kept < delta + largest + block["output_bytes"]  # a stage's first group holds what it received as well
+    # a stage's first group holds what it received as well
+    assert delta <= kept < delta + largest + block["output_bytes"]
     assert last["balanced_bytes"] > last["before"]["balanced_bytes"]
     assert "flatter; step" in said
     assert "NOT FLATTER" not in said
 
 
-def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_one_runs_in_new_processes(tmp_path: Path) -> None:
+def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_one_runs_in_new_processes(
+    tmp_path: Path,
+) -> None:
     """Rank 0 finds its device full in the row without offload, while rank 1 waits for its first message."""
     full = tmp_path / "full.py"
     full.write_text(
@@ -138,9 +155,21 @@ def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_one_runs_in_
         "bench_pipeline.__file__ = __file__\n"
         "bench_pipeline.start()\n"
     )
-    arguments = ["--isolate", "--schedules", "1f1b", "--rows", "nothing,ours", "--saved-limit-gb", "0.0002", "--budget-s", "200"]
+    arguments = [
+        "--isolate",
+        "--schedules",
+        "1f1b",
+        "--rows",
+        "nothing,ours",
+        "--saved-limit-gb",
+        "0.0002",
+        "--budget-s",
+        "200",
+    ]
     written, said = run(tmp_path, *arguments, script=full)
     assert [result["status"] for result in written["results"]] == ["ok", "out of memory", "ok"]
-    assert written["results"][1]["reason"].startswith("rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB")
+    assert written["results"][1]["reason"].startswith(
+        "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB"
+    )
     assert [len(result["ranks"]) for result in written["results"][::2]] == [2, 2]
     assert "1f1b ours 0.0002 GB: step" in said

@@ -1,4 +1,5 @@
-"""torch.compile and the marks: a compiled block inside a group, a whole compiled layer with the marks inside, and what is said of both."""
+"""torch.compile and the marks: a compiled block inside a group, a whole compiled layer with the marks inside,
+and what is said of both."""
 
 from __future__ import annotations
 
@@ -56,14 +57,15 @@ def _grouped(blocks: Sequence[Block], backend: str) -> list[Layer]:
     return [in_group(torch.compile(block, backend=backend)) for block in blocks]
 
 
-# -- a compiled block inside a group ----------------------------------------------------------------------------------------
+# -- a compiled block inside a group -------------------------------------------------------------------------
 @pytest.mark.req("S3-79")
 @pytest.mark.parametrize("config", [LIMIT, {}], ids=["all leaves", "a margin stays"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_block_inside_a_group_has_the_same_gradients_and_all_it_saves_leaves(
     backend: str, config: dict[str, Any], warnings: Warnings
 ) -> None:
-    """Two microbatches, so that graphs run twice before what they saved is read. What the plan keeps is overwritten in place, too."""
+    """Two microbatches, so that graphs run twice before what they saved is read. What the plan keeps is
+    overwritten in place, too."""
     expected = reference(backend, steps=STEPS, microbatches=2)
     manager = manager_with(**config)
     blocks = blocks_of(Block)
@@ -114,10 +116,12 @@ def test_new_shapes_compile_one_more_graph_and_then_none(kind: type[Block]) -> N
     assert graphs == [1, 1, 2, 2, 2]
 
 
-# -- a layer that is compiled whole -------------------------------------------------------------------------------------------
+# -- a layer that is compiled whole --------------------------------------------------------------------------
 @pytest.mark.req("S3-79")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_layer_compiled_whole_breaks_at_its_two_marks_and_is_compiled_once(backend: str, warnings: Warnings) -> None:
+def test_layer_compiled_whole_breaks_at_its_two_marks_and_is_compiled_once(
+    backend: str, warnings: Warnings
+) -> None:
     expected = reference(backend, steps=5)
     manager = manager_with(**LIMIT)
     blocks = blocks_of(MarkedBlock)
@@ -159,7 +163,7 @@ def test_mark_in_a_function_compiled_with_fullgraph_is_an_error_that_names_the_w
     assert "outside of the compiled function" in message
 
 
-# -- what cannot leave is said --------------------------------------------------------------------------------------------------
+# -- what cannot leave is said -------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", [KeepingBlock, MarkedKeepingBlock])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_compiled_function_keeps_beside_the_hooks_is_said_once_by_group_graph_and_bytes(
@@ -184,7 +188,10 @@ def test_what_a_compiled_function_keeps_beside_the_hooks_is_said_once_by_group_g
 def test_two_regions_of_one_group_are_two_warnings(warnings: Warnings) -> None:
     manager = manager_with(**LIMIT)
     first, second, _ = blocks_of(KeepingBlock)
-    one, other = torch.compile(first, backend="aot_eager"), torch.compile(lambda x: second(x).cos(), backend="aot_eager")
+    one, other = (
+        torch.compile(first, backend="aot_eager"),
+        torch.compile(lambda x: second(x).cos(), backend="aot_eager"),
+    )
     for step in range(2):
         train([in_group(lambda x: other(one(x)))], [first, second], step)
         ended(manager)
@@ -199,7 +206,8 @@ def test_region_before_the_group_is_not_said_to_be_in_it(warnings: Warnings) -> 
 
     def around(x: torch.Tensor) -> torch.Tensor:
         before = compiled(x)
-        return in_group(lambda y: plain(second, y) + before)(before)  # reaches what came before past its start mark, too
+        # reaches what came before past its start mark, too
+        return in_group(lambda y: plain(second, y) + before)(before)
 
     train([around], [first], 0)
     ended(manager)
@@ -214,7 +222,7 @@ def test_what_is_too_small_to_leave_is_not_said(warnings: Warnings) -> None:
     assert warnings() == []
 
 
-# -- marks without a compiler -----------------------------------------------------------------------------------------------------
+# -- marks without a compiler --------------------------------------------------------------------------------
 def test_hooks_of_a_mark_end_with_its_commit_or_after_an_exception_with_the_step() -> None:
     manager = manager_with(**LIMIT)
     manager.begin_chunk(0, 0)
@@ -235,8 +243,14 @@ def test_hooks_of_a_mark_end_with_its_commit_or_after_an_exception_with_the_step
 
 
 @pytest.mark.parametrize(
-    ("code", "imported"), [("import offload", False), ("import offload; offload.configure(device='sim', print_summary=False)", True)]
+    ("code", "imported"),
+    [
+        ("import offload", False),
+        ("import offload; offload.configure(device='sim', print_summary=False)", True),
+    ],
 )
-def test_compiler_is_imported_by_set_up_neither_by_the_package_nor_in_the_first_step(code: str, imported: bool) -> None:
+def test_compiler_is_imported_by_set_up_neither_by_the_package_nor_in_the_first_step(
+    code: str, imported: bool
+) -> None:
     code += f"; import sys; sys.exit(('torch._dynamo' in sys.modules) != {imported})"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

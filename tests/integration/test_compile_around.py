@@ -1,6 +1,8 @@
-"""What stands around a compiled module: checkpoints, compiled autograd, a graph that is read twice, tensors by hand, the optimizer.
+"""What stands around a compiled module: checkpoints, compiled autograd, a graph that is read twice, tensors
+by hand, the optimizer.
 
-Each meets the engine and the compiler at the same time; the gradients are those without the engine, bit for bit.
+Each meets the engine and the compiler at the same time; the gradients are those without the engine, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def _fresh_compiler() -> Iterator[None]:
         yield
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------------------
+# -- checkpoints ---------------------------------------------------------------------------------------------
 def _checkpoint_of_compiled(block: Block, *, use_reentrant: bool) -> Layer:
     compiled = torch.compile(block, backend="aot_eager")
     return lambda x: checkpoint(compiled, x, use_reentrant=use_reentrant)
@@ -59,33 +61,44 @@ def _compiled_checkpoint(block: Block) -> Layer:
 
 @pytest.mark.parametrize(
     "layer_of",
-    [partial(_checkpoint_of_compiled, use_reentrant=False), partial(_checkpoint_of_compiled, use_reentrant=True), _compiled_checkpoint],
+    [
+        partial(_checkpoint_of_compiled, use_reentrant=False),
+        partial(_checkpoint_of_compiled, use_reentrant=True),
+        _compiled_checkpoint,
+    ],
     ids=["checkpoint of a compiled block", "reentrant checkpoint of a compiled block", "compiled checkpoint"],
 )
-def test_of_a_block_checkpointed_and_compiled_the_input_leaves_and_nothing_of_its_recompute(layer_of: Callable[[Block], Layer]) -> None:
+def test_of_a_block_checkpointed_and_compiled_the_input_leaves_and_nothing_of_its_recompute(
+    layer_of: Callable[[Block], Layer],
+) -> None:
     PipelineOffloadManager.OFFLOAD_MGR = None
     blocks = blocks_of(Block)
     layers = [layer_of(block) for block in blocks]
     expected = [train(layers, blocks, step, microbatches=2) for step in range(STEPS)]
     manager = manager_with(device_limit_bytes=2 * INPUT_BYTES)  # the plan may keep some, never more
     for step in range(STEPS):
-        assert_equal_bits(train([in_group(layer) for layer in layers], blocks, step, microbatches=2), expected[step])
+        assert_equal_bits(
+            train([in_group(layer) for layer in layers], blocks, step, microbatches=2), expected[step]
+        )
         stats = ended(manager)
         assert stats.saved == 2 * DEPTH
         assert stats.spill_bytes == stats.spilled * INPUT_BYTES
 
 
-# -- compiled autograd ----------------------------------------------------------------------------------------------------------
+# -- compiled autograd ---------------------------------------------------------------------------------------
 def _compiled_autograd() -> AbstractContextManager[Any]:
     return compiled_autograd._enable(torch.compile(backend="aot_eager"))
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:
-    return x.sin().exp()  # two saved tensors: each read in the backward is a break of the graph that compiled autograd makes
+    # two saved tensors: each read in the backward is a break of the graph that compiled autograd makes
+    return x.sin().exp()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager forward", "compiled forward"])
-def test_under_compiled_autograd_nothing_of_the_engine_is_traced_and_no_step_after_the_first_compiles(compiled: bool) -> None:
+def test_under_compiled_autograd_nothing_of_the_engine_is_traced_and_no_step_after_the_first_compiles(
+    compiled: bool,
+) -> None:
     PipelineOffloadManager.OFFLOAD_MGR = None
     layer = torch.compile(_small, backend="aot_eager") if compiled else _small
     expected = [train([layer, layer], [], step, around_backward=_compiled_autograd) for step in range(STEPS)]
@@ -94,21 +107,27 @@ def test_under_compiled_autograd_nothing_of_the_engine_is_traced_and_no_step_aft
     manager = manager_with(device_limit_bytes=2 * INPUT_BYTES)
     after_first: dict[str, int] = {}
     for step in range(STEPS):
-        assert_equal_bits(train([in_group(layer), in_group(layer)], [], step, around_backward=_compiled_autograd), expected[step])
+        assert_equal_bits(
+            train([in_group(layer), in_group(layer)], [], step, around_backward=_compiled_autograd),
+            expected[step],
+        )
         assert ended(manager).restored > 0
         after_first = after_first or dict(counters["stats"])
     assert dict(counters["stats"]) == after_first, "a later step was compiled anew"
     assert counters["graph_break"]
     for reason in counters["graph_break"]:
-        assert "skip directory" in reason or "marked as skipped" in reason, f"the compiler looked into the engine: {reason}"
+        assert "skip directory" in reason or "marked as skipped" in reason, (
+            f"the compiler looked into the engine: {reason}"
+        )
         assert "/offload/" in reason, f"the compiler looked into the engine: {reason}"
 
 
-# -- a graph that is read twice ---------------------------------------------------------------------------------------------------
+# -- a graph that is read twice ------------------------------------------------------------------------------
 @pytest.mark.parametrize("backend", BACKENDS)
 @torch._functorch.config.patch(donated_buffer=False)
 def test_graph_of_compiled_blocks_gives_the_same_gradients_each_time_it_is_read(backend: str) -> None:
-    """As torch asks for it: compiled without buffers that a backward may overwrite. Each read fetches the bytes again."""
+    """As torch asks for it: compiled without buffers that a backward may overwrite. Each read fetches the
+    bytes again."""
     manager = manager_with(**LIMIT)
     blocks = blocks_of(Block)
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -144,7 +163,7 @@ def test_graph_that_may_be_overwritten_is_refused_a_second_reading_by_torch_itse
         y.backward(retain_graph=True)
 
 
-# -- by hand, and the optimizer -------------------------------------------------------------------------------------------------------
+# -- by hand, and the optimizer ------------------------------------------------------------------------------
 @pytest.mark.req("S3-79")
 def test_outputs_and_gradients_of_a_compiled_module_come_back_bit_for_bit_when_moved_by_hand() -> None:
     manager = manager_with()
@@ -174,7 +193,8 @@ def test_outputs_and_gradients_of_a_compiled_module_come_back_bit_for_bit_when_m
 
 @pytest.mark.req("S3-79")
 def test_gradients_of_compiled_blocks_leave_for_the_optimizer_and_the_weights_are_those_of_torch() -> None:
-    """Saved tensors leave by groups and gradients by the optimizer's hooks, of the same compiled blocks in the same step."""
+    """Saved tensors leave by groups and gradients by the optimizer's hooks, of the same compiled blocks in
+    the same step."""
     expected_blocks = blocks_of(Block)
     PipelineOffloadManager.OFFLOAD_MGR = None
     compiled: list[Layer] = [torch.compile(block, backend="aot_eager") for block in expected_blocks]
@@ -204,7 +224,10 @@ def test_gradients_of_compiled_blocks_leave_for_the_optimizer_and_the_weights_ar
         offloaded.zero_grad()
         ended(manager)
     offloaded.synchronize_parameters()
-    weights = [[parameter.detach() for block in owners for parameter in block.parameters()] for owners in (blocks, expected_blocks)]
+    weights = [
+        [parameter.detach() for block in owners for parameter in block.parameters()]
+        for owners in (blocks, expected_blocks)
+    ]
     assert_equal_bits(weights[0], weights[1])
     offloaded.close()
     engine.close()

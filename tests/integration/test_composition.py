@@ -1,4 +1,5 @@
-"""Offload beside FSDP2, tensor parallel, checkpoints, autocast and accumulation, on two gloo ranks: the same bits, and no weight leaves.
+"""Offload beside FSDP2, tensor parallel, checkpoints, autocast and accumulation, on two gloo ranks: the same
+bits, and no weight leaves.
 
 The ranks are started once for all cases. The same cases on GPUs are in tests/gpu/test_composition.py.
 """
@@ -18,12 +19,16 @@ from tests.ranks import run_ranks
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Compared]]:
     """By rank, by case."""
-    found: list[dict[str, Compared]] = run_ranks_once(tmp_path_factory, "composition", compared, 2, CASES, "cpu")
+    found: list[dict[str, Compared]] = run_ranks_once(
+        tmp_path_factory, "composition", compared, 2, CASES, "cpu"
+    )
     return found
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_the_same_and_activations_leave_but_no_weight(seen: list[dict[str, Compared]], name: str) -> None:
+def test_gradients_are_the_same_and_activations_leave_but_no_weight(
+    seen: list[dict[str, Compared]], name: str
+) -> None:
     for rank in seen:
         check(name, CASES[name], rank[name])
 
@@ -39,7 +44,7 @@ def test_checkpoints_in_and_around_groups_with_accumulated_microbatches(name: st
     check(name, ALONE[name], run_alone(ALONE[name], torch.device("cpu")))
 
 
-# -- the launcher -----------------------------------------------------------------------------------------------------------------
+# -- the launcher --------------------------------------------------------------------------------------------
 def fails_on_rank_1(rank: int, world: int) -> int:
     if rank == 1:
         raise ValueError("rank 1 has had enough")

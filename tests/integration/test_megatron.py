@@ -1,11 +1,13 @@
-"""The real Megatron-core under the drop-in: its GPTModel and its schedules on gloo ranks, each group alone and all of them together.
+"""The real Megatron-core under the drop-in: its GPTModel and its schedules on gloo ranks, each group alone
+and all of them together.
 
-Skipped where megatron.core cannot be imported; it is no dependency of this project. `pip install --no-deps --target DIR megatron-core`
-(0.18 and later need triton and einops beside it) and `PYTHONPATH=DIR pytest tests/integration/test_megatron.py` run it. It has been run
-with core 0.16.1, 0.17.1, 0.18.1 and 0.19.2, whose pages are those of every release from 0.16.1 to 0.19.2.
+Skipped where megatron.core cannot be imported; it is no dependency of this project. `pip install --no-deps
+--target DIR megatron-core` (0.18 and later need triton and einops beside it) and `PYTHONPATH=DIR pytest
+tests/integration/test_megatron.py` run it. It has been run with core 0.16.1, 0.17.1, 0.18.1 and 0.19.2, whose
+pages are those of every release from 0.16.1 to 0.19.2.
 
-What Megatron asks of a GPU is answered by megatron_on_cpu.py. Each start of ranks (this file run as a script is one rank) goes through all
-cases; each test then looks at one thing they report.
+What Megatron asks of a GPU is answered by megatron_on_cpu.py. Each start of ranks (this file run as a script
+is one rank) goes through all cases; each test then looks at one thing they report.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from tests.integration.megatron_on_cpu import NOT_IMPORTABLE, needs_megatron, on
 
 HIDDEN, HEADS, SEQUENCE, BATCH, VOCABULARY, LAYERS = 64, 4, 32, 2, 96, 4
 MIB = 2**20
-NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")  # of a dense model without Transformer Engine
+# of a dense model without Transformer Engine
+NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 CASES = {
     "attn_norm": ("attn_norm",),
     "qkv_linear": ("qkv_linear",),
@@ -44,7 +47,8 @@ CASES = {
     "mlp_norm": ("mlp_norm",),
     "all": NAMES,
 }
-SCHEDULES = {"no pipelining": (1, None), "1F1B": (2, None), "interleaved": (2, 2)}  # (pipeline ranks, virtual stages a rank)
+# (pipeline ranks, virtual stages a rank)
+SCHEDULES = {"no pipelining": (1, None), "1F1B": (2, None), "interleaved": (2, 2)}
 
 
 # ---- one rank ----
@@ -80,8 +84,12 @@ class Training:
         self.models = []
         for stage in range(virtual or 1):
             place = {} if virtual is None else {"vp_stage": stage}
-            first = parallel_state.is_pipeline_first_stage(**({"ignore_virtual": False} | place if virtual else {}))
-            last = parallel_state.is_pipeline_last_stage(**({"ignore_virtual": False} | place if virtual else {}))
+            first = parallel_state.is_pipeline_first_stage(
+                **({"ignore_virtual": False} | place if virtual else {})
+            )
+            last = parallel_state.is_pipeline_last_stage(
+                **({"ignore_virtual": False} | place if virtual else {})
+            )
             self.models.append(
                 GPTModel(
                     config,
@@ -103,7 +111,9 @@ class Training:
             model.zero_grad(set_to_none=True)
         torch.manual_seed(number)
         source = torch.Generator().manual_seed(number)
-        batches = [torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=source) for _ in range(microbatches)]
+        batches = [
+            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=source) for _ in range(microbatches)
+        ]
         data = [iter(batches) for _ in self.models]
         one = len(self.models) == 1
         with torch.no_grad() if forward_only else nullcontext():
@@ -119,10 +129,17 @@ class Training:
         return [entry["loss"] for entry in report]
 
     def gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad.clone() for model in self.models for parameter in model.parameters() if parameter.grad is not None]
+        return [
+            parameter.grad.clone()
+            for model in self.models
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
 
 
-def forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+def forward_step(
+    batches: Iterator[torch.Tensor], model: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     tokens = next(batches)
     places = torch.arange(SEQUENCE).expand_as(tokens)
     future = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
@@ -131,7 +148,8 @@ def forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Ten
 
 
 def train(schedule: str, modules: tuple[str, ...], microbatches: int) -> dict[str, Any]:
-    """Three steps with an evaluation after the first; what they computed, and what the engine says of them."""
+    """Three steps with an evaluation after the first; what they computed, and what the engine says of
+    them."""
     manager = configure(OffloadConfig())
     training = Training(schedule, modules)
     printed = io.StringIO()
@@ -232,7 +250,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 @pytest.mark.req("S2-95", "S2-102")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_and_losses_have_the_bits_of_offload_off(reports: Reports, schedule: str, case: str) -> None:
+def test_gradients_and_losses_have_the_bits_of_offload_off(
+    reports: Reports, schedule: str, case: str
+) -> None:
     seen = [run for rank in reports[schedule] for name, run in rank.items() if name.split("/")[0] == case]
     assert seen
     for run in seen:
@@ -271,7 +291,10 @@ def test_warm_up_sends_four_microbatches_as_four_times_one(reports: Reports) -> 
     for schedule in ("no pipelining", "1F1B"):
         for rank in reports[schedule]:
             for case in CASES:
-                assert rank[f"{case}/4"]["spilled"][0] == 4 * rank[f"{case}/1"]["spilled"][0], (schedule, case)
+                assert rank[f"{case}/4"]["spilled"][0] == 4 * rank[f"{case}/1"]["spilled"][0], (
+                    schedule,
+                    case,
+                )
 
 
 def test_bytes_of_a_norm_are_those_of_its_input(reports: Reports) -> None:
@@ -281,7 +304,13 @@ def test_bytes_of_a_norm_are_those_of_its_input(reports: Reports) -> None:
 
 
 def test_what_the_plan_keeps_is_no_reason_to_warn(reports: Reports) -> None:
-    assert {text for ranks in reports.values() for rank in ranks for run in rank.values() for text in run["warnings"]} == set()
+    assert {
+        text
+        for ranks in reports.values()
+        for rank in ranks
+        for run in rank.values()
+        for text in run["warnings"]
+    } == set()
 
 
 def test_page_has_every_name_that_megatrons_own_defines() -> None:

@@ -1,11 +1,13 @@
-"""Megatron-core's own optimizer code over this project's hybrid optimizer: a small GPTModel, two data-parallel gloo ranks, five steps.
+"""Megatron-core's own optimizer code over this project's hybrid optimizer: a small GPTModel, two
+data-parallel gloo ranks, five steps.
 
-Skipped where megatron.core cannot be imported; test_megatron.py says how to run it. It has been run with core 0.16.1, 0.17.1, 0.18.1 and
-0.19.2. Without Transformer Engine, so Megatron's own optimizer is torch's AdamW, asked here for torch's fused kernel, as Megatron asks for
-it once it offloads: then the weights are equal bit by bit. Megatron's own hybrid optimizer cannot run without a GPU, and is compared with
-where there is one.
+Skipped where megatron.core cannot be imported; test_megatron.py says how to run it. It has been run with core
+0.16.1, 0.17.1, 0.18.1 and 0.19.2. Without Transformer Engine, so Megatron's own optimizer is torch's AdamW,
+asked here for torch's fused kernel, as Megatron asks for it once it offloads: then the weights are equal bit
+by bit. Megatron's own hybrid optimizer cannot run without a GPU, and is compared with where there is one.
 
-KINDS are Megatron's wrappers around an optimizer. It recommends the last one to whoever offloads, whose checkpoints are tested too, in each
+KINDS are Megatron's wrappers around an optimizer. It recommends the last one to whoever offloads, whose
+checkpoints are tested too, in each
 format: there the device's optimizer counts its steps in its param groups, as Transformer Engine's does.
 """
 
@@ -56,7 +58,12 @@ KINDS = {  # (bf16, distributed optimizer, precision-aware)
     "bf16 in shards": (True, True, False),
     "precision-aware": (True, True, True),
 }
-FRACTIONS = {"0.0, overlap": (0.0, True), "0.5, overlap": (0.5, True), "0.5, no overlap": (0.5, False), "1.0, overlap": (1.0, True)}
+FRACTIONS = {
+    "0.0, overlap": (0.0, True),
+    "0.5, overlap": (0.5, True),
+    "0.5, no overlap": (0.5, False),
+    "1.0, overlap": (1.0, True),
+}
 FORMATS = ("dp_zero", "fully_reshardable", "dp_reshardable")
 
 
@@ -64,7 +71,8 @@ FORMATS = ("dp_zero", "fully_reshardable", "dp_reshardable")
 
 
 class CountingAdamW(torch.optim.Optimizer):
-    """The conventions of Transformer Engine's FusedAdam: the arguments of Megatron's call, and one count for a whole group."""
+    """The conventions of Transformer Engine's FusedAdam: the arguments of Megatron's call, and one count for
+    a whole group."""
 
     def __init__(
         self,
@@ -76,7 +84,16 @@ class CountingAdamW(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+            },
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -97,7 +114,8 @@ class CountingAdamW(torch.optim.Optimizer):
 
 
 class Training:
-    """A model and Megatron's optimizer for it. fraction: None is Megatron without offload, on torch's fused AdamW."""
+    """A model and Megatron's optimizer for it. fraction: None is Megatron without offload, on torch's fused
+    AdamW."""
 
     def __init__(self, kind: str, fraction: float | None, overlap: bool = True, *, seed: int = 3) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -203,16 +221,22 @@ def train(kind: str, reference: Training, losses: list[Any]) -> dict[str, Any]:
             "bitwise": all(map(torch.equal, training.weights(), reference.weights())) and seen == losses,
             "parameters": len(parameters),
             "share": sum(p.numel() for p in offloaded) / sum(p.numel() for p in parameters),
-            "classes in groups": sum(isinstance(value, type) for group in inner.param_groups for value in group.values()),
+            "classes in groups": sum(
+                isinstance(value, type) for group in inner.param_groups for value in group.values()
+            ),
         }
         inner.close()
     return report
 
 
 def reload(kind: str) -> Any:
-    """New weights in the model, which Megatron then says to the optimizer: whether the next step is the one of Megatron's own, too."""
+    """New weights in the model, which Megatron then says to the optimizer: whether the next step is the one
+    of Megatron's own, too."""
     weights = []
-    for training in (Training(kind, 0.5), Training("bf16 in shards" if kind == "precision-aware" else kind, None)):
+    for training in (
+        Training(kind, 0.5),
+        Training("bf16 in shards" if kind == "precision-aware" else kind, None),
+    ):
         training.step(0)
         training.model.load_state_dict(Training(kind, 0.5, seed=5).model.state_dict())
         try:
@@ -225,13 +249,16 @@ def reload(kind: str) -> Any:
 
 
 def checkpoint(form: str, fraction: float, folder: str) -> Any:
-    """Whether two steps after a checkpoint, and the same two of a new training that loaded it, end in the same bits."""
+    """Whether two steps after a checkpoint, and the same two of a new training that loaded it, end in the
+    same bits."""
     from megatron.core import dist_checkpointing
 
     first = Training("precision-aware", fraction)
     for number in range(3):
         first.step(number)
-    model = {key: value.clone() for key, value in first.model.state_dict().items() if isinstance(value, Tensor)}
+    model = {
+        key: value.clone() for key, value in first.model.state_dict().items() if isinstance(value, Tensor)
+    }
     metadata = {"distrib_optim_sharding_type": form}
     if form == "dp_zero":
         shards = Path(f"{folder}.shards")
@@ -243,7 +270,10 @@ def checkpoint(form: str, fraction: float, folder: str) -> Any:
             Path(folder).mkdir()
         dist.barrier()
         sharded = first.model.module.sharded_state_dict()
-        dist_checkpointing.save({"model": sharded, "optimizer": first.wrapper.sharded_state_dict(sharded, metadata=metadata)}, folder)
+        dist_checkpointing.save(
+            {"model": sharded, "optimizer": first.wrapper.sharded_state_dict(sharded, metadata=metadata)},
+            folder,
+        )
     losses = [first.step(number) for number in (3, 4)]
     second = Training("precision-aware", fraction, seed=7)
     second.model.load_state_dict(model, strict=False)
@@ -252,7 +282,10 @@ def checkpoint(form: str, fraction: float, folder: str) -> Any:
         second.wrapper.load_parameter_state(str(shards))
     else:
         sharded = second.model.module.sharded_state_dict()
-        wanted = {"model": sharded, "optimizer": second.wrapper.sharded_state_dict(sharded, is_loading=True, metadata=metadata)}
+        wanted = {
+            "model": sharded,
+            "optimizer": second.wrapper.sharded_state_dict(sharded, is_loading=True, metadata=metadata),
+        }
         found = dist_checkpointing.load(wanted, folder)
         second.model.module.load_state_dict(found["model"], strict=False)
         second.wrapper.load_state_dict(found["optimizer"])
@@ -282,11 +315,20 @@ def main(rank: int, ranks: int, meeting_place: str, what: str) -> int:
     if what == "cpu":
         on_the_cpu()
     without_transformer_engine()
-    dist.init_process_group("gloo" if what == "cpu" else "nccl", init_method=f"file://{meeting_place}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo" if what == "cpu" else "nccl",
+        init_method=f"file://{meeting_place}",
+        rank=rank,
+        world_size=ranks,
+    )
     parallel_state.initialize_model_parallel(1, 1)
     if what != "cpu":
         return on_a_gpu(meeting_place)
-    report: dict[str, Any] = {"page": getattr(sys.modules[megatron.OPTIMIZER_PAGE], "__file__", None), "kinds": {}, "checkpoints": {}}
+    report: dict[str, Any] = {
+        "page": getattr(sys.modules[megatron.OPTIMIZER_PAGE], "__file__", None),
+        "kinds": {},
+        "checkpoints": {},
+    }
     for kind in KINDS:
         reference = Training(kind if kind != "precision-aware" else "bf16 in shards", None)
         losses = [reference.step(number) for number in range(STEPS)]
@@ -295,7 +337,11 @@ def main(rank: int, ranks: int, meeting_place: str, what: str) -> int:
     as_with_transformer_engine()
     writers = importlib.util.find_spec("psutil") is not None  # which core 0.18 and later need to save
     for form, fraction in itertools.product(FORMATS, (0.0, 0.5, 1.0)):
-        done = checkpoint(form, fraction, f"{meeting_place}.checkpoint") if writers or form == "dp_zero" else "psutil is missing"
+        done = (
+            checkpoint(form, fraction, f"{meeting_place}.checkpoint")
+            if writers or form == "dp_zero"
+            else "psutil is missing"
+        )
         report["checkpoints"][f"{form}, {fraction}"] = done
     Path(f"{meeting_place}.{rank}").write_text(json.dumps(report))
     dist.barrier()
@@ -335,7 +381,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.req("S3-28")
 @pytest.mark.parametrize("fraction", FRACTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_and_norms_have_the_bits_of_megatrons_own_optimizer(reports: list[dict[str, Any]], kind: str, fraction: str) -> None:
+def test_weights_and_norms_have_the_bits_of_megatrons_own_optimizer(
+    reports: list[dict[str, Any]], kind: str, fraction: str
+) -> None:
     for said in reports:
         run = said["kinds"][kind][fraction]
         assert run["class"] == "parallel.megatron_optimizer"
@@ -355,7 +403,9 @@ def test_the_fraction_of_megatrons_config_leaves_the_device(reports: list[dict[s
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_checkpoint_goes_on_with_the_same_bits(reports: list[dict[str, Any]], form: str, fraction: float) -> None:
+def test_a_checkpoint_goes_on_with_the_same_bits(
+    reports: list[dict[str, Any]], form: str, fraction: float
+) -> None:
     for said in reports:
         done = said["checkpoints"][f"{form}, {fraction}"]
         if isinstance(done, str):
@@ -366,12 +416,15 @@ def test_a_checkpoint_goes_on_with_the_same_bits(reports: list[dict[str, Any]], 
 def test_new_weights_of_the_model_are_taken_over_or_refused(reports: list[dict[str, Any]]) -> None:
     for said in reports:
         found = said["reload"]
-        assert [found[kind] for kind in ("float32", "bf16", "float32 in shards", "precision-aware")] == [True] * 4
+        assert [found[kind] for kind in ("float32", "bf16", "float32 in shards", "precision-aware")] == [
+            True
+        ] * 4
         assert "set use_precision_aware_optimizer=True" in found["bf16 in shards"]
 
 
 def test_every_name_of_the_hybrid_optimizer_that_megatron_uses_is_there() -> None:
-    """Names: of the class that is replaced. Used: an attribute of that name of anything, in the modules that import the class."""
+    """Names: of the class that is replaced. Used: an attribute of that name of anything, in the modules that
+    import the class."""
     folder = package()
     assert folder is not None
     own = ast.parse((folder / "optimizer" / "cpu_offloading" / "hybrid_optimizer.py").read_text())
@@ -379,16 +432,25 @@ def test_every_name_of_the_hybrid_optimizer_that_megatron_uses_is_there() -> Non
     names |= {
         node.attr
         for node in ast.walk(own)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and getattr(node.value, "id", None) == "self"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and getattr(node.value, "id", None) == "self"
     }
     optimizer = megatron.HybridDeviceOptimizer([torch.nn.Parameter(torch.zeros(3))])
     used = set()
     for path in (folder / "optimizer").glob("*.py"):
         tree = ast.parse(path.read_text())
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        imported = {
+            alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+        }
         if "HybridDeviceOptimizer" in imported:
             used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & names
-    assert {"dummy_step", "sub_optimizers", "_sync_hdo_state_to_sub_optimizers", "update_fp32_param_by_new_param"} <= used
+    assert {
+        "dummy_step",
+        "sub_optimizers",
+        "_sync_hdo_state_to_sub_optimizers",
+        "update_fp32_param_by_new_param",
+    } <= used
     assert [name for name in sorted(used) if not hasattr(optimizer, name)] == []
 
 
@@ -411,7 +473,9 @@ def test_weights_have_the_bits_of_megatrons_own_hybrid_optimizer(tmp_path: Path)
         found.append(torch.load(f"{place}.weights"))
     for fraction in FRACTIONS:
         own, ours = (weights[fraction] for weights in found)
-        different = [index for index, pair in enumerate(zip(own, ours, strict=True)) if not torch.equal(*pair)]
+        different = [
+            index for index, pair in enumerate(zip(own, ours, strict=True)) if not torch.equal(*pair)
+        ]
         assert different == [], fraction
 
 

@@ -1,7 +1,8 @@
-"""The hybrid optimizer on two gloo ranks: the bits of torch's AdamW for replicas, FSDP2's shards and tensor parallel.
+"""The hybrid optimizer on two gloo ranks: the bits of torch's AdamW for replicas, FSDP2's shards and tensor
+parallel.
 
-The ranks are started once for all cases. The cases that matter most run over NCCL in tests/gpu/test_optim_ranks.py. State dicts across
-ranks are in test_optim_resume.py.
+The ranks are started once for all cases. The cases that matter most run over NCCL in
+tests/gpu/test_optim_ranks.py. State dicts across ranks are in test_optim_resume.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ REPLICAS = {
 }
 PROMISED = {
     f"promised{', in buckets' if view else ''}{', kept' if kept else ''}{', summed' if summed else ''}": Case(
-        over="replicas", options={**CPU, **TRUE}, microbatches=2 if kept else 1, bucket_view=view, kept=kept, summed=summed, attached=False
+        over="replicas",
+        options={**CPU, **TRUE},
+        microbatches=2 if kept else 1,
+        bucket_view=view,
+        kept=kept,
+        summed=summed,
+        attached=False,
     )
     for view in (False, True)
     for kept in (False, True)
@@ -69,12 +76,16 @@ SHARDS = {
     "shards, overlap off": Case(over="shards", options={**BOTH, **ALONE}),
     "shards, stepped in the backward": Case(over="shards", options={**BOTH, **EARLY}),
     "shards, undoable": Case(over="shards", options={**BOTH, **UNDOABLE}, microbatches=2),
-    "shards, undoable, undone": Case(over="shards", options={**STREAMED, **UNDOABLE}, clip="own", microbatches=2),
+    "shards, undoable, undone": Case(
+        over="shards", options={**STREAMED, **UNDOABLE}, clip="own", microbatches=2
+    ),
     "replicas, undoable": Case(over="replicas", options={**STREAMED, **UNDOABLE}, clip="own"),
     "shards, promised": Case(over="shards", options={**BOTH, **TRUE}),
     "shards, fetched ahead": Case(over="shards", options=CPU, prefetch=True),
     "shards, a layer called alone": Case(over="shards", options=CPU, called_alone=True),
-    "shards, a layer called alone and fetching ahead": Case(over="shards", options=BOTH, called_alone=True, prefetch=True),
+    "shards, a layer called alone and fetching ahead": Case(
+        over="shards", options=BOTH, called_alone=True, prefetch=True
+    ),
     "shards, an event for FSDP2": Case(over="shards", options=BOTH, post_optim=True),
     "shards, nothing attached": Case(over="shards", options=BOTH, attached=False),
     "shards, masters": Case(
@@ -118,8 +129,12 @@ BAD = {
 SAME = {**REPLICAS, **PROMISED, **SHARDS, **CLIPPED, **TENSOR, **BAD}
 BROKEN = {
     "weights back": Case(over="shards", options=CPU, without=("weights back",)),
-    "weights back, a layer called alone": Case(over="shards", options=CPU, called_alone=True, without=("weights back",)),
-    "buckets": Case(over="replicas", options={**CPU, **TRUE}, bucket_view=True, attached=False, trusting=True),
+    "weights back, a layer called alone": Case(
+        over="shards", options=CPU, called_alone=True, without=("weights back",)
+    ),
+    "buckets": Case(
+        over="replicas", options={**CPU, **TRUE}, bucket_view=True, attached=False, trusting=True
+    ),
 }
 """What must not give the bits: an edge or a rule is left out."""
 
@@ -127,13 +142,17 @@ BROKEN = {
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
     """By rank, by case."""
-    found: list[dict[str, Seen]] = run_ranks_once(tmp_path_factory, "optim-ranks", trained, 2, {**SAME, **BROKEN}, "cpu")
+    found: list[dict[str, Seen]] = run_ranks_once(
+        tmp_path_factory, "optim-ranks", trained, 2, {**SAME, **BROKEN}, "cpu"
+    )
     return found
 
 
 @pytest.mark.req("S3-32")
 @pytest.mark.parametrize("name", SAME)
-def test_the_weights_have_the_bits_of_torchs_adamw_on_every_rank(seen: list[dict[str, Seen]], name: str) -> None:
+def test_the_weights_have_the_bits_of_torchs_adamw_on_every_rank(
+    seen: list[dict[str, Seen]], name: str
+) -> None:
     for rank in seen:
         assert rank[name].differing == []
         assert rank[name].norms[0] == rank[name].norms[1]
@@ -143,7 +162,9 @@ def test_the_weights_have_the_bits_of_torchs_adamw_on_every_rank(seen: list[dict
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_without_an_edge_or_a_rule_it_is_a_hazard_or_other_bits(seen: list[dict[str, Seen]], name: str) -> None:
+def test_without_an_edge_or_a_rule_it_is_a_hazard_or_other_bits(
+    seen: list[dict[str, Seen]], name: str
+) -> None:
     for rank in seen:
         if BROKEN[name].without:
             assert "hazard" in rank[name].error
@@ -151,8 +172,11 @@ def test_without_an_edge_or_a_rule_it_is_a_hazard_or_other_bits(seen: list[dict[
             assert rank[name].differing != []
 
 
-def test_shards_start_in_the_backward_and_are_undone_on_every_rank_and_replicas_wait(seen: list[dict[str, Seen]]) -> None:
-    """A replica's gradient is reduced after its hook, so none of its buckets may start; what every step clips is undone in every step."""
+def test_shards_start_in_the_backward_and_are_undone_on_every_rank_and_replicas_wait(
+    seen: list[dict[str, Seen]],
+) -> None:
+    """A replica's gradient is reduced after its hook, so none of its buckets may start; what every step clips
+    is undone in every step."""
     for rank in seen:
         started, undone = rank["shards, undoable"].early
         assert started > 0
@@ -166,7 +190,10 @@ def test_replicas_gradients_leave_at_step_and_it_is_announced(seen: list[dict[st
     """No byte leaves in a backward: what has left before step n is the construction's and that of n steps."""
     for rank in seen:
         found = rank["replicas, cpu"]
-        assert any("leave at step(): with several ranks they may be reduced after the backward" in line for line in found.said)
+        assert any(
+            "leave at step(): with several ranks they may be reduced after the backward" in line
+            for line in found.said
+        )
         gradients = 4 * sum(found.sizes.values())
         steps = [after - before for before, after in zip(found.landed, found.landed[1:], strict=False)]
         assert steps == [gradients] * (len(found.landed) - 1)
@@ -174,7 +201,8 @@ def test_replicas_gradients_leave_at_step_and_it_is_announced(seen: list[dict[st
 
 
 def test_fsdp2s_gradients_leave_in_the_backward(seen: list[dict[str, Seen]]) -> None:
-    """Before the first step nobody knows which backward is the last, unless it is said, as accumulation does here."""
+    """Before the first step nobody knows which backward is the last, unless it is said, as accumulation does
+    here."""
     for rank in seen:
         found = rank["shards, cpu"]
         assert not any("leave at step()" in line for line in found.said)
@@ -193,30 +221,40 @@ def test_places_are_the_same_on_every_rank_however_uneven_the_shards(seen: list[
 
 
 def test_a_shard_may_be_empty(seen: list[dict[str, Seen]]) -> None:
-    sizes = [{name: rank["shards, cpu"].sizes[name] for name in ("third.weight", "third.bias")} for rank in seen]
+    sizes = [
+        {name: rank["shards, cpu"].sizes[name] for name in ("third.weight", "third.bias")} for rank in seen
+    ]
     assert sizes == [{"third.weight": 48, "third.bias": 1}, {"third.weight": 0, "third.bias": 0}]
 
 
 @pytest.mark.parametrize("name", [name for name, case in BAD.items() if case.scaler])
-def test_with_a_scaler_all_ranks_leave_out_the_step_that_is_bad_on_one(seen: list[dict[str, Seen]], name: str) -> None:
+def test_with_a_scaler_all_ranks_leave_out_the_step_that_is_bad_on_one(
+    seen: list[dict[str, Seen]], name: str
+) -> None:
     for rank in seen:
         scales = rank[name].scales[1]
         assert scales[BAD_STEP] < scales[BAD_STEP - 1]
         assert rank[name].bits == seen[0][name].bits
 
 
-# -- refused, agreed, told --------------------------------------------------------------------------------------------------------
+# -- refused, agreed, told -----------------------------------------------------------------------------------
 REFUSED: dict[str, tuple[Case, dict[str, Any], str]] = {
     "promised": (
         Case(over="replicas"),
         {"overlap_backward": True},
-        "overlap_backward=True promises final gradients, and the model is a DistributedDataParallel over 2 ranks, which reduces them later",
+        "overlap_backward=True promises final gradients, and the model is a DistributedDataParallel over 2 "
+        "ranks, which reduces them later",
     ),
-    "early": (Case(over="replicas"), {"step_in_backward": True}, "step_in_backward=True promises final gradients"),
+    "early": (
+        Case(over="replicas"),
+        {"step_in_backward": True},
+        "step_in_backward=True promises final gradients",
+    ),
     "whole": (
         Case(over="shards"),
         {"cpu_optimizer_cls": torch.optim.Adafactor},
-        r"parameter 0 .* is one rank's shard, and Adafactor may look at whole parameters; give an elementwise optimizer",
+        r"parameter 0 .* is one rank's shard, and Adafactor may look at whole parameters; give an "
+        r"elementwise optimizer",
     ),
 }
 
@@ -263,17 +301,22 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_before_anything_is_pinned(answers: list[dict[str, Any]], name: str) -> None:
+def test_what_cannot_be_right_is_refused_before_anything_is_pinned(
+    answers: list[dict[str, Any]], name: str
+) -> None:
     for rank in answers:
         assert re.search(REFUSED[name][2], rank[name])
         assert rank["held"] == 0
 
 
-def test_replicas_that_were_stepped_before_their_reduction_are_an_error(answers: list[dict[str, Any]]) -> None:
+def test_replicas_that_were_stepped_before_their_reduction_are_an_error(
+    answers: list[dict[str, Any]],
+) -> None:
     """Where the model was not given, and so could not be refused."""
     for rank in answers:
         assert re.search(
-            r"the gradient of parameter \d .* changed after \d+ buckets had been stepped in the backward", rank["stepped early"]
+            r"the gradient of parameter \d .* changed after \d+ buckets had been stepped in the backward",
+            rank["stepped early"],
         )
 
 
@@ -282,12 +325,14 @@ def test_ranks_that_measure_different_shares_take_one(answers: list[dict[str, An
     assert set(answers[0]["shares"]) <= {0.25, 0.75}
 
 
-def test_fsdp2s_gathers_wait_for_the_returned_weights_and_not_for_an_older_event(answers: list[dict[str, Any]]) -> None:
+def test_fsdp2s_gathers_wait_for_the_returned_weights_and_not_for_an_older_event(
+    answers: list[dict[str, Any]],
+) -> None:
     for rank in answers:
         assert rank["told"] == [None]
 
 
-# -- a rank that fails ------------------------------------------------------------------------------------------------------------
+# -- a rank that fails ---------------------------------------------------------------------------------------
 def breaks_on_rank_1(rank: int, world: int, over: Literal["replicas", "shards"]) -> None:
     """Rank 1's worker fails in the second step. Both ranks close what they have, and say what ended them."""
     case, device = Case(over=over), torch.device("cpu")
@@ -307,9 +352,14 @@ def breaks_on_rank_1(rank: int, world: int, over: Literal["replicas", "shards"])
 
 
 @pytest.mark.parametrize("over", ["replicas", "shards"])
-def test_a_worker_that_fails_on_one_rank_ends_the_other_and_close_does_not_hang(tmp_path: Path, over: str) -> None:
-    """The launcher gives the other rank seconds to end by itself, and kills it then, without a word of it in the error."""
+def test_a_worker_that_fails_on_one_rank_ends_the_other_and_close_does_not_hang(
+    tmp_path: Path, over: str
+) -> None:
+    """The launcher gives the other rank seconds to end by itself, and kills it then, without a word of it in
+    the error."""
     with pytest.raises(AssertionError) as error:
         run_ranks(breaks_on_rank_1, 2, tmp_path, over)
-    assert "rank 1 has closed after OffloadError: a step failed on a worker (MemoryError: no room)" in str(error.value)
+    assert "rank 1 has closed after OffloadError: a step failed on a worker (MemoryError: no room)" in str(
+        error.value
+    )
     assert "rank 0 has closed after" in str(error.value)

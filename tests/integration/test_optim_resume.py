@@ -1,5 +1,5 @@
-"""State dicts of the hybrid optimizer across two ranks: whichever way they are saved, a run goes on with the same bits, in any split, and
-torch's AdamW takes over from it and it from torch's.
+"""State dicts of the hybrid optimizer across two ranks: whichever way they are saved, a run goes on with the
+same bits, in any split, and torch's AdamW takes over from it and it from torch's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ RUNS = {
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
     """By rank, by run."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    found: list[dict[str, list[str]]] = run_ranks_once(tmp_path_factory, "optim-resume", resumed, 2, folder, RUNS, "cpu")
+    found: list[dict[str, list[str]]] = run_ranks_once(
+        tmp_path_factory, "optim-resume", resumed, 2, folder, RUNS, "cpu"
+    )
     return found
 
 

@@ -23,10 +23,15 @@ def test_the_example_in_the_readme_runs_and_offloads() -> None:
     example = python_examples()[0]
     small_limits = "device_limit_bytes=6 << 20, max_restoring_bytes=0"
     example = example.replace("device_limit_bytes=8 << 30, host_reserve_bytes=32 << 30", small_limits)
-    blocks = [SimpleNamespace(attention=torch.nn.Linear(1024, 1024), mlp=torch.nn.Linear(1024, 1024)) for _ in range(3)]
+    blocks = [
+        SimpleNamespace(attention=torch.nn.Linear(1024, 1024), mlp=torch.nn.Linear(1024, 1024))
+        for _ in range(3)
+    ]
     names = {
         "model": SimpleNamespace(blocks=blocks),
-        "microbatches": [(torch.randn(1024, 1024, requires_grad=True), torch.randn(1024, 1024)) for _ in range(2)],
+        "microbatches": [
+            (torch.randn(1024, 1024, requires_grad=True), torch.randn(1024, 1024)) for _ in range(2)
+        ],
         "loss_fn": torch.nn.functional.mse_loss,
     }
     try:
@@ -60,13 +65,17 @@ def test_the_example_of_selective_checkpoints_runs_and_what_is_kept_leaves() -> 
         **{name: getattr(offload, name) for name in ("group_start", "group_commit", "offload_hooks")},
     }
     try:
-        manager = offload.configure(offload.OffloadConfig(max_spilling_bytes=1), device="sim", print_summary=False)
+        manager = offload.configure(
+            offload.OffloadConfig(max_spilling_bytes=1), device="sim", print_summary=False
+        )
         offload.init_chunk_handler()
         exec(compile(example, str(README), "exec"), names)
         names["y"].square().mean().backward()  # type: ignore[attr-defined]
         offload.step_end()
         assert manager.stats.spilled >= 2, "the input, and a product that the recompute reads"
-        assert all(torch.equal(layer.weight.grad, wanted) for layer, wanted in zip(layers, expected, strict=True))
+        assert all(
+            torch.equal(layer.weight.grad, wanted) for layer, wanted in zip(layers, expected, strict=True)
+        )
     finally:
         PipelineOffloadManager.reset_instance()
         PipelineOffloadManager.OFFLOAD_MGR = None

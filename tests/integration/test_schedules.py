@@ -1,4 +1,5 @@
-"""Every schedule on real gloo ranks: right gradients, the order that was foretold, nothing left over, evaluation in between.
+"""Every schedule on real gloo ranks: right gradients, the order that was foretold, nothing left over,
+evaluation in between.
 
 The ranks are started once for all schedules; each test then looks at one thing they report.
 """
@@ -26,7 +27,16 @@ from tests.once import run_ranks_once
 from tests.ranks import run_ranks
 
 BATCH, SEQUENCE = 2, 16
-MODEL = TransformerConfig(dim=32, layers=8, heads=4, kv_heads=2, ffn=64, sequence=SEQUENCE, seed=7, offload_modules=group_names("all"))
+MODEL = TransformerConfig(
+    dim=32,
+    layers=8,
+    heads=4,
+    kv_heads=2,
+    ffn=64,
+    sequence=SEQUENCE,
+    seed=7,
+    offload_modules=group_names("all"),
+)
 NAMES = tuple(SCHEDULES)
 
 
@@ -85,11 +95,14 @@ class Pipeline:
     forwards: dict[int, int] = field(default_factory=dict)
 
     def inputs(self, seed: int) -> tuple[Tensor, Tensor]:
-        text = torch.randint(0, 256, (BATCH * self.microbatches, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed))
+        text = torch.randint(
+            0, 256, (BATCH * self.microbatches, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed)
+        )
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     def step(self, seed: int, *, evaluate: bool = False) -> list[float]:
-        """Run one step from zero gradients, or one evaluation; returns the losses, on the rank that has them."""
+        """Run one step from zero gradients, or one evaluation; returns the losses, on the rank that has
+        them."""
         tokens, targets = self.inputs(seed)
         first = any(stage.is_first for stage in self.stages)
         last = any(stage.is_last for stage in self.stages)
@@ -97,7 +110,12 @@ class Pipeline:
             self.zero_grad()
         losses: list[Tensor] = []
         run = self.schedule.eval if evaluate else self.schedule.step
-        run(*([tokens] if first else []), target=targets if last else None, losses=losses if last else None, return_outputs=False)
+        run(
+            *([tokens] if first else []),
+            target=targets if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
         if not evaluate:
             self.manager.step_end()
         return [loss.item() for loss in losses]
@@ -121,9 +139,14 @@ class Pipeline:
 def build(name: str, rank: int, ranks: int, microbatches: int, model: TransformerConfig = MODEL) -> Pipeline:
     spec = schedule_named(name)
     virtual = spec.default_virtual_stages
-    # Small caps, so that the bytes really go: with larger ones a reader would find most of them still on their way out.
+    # Small caps, so that the bytes really go: with larger ones a reader would find most of them still on
+    # their way out.
     limits = OffloadConfig(
-        min_offloaded_tensor_size=64, pp_rank=rank, host_reserve_bytes=32 << 20, piece_bytes=2048, max_spilling_bytes=8192
+        min_offloaded_tensor_size=64,
+        pp_rank=rank,
+        host_reserve_bytes=32 << 20,
+        piece_bytes=2048,
+        max_spilling_bytes=8192,
     )
     manager = configure(limits, device="sim", print_summary=False)
     recorder = Recorder(manager)
@@ -133,10 +156,20 @@ def build(name: str, rank: int, ranks: int, microbatches: int, model: Transforme
         count = ranks * virtual
         module = build_stage_module(model, index, count)
         manager.register_parameters(module)
-        inputs, outputs = stage_examples(model, index, count, batch=BATCH, sequence=SEQUENCE, dtype=torch.float32)
+        inputs, outputs = stage_examples(
+            model, index, count, batch=BATCH, sequence=SEQUENCE, dtype=torch.float32
+        )
         module.register_forward_pre_hook(counting(forwards, index))
         stages.append(
-            OffloadPipelineStage(module, index, count, torch.device("cpu"), input_args=inputs, output_args=outputs, announcer=recorder)
+            OffloadPipelineStage(
+                module,
+                index,
+                count,
+                torch.device("cpu"),
+                input_args=inputs,
+                output_args=outputs,
+                announcer=recorder,
+            )
         )
     schedule = build_schedule(spec, stages, microbatches=microbatches, loss_fn=loss_of)
     manager.set_order(actions_of(schedule, rank))
@@ -158,7 +191,9 @@ def reference_grads(pipeline: Pipeline, seed: int) -> dict[str, Tensor]:
     """The gradients of the same model in one piece, without pipeline and without offload."""
     whole = build_stage_module(MODEL.with_(offload_modules=frozenset()), 0, 1)
     tokens, targets = pipeline.inputs(seed)
-    for part, target in zip(tokens.chunk(pipeline.microbatches), targets.chunk(pipeline.microbatches), strict=True):
+    for part, target in zip(
+        tokens.chunk(pipeline.microbatches), targets.chunk(pipeline.microbatches), strict=True
+    ):
         (loss_of(whole(part), target) / pipeline.microbatches).backward()
     by_name = dict(whole.named_parameters())
     return {
@@ -232,7 +267,10 @@ def host_bytes_lent(manager: PipelineOffloadManager) -> int:
 
 
 def rank_main(rank: int, ranks: int, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: report_of(name, rank, ranks, microbatches=2 * ranks + 2 if name == "gpipe" else 2 * ranks) for name in names}
+    return {
+        name: report_of(name, rank, ranks, microbatches=2 * ranks + 2 if name == "gpipe" else 2 * ranks)
+        for name in names
+    }
 
 
 # ---- the tests ----
@@ -275,7 +313,9 @@ def test_foretold_order_is_the_order_that_was_announced(two_ranks: list[dict[str
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_hidden_forward_runs_in_a_step_an_evaluation_or_after_it(two_ranks: list[dict[str, Any]], name: str) -> None:
+def test_no_hidden_forward_runs_in_a_step_an_evaluation_or_after_it(
+    two_ranks: list[dict[str, Any]], name: str
+) -> None:
     for rank in two_ranks:
         microbatches = len({microbatch for _, _, microbatch in rank[name]["said"]})
         stages = {stage for _, stage, _ in rank[name]["said"]}
@@ -286,11 +326,15 @@ def test_no_hidden_forward_runs_in_a_step_an_evaluation_or_after_it(two_ranks: l
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_evaluation_between_steps_works_and_changes_nothing(two_ranks: list[dict[str, Any]], name: str) -> None:
+def test_evaluation_between_steps_works_and_changes_nothing(
+    two_ranks: list[dict[str, Any]], name: str
+) -> None:
     for rank in two_ranks:
         assert rank[name]["said_in_eval"] == []
         assert rank[name]["eval_kept_grads"]
-        assert rank[name]["eval_losses"] == rank[name]["off_losses"][1], "the same microbatches give the same losses"
+        assert rank[name]["eval_losses"] == rank[name]["off_losses"][1], (
+            "the same microbatches give the same losses"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -298,7 +342,8 @@ def test_receive_buffers_live_no_longer_than_their_chunk(two_ranks: list[dict[st
     for rank in two_ranks:
         assert rank[name]["buffers_all"] > 0
         assert rank[name]["buffers_alive"] == 0
-    if name == "1f1b":  # the last stage holds one input at a time, and torch would hold one for each microbatch
+    # the last stage holds one input at a time, and torch would hold one for each microbatch
+    if name == "1f1b":
         assert two_ranks[1][name]["buffers_most"] <= 2
 
 
@@ -324,7 +369,10 @@ def one_rank() -> Iterator[None]:
 def test_one_rank_alone_runs_every_schedule(name: str) -> None:
     report = report_of(name, 0, 1, microbatches=4)
     check_gradients([report])
-    assert report["said"] == [list(action) for action in report["foretold"]] or report["said"] == report["foretold"]
+    assert (
+        report["said"] == [list(action) for action in report["foretold"]]
+        or report["said"] == report["foretold"]
+    )
     assert report["lent_after"] == 0
 
 

@@ -1,4 +1,5 @@
-"""Selective checkpoints in company: real schedules over gloo, functional collectives, torch.compile inside and around.
+"""Selective checkpoints in company: real schedules over gloo, functional collectives, torch.compile inside
+and around.
 
 This file run as a script is one rank of two.
 """
@@ -29,16 +30,24 @@ aten = torch.ops.aten
 KEEP_OPS = frozenset({aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default})
 BACKENDS = [
     "aot_eager",
-    pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")),
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    ),
 ]
 
 
-# -- schedules ------------------------------------------------------------------------------------------------------------
+# -- schedules -----------------------------------------------------------------------------------------------
 def checkpoint_layers(pipeline: Pipeline) -> None:
     """Every layer of every stage a selective checkpoint of its own; its marks are inside."""
     for stage in pipeline.stages:
         for layer in stage.submod.blocks.values():
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=offload.selective_contexts(KEEP_OPS))
+            layer.forward = partial(
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                context_fn=offload.selective_contexts(KEEP_OPS),
+            )
 
 
 def compared(name: str, rank: int, ranks: int, microbatches: int) -> dict[str, Any]:
@@ -67,8 +76,11 @@ def check(found: dict[str, Any]) -> None:
     assert all(restored > 0 for restored in found["restored"])
     assert all(spilled > 0 for spilled in found["spilled"])
     assert found["lent"] == [0, 0, 0]
-    # the products and the attention; not the last product of a layer, nor what the norms and the activation save
-    assert {"qkv_linear", "core_attn", "attn_proj", "mlp_fc1"} <= {name for name, nbytes in found["table"].items() if nbytes}
+    # the products and the attention; not the last product of a layer, nor what the norms and the activation
+    # save
+    assert {"qkv_linear", "core_attn", "attn_proj", "mlp_fc1"} <= {
+        name for name, nbytes in found["table"].items() if nbytes
+    }
     assert not any(found["table"].get(name) for name in ("attn_norm", "mlp_norm", "mlp_act", "mlp_fc2"))
 
 
@@ -96,13 +108,17 @@ def test_two_ranks_get_them_under_1f1b_and_zbv(tmp_path: Path) -> None:
             check(found)
 
 
-# -- collectives ------------------------------------------------------------------------------------------------------------
+# -- collectives ---------------------------------------------------------------------------------------------
 @pytest.mark.usefixtures("one_rank")
 def test_a_kept_collective_is_waited_for_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its operator returns before its output is written; what leaves must be what it wrote."""
     from torch.distributed._functional_collectives import all_reduce
 
-    manager = configure(OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1, max_spilling_bytes=1), device="sim", print_summary=False)
+    manager = configure(
+        OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1, max_spilling_bytes=1),
+        device="sim",
+        print_summary=False,
+    )
     weight = torch.randn(16, 16, requires_grad=True)
     happened: list[tuple[str, int]] = []
 
@@ -140,7 +156,7 @@ def test_a_kept_collective_is_waited_for_before_its_copy(monkeypatch: pytest.Mon
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-# -- torch.compile ------------------------------------------------------------------------------------------------------------
+# -- torch.compile -------------------------------------------------------------------------------------------
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +171,11 @@ class Block(torch.nn.Module):
 def manager() -> Iterator[PipelineOffloadManager]:
     torch._dynamo.reset()
     counters.clear()
-    yield configure(OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1, max_spilling_bytes=1), device="sim", print_summary=False)
+    yield configure(
+        OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1, max_spilling_bytes=1),
+        device="sim",
+        print_summary=False,
+    )
     torch._dynamo.reset()
     PipelineOffloadManager.reset_instance()
 
@@ -183,12 +203,19 @@ def test_a_compiled_block_inside_is_still_compiled_once_and_its_gradients_are_it
     for _ in range(3):
         manager.begin_chunk(0, 0)
         found = train(
-            lambda x: checkpoint(compiled, x, use_reentrant=False, context_fn=offload.selective_contexts({aten.mm.default})), owner
+            lambda x: checkpoint(
+                compiled, x, use_reentrant=False, context_fn=offload.selective_contexts({aten.mm.default})
+            ),
+            owner,
         )
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
         stats = manager.step_end()
         assert counters["stats"]["unique_graphs"] == 1
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("offload")]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.name.startswith("offload")
+    ]
     if backend == "aot_eager":  # its graph calls the operators one by one
         assert stats.saved == 2
         assert said == []
@@ -199,12 +226,18 @@ def test_a_compiled_block_inside_is_still_compiled_once_and_its_gradients_are_it
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_checkpoint_that_is_compiled_whole_is_refused(fullgraph: bool, manager: PipelineOffloadManager) -> None:
+def test_a_checkpoint_that_is_compiled_whole_is_refused(
+    fullgraph: bool, manager: PipelineOffloadManager
+) -> None:
     block = Block()
     context_fn = offload.selective_contexts({aten.mm.default})
     whole = torch.compile(
-        lambda x: checkpoint(block, x, use_reentrant=False, context_fn=context_fn), backend="aot_eager", fullgraph=fullgraph
+        lambda x: checkpoint(block, x, use_reentrant=False, context_fn=context_fn),
+        backend="aot_eager",
+        fullgraph=fullgraph,
     )
     manager.begin_chunk(0, 0)
-    with pytest.raises(Exception, match=r"traces a checkpoint with selective_contexts\(\) whole.*Compile the function inside"):
+    with pytest.raises(
+        Exception, match=r"traces a checkpoint with selective_contexts\(\) whole.*Compile the function inside"
+    ):
         whole(torch.randn(8, 16, requires_grad=True))

@@ -1,4 +1,5 @@
-"""The main job as a user starts it: it trains, it proves its gradients, it says why when it cannot go on, and it always ends.
+"""The main job as a user starts it: it trains, it proves its gradients, it says why when it cannot go on, and
+it always ends.
 
 pytest tests/integration/test_train.py
 """
@@ -27,7 +28,20 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from training.options import read_options  # noqa: E402
 from training.text import read_text  # noqa: E402
 
-SMALL = ["--layers", "4", "--dim", "32", "--ffn", "64", "--sequence", "32", "--batch", "2", "--min-offloaded-tensor-size", "256"]
+SMALL = [
+    "--layers",
+    "4",
+    "--dim",
+    "32",
+    "--ffn",
+    "64",
+    "--sequence",
+    "32",
+    "--batch",
+    "2",
+    "--min-offloaded-tensor-size",
+    "256",
+]
 TWO = Ranks(0, 2, 0, 2)
 ALONE = Ranks(0, 1, 0, 1)
 ON_LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
@@ -35,14 +49,24 @@ LONG = 120.0  # seconds; a loaded machine is slow, not wrong
 
 
 @contextmanager
-def started(arguments: list[str], *, ranks: int | None = None, mark: str | None = None) -> Iterator[subprocess.Popen[str]]:
+def started(
+    arguments: list[str], *, ranks: int | None = None, mark: str | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """scripts/train.py, under torchrun or alone; whatever the test does, nothing of it stays behind.
 
     mark: found in the environment of every process of this start.
     """
     mark = mark or uuid.uuid4().hex
-    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    launcher = (
+        []
+        if ranks is None
+        else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    )
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
     process = subprocess.Popen(
         [sys.executable, *launcher, str(ROOT / "scripts" / "train.py"), "--device", "cpu", *arguments],
         env={**clean, "OMP_NUM_THREADS": "1", "TRAIN_TEST": mark},
@@ -71,7 +95,8 @@ def run(arguments: list[str], *, ranks: int | None = None) -> tuple[int, str, st
 
 
 def members(mark: str) -> dict[int, dict[str, str]]:
-    """The environments of the living processes of one start, by process id. torchrun gives its ranks sessions of their own."""
+    """The environments of the living processes of one start, by process id. torchrun gives its ranks sessions
+    of their own."""
     alive = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -114,7 +139,9 @@ def lines_of(telemetry: Path) -> list[dict[str, Any]]:
 
 def test_two_ranks_train_with_every_gradient_verified(tmp_path: Path) -> None:
     telemetry = tmp_path / "steps.jsonl"
-    code, output, errors = run(["--steps", "3", "--verify", "--eval-every", "2", "--telemetry", str(telemetry), *SMALL], ranks=2)
+    code, output, errors = run(
+        ["--steps", "3", "--verify", "--eval-every", "2", "--telemetry", str(telemetry), *SMALL], ranks=2
+    )
     assert code == 0, errors
     assert "Activation Offload Summary (MB)" in output
     assert "Rank 1" in output
@@ -137,7 +164,9 @@ def test_process_alone_compares_the_steps_with_and_without_offload(tmp_path: Pat
     assert "the losses of all 3 steps are equal, bit for bit" in output
     assert "a CPU does not have" in output
     assert [step["arm"] for step in lines_of(telemetry)] == ["offload off"] * 3 + ["offload on"] * 3
-    saved_off, saved_on = (float(line.split()[-1]) for line in output.splitlines() if line.startswith("rank 0"))
+    saved_off, saved_on = (
+        float(line.split()[-1]) for line in output.splitlines() if line.startswith("rank 0")
+    )
     assert 0 < saved_on <= saved_off
 
 
@@ -167,10 +196,17 @@ def test_wrong_gradient_is_named_and_ends_the_job(tmp_path: Path) -> None:
     )
     command = [sys.executable, str(broken), "--device", "cpu", "--steps", "2", "--verify", *SMALL]
     finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=LONG, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
     )
     assert finished.returncode == 1
-    said = "step 0: the gradient of stage 0's blocks.0.attn.wk.weight differs with offload in 1 of 512 elements"
+    said = (
+        "step 0: the gradient of stage 0's blocks.0.attn.wk.weight differs with offload in 1 of 512 elements"
+    )
     assert said in finished.stderr
 
 
@@ -187,8 +223,14 @@ def test_wrong_gradient_is_named_and_ends_the_job(tmp_path: Path) -> None:
         (["--offload-modules", "attn_proj"], "choose core_attn too"),
         (["--data", "no/such/file"], "--data no/such/file: there is no such file"),
         (["--telemetry", "no/such/folder/steps.jsonl"], "there is no folder .*no/such/folder"),
-        (["--schedule", "1f1b", "--microbatches", "1"], "1f1b needs a microbatch for every stage: 1 for 2 stages"),
-        (["--schedule", "dualpipev", "--microbatches", "3"], "dualpipev needs a microbatch for every stage: 3 for 4 stages"),
+        (
+            ["--schedule", "1f1b", "--microbatches", "1"],
+            "1f1b needs a microbatch for every stage: 1 for 2 stages",
+        ),
+        (
+            ["--schedule", "dualpipev", "--microbatches", "3"],
+            "dualpipev needs a microbatch for every stage: 3 for 4 stages",
+        ),
         (["--schedule", "interleaved1f1b", "--microbatches", "5"], "take --microbatches 4 or 6"),
         (["--schedule", "zbv", "--virtual-stages", "3"], "zbv gives a rank two stages"),
         (["--schedule", "chimera"], "no schedule is called 'chimera'; there are gpipe, "),
@@ -234,12 +276,22 @@ def test_given_text_is_what_is_learned(tmp_path: Path) -> None:
     assert inputs.shape == targets.shape == (4, 16)
     assert inputs[:, 1:].equal(targets[:, :-1])
     assert inputs.equal(text.batch(4, 16, seed=0, step=3)[0])
-    assert not inputs.equal(text.batch(4, 16, seed=0, step=4)[0]) or not targets.equal(text.batch(4, 16, seed=0, step=4)[1])
+    assert not inputs.equal(text.batch(4, 16, seed=0, step=4)[0]) or not targets.equal(
+        text.batch(4, 16, seed=0, step=4)[1]
+    )
 
 
 def test_defaults_of_every_preset_and_schedule_can_be_run() -> None:
     for preset in ("tiny", "small", "medium", "large"):
-        for schedule in ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"):
+        for schedule in (
+            "gpipe",
+            "1f1b",
+            "interleaved1f1b",
+            "loopedbfs",
+            "interleavedzerobubble",
+            "zbv",
+            "dualpipev",
+        ):
             for ranks in (ALONE, TWO):
                 options = read_options(["--preset", preset, "--schedule", schedule], ranks)
                 assert options.microbatches >= 4
@@ -280,7 +332,8 @@ def test_interrupt_ends_the_job_and_leaves_no_orphan(tmp_path: Path, mark: str) 
     telemetry = tmp_path / "steps.jsonl"
     with started(["--steps", "100000", "--telemetry", str(telemetry), *SMALL], ranks=2, mark=mark) as process:
         wait_for_steps(telemetry, 2)
-        process.send_signal(signal.SIGINT)  # as Ctrl-C does: the ranks are in sessions of their own, torchrun tells them
+        # as Ctrl-C does: the ranks are in sessions of their own, torchrun tells them
+        process.send_signal(signal.SIGINT)
         code, _, errors = ended(process, 60)
         assert code != 0
         assert "\ninterrupted" in errors
@@ -309,8 +362,20 @@ def test_rank_that_fails_says_why_and_ends_the_job(tmp_path: Path) -> None:
         f"if os.environ['RANK'] == '1':\n    sys.argv += ['--data', {str(words)!r}]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(starter), "--device", "cpu"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(starter),
+        "--device",
+        "cpu",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run([*launcher, *SMALL], capture_output=True, text=True, timeout=LONG, env=environment, check=False)
+    finished = subprocess.run(
+        [*launcher, *SMALL], capture_output=True, text=True, timeout=LONG, env=environment, check=False
+    )
     assert finished.returncode != 0
     assert "ValueError: the ranks read different text" in finished.stderr

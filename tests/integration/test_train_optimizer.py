@@ -27,7 +27,9 @@ def losses(arguments: list[str], path: Path, *, ranks: int | None = None) -> lis
 
 @pytest.mark.req("S3-9")
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", None), ("zbv", 2)])
-def test_the_job_learns_as_with_the_optimizer_on_the_device(schedule: str, ranks: int | None, tmp_path: Path) -> None:
+def test_the_job_learns_as_with_the_optimizer_on_the_device(
+    schedule: str, ranks: int | None, tmp_path: Path
+) -> None:
     shared = ["--steps", "5", "--schedule", schedule]
     plain = losses(shared, tmp_path / "plain", ranks=ranks)
     hosted = losses([*shared, "--optimizer-offload-fraction", "auto"], tmp_path / "hosted", ranks=ranks)
@@ -36,7 +38,9 @@ def test_the_job_learns_as_with_the_optimizer_on_the_device(schedule: str, ranks
 
 
 def test_activations_leave_at_the_same_time_without_changing_a_bit_of_the_losses() -> None:
-    code, output, errors = run([*SMALL, "--steps", "4", "--optimizer-offload-fraction", "1", "--compare"], ranks=2)
+    code, output, errors = run(
+        [*SMALL, "--steps", "4", "--optimizer-offload-fraction", "1", "--compare"], ranks=2
+    )
     assert code == 0, errors + output
     assert "the losses of all 4 steps are equal, bit for bit" in output
     assert "optimizer  its state on the host (rank 0 100%:" in output

@@ -1,6 +1,8 @@
-"""What a layer of a random program does: operations that save all kinds of views, groups around them, and regions that are checkpointed.
+"""What a layer of a random program does: operations that save all kinds of views, groups around them, and
+regions that are checkpointed.
 
-One invariant: what is computed depends on the nodes, the values and the weights alone, never on what `said` tells the engine.
+One invariant: what is computed depends on the nodes, the values and the weights alone, never on what `said`
+tells the engine.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Op:
 
 @dataclass(frozen=True)
 class Group:
-    """A named group around `body`. hooks: over all of it, over what comes after its first node, or nowhere."""
+    """A named group around `body`. hooks: over all of it, over what comes after its first node, or
+    nowhere."""
 
     name: str
     at: int
@@ -59,7 +62,8 @@ class Say:
 
 
 class ReadTwice(torch.autograd.Function):
-    """Its backward reads its saved tensors twice, and compares bytes, sizes, strides and dtypes with those of the forward."""
+    """Its backward reads its saved tensors twice, and compares bytes, sizes, strides and dtypes with those of
+    the forward."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -78,7 +82,9 @@ class ReadTwice(torch.autograd.Function):
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def _gated(x: Tensor, y: Tensor, w: list[Tensor]) -> Tensor:
@@ -114,7 +120,9 @@ def _sparse(x: Tensor, y: Tensor, w: list[Tensor]) -> Tensor:
 def _sparse_head(x: Tensor, y: Tensor, w: list[Tensor]) -> Tensor:
     """Two sparse views of one storage, the second inside the first bytes that the first takes packed."""
     wide = x @ w[2]
-    return ReadTwice.apply(wide[:, ::4], y) + (wide[:1, :COLUMNS].sin() * wide[:1, :COLUMNS]).expand(ROWS, COLUMNS)
+    return ReadTwice.apply(wide[:, ::4], y) + (wide[:1, :COLUMNS].sin() * wide[:1, :COLUMNS]).expand(
+        ROWS, COLUMNS
+    )
 
 
 def _growing(x: Tensor, y: Tensor, w: list[Tensor]) -> Tensor:
@@ -146,7 +154,9 @@ OPS: dict[str, Callable[[Tensor, Tensor, list[Tensor]], Tensor]] = {
     "detached": lambda x, y, w: x * y.detach().reshape(-1).flip(0).view(ROWS, COLUMNS),
     "in_forward": _in_forward,
     "penalty": _penalty,
-    "checkpoint": lambda x, y, w: checkpoint(lambda p, q: torch.tanh(p * q) @ w[0], x, y, use_reentrant=False),
+    "checkpoint": lambda x, y, w: checkpoint(
+        lambda p, q: torch.tanh(p * q) @ w[0], x, y, use_reentrant=False
+    ),
     "long": lambda x, y, w: torch.sigmoid(x @ w[1]).view(2 * ROWS, COLUMNS)[::2],
 }
 aten = torch.ops.aten
@@ -154,7 +164,8 @@ KEEP_OPS = frozenset({aten.mm.default, aten.exp.default, aten.native_dropout.def
 
 
 def _region_random(x: Tensor, y: Tensor, w: list[Tensor], said: Plain) -> Tensor:
-    """Numbers that are kept between numbers that are not; nothing but the region's first state may decide what they are."""
+    """Numbers that are kept between numbers that are not; nothing but the region's first state may decide
+    what they are."""
     x = x * torch.bernoulli(torch.full_like(x, 0.5))
     x, _ = torch.native_dropout(x * y, 0.5, True)
     return torch.sigmoid(x * torch.bernoulli(torch.full_like(x, 0.5))) * torch.rand_like(x)
@@ -173,19 +184,25 @@ def _region_nested(x: Tensor, y: Tensor, w: list[Tensor], said: Plain) -> Tensor
 # Checkpointed; with offloading the outputs of KEEP_OPS are kept and leave.
 REGIONS: dict[str, Callable[[Tensor, Tensor, list[Tensor], Plain], Tensor]] = {
     "region": _region,
-    "region_wide": lambda x, y, w, said: (torch.sin(x @ w[2]).view(-1, COLUMNS) @ w[0])[::4].exp().clamp(max=9.0).tanh() * y,
+    "region_wide": lambda x, y, w, said: (
+        (torch.sin(x @ w[2]).view(-1, COLUMNS) @ w[0])[::4].exp().clamp(max=9.0).tanh() * y
+    ),
     "region_head": lambda x, y, w, said: (x @ w[1])[:, :COLUMNS].sin() @ w[0],
     "region_random": _region_random,
     "region_nested": _region_nested,
 }
-# a branch that never runs backward: dropped at once, or with the chunk; or with the chunk, and what it saved is written again
+# a branch that never runs backward: dropped at once, or with the chunk; or with the chunk, and what it saved
+# is written again
 DEAD = ("dead", "kept", "rewritten")
 
 
 def make_weights(stages: int) -> list[list[torch.nn.Parameter]]:
     source = torch.Generator().manual_seed(stages)
     shapes = [(COLUMNS, width * COLUMNS) for width in (1, 2, 4)]
-    return [[torch.nn.Parameter(torch.randn(shape, generator=source) * 0.3) for shape in shapes] for _ in range(stages)]
+    return [
+        [torch.nn.Parameter(torch.randn(shape, generator=source) * 0.3) for shape in shapes]
+        for _ in range(stages)
+    ]
 
 
 class Values:

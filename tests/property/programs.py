@@ -1,7 +1,9 @@
-"""Random training steps: orders in which chunks run, and what is unusual about some of them; run with offloading and without.
+"""Random training steps: orders in which chunks run, and what is unusual about some of them; run with
+offloading and without.
 
-One invariant: the two runs do the same operations on the same values in the same order, so their gradients have equal bits.
-Marks change no sum: a marked value takes the place of the unmarked one, as `x = group_start(x, name)` does in a model.
+One invariant: the two runs do the same operations on the same values in the same order, so their gradients
+have equal bits. Marks change no sum: a marked value takes the place of the unmarked one, as `x =
+group_start(x, name)` does in a model.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ class Chunk:
 class Step:
     """One step: its microbatches, the order of its actions, and what is unusual about some of them.
 
-    actions: F, B, I, W; also E, a forward without gradients, and C, a forward and backward captured and replayed. twice: the backward
-    runs twice over one graph. again: the forward runs twice, and the first one's graph is dropped. leftover: no backward comes. thread: the
-    backward runs on a thread of its own. buffers: inputs are received into buffers that are used again. foretold: the order of actions that
-    is announced, right or wrong.
+    actions: F, B, I, W; also E, a forward without gradients, and C, a forward and backward captured and
+    replayed. twice: the backward runs twice over one graph. again: the forward runs twice, and the first
+    one's graph is dropped. leftover: no backward comes. thread: the backward runs on a thread of its own.
+    buffers: inputs are received into buffers that are used again. foretold: the order of actions that is
+        announced, right or wrong.
     """
 
     seed: int
@@ -59,8 +62,10 @@ class Run:
     trains_input: bool = True
     weights: list[list[torch.nn.Parameter]] = field(init=False)
     chunks: dict[tuple[int, int], Chunk] = field(default_factory=dict)
-    results: list[Tensor] = field(default_factory=list)  # gradients, outputs: everything whose bits must not change
-    free_buffers: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # by lane: nothing orders one after another
+    # gradients, outputs: everything whose bits must not change
+    results: list[Tensor] = field(default_factory=list)
+    # by lane: nothing orders one after another
+    free_buffers: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         self.weights = make_weights(len(self.stages))
@@ -73,7 +78,9 @@ class Run:
             self._act(step, kind, stage, microbatch)
             self.said.between()
         self.said.step_end()
-        self.results += [weight.grad for weights in self.weights for weight in weights if weight.grad is not None]
+        self.results += [
+            weight.grad for weights in self.weights for weight in weights if weight.grad is not None
+        ]
         self._read_leftovers()
         self.chunks.clear()
         self.free_buffers.clear()
@@ -112,7 +119,10 @@ class Run:
         if stage > 0 and (stage - 1, microbatch) in self.chunks:
             value = self.chunks[stage - 1, microbatch].output.detach()
         else:
-            value = torch.randn((ROWS, COLUMNS), generator=torch.Generator().manual_seed(step.seed * 64 + stage * 16 + microbatch))
+            value = torch.randn(
+                (ROWS, COLUMNS),
+                generator=torch.Generator().manual_seed(step.seed * 64 + stage * 16 + microbatch),
+            )
         if step.buffers and stage > 0 and torch.is_grad_enabled():
             free = self.free_buffers[self.said.lane_of(microbatch)]
             buffer = free.pop() if free else torch.empty((ROWS, COLUMNS))
@@ -126,7 +136,11 @@ class Run:
         source = self._source(step, stage, microbatch)
         values = Values(source)
         run_nodes(self.stages[stage], values, list(self.weights[stage]), self.said)
-        output = values.recent[-1] if values.recent[-1].requires_grad else values.recent[-1] @ self.weights[stage][0]
+        output = (
+            values.recent[-1]
+            if values.recent[-1].requires_grad
+            else values.recent[-1] @ self.weights[stage][0]
+        )
         if stage == len(self.stages) - 1:
             output = output.square().mean()
         chunk = Chunk(source, output, values.kept)
@@ -136,11 +150,17 @@ class Run:
     def _captured(self, step: Step, stage: int, microbatch: int) -> None:
         """One graph or one each, beside the chunks of the step."""
         number, weights, one_graph = 16 + microbatch, self.weights[stage], (step.seed + microbatch) % 2 == 0
-        source = torch.randn((ROWS, COLUMNS), generator=torch.Generator().manual_seed(step.seed)).requires_grad_()
+        source = torch.randn(
+            (ROWS, COLUMNS), generator=torch.Generator().manual_seed(step.seed)
+        ).requires_grad_()
 
         def backward(loss: Tensor) -> None:
             self.said.begin_backward(stage, number, "B")
-            self.results += [grad for grad in torch.autograd.grad(loss, [source, *weights], allow_unused=True) if grad is not None]
+            self.results += [
+                grad
+                for grad in torch.autograd.grad(loss, [source, *weights], allow_unused=True)
+                if grad is not None
+            ]
             self.said.end_backward(stage, number, "B")
 
         self.said.begin(stage, number)
@@ -165,7 +185,9 @@ class Run:
             trains = chunk.source.requires_grad
             if kind == "I":
                 if trains:
-                    (chunk.source.grad,) = torch.autograd.grad((chunk.output,), (chunk.source,), grads, retain_graph=True)
+                    (chunk.source.grad,) = torch.autograd.grad(
+                        (chunk.output,), (chunk.source,), grads, retain_graph=True
+                    )
             elif kind == "W" and trains:
                 weights = self.weights[stage]
                 found = torch.autograd.grad((chunk.output,), weights, grads, allow_unused=True)
@@ -191,7 +213,12 @@ class Run:
         for chunk in self.chunks.values():
             grads = None if chunk.output.dim() == 0 else torch.ones_like(chunk.output)
             with suppress(StaleHandleError):
-                torch.autograd.grad(chunk.output, [weight for weights in self.weights for weight in weights], grads, allow_unused=True)
+                torch.autograd.grad(
+                    chunk.output,
+                    [weight for weights in self.weights for weight in weights],
+                    grads,
+                    allow_unused=True,
+                )
 
 
 @dataclass(frozen=True)
@@ -205,7 +232,8 @@ class Program:
 
 
 def play(program: Program) -> Offloaded:
-    """Run a program without offloading and with it, and compare every bit after each step. Returns what spoke to the engine."""
+    """Run a program without offloading and with it, and compare every bit after each step. Returns what spoke
+    to the engine."""
     plain = Run(program.stages, Plain(), program.trains_input)
     with Offloaded(program.settings, len(program.stages)) as said:
         run = Run(program.stages, said, program.trains_input)
@@ -213,7 +241,9 @@ def play(program: Program) -> Offloaded:
             plain.step(step)
             run.step(step)
             assert len(plain.results) == len(run.results)
-            assert all(same_bits(*pair) for pair in zip(plain.results, run.results, strict=True)), "a gradient has other bits"
+            assert all(same_bits(*pair) for pair in zip(plain.results, run.results, strict=True)), (
+                "a gradient has other bits"
+            )
             plain.results.clear()
             run.results.clear()
         del run

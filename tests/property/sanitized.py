@@ -1,9 +1,11 @@
-"""torch's own CUDA sanitizer, watching programs on the simulated device: what it would say of the engine on a GPU, without one.
+"""torch's own CUDA sanitizer, watching programs on the simulated device: what it would say of the engine on a
+GPU, without one.
 
-The sanitizer knows kernels (every operation that torch dispatches, on the current stream), events and waits; here the simulated device
-tells it of its lanes, events and copies as CUDA's hooks would. One invariant: it is told nothing that it would not learn on a GPU. It is
-stricter here: CPU memory that is freed is not reported, so it never forgets what touched an address. Hence one compute lane only: two would
-get each other's freed memory, which CUDA's allocator keeps apart.
+The sanitizer knows kernels (every operation that torch dispatches, on the current stream), events and waits;
+here the simulated device tells it of its lanes, events and copies as CUDA's hooks would. One invariant: it is
+told nothing that it would not learn on a GPU. It is stricter here: CPU memory that is freed is not reported,
+so it never forgets what touched an address. Hence one compute lane only: two would get each other's freed
+memory, which CUDA's allocator keeps apart.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ __all__ = ["SanitizedDevice", "sanitized"]
 
 
 class SanitizedDevice(SimDevice):
-    """Its copies are kernels that read and write device memory, as `copy_` is; its events are known by a number of their own."""
+    """Its copies are kernels that read and write device memory, as `copy_` is; its events are known by a
+    number of their own."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -61,7 +64,9 @@ class SanitizedDevice(SimDevice):
         for destination, source in pairs:
             read, written = self._on_device(source), self._on_device(destination)
             aliases: dict[int, list[str]] = {address: ["copy"] for address in (*read, *written)}
-            errors = self.handler._handle_kernel_launch(self.stream_of(lane), read, written, set(), "aten::copy_", aliases)
+            errors = self.handler._handle_kernel_launch(
+                self.stream_of(lane), read, written, set(), "aten::copy_", aliases
+            )
             if errors:
                 raise _sanitizer.CUDASanitizerErrors(errors)
         super().copy(lane, pairs)
@@ -71,9 +76,17 @@ class SanitizedDevice(SimDevice):
 
 
 class _Arguments(_sanitizer.ArgumentHandler):
-    """What an operation reads and writes, where the tensors that count are on the CPU. One without bytes goes by its id, as in torch."""
+    """What an operation reads and writes, where the tensors that count are on the CPU. One without bytes goes
+    by its id, as in torch."""
 
-    def _handle_argument(self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False) -> None:
+    def _handle_argument(
+        self,
+        value: Any,
+        is_write: bool,
+        metadata_only: bool,
+        name: str | None = None,
+        is_output: bool = False,
+    ) -> None:
         if not isinstance(value, Tensor):
             return
         address = value.data_ptr() or id(value)
@@ -94,9 +107,14 @@ class _Mode(_sanitizer.CUDASanitizerDispatchMode):
 
 @contextmanager
 def sanitized(device: SanitizedDevice, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Operations inside are watched. Raises CUDASanitizerErrors where one is not ordered after what it conflicts with."""
+    """Operations inside are watched. Raises CUDASanitizerErrors where one is not ordered after what it
+    conflicts with."""
     with patch.context() as inside:
         inside.setattr(_sanitizer, "ArgumentHandler", _Arguments)
-        inside.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=device.stream_of(device.compute)))
+        inside.setattr(
+            torch.cuda,
+            "current_stream",
+            lambda: SimpleNamespace(cuda_stream=device.stream_of(device.compute)),
+        )
         with _Mode(device.handler):
             yield

@@ -1,4 +1,5 @@
-"""How a random program speaks to the engine: not at all, or by marks, announcements and switches of a manager of its own.
+"""How a random program speaks to the engine: not at all, or by marks, announcements and switches of a manager
+of its own.
 
 One invariant: `Offloaded` changes no value: what it returns in place of a tensor has the tensor's bits.
 """
@@ -88,28 +89,37 @@ class Settings:
     compute_s: float = 1e-8  # announced an operation
     lanes: int = 1
     announced: bool = True
-    rates: Rates | None = None  # of the link as it was measured: with a device limit, plans are timed and tried
+    # of the link as it was measured: with a device limit, plans are timed and tried
+    rates: Rates | None = None
     config: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 class Offloaded(Plain):
-    """Marks groups and announces chunks to a manager of its own, which is the process-wide one until `close`."""
+    """Marks groups and announces chunks to a manager of its own, which is the process-wide one until
+    `close`."""
 
     def __init__(self, settings: Settings, stages: int) -> None:
         self.settings = settings
-        self.device = SimDevice(executor=settings.executor, seed=settings.seed, d2h_gb_s=settings.gb_s, h2d_gb_s=settings.gb_s)
+        self.device = SimDevice(
+            executor=settings.executor, seed=settings.seed, d2h_gb_s=settings.gb_s, h2d_gb_s=settings.gb_s
+        )
         self.engine = OffloadEngine(settings.config, device=self.device)
         self.engine.rates = settings.rates
         self.manager = PipelineOffloadManager(self.engine, print_summary=False)
         self.watch = Watch(self.engine, declare=settings.lanes > 1)
         self.stages = stages
-        self.lanes = [self.device.compute, *(self.device.new_compute_lane(f"lane {i}") for i in range(1, settings.lanes))]
+        self.lanes = [
+            self.device.compute,
+            *(self.device.new_compute_lane(f"lane {i}") for i in range(1, settings.lanes)),
+        ]
 
     def begin(self, stage: int, microbatch: int) -> None:
         if self.settings.announced:
             self.manager.begin_chunk(stage, microbatch)
         else:
-            self.manager.init_model_chunk_offload_handler(self.stages, stage, self.settings.config.min_offloaded_tensor_size)
+            self.manager.init_model_chunk_offload_handler(
+                self.stages, stage, self.settings.config.min_offloaded_tensor_size
+            )
 
     def end_forward(self, stage: int, microbatch: int) -> None:
         if self.settings.announced:
@@ -135,7 +145,9 @@ class Offloaded(Plain):
         self.manager.set_order(actions)
 
     def say(self, what: str) -> None:
-        {"on": offload.enable_offload, "off": offload.disable_offload, "flush": offload.flush_delayed_groups}[what]()
+        {"on": offload.enable_offload, "off": offload.disable_offload, "flush": offload.flush_delayed_groups}[
+            what
+        ]()
 
     def between(self) -> None:
         self.watch.check_counts()
@@ -156,7 +168,9 @@ class Offloaded(Plain):
         return offload.offload_hooks()
 
     def region(self, body: Callable[..., Tensor], *values: Any) -> Tensor:
-        found: Tensor = checkpoint(body, *values, use_reentrant=False, context_fn=offload.selective_contexts(KEEP_OPS))
+        found: Tensor = checkpoint(
+            body, *values, use_reentrant=False, context_fn=offload.selective_contexts(KEEP_OPS)
+        )
         return found
 
     def lane_of(self, microbatch: int) -> int:
@@ -167,7 +181,8 @@ class Offloaded(Plain):
 
     @contextmanager
     def captures(self) -> Iterator[None]:
-        """What is captured inside is replayed three times, and its host blocks are given back. Host memory is there if the limit allows."""
+        """What is captured inside is replayed three times, and its host blocks are given back. Host memory is
+        there if the limit allows."""
         self.engine.arena.reserve_later(self.engine.arena.lent_bytes + 64 * NBYTES)
         with offload.capturing() as region:
             self.graphs: list[SimGraph] = []

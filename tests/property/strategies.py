@@ -1,7 +1,7 @@
 """Hypothesis strategies for the programs of programs.py: models, orders of actions, limits.
 
-One invariant: every order is legal. A backward comes after its forward and after the backward of the next stage, a weight half after its
-input half; whatever else a schedule may do, some seed does.
+One invariant: every order is legal. A backward comes after its forward and after the backward of the next
+stage, a weight half after its input half; whatever else a schedule may do, some seed does.
 """
 
 from __future__ import annotations
@@ -23,21 +23,35 @@ STYLES = ("gpipe", "1f1b", "lifo", "zero-bubble", "random")
 
 @cache
 def _ops() -> st.SearchStrategy[Op]:
-    return st.builds(Op, st.sampled_from([*OPS, *REGIONS, *REGIONS, *DEAD]), st.integers(0, 3), st.integers(0, 3))
+    return st.builds(
+        Op, st.sampled_from([*OPS, *REGIONS, *REGIONS, *DEAD]), st.integers(0, 3), st.integers(0, 3)
+    )
 
 
 def _around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     body = st.lists(inner, min_size=1, max_size=4).map(tuple)
     short = st.lists(inner, min_size=1, max_size=2).map(tuple)
-    group = st.builds(Group, NAMES, st.integers(0, 2), st.sampled_from(["all", "all", "rest", "none"]), st.booleans(), body)
+    group = st.builds(
+        Group, NAMES, st.integers(0, 2), st.sampled_from(["all", "all", "rest", "none"]), st.booleans(), body
+    )
     return st.one_of(group, group, st.builds(Overlap, NAMES, NAMES, st.tuples(short, short, short)))
 
 
-def models(ops: st.SearchStrategy[Op] | None = None, *, flips: bool = True) -> st.SearchStrategy[tuple[tuple[Any, ...], ...]]:
-    """Up to three stages: each a group whose saves can leave, and then whatever else. flips: offloading is switched off and on."""
+def models(
+    ops: st.SearchStrategy[Op] | None = None, *, flips: bool = True
+) -> st.SearchStrategy[tuple[tuple[Any, ...], ...]]:
+    """Up to three stages: each a group whose saves can leave, and then whatever else. flips: offloading is
+    switched off and on."""
     op = _ops() if ops is None else ops
     leaf = st.one_of(*[op] * 5, st.builds(Say, st.sampled_from(["on", "off", "flush"]))) if flips else op
-    first = st.builds(Group, NAMES, st.just(0), st.just("all"), st.just(False), st.lists(op, min_size=1, max_size=3).map(tuple))
+    first = st.builds(
+        Group,
+        NAMES,
+        st.just(0),
+        st.just("all"),
+        st.just(False),
+        st.lists(op, min_size=1, max_size=3).map(tuple),
+    )
     rest = st.lists(st.recursive(leaf, _around, max_leaves=8), max_size=4)
     stage = st.tuples(first, rest).map(lambda pair: (Op("linear", 0, 0), pair[0], *pair[1]))
     return st.lists(stage, min_size=1, max_size=3).map(tuple)
@@ -46,7 +60,9 @@ def models(ops: st.SearchStrategy[Op] | None = None, *, flips: bool = True) -> s
 MODELS = models()
 
 
-def legal_order(stages: int, microbatches: int, style: str, split: frozenset[tuple[int, int]], pick: random.Random) -> list[ActionKey]:
+def legal_order(
+    stages: int, microbatches: int, style: str, split: frozenset[tuple[int, int]], pick: random.Random
+) -> list[ActionKey]:
     """A topological order of one step's actions; `style` says which of the possible ones is taken next."""
     done: set[ActionKey] = set()
     order: list[ActionKey] = []
@@ -94,19 +110,27 @@ def steps_of(draw: st.DrawFn, stages: int, max_steps: int = 3) -> list[Step]:
         pick = random.Random(draw(st.integers(0, 1 << 16)))
         chunks = [(s, m) for s in range(stages) for m in range(microbatches)]
 
-        def some(rate: float, chunks: list[tuple[int, int]] = chunks, pick: random.Random = pick) -> frozenset[tuple[int, int]]:
+        def some(
+            rate: float, chunks: list[tuple[int, int]] = chunks, pick: random.Random = pick
+        ) -> frozenset[tuple[int, int]]:
             return frozenset(chunk for chunk in chunks if pick.random() < rate)
 
         style = draw(st.sampled_from(STYLES))
-        split = frozenset(chunks) if style == "zero-bubble" else some(0.3) if style == "random" else frozenset()
+        split = (
+            frozenset(chunks) if style == "zero-bubble" else some(0.3) if style == "random" else frozenset()
+        )
         order = legal_order(stages, microbatches, style, split, pick)
         odd = draw(st.booleans())
         left = some(0.15) if odd else frozenset()
-        left = frozenset((s, m) for s, m in chunks if any((t, m) in left for t in range(s, stages)))  # no gradient comes from later ones
+        # no gradient comes from later ones
+        left = frozenset((s, m) for s, m in chunks if any((t, m) in left for t in range(s, stages)))
         order = [action for action in order if action[0] == "F" or action[1:] not in left]
         if odd:
             for _ in range(pick.randint(0, 2)):
-                order.insert(pick.randint(0, len(order)), (pick.choice("EC"), pick.randrange(stages), pick.randrange(microbatches)))
+                order.insert(
+                    pick.randint(0, len(order)),
+                    (pick.choice("EC"), pick.randrange(stages), pick.randrange(microbatches)),
+                )
         found.append(
             Step(
                 seed=draw(st.integers(0, 7)),

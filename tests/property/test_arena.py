@@ -1,7 +1,8 @@
 """Random loans: what the arena promises holds after every call, in whatever order blocks come and go.
 
-A shadow of every byte range says who was lent it last and which events its next writer must wait for; it is kept at 512-byte
-granules, without ranges, lists or joining, so that it cannot be wrong in the way that the arena could be.
+A shadow of every byte range says who was lent it last and which events its next writer must wait for; it is
+kept at 512-byte granules, without ranges, lists or joining, so that it cannot be wrong in the way that the
+arena could be.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def granules(block: Block) -> set[int]:
     return {
         address
         for extent in block.extents
-        for address in range(extent.data_ptr() // GRANULE, -(-(extent.data_ptr() + extent.numel()) // GRANULE))
+        for address in range(
+            extent.data_ptr() // GRANULE, -(-(extent.data_ptr() + extent.numel()) // GRANULE)
+        )
     }
 
 
@@ -50,7 +53,12 @@ class Shadow:
 
     def __init__(self) -> None:
         self.device = FakeDevice()
-        self.arena = HostArena(self.device.protocol, budget=LocalHostBudget(LIMIT), slab_bytes=4 * PIECE, registration_bytes=PIECE)
+        self.arena = HostArena(
+            self.device.protocol,
+            budget=LocalHostBudget(LIMIT),
+            slab_bytes=4 * PIECE,
+            registration_bytes=PIECE,
+        )
         self.lent: list[Block] = []
         self.events: list[FakeEvent] = []
         self.readers: dict[int, set[FakeEvent]] = {}  # granule -> events that its next writer must wait for
@@ -60,7 +68,9 @@ class Shadow:
             block = self.arena.take(number)
             if block is None:
                 free_bytes = LIMIT - sum(-(-lent.nbytes // GRANULE) * GRANULE for lent in self.lent)
-                assert number > free_bytes, "refused although the budget has room: memory must never be too scattered to be lent"
+                assert number > free_bytes, (
+                    "refused although the budget has room: memory must never be too scattered to be lent"
+                )
             else:
                 self.borrow(block, number)
         elif name == "contiguous":
@@ -95,14 +105,20 @@ class Shadow:
         for other in self.lent:
             assert mine.isdisjoint(granules(other)), "bytes lent twice"
         must_wait = {event for granule in mine for event in self.readers.get(granule, ()) if not event.passed}
-        assert must_wait <= set(cast(tuple[FakeEvent, ...], block.after)), "a reader that the writer would overrun"
-        assert not any(event.passed for event in cast(tuple[FakeEvent, ...], block.after)), "a wait for nothing"
+        assert must_wait <= set(cast(tuple[FakeEvent, ...], block.after)), (
+            "a reader that the writer would overrun"
+        )
+        assert not any(event.passed for event in cast(tuple[FakeEvent, ...], block.after)), (
+            "a wait for nothing"
+        )
         self.lent.append(block)
 
     def trim(self, target_bytes: int) -> None:
         in_use = set().union(*map(granules, self.lent))
         before = {
-            piece.data_ptr(): range(piece.data_ptr() // GRANULE, (piece.data_ptr() + piece.numel()) // GRANULE)
+            piece.data_ptr(): range(
+                piece.data_ptr() // GRANULE, (piece.data_ptr() + piece.numel()) // GRANULE
+            )
             for memory in self.device.memories
             for piece in memory.pieces
             if piece.numel()
@@ -116,7 +132,9 @@ class Shadow:
         for piece in released:
             went = before.pop(piece.data_ptr())
             assert in_use.isdisjoint(went), "a piece that is partly lent went"
-            assert all(event.passed for granule in went for event in self.readers.pop(granule, ())), "a piece went while it is read"
+            assert all(event.passed for granule in went for event in self.readers.pop(granule, ())), (
+                "a piece went while it is read"
+            )
         if released:
             assert self.arena.held_bytes + released[-1].numel() > target_bytes, "more went than was asked for"
         if self.arena.held_bytes > target_bytes:
@@ -128,7 +146,13 @@ class Shadow:
         assert stats.lent_bytes == sum(block.nbytes for block in self.lent) <= stats.lent_peak_bytes
         padding = sum(-block.nbytes % GRANULE for block in self.lent)
         assert stats.free_bytes + stats.lent_bytes + padding == stats.held_bytes
-        assert stats.lent_bytes <= stats.held_bytes == self.arena.budget.used_bytes == self.device.host_bytes <= LIMIT
+        assert (
+            stats.lent_bytes
+            <= stats.held_bytes
+            == self.arena.budget.used_bytes
+            == self.device.host_bytes
+            <= LIMIT
+        )
 
     def finish(self) -> None:
         while self.lent:
@@ -145,7 +169,9 @@ class Shadow:
 
 @settings(deadline=None, max_examples=300)
 @given(CALLS)
-def test_blocks_never_overlap_nothing_is_lost_and_writers_learn_their_readers(calls: list[tuple[str, int]]) -> None:
+def test_blocks_never_overlap_nothing_is_lost_and_writers_learn_their_readers(
+    calls: list[tuple[str, int]],
+) -> None:
     shadow = Shadow()
     for name, number in calls:
         shadow.call(name, number)
@@ -162,7 +188,9 @@ def test_a_block_that_is_still_read_is_lent_with_its_reader() -> None:
         shadow.call(name, number)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="[Order: reuse of a pinned block] without its edge")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="[Order: reuse of a pinned block] without its edge"
+)
 def test_without_the_edge_a_writer_overruns_a_reader() -> None:
     class EdgeLost(HostArena):
         def give_back(self, block: Block, after: Event | None) -> None:

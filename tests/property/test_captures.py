@@ -1,7 +1,8 @@
-"""Captured transfers of the engine, replayed: the right bytes each time under every executor, and a hazard for each edge left out.
+"""Captured transfers of the engine, replayed: the right bytes each time under every executor, and a hazard
+for each edge left out.
 
-A forward's graph computes f(x) into a tensor and spills it; a backward's graph restores it and reads it. Compute is launched as kernels,
-which a replay calls again, so the bytes that cross are new ones each time.
+A forward's graph computes f(x) into a tensor and spills it; a backward's graph restores it and reads it.
+Compute is launched as kernels, which a replay calls again, so the bytes that cross are new ones each time.
 """
 
 from __future__ import annotations
@@ -27,11 +28,22 @@ EXECUTORS = get_args(ExecutorName)
 
 
 class Layer:
-    """Its saved tensors stay alive in the kernels that compute them, as the addresses of a graph's pool do."""
+    """Its saved tensors stay alive in the kernels that compute them, as the addresses of a graph's pool
+    do."""
 
-    def __init__(self, device: SimDevice, *, tensors: int = 3, host_bytes: int = 64 * NBYTES, reserve: int = 32 * NBYTES) -> None:
+    def __init__(
+        self,
+        device: SimDevice,
+        *,
+        tensors: int = 3,
+        host_bytes: int = 64 * NBYTES,
+        reserve: int = 32 * NBYTES,
+    ) -> None:
         self.device = device
-        self.engine = OffloadEngine(OffloadConfig(min_offloaded_tensor_size=0, piece_bytes=1, host_limit_bytes=host_bytes), device=device)
+        self.engine = OffloadEngine(
+            OffloadConfig(min_offloaded_tensor_size=0, piece_bytes=1, host_limit_bytes=host_bytes),
+            device=device,
+        )
         self.engine.reserve_host(reserve)
         self.transfers = self.engine.transfers
         self.x = torch.zeros(NUMBERS)
@@ -112,27 +124,34 @@ def test_capture_without_one_of_its_edges_has_a_hazard(title: str, one_graph: bo
         layer.check_replays(layer.capture(one_graph=one_graph)[1])
         return
     # a copy lane that waited for nothing is no part of the capture: its copy would be no part of a replay
-    with pytest.raises(HazardError, match=rf"edges left out of .*'{title}'|no part of the capture|recorded outside of the capture"):
+    with pytest.raises(
+        HazardError,
+        match=rf"edges left out of .*'{title}'|no part of the capture|recorded outside of the capture",
+    ):
         layer.capture(one_graph=one_graph)
 
 
 def test_replays_without_an_edge_give_wrong_bytes_and_have_a_hazard_of_their_own() -> None:
-    """Captured while nobody looks, and replayed on branches that know nothing of the order of issue at the capture."""
+    """Captured while nobody looks, and replayed on branches that know nothing of the order of issue at the
+    capture."""
     device = SimDevice(check=False, without={"read"})
     layer = Layer(device)
     _, graphs = layer.capture(one_graph=False)
     with pytest.raises(AssertionError):
         layer.check_replays(graphs)
     device._checker.strict = True
-    with pytest.raises(HazardError, match=r"RAW hazard .* of compute\) reads them while .* of a graph's h2d\)"):
+    with pytest.raises(
+        HazardError, match=r"RAW hazard .* of compute\) reads them while .* of a graph's h2d\)"
+    ):
         layer.check_replays(graphs)
 
 
-# -- [Order: capture] -----------------------------------------------------------------------------------------------------
+# -- [Order: capture] ----------------------------------------------------------------------------------------
 
 
 def busy(layer: Layer) -> tuple[Handle, Handle]:
-    """A spill in flight, a restore in flight, and free host bytes that somebody may still read. Returns the first two."""
+    """A spill in flight, a restore in flight, and free host bytes that somebody may still read. Returns the
+    first two."""
     leaving = layer.eager(1.0)
     fetched = layer.eager(2.0)
     layer.settle(fetched)
@@ -169,7 +188,7 @@ def test_without_it_a_capture_waits_for_what_is_outside_of_it(monkeypatch: pytes
     assert handles
 
 
-# -- [Order: graphs] ------------------------------------------------------------------------------------------------------
+# -- [Order: graphs] -----------------------------------------------------------------------------------------
 
 
 def replay_on_two_lanes(ordered: bool) -> None:
@@ -198,12 +217,13 @@ def test_graphs_replayed_on_lanes_that_nothing_orders_have_a_hazard() -> None:
     replay_on_two_lanes(ordered=False)
 
 
-# -- host blocks ----------------------------------------------------------------------------------------------------------
+# -- host blocks ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_eager_traffic_between_replays_never_touches_a_regions_blocks(executor: ExecutorName) -> None:
-    """Host memory has room for the region and one tensor more, so every eager spill reuses what is not the region's."""
+    """Host memory has room for the region and one tensor more, so every eager spill reuses what is not the
+    region's."""
     for seed in range(10 if executor == "random" else 1):
         layer = Layer(SimDevice(executor=executor, seed=seed), host_bytes=4 * NBYTES, reserve=4 * NBYTES)
         _, (forward, backward) = layer.capture(one_graph=False)
@@ -229,10 +249,16 @@ def lend_what_the_region_holds(layer: Layer, region: CapturedRegion) -> None:
     "lend",
     [
         pytest.param(lambda layer, region: None, id="held"),
-        pytest.param(lend_what_the_region_holds, id="lent", marks=pytest.mark.xfail(strict=True, reason="the block is lent twice")),
+        pytest.param(
+            lend_what_the_region_holds,
+            id="lent",
+            marks=pytest.mark.xfail(strict=True, reason="the block is lent twice"),
+        ),
     ],
 )
-def test_block_that_replays_write_is_not_an_eager_tensors(lend: Callable[[Layer, CapturedRegion], Any]) -> None:
+def test_block_that_replays_write_is_not_an_eager_tensors(
+    lend: Callable[[Layer, CapturedRegion], Any],
+) -> None:
     layer = Layer(SimDevice(), host_bytes=4 * NBYTES, reserve=4 * NBYTES)
     region, (forward, backward) = layer.capture(one_graph=False)
     lend(layer, region)

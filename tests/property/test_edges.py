@@ -1,10 +1,11 @@
-"""Every ordering note of the transfer engine: a program that needs its edge, and the same program without it, which must fail.
+"""Every ordering note of the transfer engine: a program that needs its edge, and the same program without it,
+which must fail.
 
-One invariant: the titles in the notes, the titles of the edges in the code and the titles tested here are one set; an edge that nobody
-needs, or that nothing proves, does not stay unnoticed.
+One invariant: the titles in the notes, the titles of the edges in the code and the titles tested here are one
+set; an edge that nobody needs, or that nothing proves, does not stay unnoticed.
 
-Some edges are needed only beside a second compute lane: one lane alone carries the order on, from its wait for one copy to the event that
-the next copy waits for. Those scenarios say so.
+Some edges are needed only beside a second compute lane: one lane alone carries the order on, from its wait
+for one copy to the event that the next copy waits for. Those scenarios say so.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ NBYTES = 4 * NUMBERS
 
 
 class Desk:
-    """One chunk's saves over an engine of its own. The host memory is one page, so one tensor: the next spill reuses its bytes."""
+    """One chunk's saves over an engine of its own. The host memory is one page, so one tensor: the next spill
+    reuses its bytes."""
 
     def __init__(self, device: SimDevice) -> None:
         self.device = device
-        self.engine = OffloadEngine(OffloadConfig(min_offloaded_tensor_size=0, piece_bytes=1, host_limit_bytes=4096), device=device)
+        self.engine = OffloadEngine(
+            OffloadConfig(min_offloaded_tensor_size=0, piece_bytes=1, host_limit_bytes=4096), device=device
+        )
         self.transfers = self.engine.transfers
         self._chunk = SavedChunk(ChunkId(0, 0))
         self._group = SavedGroup(GroupId(ChunkId(0, 0), 0, "core_attn"), leaves=True)
@@ -94,7 +98,8 @@ def read(device: SimDevice) -> None:
 
 
 def restore(device: SimDevice) -> None:
-    """The lane that settled the spill is not the one that reads: `allocate` orders h2d after the reader's lane only."""
+    """The lane that settled the spill is not the one that reads: `allocate` orders h2d after the reader's
+    lane only."""
     desk = Desk(device)
     side = device.new_compute_lane("side")
     handle = desk.save(1.0)
@@ -104,7 +109,8 @@ def restore(device: SimDevice) -> None:
 
 
 def reuse(device: SimDevice) -> None:
-    """A backward on one lane waits for its bytes, a forward on another sends the next ones: `spill` orders d2h after the forward's only.
+    """A backward on one lane waits for its bytes, a forward on another sends the next ones: `spill` orders
+    d2h after the forward's only.
 
     Under the clock the forward's lane is not yet where the backward's is, so nobody has seen the restore end.
     """
@@ -152,7 +158,8 @@ def join(device: SimDevice) -> None:
 
 @dataclass(frozen=True)
 class Edge:
-    """One note. hazard, first, second: what the error says without the edge, the operation that came first and the one too early."""
+    """One note. hazard, first, second: what the error says without the edge, the operation that came first
+    and the one too early."""
 
     run: Callable[[SimDevice], None]
     hazard: str
@@ -163,13 +170,19 @@ class Edge:
 
 COPY = r"copy of 4,096 bytes \(operation \d+ of {}\)"
 EDGES = {
-    "spill": Edge(spill, "RAW", r"note_write of 4,096 bytes \(operation \d+ of compute\)", COPY.format("d2h")),
+    "spill": Edge(
+        spill, "RAW", r"note_write of 4,096 bytes \(operation \d+ of compute\)", COPY.format("d2h")
+    ),
     "reuse": Edge(reuse, "WAR", COPY.format("h2d"), COPY.format("d2h"), "clock"),
     "settle": Edge(settle, "allocator reuse", COPY.format("d2h"), "compute frees them"),
-    "allocate": Edge(allocate, "allocator reuse", r"empty of 4,096 bytes \(operation \d+ of compute\)", COPY.format("h2d")),
+    "allocate": Edge(
+        allocate, "allocator reuse", r"empty of 4,096 bytes \(operation \d+ of compute\)", COPY.format("h2d")
+    ),
     "restore": Edge(restore, "RAW", COPY.format("d2h"), COPY.format("h2d")),
     "read": Edge(read, "RAW", COPY.format("h2d"), r"note_read of 4,096 bytes \(operation \d+ of compute\)"),
-    "abandon": Edge(abandon, "allocator reuse", COPY.format("h2d"), "work issued to compute may get them next"),
+    "abandon": Edge(
+        abandon, "allocator reuse", COPY.format("h2d"), "work issued to compute may get them next"
+    ),
     "join": Edge(join, "allocator reuse", COPY.format("d2h"), "compute frees them"),
 }
 TITLES = tuple(EDGES)
@@ -177,11 +190,15 @@ TITLES = tuple(EDGES)
 
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 @pytest.mark.parametrize("title", TITLES)
-def test_with_all_its_edges_a_program_has_no_hazard_and_reads_what_it_saved(title: str, executor: ExecutorName) -> None:
+def test_with_all_its_edges_a_program_has_no_hazard_and_reads_what_it_saved(
+    title: str, executor: ExecutorName
+) -> None:
     for seed in range(20 if executor == "random" else 1):
         device = SimDevice(executor=executor, seed=seed)
         EDGES[title].run(device)
-        assert device.waits[title] > 0 or executor != EDGES[title].executor, "the scenario does not use its edge"
+        assert device.waits[title] > 0 or executor != EDGES[title].executor, (
+            "the scenario does not use its edge"
+        )
 
 
 @pytest.mark.parametrize("title", TITLES)
@@ -202,7 +219,7 @@ def test_the_hazard_names_both_sides_and_the_edge(title: str) -> None:
     assert f"'{title}'" in message.split("edges left out of ", 1)[1], message
 
 
-# -- the titles are one set ---------------------------------------------------------------------------------------------
+# -- the titles are one set ----------------------------------------------------------------------------------
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
@@ -210,7 +227,8 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 
 
 def edge_titles(sources: list[str]) -> set[str]:
-    """The constants given as an edge's title: to `wait(lane, event, title)`, and to functions that pass a parameter of theirs on to it."""
+    """The constants given as an edge's title: to `wait(lane, event, title)`, and to functions that pass a
+    parameter of theirs on to it."""
     passing = {"wait"}
     trees = [ast.parse(source) for source in sources]
     titles: set[str] = set()
@@ -218,7 +236,11 @@ def edge_titles(sources: list[str]) -> set[str]:
         found = set(passing)
         for function in (function for tree in trees for function in functions(tree)):
             parameters = {argument.arg for argument in function.args.args}
-            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            for call in (
+                node
+                for node in ast.walk(function)
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            ):
                 if call.func.attr not in passing or not call.args:  # type: ignore[attr-defined]
                     continue
                 title = call.args[-1]
@@ -232,8 +254,13 @@ def edge_titles(sources: list[str]) -> set[str]:
 
 
 def noted_titles(source: str) -> list[str]:
-    """Of the notes whose proof is a scenario of this file, which it names by the note's title. test_captures.py has others."""
-    found = re.findall(r"^# \[Order: (.+)\]\n(?:# (?:hazard|edge|alive| ) .*\n)+# proof +\S*/(\S+), edge \"(.+)\"$", source, re.MULTILINE)
+    """Of the notes whose proof is a scenario of this file, which it names by the note's title.
+    test_captures.py has others."""
+    found = re.findall(
+        r"^# \[Order: (.+)\]\n(?:# (?:hazard|edge|alive| ) .*\n)+# proof +\S*/(\S+), edge \"(.+)\"$",
+        source,
+        re.MULTILINE,
+    )
     assert all(title == edge for title, _, edge in found), found
     return [title for title, file, _ in found if file == Path(__file__).name]
 
@@ -250,7 +277,8 @@ class Engine:
 
 
 def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> None:
-    paths = [path for path in sorted((ROOT / "offload").rglob("*.py")) if path.parent.name != "optim"]  # test_optim_edges.py has those
+    # test_optim_edges.py has those
+    paths = [path for path in sorted((ROOT / "offload").rglob("*.py")) if path.parent.name != "optim"]
     used = edge_titles([path.read_text() for path in paths])
     noted = [title for path in sorted(NOTES.glob("*.py")) for title in noted_titles(path.read_text())]
     assert sorted(noted) == sorted(set(noted)), "two notes of one title"
@@ -268,7 +296,7 @@ def test_every_note_says_hazard_edge_life_and_proof() -> None:
             assert (ROOT / proof[1]).is_file(), f"{path}: {note}"
 
 
-# -- the edges that a group draws by hand ---------------------------------------------------------------------------------
+# -- the edges that a group draws by hand --------------------------------------------------------------------
 
 
 def by_hand(device: SimDevice) -> float:
@@ -308,7 +336,12 @@ def test_the_events_of_a_group_order_its_copies(executor: ExecutorName) -> None:
         pytest.param("read", ("side", "h2d"), marks=pytest.mark.req("S2-25"), id="reload event"),
     ],
 )
-def test_without_the_wait_for_a_groups_event_its_copies_have_a_hazard(title: str, sides: tuple[str, str]) -> None:
+def test_without_the_wait_for_a_groups_event_its_copies_have_a_hazard(
+    title: str, sides: tuple[str, str]
+) -> None:
     later, earlier = sides
-    with pytest.raises(HazardError, match=rf"RAW hazard .* of {later}\).* reads them while .* of {earlier}\).* which writes them"):
+    with pytest.raises(
+        HazardError,
+        match=rf"RAW hazard .* of {later}\).* reads them while .* of {earlier}\).* which writes them",
+    ):
         by_hand(SimDevice(without={title}))

@@ -1,8 +1,10 @@
-"""Random models, limits and interleavings on simulated lanes: whatever happens, offloading changes no bit and keeps nothing.
+"""Random models, limits and interleavings on simulated lanes: whatever happens, offloading changes no bit and
+keeps nothing.
 
-For each program, after each of its actions and steps (tests/property/watch.py has the exact statements): the gradients are bitwise those of
-a run without offloading; every saved tensor comes back with its bytes, size, strides and dtype; no access is unordered; the caps and the
-device limit hold as far as nothing forced exceeds them; every block is back, and nothing is held or in flight.
+For each program, after each of its actions and steps (tests/property/watch.py has the exact statements): the
+gradients are bitwise those of a run without offloading; every saved tensor comes back with its bytes, size,
+strides and dtype; no access is unordered; the caps and the device limit hold as far as nothing forced exceeds
+them; every block is back, and nothing is held or in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +32,17 @@ def test_any_interleaving_gives_the_gradients_of_a_run_without_offloading_and_le
         seen.update(said.device.waits)
 
     explore()
-    happened = (*TITLES, "spilled", "kept", "restored", "prefetched", "stalled", "refused", "over the limit", "replayed")
+    happened = (
+        *TITLES,
+        "spilled",
+        "kept",
+        "restored",
+        "prefetched",
+        "stalled",
+        "refused",
+        "over the limit",
+        "replayed",
+    )
     assert [name for name in happened if not seen[name]] == [], "the programs were all of one kind"
 
 

@@ -1,4 +1,5 @@
-"""Every ordering note of the optimizer: a program that needs its edge, and the same program without it, which must fail.
+"""Every ordering note of the optimizer: a program that needs its edge, and the same program without it, which
+must fail.
 
 One invariant, as in test_edges.py: titles in the notes, in the code and here are one set.
 """
@@ -39,9 +40,16 @@ def program(
     zero_in_place: bool = False,
     **options: Any,
 ) -> list[Tensor]:
-    """Four steps of all parameters; the weights after them. early: before each backward. Raises the hazard itself if a worker met it."""
+    """Four steps of all parameters; the weights after them. early: before each backward. Raises the hazard
+    itself if a worker met it."""
     model = net(dtype)
-    made = {"lr": 1e-2, "cpu_share": share, "engine": OffloadEngine(device=device), "model": model if attached else None, **options}
+    made = {
+        "lr": 1e-2,
+        "cpu_share": share,
+        "engine": OffloadEngine(device=device),
+        "model": model if attached else None,
+        **options,
+    }
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, **made)
     try:
         for step in range(STEPS):
@@ -73,9 +81,12 @@ def last_microbatch(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def changed_after_landing(device: SimDevice) -> None:
-    """Gradients land in the backward, are doubled by the user, and so must land again: the first landing's sources are still being read."""
+    """Gradients land in the backward, are doubled by the user, and so must land again: the first landing's
+    sources are still being read."""
     model = net()
-    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=1e-2, cpu_share=1.0, engine=OffloadEngine(device=device), model=model)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), 1.0, lr=1e-2, cpu_share=1.0, engine=OffloadEngine(device=device), model=model
+    )
     optimizer.last_microbatch = True
     backward(model, 0)
     for parameter in model.parameters():
@@ -117,7 +128,9 @@ EDGES = {
     "gradients read": Edge(changed_after_landing, "WAR", ("compute", "d2h")),
     "state in": Edge(plain(0.0), "RAW", ("h2d", "d2h")),  # one bucket: with three and more the ring orders it
     "ring": Edge(
-        plain(0.0, bucket_bytes=2048, overlap_cpu_optimizer_d2h_h2d=False), "allocator reuse", ("h2d", "compute")
+        plain(0.0, bucket_bytes=2048, overlap_cpu_optimizer_d2h_h2d=False),
+        "allocator reuse",
+        ("h2d", "compute"),
     ),  # the first use
     "state here": Edge(plain(0.0), "WAW", ("optimizer", "h2d")),
     "gradients made": Edge(plain(0.0), "RAW", ("optimizer", "compute")),
@@ -129,11 +142,15 @@ TITLES = tuple(EDGES)
 @pytest.mark.req("S3-32")
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 @pytest.mark.parametrize("title", TITLES)
-def test_with_all_its_edges_a_step_has_no_hazard_and_the_bits_of_torchs(title: str, executor: ExecutorName) -> None:
+def test_with_all_its_edges_a_step_has_no_hazard_and_the_bits_of_torchs(
+    title: str, executor: ExecutorName
+) -> None:
     for seed in range(5 if executor == "random" else 1):
         device = SimDevice(executor=executor, seed=seed)
         EDGES[title].run(device)
-        assert device.waits[title] > 0 or executor != EDGES[title].executor, "the scenario does not use its edge"
+        assert device.waits[title] > 0 or executor != EDGES[title].executor, (
+            "the scenario does not use its edge"
+        )
 
 
 @pytest.mark.parametrize("title", TITLES)

@@ -1,4 +1,5 @@
-"""Random training programs: whatever a user does between two steps, in whatever split and under whatever executor, the bits are torch's."""
+"""Random training programs: whatever a user does between two steps, in whatever split and under whatever
+executor, the bits are torch's."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def play(actions: list[str], model: nn.Module, optimizer: Optimizer) -> list[Ten
         if action in ("step", "clipped step"):
             if action != "step":
                 max_norm = (1e-3, 1e9)[number % 2]
-                norm = optimizer.clip_grad_norm_(max_norm) if ours else nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                norm = (
+                    optimizer.clip_grad_norm_(max_norm)
+                    if ours
+                    else nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                )
                 assert norm.isfinite()
             optimizer.step()
             optimizer.zero_grad()
@@ -79,7 +84,11 @@ def play(actions: list[str], model: nn.Module, optimizer: Optimizer) -> list[Ten
 @pytest.mark.req("S3-32")
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    actions=st.lists(st.sampled_from((*ACTIONS, *("step", "microbatch", "announced last microbatch") * 3)), min_size=3, max_size=25),
+    actions=st.lists(
+        st.sampled_from((*ACTIONS, *("step", "microbatch", "announced last microbatch") * 3)),
+        min_size=3,
+        max_size=25,
+    ),
     executor=st.sampled_from(get_args(ExecutorName)),
     seed=st.integers(0, 1000),
     share=st.sampled_from((0.0, 0.5, 1.0)),
@@ -88,7 +97,8 @@ def play(actions: list[str], model: nn.Module, optimizer: Optimizer) -> list[Ten
     overlap=st.booleans(),
     bucket=st.sampled_from((1024, 4096, 1 << 20)),
 )
-@example(  # nothing is stepped, so nothing waited for the copy of the first factor before the second took its place
+# nothing is stepped, so nothing waited for the copy of the first factor before the second took its place
+@example(
     actions=["step", "clipped step", "clipped step"],
     executor="late",
     seed=0,
@@ -99,13 +109,27 @@ def play(actions: list[str], model: nn.Module, optimizer: Optimizer) -> list[Ten
     bucket=1024,
 )
 def test_a_random_program_has_no_hazard_and_torchs_bits(
-    actions: list[str], executor: ExecutorName, seed: int, share: float, fraction: float, attached: bool, overlap: bool, bucket: int
+    actions: list[str],
+    executor: ExecutorName,
+    seed: int,
+    share: float,
+    fraction: float,
+    attached: bool,
+    overlap: bool,
+    bucket: int,
 ) -> None:
     reference, model = net(), net()
     expected = play(actions, reference, AdamW(reference.parameters(), lr=1e-2, fused=True))
-    options: dict[str, Any] = {"cpu_share": share, "overlap_cpu_optimizer_d2h_h2d": overlap, "bucket_bytes": bucket, "fused": True}
+    options: dict[str, Any] = {
+        "cpu_share": share,
+        "overlap_cpu_optimizer_d2h_h2d": overlap,
+        "bucket_bytes": bucket,
+        "fused": True,
+    }
     engine = OffloadEngine(device=SimDevice(executor=executor, seed=seed))
-    optimizer = HybridDeviceOptimizer(model.parameters(), fraction, lr=1e-2, engine=engine, model=model if attached else None, **options)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), fraction, lr=1e-2, engine=engine, model=model if attached else None, **options
+    )
     assert_same_bits(play(actions, model, optimizer), expected)
     optimizer.close()
     assert engine.arena.stats().lent_bytes == 0

@@ -1,7 +1,8 @@
-"""Pipeline schedules announced to the manager, with the order foretold rightly, wrongly, in part or not at all.
+"""Pipeline schedules announced to the manager, with the order foretold rightly, wrongly, in part or not at
+all.
 
-An order is a hint: it may change time, never a bit. And the right one does not cost time: with room enough, compute waits no longer for
-copies than it does without any prefetch.
+An order is a hint: it may change time, never a bit. And the right one does not cost time: with room enough,
+compute waits no longer for copies than it does without any prefetch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Order = tuple[ActionKey, ...]
 
 
 def foretold(actions: Order, how: str, pick: random.Random) -> Order | None:
-    """An order as a caller may give it. "other" is of another step, with chunks that do not come and without some that do."""
+    """An order as a caller may give it. "other" is of another step, with chunks that do not come and without
+    some that do."""
     if how == "none":
         return None
     known = list(actions)
@@ -40,7 +42,9 @@ def foretold(actions: Order, how: str, pick: random.Random) -> Order | None:
 
 
 @st.composite
-def scheduled(draw: st.DrawFn, stages: int, hows: tuple[str, ...], styles: tuple[str, ...] = STYLES) -> tuple[Step, ...]:
+def scheduled(
+    draw: st.DrawFn, stages: int, hows: tuple[str, ...], styles: tuple[str, ...] = STYLES
+) -> tuple[Step, ...]:
     """Steps of one schedule whose number of microbatches changes."""
     style = draw(st.sampled_from(styles))
     steps = []
@@ -81,17 +85,27 @@ def test_thousands_of_schedules(program: Program) -> None:
     play(program)
 
 
-# -- the right order costs no time ------------------------------------------------------------------------------------------
+# -- the right order costs no time ---------------------------------------------------------------------------
 
-# What is fetched ahead and then not read, or read again later, costs link time that a fetch on demand does not. Here neither happens: every
-# operation takes the last value, so no branch is dead, and none reads twice.
-ONCE = [kind for kind in OPS if kind not in ("twice", "views", "sparse_head", "in_forward", "penalty", "checkpoint")]
-CALM = models(st.builds(Op, st.sampled_from([*ONCE, "region", "region_wide", "region_head"]), st.just(0), st.integers(0, 3)), flips=False)
+# What is fetched ahead and then not read, or read again later, costs link time that a fetch on demand does
+# not. Here neither happens: every operation takes the last value, so no branch is dead, and none reads twice.
+ONCE = [
+    kind
+    for kind in OPS
+    if kind not in ("twice", "views", "sparse_head", "in_forward", "penalty", "checkpoint")
+]
+CALM = models(
+    st.builds(
+        Op, st.sampled_from([*ONCE, "region", "region_wide", "region_head"]), st.just(0), st.integers(0, 3)
+    ),
+    flips=False,
+)
 
 
 @st.composite
 def calm_schedules(draw: st.DrawFn) -> Program:
-    """Whole backwards that read every saved tensor once, foretold rightly, with room for all that is fetched and little for what leaves."""
+    """Whole backwards that read every saved tensor once, foretold rightly, with room for all that is fetched
+    and little for what leaves."""
     stages = draw(CALM)
     steps = draw(scheduled(len(stages), ("right",), ("gpipe", "1f1b", "lifo", "random")))
     config = OffloadConfig(
@@ -102,7 +116,10 @@ def calm_schedules(draw: st.DrawFn) -> Program:
         host_limit_bytes=1 << 28,
     )
     engine = Settings(
-        executor="clock", gb_s=draw(st.sampled_from([0.01, 0.1, 1.0])), compute_s=draw(st.sampled_from([1e-7, 1e-6])), config=config
+        executor="clock",
+        gb_s=draw(st.sampled_from([0.01, 0.1, 1.0])),
+        compute_s=draw(st.sampled_from([1e-7, 1e-6])),
+        config=config,
     )
     return Program(stages, draw(st.booleans()), steps, engine)
 

@@ -1,7 +1,9 @@
-"""The edges that a kept output of a checkpointed region needs on its way out and back, each with its twin without the edge.
+"""The edges that a kept output of a checkpointed region needs on its way out and back, each with its twin
+without the edge.
 
-A kept output goes to its group only when autograd saves something after it, maybe under another lane than the operator's. The record
-carries the operator's lane, and so the order note "spill" of transfer/engine.py holds for it too.
+A kept output goes to its group only when autograd saves something after it, maybe under another lane than the
+operator's. The record carries the operator's lane, and so the order note "spill" of transfer/engine.py holds
+for it too.
 """
 
 from __future__ import annotations
@@ -26,12 +28,18 @@ WEIGHT = torch.eye(WIDTH) * 2
 
 
 def run(device: SimDevice, body: Callable[[Tensor], Tensor]) -> None:
-    """One region, forward and backward, on lanes that are `device`'s; its gradient is that of a run without a checkpoint."""
+    """One region, forward and backward, on lanes that are `device`'s; its gradient is that of a run without a
+    checkpoint."""
     config = OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1, max_spilling_bytes=1)
     manager = PipelineOffloadManager(OffloadEngine(config, device=device), print_summary=False)
     PipelineOffloadManager.OFFLOAD_MGR = manager
     try:
-        x = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH).div(ROWS * WIDTH).requires_grad_()
+        x = (
+            torch.arange(ROWS * WIDTH, dtype=torch.float32)
+            .view(ROWS, WIDTH)
+            .div(ROWS * WIDTH)
+            .requires_grad_()
+        )
         (expected,) = torch.autograd.grad(body(x).sum(), [x])
         manager.begin_chunk(0, 0)
         y = checkpoint(body, x, use_reentrant=False, context_fn=selective_contexts({MM}))
@@ -51,8 +59,9 @@ def run(device: SimDevice, body: Callable[[Tensor], Tensor]) -> None:
 
 
 def run_to_its_hazard(program: Callable[[SimDevice], None], device: SimDevice) -> None:
-    """What the program raises holds none of its frames any more: torch 2.11 leaves a checkpoint's contexts, and so our modes, open until
-    the frames of an exception in its forward are gone, and pytest keeps those of an expected failure."""
+    """What the program raises holds none of its frames any more: torch 2.11 leaves a checkpoint's contexts,
+    and so our modes, open until the frames of an exception in its forward are gone, and pytest keeps those of
+    an expected failure."""
     try:
         program(device)
     except HazardError as error:
@@ -67,7 +76,8 @@ def one_lane(device: SimDevice) -> None:
 
 
 def two_lanes(device: SimDevice) -> None:
-    """The product is computed on a lane of its own, and the save that follows it is on the first, which waits for it only later."""
+    """The product is computed on a lane of its own, and the save that follows it is on the first, which waits
+    for it only later."""
     side = device.new_compute_lane("side")
 
     def body(x: Tensor) -> Tensor:
@@ -90,7 +100,9 @@ NEEDED = ("spill", "settle", "allocate", "read")
 
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 @PROGRAMS
-def test_a_kept_output_has_no_hazard_on_its_way(program: Callable[[SimDevice], None], executor: ExecutorName) -> None:
+def test_a_kept_output_has_no_hazard_on_its_way(
+    program: Callable[[SimDevice], None], executor: ExecutorName
+) -> None:
     for seed in range(10 if executor == "random" else 1):
         device = SimDevice(executor=executor, seed=seed)
         program(device)
@@ -103,7 +115,9 @@ def test_without_one_of_its_edges_it_has(title: str) -> None:
     run_to_its_hazard(one_lane, SimDevice(executor="late", without={title}))
 
 
-@pytest.mark.xfail(strict=True, raises=HazardError, reason="the record is given the lane of the save, not the operator's")
+@pytest.mark.xfail(
+    strict=True, raises=HazardError, reason="the record is given the lane of the save, not the operator's"
+)
 def test_without_the_operators_lane_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     class Late(KeptScope):
         __slots__ = ()

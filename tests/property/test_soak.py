@@ -1,4 +1,5 @@
-"""Steps of changing shapes on the simulated device: what an engine holds at a step's end is what it held one period of shapes before.
+"""Steps of changing shapes on the simulated device: what an engine holds at a step's end is what it held one
+period of shapes before.
 
 The twin on a GPU, with 2,000 steps and the allocator's own figures, is tests/gpu/test_soak.py.
 """
@@ -43,14 +44,18 @@ def device() -> CountingDevice:
 
 
 @pytest.fixture(params=CAPS)
-def manager(request: pytest.FixtureRequest, device: CountingDevice, monkeypatch: pytest.MonkeyPatch) -> PipelineOffloadManager:
+def manager(
+    request: pytest.FixtureRequest, device: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> PipelineOffloadManager:
     with small_slabs(monkeypatch, REGISTRATION):
         return build_manager(device, piece_bytes=PIECE, **CAPS[request.param])
 
 
-def test_three_periods_of_changing_shapes_leave_nothing_behind(manager: PipelineOffloadManager, device: CountingDevice) -> None:
-    """Counted: entries of every list and table that the manager can reach, living objects of this project by type, pinned bytes held and
-    lent, device bytes, and allocations of host memory."""
+def test_three_periods_of_changing_shapes_leave_nothing_behind(
+    manager: PipelineOffloadManager, device: CountingDevice
+) -> None:
+    """Counted: entries of every list and table that the manager can reach, living objects of this project by
+    type, pinned bytes held and lent, device bytes, and allocations of host memory."""
     steps = shapes(TOKENS)
     held: list[dict[str, int]] = []
     figures: list[tuple[int, int]] = []  # (pinned bytes held, saved bytes on the device at most)
@@ -66,7 +71,8 @@ def test_three_periods_of_changing_shapes_leave_nothing_behind(manager: Pipeline
             assert device.active_bytes() == 0
             figures.append((stats.host_bytes_held, stats.device_bytes_peak))
             moved.update(spilled=stats.spilled, restored=stats.restored, refused=stats.refused)
-            held.append(census(manager) if number >= PERIOD else {})  # the first period is compared with nothing
+            # the first period is compared with nothing
+            held.append(census(manager) if number >= PERIOD else {})
             if number % PERIOD == PERIOD - 1:
                 objects.append(living())
             if number == 2 * PERIOD - 1:
@@ -93,4 +99,8 @@ def test_the_census_meets_a_list_that_grows(manager: PipelineOffloadManager) -> 
     manager.engine.transfers.stalls.append((None, None))  # type: ignore[arg-type]
     manager.engine.store._blanks[torch.int8] = torch.empty(0)
     grown = differences(before, census(manager))
-    assert {name.rpartition(".")[2]: after - was for name, (was, after) in grown.items()} == {"stalls": 1, "stalls[]": 2, "_blanks": 1}
+    assert {name.rpartition(".")[2]: after - was for name, (was, after) in grown.items()} == {
+        "stalls": 1,
+        "stalls[]": 2,
+        "_blanks": 1,
+    }

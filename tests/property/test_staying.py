@@ -1,7 +1,9 @@
-"""Random programs whose steps come again, under plans that keep: what is taken for known is counted as it was when it was judged.
+"""Random programs whose steps come again, under plans that keep: what is taken for known is counted as it was
+when it was judged.
 
-The same program runs with every forward judged and with forwards taken for known. Gradients have the bits of a run without offloading, the
-statements of tests/property/watch.py hold after each call, and each group looks to the planner as it does in the other run, byte by byte.
+The same program runs with every forward judged and with forwards taken for known. Gradients have the bits of
+a run without offloading, the statements of tests/property/watch.py hold after each call, and each group looks
+to the planner as it does in the other run, byte by byte.
 """
 
 from __future__ import annotations
@@ -39,17 +41,31 @@ configs = st.builds(
 def repeated(draw: st.DrawFn) -> Program:
     stages = draw(MODELS)
     (step,) = draw(steps_of(len(stages), max_steps=1))
-    engine = Settings(announced=draw(st.booleans()), executor=draw(st.sampled_from(["late", "random"])), config=draw(configs))
+    engine = Settings(
+        announced=draw(st.booleans()),
+        executor=draw(st.sampled_from(["late", "random"])),
+        config=draw(configs),
+    )
     steps = [replace(step, seed=seed) for seed in range(4)]
     if draw(st.booleans()):
-        steps.insert(3, Step(seed=7, actions=tuple(legal_order(len(stages), 1, "lifo", frozenset(), draw(st.randoms())))))
+        steps.insert(
+            3,
+            Step(seed=7, actions=tuple(legal_order(len(stages), 1, "lifo", frozenset(), draw(st.randoms())))),
+        )
     return Program(stages, draw(st.booleans()), tuple(steps), engine)
 
 
 def looks(said: Offloaded) -> list[Any]:
     """How each group looks to the planner."""
     return [
-        (handler.id, group.name, group.total_offload_bytes, group.logical_bytes, group.total_tensor_count, group.slot_bytes)
+        (
+            handler.id,
+            group.name,
+            group.total_offload_bytes,
+            group.logical_bytes,
+            group.total_tensor_count,
+            group.slot_bytes,
+        )
         for handler in said.manager._handlers.values()
         for group in handler.groups
     ]
@@ -75,7 +91,9 @@ def run_judging(program: Program, judged_every: int, seen: Counter[str]) -> list
         for step in program.steps:
             plain.step(step)
             run.step(step)
-            assert all(one.equal(other) for one, other in zip(plain.results, run.results, strict=True)), "a gradient has other bits"
+            assert all(one.equal(other) for one, other in zip(plain.results, run.results, strict=True)), (
+                "a gradient has other bits"
+            )
             plain.results.clear()
             run.results.clear()
             found.append((said.manager.stats.saved, looks(said)))

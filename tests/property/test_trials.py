@@ -1,7 +1,9 @@
-"""Plans by parts of groups and the trial of two, over random models: other steps come in between, and no bit changes.
+"""Plans by parts of groups and the trial of two, over random models: other steps come in between, and no bit
+changes.
 
-A program runs one kind of step over and over, which is what a timed plan needs, and now and then another: an evaluation, a step whose
-backwards do not all come, another number of microbatches. After enough equal steps the plan has settled, whatever it kept on the way.
+A program runs one kind of step over and over, which is what a timed plan needs, and now and then another: an
+evaluation, a step whose backwards do not all come, another number of microbatches. After enough equal steps
+the plan has settled, whatever it kept on the way.
 """
 
 from __future__ import annotations
@@ -24,16 +26,26 @@ from tests.property.strategies import STYLES, legal_order, models
 CHECKS = list(HealthCheck)
 STEADY = models(flips=False)
 TO_SETTLE = 7
-"""Equal steps: a plan without times, two until times are known, a timed one, two on trial, and the chosen one."""
+"""Equal steps: a plan without times, two until times are known, a timed one, two on trial, and the chosen
+one."""
 
 
 def other_step(steady: Step, how: str, stages: int, pick: random.Random) -> Step:
     if how == "evaluation":
-        return replace(steady, actions=tuple(("E", stage, microbatch) for kind, stage, microbatch in steady.actions if kind == "F"))
+        return replace(
+            steady,
+            actions=tuple(
+                ("E", stage, microbatch) for kind, stage, microbatch in steady.actions if kind == "F"
+            ),
+        )
     if how == "cut short":
         actions = steady.actions[: pick.randint(1, len(steady.actions))]
         read = {action[1:] for action in actions if action[0] in "BW"}
-        return replace(steady, actions=actions, leftover=frozenset(action[1:] for action in actions if action[1:] not in read))
+        return replace(
+            steady,
+            actions=actions,
+            leftover=frozenset(action[1:] for action in actions if action[1:] not in read),
+        )
     return replace(steady, actions=tuple(legal_order(stages, pick.randint(1, 3), "1f1b", frozenset(), pick)))
 
 
@@ -47,7 +59,13 @@ def steady_programs(draw: st.DrawFn) -> Program:
     split = frozenset(chunks) if style == "zero-bubble" else frozenset()
     steady = Step(draw(st.integers(0, 7)), tuple(legal_order(len(stages), microbatches, style, split, pick)))
     steps: list[Step] = []
-    for how in draw(st.lists(st.sampled_from(["same", "same", "same", "evaluation", "cut short", "other"]), min_size=3, max_size=8)):
+    for how in draw(
+        st.lists(
+            st.sampled_from(["same", "same", "same", "evaluation", "cut short", "other"]),
+            min_size=3,
+            max_size=8,
+        )
+    ):
         steps.append(steady if how == "same" else other_step(steady, how, len(stages), pick))
     config = OffloadConfig(
         min_offloaded_tensor_size=draw(st.sampled_from([0, 64])),

@@ -1,4 +1,5 @@
-"""Random training programs with steps that start in the backward: whatever undoes them, weights, state and counts have torch's bits."""
+"""Random training programs with steps that start in the backward: whatever undoes them, weights, state and
+counts have torch's bits."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ OFTEN = ("step", "clipped step", "microbatch", "announced last microbatch", "ann
     quiet=st.integers(0, 2),
 )
 def test_a_random_program_whose_steps_may_be_undone_has_no_hazard_and_torchs_bits(
-    actions: list[str], executor: ExecutorName, seed: int, share: float, fraction: float, bucket: int, quiet: int
+    actions: list[str],
+    executor: ExecutorName,
+    seed: int,
+    share: float,
+    fraction: float,
+    bucket: int,
+    quiet: int,
 ) -> None:
     reference, model = net(), net()
     plain = AdamW(reference.parameters(), lr=1e-2, fused=True)

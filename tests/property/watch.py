@@ -2,12 +2,14 @@
 
 The statements, each derived from what a call may do, with `held` = kept + leaving + coming back:
 
-    limit       after bytes are added or sent, held <= device_limit_bytes, or nothing is leaving and nothing is fetched but for its reader:
-                over the limit there is only what saves and that reader forced on the engine, nothing to be waited for or dropped
-    prefetch    a restore that nobody waits for never ends above the limit, and stays within max_restoring_bytes; a tensor larger than that
-                comes alone
+    limit       after bytes are added or sent, held <= device_limit_bytes, or nothing is leaving and nothing
+                is fetched but for its reader: over the limit there is only what saves and that reader forced
+                on the engine, nothing to be waited for or dropped
+    prefetch    a restore that nobody waits for never ends above the limit, and stays within
+                max_restoring_bytes; a tensor larger than that comes alone
     spilling    after a spill, at most max_spilling_bytes are leaving, or one piece; none where that is 0
-    counts      each of the three counts is the sum over the living records in its states, and the arena has lent what the records hold
+    counts      each of the three counts is the sum over the living records in its states, and the arena has
+                lent what the records hold
     step end    nothing is held, lent or in flight
 """
 
@@ -29,8 +31,9 @@ class Watch:
     """Stands between an engine and the callers of its transfers."""
 
     def __init__(self, engine: OffloadEngine, *, declare: bool) -> None:
-        """declare: tell the simulated device which lane wrote a tensor. It holds the storage's address, so that no other gets it: for
-        programs of several lanes only, since with one lane there is nothing to find."""
+        """declare: tell the simulated device which lane wrote a tensor. It holds the storage's address, so
+        that no other gets it: for programs of several lanes only, since with one lane there is nothing to
+        find."""
         self.engine = engine
         self.transfers = engine.transfers
         self.seen: Counter[str] = Counter()  # what happened, for a test that asks whether it did
@@ -71,13 +74,18 @@ class Watch:
         cap = self.transfers.limits.max_spilling_bytes
         if cap is not None and transfer is not None:
             leaving = self.transfers.spilling_bytes
-            assert leaving <= max(cap, transfer.nbytes), f"{leaving:,} bytes leave, {transfer.nbytes:,} of them newly, the cap is {cap:,}"
+            assert leaving <= max(cap, transfer.nbytes), (
+                f"{leaving:,} bytes leave, {transfer.nbytes:,} of them newly, the cap is {cap:,}"
+            )
             assert cap > 0, "a cap of 0 refuses"
         self._check_limit(f"sending {records}")
         return transfer
 
     def restore(
-        self, records: Sequence[Record], priority: Priority, may_settle: Callable[[Transfer], bool] | None = None
+        self,
+        records: Sequence[Record],
+        priority: Priority,
+        may_settle: Callable[[Transfer], bool] | None = None,
     ) -> Transfer | None:
         transfer = self._restore(records, priority, may_settle)
         if priority >= Priority.REQUIRED:
@@ -102,7 +110,8 @@ class Watch:
             self.over_limit_bytes = max(self.over_limit_bytes, held - limit)
             leaving, fetched = self.transfers.spilling_bytes, self.transfers.restoring_bytes
             assert (leaving, fetched) == (0, forced_bytes), (
-                f"{what}: {held:,} bytes held of {limit:,}; {leaving:,} of them could be waited for, {fetched - forced_bytes:,} dropped"
+                f"{what}: {held:,} bytes held of {limit:,}; {leaving:,} of them could be waited for, "
+                f"{fetched - forced_bytes:,} dropped"
             )
 
     def check_counts(self) -> None:
@@ -126,7 +135,13 @@ class Watch:
             assert limit is None or self.engine.arena.held_bytes <= limit
 
     def check_step_end(self, stats: StepStats) -> None:
-        self.seen.update(spilled=stats.spilled, restored=stats.restored, refused=stats.refused, stalled=stats.stall_count, kept=stats.kept)
+        self.seen.update(
+            spilled=stats.spilled,
+            restored=stats.restored,
+            refused=stats.refused,
+            stalled=stats.stall_count,
+            kept=stats.kept,
+        )
         transfers = self.transfers
         assert (transfers.resident_bytes, transfers.spilling_bytes, transfers.restoring_bytes) == (0, 0, 0)
         assert transfers.in_flight() == (0, 0)

@@ -1,6 +1,8 @@
-"""What the closest peer, Megatron-core's fine-grained activation offloading (0.19), was measured to do wrong, failure by failure.
+"""What the closest peer, Megatron-core's fine-grained activation offloading (0.19), was measured to do wrong,
+failure by failure.
 
-Each test is the program on which it failed. `tests/unit/groups/stack.py` has the models and the schedules; comparisons are bitwise.
+Each test is the program on which it failed. `tests/unit/groups/stack.py` has the models and the schedules;
+comparisons are bitwise.
 """
 
 from __future__ import annotations
@@ -71,15 +73,19 @@ def leaf(elements: int = 64) -> Tensor:
     return torch.randn(elements, requires_grad=True)
 
 
-# -- 1 ------------------------------------------------------------------------------------------------------------------
-# A tensor that its reader asks for before any prefetch did is reloaded on the spot. The peer did not order that reload after the tensor's
-# own copy to the host: 6 of 24 reloads without a pipeline and 36 of 72 in 1F1B, all of them in warm-up or where prefetch was skipped.
-RELOADED_ON_THE_SPOT: dict[str, Any] = {"max_restoring_bytes": 0, "max_spilling_bytes": 1}  # no prefetch, and sources let go at once
+# -- 1 -------------------------------------------------------------------------------------------------------
+# A tensor that its reader asks for before any prefetch did is reloaded on the spot. The peer did not order
+# that reload after the tensor's own copy to the host: 6 of 24 reloads without a pipeline and 36 of 72 in
+# 1F1B, all of them in warm-up or where prefetch was skipped.
+# no prefetch, and sources let go at once
+RELOADED_ON_THE_SPOT: dict[str, Any] = {"max_restoring_bytes": 0, "max_spilling_bytes": 1}
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("actions", [no_pipeline(2), one_f_one_b(6, 3)], ids=["no pipeline", "1F1B"])
-def test_1_every_reload_on_the_spot_is_ordered_after_its_own_offload(actions: list[Action], executor: Any) -> None:
+def test_1_every_reload_on_the_spot_is_ordered_after_its_own_offload(
+    actions: list[Action], executor: Any
+) -> None:
     """The simulated device raises at any copy that no event orders after what wrote its source."""
     expected = baseline(build_stages(), [actions] * 2)
     with installed(build_manager(executor, seed=1, **RELOADED_ON_THE_SPOT)) as manager:
@@ -95,7 +101,8 @@ def test_1_every_reload_on_the_spot_is_ordered_after_its_own_offload(actions: li
 
 
 def test_1_reload_without_that_order_is_seen() -> None:
-    """The test above can fail: without the edges from the offload to the reload the device names the two copies."""
+    """The test above can fail: without the edges from the offload to the reload the device names the two
+    copies."""
     device = SimDevice(without={"restore", "settle", "allocate"})
     manager = build_manager(device=device, **RELOADED_ON_THE_SPOT)
     PipelineOffloadManager.OFFLOAD_MGR = manager
@@ -107,9 +114,10 @@ def test_1_reload_without_that_order_is_seen() -> None:
         PipelineOffloadManager.OFFLOAD_MGR = None
 
 
-# -- 2 ------------------------------------------------------------------------------------------------------------------
-# 768 of 1917 configurations ended in "Chunk mismatch" in iteration 2: always with more than one microbatch when a chunk has one layer and
-# two or more names, or when the fraction is 0 and there is more than one group.
+# -- 2 -------------------------------------------------------------------------------------------------------
+# 768 of 1917 configurations ended in "Chunk mismatch" in iteration 2: always with more than one microbatch
+# when a chunk has one layer and two or more names, or when the fraction is 0 and there is more than one
+# group.
 ORDERS: dict[str, tuple[int, list[Action]]] = {
     "one microbatch": (1, no_pipeline(1)),
     "accumulation": (1, no_pipeline(3)),
@@ -126,7 +134,9 @@ CHOICES_OF_NAMES = (("fc1",), ("norm", "act"), ("block", "fc2"), NAMES)
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("names", CHOICES_OF_NAMES, ids="+".join)
-def test_2_every_configuration_has_a_second_and_a_third_iteration(names: tuple[str, ...], order: str, layers: int) -> None:
+def test_2_every_configuration_has_a_second_and_a_third_iteration(
+    names: tuple[str, ...], order: str, layers: int
+) -> None:
     stages, actions = ORDERS[order]
     expected = baseline(build_stages(stages, layers, names), [actions] * 3)
     for seed, fraction in enumerate((0.0, 0.5, 1.0)):
@@ -140,9 +150,10 @@ def test_2_every_configuration_has_a_second_and_a_third_iteration(names: tuple[s
                 assert manager.stats.spilled > 0
 
 
-# -- 3 ------------------------------------------------------------------------------------------------------------------
-# The peer foretells the order of the backwards and asserts that it was right. Backwards last in first out (two forwards, one paired
-# loss), split backwards (zero-bubble, DualPipe) and a changed number of microbatches under virtual stages all ended in "Chunk mismatch".
+# -- 3 -------------------------------------------------------------------------------------------------------
+# The peer foretells the order of the backwards and asserts that it was right. Backwards last in first out
+# (two forwards, one paired loss), split backwards (zero-bubble, DualPipe) and a changed number of
+# microbatches under virtual stages all ended in "Chunk mismatch".
 ZERO_BUBBLE: list[Action] = [
     *(("F", stage, mb) for mb in (0, 1) for stage in (0, 1)),
     *(("I", 1, 0), ("I", 0, 0), ("F", 0, 2), ("F", 1, 2), ("I", 1, 1), ("W", 1, 0), ("I", 0, 1), ("W", 0, 0)),
@@ -162,7 +173,9 @@ def test_3_backwards_may_come_in_any_order(executor: Any) -> None:
 
 
 @pytest.mark.parametrize("announced", [False, True])
-@pytest.mark.parametrize("caps", [{}, RELOADED_ON_THE_SPOT, {"device_limit_bytes": 12_000}], ids=["wide", "on the spot", "limited"])
+@pytest.mark.parametrize(
+    "caps", [{}, RELOADED_ON_THE_SPOT, {"device_limit_bytes": 12_000}], ids=["wide", "on the spot", "limited"]
+)
 def test_3_backwards_may_come_in_halves(announced: bool, caps: dict[str, Any]) -> None:
     with installed(None):
         driver = Driver(build_stages(2, 1))
@@ -186,12 +199,14 @@ def test_3_microbatch_count_may_change_under_virtual_stages() -> None:
         assert_same(expected, [driver.step(actions) for actions in steps])
 
 
-# -- 4 ------------------------------------------------------------------------------------------------------------------
-# The peer's warm-up is the first step whatever it was: an evaluation that came first froze a plan of 0 bytes. Microbatches beyond those of
-# the warm-up stayed on the device without a word.
+# -- 4 -------------------------------------------------------------------------------------------------------
+# The peer's warm-up is the first step whatever it was: an evaluation that came first froze a plan of 0 bytes.
+# Microbatches beyond those of the warm-up stayed on the device without a word.
 @pytest.mark.req("S2-33", "S2-50")
 @pytest.mark.parametrize("with_grad", [0, 1])
-def test_4_evaluation_that_comes_first_does_not_end_warm_up(manager: PipelineOffloadManager, with_grad: int) -> None:
+def test_4_evaluation_that_comes_first_does_not_end_warm_up(
+    manager: PipelineOffloadManager, with_grad: int
+) -> None:
     driver = Driver(build_stages())
     driver.step([("eval", with_grad, 3)])
     assert (manager.is_warmup, manager.offload_summary_total_bytes) == (True, 0)
@@ -212,8 +227,9 @@ def test_4_further_microbatches_leave_as_well(manager: PipelineOffloadManager) -
     assert spilled[5] == spilled[2] + 3 * a_microbatch
 
 
-# -- 5 ------------------------------------------------------------------------------------------------------------------
-# A saved tensor could be read once: `retain_graph`, a second look at `ctx.saved_tensors` and a split backward ended in a KeyError.
+# -- 5 -------------------------------------------------------------------------------------------------------
+# A saved tensor could be read once: `retain_graph`, a second look at `ctx.saved_tensors` and a split backward
+# ended in a KeyError.
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_5_saved_tensor_may_be_read_any_number_of_times(executor: Any) -> None:
     looks: list[Tensor] = []
@@ -249,9 +265,10 @@ def test_5_saved_tensor_may_be_read_any_number_of_times(executor: Any) -> None:
             assert manager.engine.arena.stats().lent == 0
 
 
-# -- 6 ------------------------------------------------------------------------------------------------------------------
-# Nested scopes asserted; switching offload off between forward and backward was an AttributeError; an exception inside a scope left its
-# group behind, and the next group of that name silently stayed on the device.
+# -- 6 -------------------------------------------------------------------------------------------------------
+# Nested scopes asserted; switching offload off between forward and backward was an AttributeError; an
+# exception inside a scope left its group behind, and the next group of that name silently stayed on the
+# device.
 def test_6_scopes_nest(manager: PipelineOffloadManager) -> None:
     init_chunk_handler(None, None, 1)
     x = leaf()
@@ -289,8 +306,9 @@ def test_6_group_after_an_exception_leaves(manager: PipelineOffloadManager, agai
     assert manager.step_end().spilled == 1
 
 
-# -- 7 ------------------------------------------------------------------------------------------------------------------
-# nn.Linear saves weight.t(), a plain tensor and no Parameter: the peer copied the weights to the host for every microbatch.
+# -- 7 -------------------------------------------------------------------------------------------------------
+# nn.Linear saves weight.t(), a plain tensor and no Parameter: the peer copied the weights to the host for
+# every microbatch.
 @pytest.mark.parametrize("registered", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_7_weights_are_not_copied(manager: PipelineOffloadManager, registered: bool, autocast: bool) -> None:
@@ -311,9 +329,11 @@ def test_7_weights_are_not_copied(manager: PipelineOffloadManager, registered: b
     assert stats.spill_bytes == 2 * 5 * 32 * (2 if autocast else 4)
 
 
-# -- 8 ------------------------------------------------------------------------------------------------------------------
+# -- 8 -------------------------------------------------------------------------------------------------------
 # forced_released_tensors freed every listed tensor that was large enough, copied or not.
-def test_8_forced_release_never_frees_what_has_no_copy(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_8_forced_release_never_frees_what_has_no_copy(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
     init_chunk_handler(None, None, 8)
     saved, never_saved, too_small = leaf().detach(), leaf().detach(), torch.ones(4)
     originals = [tensor.clone() for tensor in (saved, never_saved, too_small)]
@@ -326,14 +346,23 @@ def test_8_forced_release_never_frees_what_has_no_copy(manager: PipelineOffloadM
     assert saved.untyped_storage().nbytes() == 0
     assert torch.equal(never_saved, originals[1])
     assert torch.equal(too_small, originals[2])
-    assert len([message for message in caplog.messages if "was to be released, but this group has not copied all of its" in message]) == 2
+    assert (
+        len(
+            [
+                message
+                for message in caplog.messages
+                if "was to be released, but this group has not copied all of its" in message
+            ]
+        )
+        == 2
+    )
     y.sum().backward()
     assert torch.equal(x.grad, originals[0] + 4)  # type: ignore[arg-type]
 
 
-# -- 9 ------------------------------------------------------------------------------------------------------------------
-# The peer's pinned pool is keyed by exact shape: eight sequence lengths took it from 24 buffers to 150, and nothing ever trimmed it; groups
-# of experts passed it by and pinned anew in every iteration.
+# -- 9 -------------------------------------------------------------------------------------------------------
+# The peer's pinned pool is keyed by exact shape: eight sequence lengths took it from 24 buffers to 150, and
+# nothing ever trimmed it; groups of experts passed it by and pinned anew in every iteration.
 @pytest.mark.req("S2-57", "S2-27")
 @pytest.mark.parametrize("name", ["core_attn", "expert_fc1"])
 def test_9_new_shapes_pin_nothing_new(name: str) -> None:
@@ -356,7 +385,7 @@ def test_9_new_shapes_pin_nothing_new(name: str) -> None:
         assert manager.cpu_tensor_pool.stats["total_allocated"] == 0
 
 
-# -- 10 -----------------------------------------------------------------------------------------------------------------
+# -- 10 ------------------------------------------------------------------------------------------------------
 # pool.free was a linear scan: the host's cost of a group rose from 67 to 142 microseconds as the pool grew.
 def test_10_work_of_a_free_does_not_grow_with_the_pool() -> None:
     def lines_of_a_free(live: int) -> int:
@@ -406,17 +435,24 @@ def test_10_calls_of_a_group_do_not_grow_with_what_is_saved(manager: PipelineOff
     assert max(counts[-20:]) <= max(counts[:20])
 
 
-# -- 11 -----------------------------------------------------------------------------------------------------------------
+# -- 11 ------------------------------------------------------------------------------------------------------
 # A configuration whose names no layer has was accepted and did nothing, without a warning.
 def test_11_name_that_no_layer_has_is_refused_with_the_names_that_there_are() -> None:
     shape: dict[str, Any] = {"dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn": 48, "sequence": 16}
-    with pytest.raises(ValueError, match="no layer has the mark 'core_atn'; the marks are attn_norm, qkv_linear, core_attn, "):
+    with pytest.raises(
+        ValueError, match="no layer has the mark 'core_atn'; the marks are attn_norm, qkv_linear, core_attn, "
+    ):
         TransformerConfig(offload_modules=frozenset({"core_atn"}), **shape)
-    with pytest.raises(ValueError, match=r"attn_proj saves core_attn's output, .* choose core_attn too, or leave attn_proj out"):
+    with pytest.raises(
+        ValueError,
+        match=r"attn_proj saves core_attn's output, .* choose core_attn too, or leave attn_proj out",
+    ):
         TransformerConfig(offload_modules=frozenset({"attn_proj"}), **shape)
 
 
-def test_11_hooks_without_a_group_are_told_of(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_11_hooks_without_a_group_are_told_of(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
     init_chunk_handler(None, None, 1)
     with caplog.at_level(logging.WARNING, "offload"), offload_hooks():
         leaf().square().sum().backward()

@@ -1,4 +1,5 @@
-"""What a user may set: every field is checked before anything is built, and the message says what was found and what is allowed."""
+"""What a user may set: every field is checked before anything is built, and the message says what was found
+and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,8 +12,20 @@ import pytest
 
 from offload.config import OffloadConfig
 
-BYTES = ("delta_offload_bytes_across_pp_ranks", "device_limit_bytes", "max_spilling_bytes", "max_restoring_bytes", "host_limit_bytes")
-OPTIONAL = ("device_limit_bytes", "max_spilling_bytes", "max_restoring_bytes", "host_limit_bytes", "max_inflight_offloads")
+BYTES = (
+    "delta_offload_bytes_across_pp_ranks",
+    "device_limit_bytes",
+    "max_spilling_bytes",
+    "max_restoring_bytes",
+    "host_limit_bytes",
+)
+OPTIONAL = (
+    "device_limit_bytes",
+    "max_spilling_bytes",
+    "max_restoring_bytes",
+    "host_limit_bytes",
+    "max_inflight_offloads",
+)
 COUNTS = ("min_offloaded_tensor_size", "pp_rank", "max_inflight_offloads", "host_reserve_bytes", *BYTES)
 
 
@@ -37,7 +50,9 @@ def test_zero_is_allowed_for_every_count(field: str) -> None:
 @pytest.mark.parametrize("value", [0, -1, 0.5, None])
 def test_a_piece_has_at_least_one_byte(value: object) -> None:
     fields: dict[str, Any] = {"piece_bytes": value}
-    with pytest.raises(ValueError, match=rf"piece_bytes is {value}, must be a whole number of bytes, 1 or more"):
+    with pytest.raises(
+        ValueError, match=rf"piece_bytes is {value}, must be a whole number of bytes, 1 or more"
+    ):
         OffloadConfig(**fields)
 
 
@@ -47,7 +62,9 @@ def test_none_means_derived_where_a_value_can_be_derived(field: str) -> None:
     assert getattr(OffloadConfig(**fields), field) is None
 
 
-@pytest.mark.parametrize("field", sorted({*COUNTS, "activation_offload_fraction", "piece_bytes"} - {*OPTIONAL}))
+@pytest.mark.parametrize(
+    "field", sorted({*COUNTS, "activation_offload_fraction", "piece_bytes"} - {*OPTIONAL})
+)
 def test_none_is_refused_where_nothing_can_be_derived(field: str) -> None:
     fields: dict[str, Any] = {field: None}
     with pytest.raises(ValueError, match=f"{field} is None"):
@@ -58,7 +75,9 @@ def test_none_is_refused_where_nothing_can_be_derived(field: str) -> None:
 @pytest.mark.parametrize("value", [-0.01, 1.01, math.nan, math.inf, "half", True, 2])
 def test_a_fraction_outside_zero_to_one_is_refused(value: object) -> None:
     fields: dict[str, Any] = {"activation_offload_fraction": value}
-    with pytest.raises(ValueError, match=rf"activation_offload_fraction is {value!r}, must be a number between 0 and 1"):
+    with pytest.raises(
+        ValueError, match=rf"activation_offload_fraction is {value!r}, must be a number between 0 and 1"
+    ):
         OffloadConfig(**fields)
 
 
@@ -69,7 +88,10 @@ def test_a_fraction_may_be_any_number_from_zero_to_one(value: float) -> None:
 
 
 def test_reserving_more_than_the_limit_names_both_numbers() -> None:
-    with pytest.raises(ValueError, match=r"host_reserve_bytes is 4,097 but host_limit_bytes only 4,096; raise the limit or reserve less"):
+    with pytest.raises(
+        ValueError,
+        match=r"host_reserve_bytes is 4,097 but host_limit_bytes only 4,096; raise the limit or reserve less",
+    ):
         OffloadConfig(host_reserve_bytes=4097, host_limit_bytes=4096)
     assert OffloadConfig(host_reserve_bytes=4096, host_limit_bytes=4096).host_reserve_bytes == 4096
 

@@ -1,4 +1,5 @@
-"""The engine's own life: what it derives from its config, what a step's end settles and reports, and what closing returns."""
+"""The engine's own life: what it derives from its config, what a step's end settles and reports, and what
+closing returns."""
 
 from __future__ import annotations
 
@@ -39,21 +40,28 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-# -- derived limits -----------------------------------------------------------------------------------------------------------
+# -- derived limits ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("config", "device", "spilling", "restoring"),
     [
         ({}, None, GIB, GIB),
-        ({"device_limit_bytes": 4 * GIB}, 4 * GIB, None, GIB),  # what leaves has the room that the limit leaves
+        # what leaves has the room that the limit leaves
+        ({"device_limit_bytes": 4 * GIB}, 4 * GIB, None, GIB),
         ({"device_limit_bytes": 0}, 0, None, 0),
         ({"max_spilling_bytes": 5, "max_restoring_bytes": 7}, None, 5, 7),
         ({"max_spilling_bytes": 0}, None, 0, GIB),
         ({"device_limit_bytes": 100, "max_spilling_bytes": 5, "max_restoring_bytes": 7}, 100, 5, 7),
     ],
 )
-def test_limits_that_are_not_set_are_derived(config: dict[str, int], device: int | None, spilling: int | None, restoring: int) -> None:
+def test_limits_that_are_not_set_are_derived(
+    config: dict[str, int], device: int | None, spilling: int | None, restoring: int
+) -> None:
     limits = OffloadEngine(OffloadConfig(**config), device="sim").limits  # type: ignore[arg-type]
-    assert (limits.device_limit_bytes, limits.max_spilling_bytes, limits.max_restoring_bytes) == (device, spilling, restoring)
+    assert (limits.device_limit_bytes, limits.max_spilling_bytes, limits.max_restoring_bytes) == (
+        device,
+        spilling,
+        restoring,
+    )
 
 
 def test_an_engine_without_a_config_has_the_default_one() -> None:
@@ -62,11 +70,13 @@ def test_an_engine_without_a_config_has_the_default_one() -> None:
 
 @pytest.mark.parametrize("config", [{"piece_bytes": 1}, 1024, "default"])
 def test_a_config_of_another_type_is_refused(config: Any) -> None:
-    with pytest.raises(ValueError, match=rf"config is a {type(config).__name__}, must be an OffloadConfig, or None"):
+    with pytest.raises(
+        ValueError, match=rf"config is a {type(config).__name__}, must be an OffloadConfig, or None"
+    ):
         OffloadEngine(config, device="sim")
 
 
-# -- a step's end -----------------------------------------------------------------------------------------------------------------
+# -- a step's end --------------------------------------------------------------------------------------------
 def test_the_figures_of_a_step_are_exact() -> None:
     rig = Rig(max_restoring_bytes=0)
     y = []
@@ -137,7 +147,7 @@ def test_an_empty_step_reports_zeros() -> None:
     assert {name: value for name, value in stats.to_json().items() if value} == {}
 
 
-# -- leftovers ----------------------------------------------------------------------------------------------------------------------
+# -- leftovers -----------------------------------------------------------------------------------------------
 def test_leftovers_are_dropped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig()
     with rig.group():
@@ -146,7 +156,8 @@ def test_leftovers_are_dropped_with_one_warning(caplog: pytest.LogCaptureFixture
         z = chain(leaf(), 1)
     stats = rig.end()
     assert warnings_of(caplog) == [
-        "step 0 ended with 4 saved tensors (4,096 bytes) whose backward has not run; they are dropped, and reading one raises "
+        "step 0 ended with 4 saved tensors (4,096 bytes) whose backward has not run; they are dropped, and "
+        "reading one raises "
         "StaleHandleError. Run the backward first, or forward without gradients in evaluation"
     ]
     assert (stats.spilled, stats.restored, stats.kept) == (3, 0, 1)
@@ -212,7 +223,7 @@ def test_figures_of_a_dead_graph_do_not_reach_into_the_next_step() -> None:
     assert (stats.saved, stats.device_bytes_peak, stats.host_bytes_lent_peak) == (1, KIB, KIB)
 
 
-# -- set up and end -------------------------------------------------------------------------------------------------------------------
+# -- set up and end ------------------------------------------------------------------------------------------
 def test_reserving_pins_before_the_first_step() -> None:
     engine = OffloadEngine(OffloadConfig(host_reserve_bytes=100 * KIB), device="sim")
     held = engine.arena.held_bytes
@@ -227,7 +238,9 @@ def test_reserving_more_than_the_budget_is_an_error_and_pins_nothing() -> None:
         engine.reserve_host(11 * KIB)
     assert engine.arena.held_bytes == 0
     with pytest.raises(HostBudgetError):
-        OffloadEngine(OffloadConfig(host_reserve_bytes=11 * KIB), device="sim", budget=LocalHostBudget(10 * KIB))
+        OffloadEngine(
+            OffloadConfig(host_reserve_bytes=11 * KIB), device="sim", budget=LocalHostBudget(10 * KIB)
+        )
 
 
 def test_closing_drops_what_is_left_and_returns_every_pinned_byte(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,5 @@
-"""The import arrows of docs/design.md, read from the source with `ast`: who may know whom, inside offload and between the packages."""
+"""The import arrows of docs/design.md, read from the source with `ast`: who may know whom, inside offload and
+between the packages."""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ LEVELS: list[set[str]] = [
     {"groups", "spill", "checkpoint", "params", "streaming", "quant", "optim", "conductor", "planner"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-BESIDE = {"policy", "telemetry"}  # any part may import these; policy imports no part, telemetry the lowest level
+# any part may import these; policy imports no part, telemetry the lowest level
+BESIDE = {"policy", "telemetry"}
 PAGES = {"offload/__init__.py", "offload/fine_grained_activation_offload.py"}  # re-exports only
 WITHOUT_TORCH = ("offload/policy/", "offload/planner/simulate.py", "offload/telemetry/records.py")
 
 
 def imported_names(source: str) -> Iterator[str]:
-    """Every imported name in full, wherever it is imported: `from a.b import c` is a.b.c, a relative import starts with a dot."""
+    """Every imported name in full, wherever it is imported: `from a.b import c` is a.b.c, a relative import
+    starts with a dot."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -59,12 +62,22 @@ def forbidden(path: str, name: str) -> str | None:
         return None
     reach = {"policy": 0, "telemetry": 1}.get(part, LEVEL.get(part, 0))
     same_base = part in LEVELS[0] and other in LEVELS[0]
-    return None if same_base or LEVEL.get(other, len(LEVELS)) < reach else f"is an arrow {part} -> {other}, which the design does not have"
+    return (
+        None
+        if same_base or LEVEL.get(other, len(LEVELS)) < reach
+        else f"is an arrow {part} -> {other}, which the design does not have"
+    )
 
 
 def violations(root: Path) -> list[str]:
-    files = sorted(path for package in ("offload", "parallel", "moe") for path in (root / package).rglob("*.py"))
-    found = [(file.relative_to(root).as_posix(), name) for file in files for name in imported_names(file.read_text())]
+    files = sorted(
+        path for package in ("offload", "parallel", "moe") for path in (root / package).rglob("*.py")
+    )
+    found = [
+        (file.relative_to(root).as_posix(), name)
+        for file in files
+        for name in imported_names(file.read_text())
+    ]
     return [f"{path}: import of {name} {why}" for path, name in found if (why := forbidden(path, name))]
 
 
@@ -106,11 +119,21 @@ def test_a_planted_wrong_arrow_is_found(tmp_path: Path, path: str, line: str) ->
     [
         ("offload/config.py", "from offload.errors import OffloadError"),
         ("offload/engine.py", "from offload.saved.store import Store"),
-        ("offload/groups/manager.py", "from offload.policy import plan\nfrom offload.telemetry.summary import print_offload_summary_table"),
+        (
+            "offload/groups/manager.py",
+            "from offload.policy import plan\nfrom offload.telemetry.summary import "
+            "print_offload_summary_table",
+        ),
         ("offload/device/cuda.py", "from offload.device.base import Device\nimport torch"),
-        ("offload/telemetry/hub.py", "from offload.errors import OffloadError\nfrom offload.telemetry.records import StepStats"),
+        (
+            "offload/telemetry/hub.py",
+            "from offload.errors import OffloadError\nfrom offload.telemetry.records import StepStats",
+        ),
         ("offload/fine_grained_activation_offload.py", "from offload.groups.interface import group_start"),
-        ("parallel/stage.py", "from offload import PipelineOffloadManager\nimport offload\nfrom parallel import launch"),
+        (
+            "parallel/stage.py",
+            "from offload import PipelineOffloadManager\nimport offload\nfrom parallel import launch",
+        ),
     ],
 )
 def test_an_arrow_of_the_design_is_let_through(tmp_path: Path, path: str, line: str) -> None:

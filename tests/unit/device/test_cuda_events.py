@@ -1,4 +1,5 @@
-"""Streams and events of the CUDA device, on a stand-in for torch.cuda's: made once, events on loan to one hand-off at a time."""
+"""Streams and events of the CUDA device, on a stand-in for torch.cuda's: made once, events on loan to one
+hand-off at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (main.stream_id, index, 1), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentStream", lambda index: (main.stream_id, index, 1), raising=False
+    )
     return CudaDevice()
 
 
@@ -64,7 +67,8 @@ def test_streams_and_events_are_made_once_however_many_hand_offs_there_are(devic
         spilled = device.record(device.d2h)
         device.wait(device.h2d, spilled, "restore")
     assert [device.compute, device.d2h, device.h2d] == lanes
-    assert _Event.made == 2  # the last `spilled` is still held while the next step records; the other event is free again by then
+    # the last `spilled` is still held while the next step records; the other event is free again by then
+    assert _Event.made == 2
 
 
 @pytest.mark.req("S2-56")
@@ -89,7 +93,8 @@ def test_timed_and_untimed_events_are_not_lent_for_each_other(device: CudaDevice
 def test_poll_that_finds_an_event_passed_tells_the_sanitizer_and_never_blocks(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch, sanitizing: bool
 ) -> None:
-    """torch's sanitizer sees no query: a wait that was left out because a poll had said that it need not be looked like a race."""
+    """torch's sanitizer sees no query: a wait that was left out because a poll had said that it need not be
+    looked like a race."""
     if sanitizing:
         monkeypatch.setitem(sys.modules, "torch.cuda._sanitizer", ModuleType("on"))
     else:
@@ -103,8 +108,11 @@ def test_poll_that_finds_an_event_passed_tells_the_sanitizer_and_never_blocks(
     assert event.event.synchronized == int(sanitizing)
 
 
-def test_a_compute_lane_that_was_made_is_the_one_that_is_current_on_its_stream(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers are protected by the identity of the lane: a second object for one stream would order nothing where it should."""
+def test_a_compute_lane_that_was_made_is_the_one_that_is_current_on_its_stream(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are protected by the identity of the lane: a second object for one stream would order nothing
+    where it should."""
     lane = device.new_compute_lane("optimizer")
     assert device.compute is not lane
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: lane.place, raising=False)
@@ -112,7 +120,8 @@ def test_a_compute_lane_that_was_made_is_the_one_that_is_current_on_its_stream(d
 
 
 class _Process:
-    """The current device and each device's current stream, as torch keeps them: making a stream current takes its device along."""
+    """The current device and each device's current stream, as torch keeps them: making a stream current takes
+    its device along."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: CudaDevice, current_device: int) -> None:
         self.device = current_device
@@ -142,7 +151,8 @@ class _Process:
 def test_copy_leaves_the_current_device_and_its_streams_as_they_were(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch, current_device: int, source: Any
 ) -> None:
-    """A model on cuda:0 in a thread whose current device is cuda:1: after the first spill, `device="cuda"` meant another GPU."""
+    """A model on cuda:0 in a thread whose current device is cuda:1: after the first spill, `device="cuda"`
+    meant another GPU."""
     process = _Process(monkeypatch, device, current_device)
     before = dict(process.streams)
     with contextlib.nullcontext() if source else pytest.raises(RuntimeError, match="refused"):
@@ -151,8 +161,11 @@ def test_copy_leaves_the_current_device_and_its_streams_as_they_were(
     assert process.copied_on == ([device.d2h.place] if source else [])
 
 
-def test_lane_of_a_stream_is_the_same_one_whenever_it_is_current_again(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records and transfers compare lanes by identity. A stream from outside has its address for an id, and nothing else is asked of it."""
+def test_lane_of_a_stream_is_the_same_one_whenever_it_is_current_again(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records and transfers compare lanes by identity. A stream from outside has its address for an id, and
+    nothing else is asked of it."""
     process = _Process(monkeypatch, device, 1)
     first = device.compute
     process.streams[0] = (0x7F00_0000_1000, 0, 1)

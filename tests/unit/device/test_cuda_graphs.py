@@ -1,4 +1,5 @@
-"""How captures and replays of torch.cuda.CUDAGraph are listened to, with a class of the same methods in its place."""
+"""How captures and replays of torch.cuda.CUDAGraph are listened to, with a class of the same methods in its
+place."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     begin, end = FakeGraph.capture_begin, FakeGraph.capture_end
     yield []
-    assert (FakeGraph.capture_begin, FakeGraph.capture_end) == (begin, end), "torch's own methods were not put back"
+    assert (FakeGraph.capture_begin, FakeGraph.capture_end) == (begin, end), (
+        "torch's own methods were not put back"
+    )
 
 
 def test_watcher_hears_of_a_capture_around_torchs_own_calls(log: list[str]) -> None:

@@ -1,4 +1,5 @@
-"""Pinned host memory without a GPU: mapping, pieces and the return of their pages are the system's own; only registration is played.
+"""Pinned host memory without a GPU: mapping, pieces and the return of their pages are the system's own; only
+registration is played.
 
 What needs a GPU is in tests/gpu/test_host_memory.py.
 """
@@ -27,7 +28,8 @@ PIECE = 8 * MIB
 
 
 class FakeRuntime:
-    """Of CUDA's runtime, the registration. It knows what is registered, and refuses what the driver would refuse."""
+    """Of CUDA's runtime, the registration. It knows what is registered, and refuses what the driver would
+    refuse."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -72,7 +74,8 @@ def test_a_piece_goes_alone_and_the_others_keep_their_bytes_and_places(runtime: 
     memory.release_piece(4)
     assert sizes(memory) == [PIECE, 0, PIECE, PIECE, 0]
     assert set(runtime.registered) == {pieces[index].data_ptr() for index in (0, 2, 3)}
-    # a private mapping reads zero where its pages were given up; that is how the test sees exactly which ones were
+    # a private mapping reads zero where its pages were given up; that is how the test sees exactly which ones
+    # were
     assert [int(piece.min()) for piece in pieces] == [int(piece.max()) for piece in pieces] == [1, 0, 3, 4, 0]
     memory.release()
     assert memory.pieces == ()
@@ -85,13 +88,18 @@ def test_the_pages_of_a_released_piece_go_back_to_the_system(runtime: FakeRuntim
     for index in range(8):
         memory.release_piece(index)
     released = before - resident_bytes()
-    assert released > 4 * PIECE, "all of 8 pieces; half, because the kernel counts each processor's last pages late"
+    assert released > 4 * PIECE, (
+        "all of 8 pieces; half, because the kernel counts each processor's last pages late"
+    )
 
 
 def test_the_storage_of_a_piece_starts_where_its_registration_does(runtime: FakeRuntime) -> None:
-    """Tensor.is_pinned() asks about the first byte of the storage: a view into the whole mapping would be called unpinned."""
+    """Tensor.is_pinned() asks about the first byte of the storage: a view into the whole mapping would be
+    called unpinned."""
     memory = PinnedMemory(2 * PIECE + 4096, PIECE)
-    storages = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in memory.pieces}
+    storages = {
+        piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in memory.pieces
+    }
     assert storages == runtime.registered
     starts = sorted(storages)
     assert [start - starts[0] for start in starts] == [0, PIECE, 2 * PIECE], "one mapping, without gaps"
@@ -109,7 +117,9 @@ def test_no_piece_is_unregistered_twice(runtime: FakeRuntime) -> None:
 
 
 @pytest.mark.parametrize("alone", [0, 1, 2])
-def test_the_mapping_goes_with_the_last_piece(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, alone: int) -> None:
+def test_the_mapping_goes_with_the_last_piece(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, alone: int
+) -> None:
     class Mapping(mmap.mmap):
         """mmap.mmap itself cannot be watched weakly."""
 
@@ -156,7 +166,9 @@ def test_pages_that_the_system_keeps_are_said(runtime: FakeRuntime, monkeypatch:
 
 def test_what_was_registered_before_a_refusal_is_unregistered(runtime: FakeRuntime) -> None:
     runtime.limit_bytes = 2 * PIECE
-    with pytest.raises(HostBudgetError, match=r"refused 8,388,608 bytes after 16,777,216 of 33,554,432 \(error 2\)"):
+    with pytest.raises(
+        HostBudgetError, match=r"refused 8,388,608 bytes after 16,777,216 of 33,554,432 \(error 2\)"
+    ):
         PinnedMemory(4 * PIECE, PIECE)
     assert runtime.registered == {}
 
@@ -183,7 +195,9 @@ def test_what_was_registered_before_any_error_is_unregistered_and_no_thread_stay
     assert threading.active_count() == before
 
 
-def test_pages_that_cannot_be_touched_leave_nothing_registered(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_cannot_be_touched_leave_nothing_registered(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     touched: list[int] = []
 
     def touch(piece: torch.Tensor) -> None:
@@ -200,14 +214,18 @@ def test_pages_that_cannot_be_touched_leave_nothing_registered(runtime: FakeRunt
 
 def test_a_mapping_that_the_system_refuses_is_a_budget_error_and_pins_nothing(runtime: FakeRuntime) -> None:
     """Really: this process may have 64 MiB of addresses more, and asks for a GiB."""
-    with address_space(64 * MIB), pytest.raises(HostBudgetError, match=r"the system refused 1,073,741,824 bytes of host memory \("):
+    with (
+        address_space(64 * MIB),
+        pytest.raises(HostBudgetError, match=r"the system refused 1,073,741,824 bytes of host memory \("),
+    ):
         PinnedMemory(1 << 30, 64 * MIB)
     assert runtime.registered == {}
     PinnedMemory(PIECE, PIECE).release()
 
 
 def test_memory_that_is_dropped_is_unregistered_before_the_system_gets_it_back(runtime: FakeRuntime) -> None:
-    """An optimizer went out of scope with its engine: the next mapping lay at the same address, and CUDA refused to register it."""
+    """An optimizer went out of scope with its engine: the next mapping lay at the same address, and CUDA
+    refused to register it."""
     memory = PinnedMemory(2 * PIECE, PIECE)
     extent = memory.pieces[0]
     assert len(runtime.registered) == 2
@@ -216,7 +234,9 @@ def test_memory_that_is_dropped_is_unregistered_before_the_system_gets_it_back(r
     extent.fill_(1)  # still there for whoever holds it
 
 
-def test_memory_that_is_dropped_in_a_capture_keeps_its_address(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_dropped_in_a_capture_keeps_its_address(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given_up: list[Any] = []
     monkeypatch.setattr(_cuda_memory, "_capturing", lambda: True)
     monkeypatch.setattr(_cuda_memory, "_GIVEN_UP", given_up)
@@ -227,7 +247,9 @@ def test_memory_that_is_dropped_in_a_capture_keeps_its_address(runtime: FakeRunt
     assert given_up[0][0].data_ptr() == address
 
 
-def test_a_kernel_without_huge_pages_pins_all_the_same(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_huge_pages_pins_all_the_same(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Small(mmap.mmap):
         def madvise(self, option: int, *arguments: Any) -> None:
             if option == mmap.MADV_HUGEPAGE:
@@ -241,7 +263,9 @@ def test_a_kernel_without_huge_pages_pins_all_the_same(runtime: FakeRuntime, mon
 
 
 @pytest.mark.parametrize("call", ["register", "unregister"])
-def test_the_error_of_a_refused_call_is_cleared(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_the_error_of_a_refused_call_is_cleared(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     """CUDA keeps it for the thread, and torch raised it after the next kernel launch as that kernel's own."""
     launched: list[int] = []
 

@@ -1,4 +1,5 @@
-"""The simulated device as a Device: whose memory is whose, what lives how long, what is counted, what is refused."""
+"""The simulated device as a Device: whose memory is whose, what lives how long, what is counted, what is
+refused."""
 
 from __future__ import annotations
 
@@ -30,18 +31,34 @@ def new(value: int = 1) -> torch.Tensor:
 
 def test_it_is_a_device_of_named_lanes() -> None:
     device: Device = SimDevice()
-    assert (device.name, device.torch_device, device.pins, device.is_capturing()) == ("sim", torch.device("cpu"), False, False)
+    assert (device.name, device.torch_device, device.pins, device.is_capturing()) == (
+        "sim",
+        torch.device("cpu"),
+        False,
+        False,
+    )
     assert [lane.name for lane in (device.compute, device.d2h, device.h2d)] == ["compute", "d2h", "h2d"]
     assert isinstance(device.compute, Lane)
 
 
-# -- whose memory ---------------------------------------------------------------------------------------------------
+# -- whose memory --------------------------------------------------------------------------------------------
 def test_it_owns_ordinary_cpu_tensors_and_not_what_it_lent_as_host_memory() -> None:
     device = SimDevice()
     piece = device.host_memory(BLOCK, BLOCK).pieces[0]
-    for owned in (new(), torch.zeros(3, 4).t(), torch.nn.Parameter(torch.zeros(2)), device.empty(8), torch.zeros(0)):
+    for owned in (
+        new(),
+        torch.zeros(3, 4).t(),
+        torch.nn.Parameter(torch.zeros(2)),
+        device.empty(8),
+        torch.zeros(0),
+    ):
         assert device.owns(owned)
-    for host in (piece, piece[10:20], piece.view(torch.float32), torch.nn.Parameter(piece.view(torch.float32))):
+    for host in (
+        piece,
+        piece[10:20],
+        piece.view(torch.float32),
+        torch.nn.Parameter(piece.view(torch.float32)),
+    ):
         assert not device.owns(host)
     assert SimDevice().owns(piece), "it is another device's"
 
@@ -57,14 +74,23 @@ def test_it_does_not_own_tensors_without_bytes_of_its_own() -> None:
         return row
 
     torch.vmap(ask)(torch.zeros(2, 2))
-    others = (fake, torch.empty(4, device="meta"), torch.eye(3).to_sparse(), torch._to_functional_tensor(torch.zeros(3)))
+    others = (
+        fake,
+        torch.empty(4, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch._to_functional_tensor(torch.zeros(3)),
+    )
     assert [device.owns(tensor) for tensor in others] + in_vmap == [False] * 5
 
 
 def test_host_memory_comes_in_pieces_of_at_most_a_registration() -> None:
     device = SimDevice()
     memory: HostMemory = device.host_memory(2 * BLOCK + 1, BLOCK)
-    assert [(piece.numel(), piece.dtype) for piece in memory.pieces] == [(BLOCK, torch.uint8), (BLOCK, torch.uint8), (1, torch.uint8)]
+    assert [(piece.numel(), piece.dtype) for piece in memory.pieces] == [
+        (BLOCK, torch.uint8),
+        (BLOCK, torch.uint8),
+        (1, torch.uint8),
+    ]
     assert not memory.pinned
     memory.release()
     memory.release()
@@ -120,7 +146,7 @@ def test_a_piece_that_was_released_alone_gives_its_storage_up() -> None:
         torch.UntypedStorage._free_weak_ref(weak)
 
 
-# -- lifetimes ------------------------------------------------------------------------------------------------------
+# -- lifetimes -----------------------------------------------------------------------------------------------
 def test_a_queued_copy_keeps_neither_side_alive() -> None:
     device = SimDevice(check=False)
     memory = device.host_memory(BLOCK, BLOCK)
@@ -153,7 +179,9 @@ def test_a_side_that_dies_before_its_copy_ran_is_an_error_that_names_the_copy(si
         event = device.record(device.h2d)
         del buffer
     label = {"source": "the source", "destination": "the buffer"}[side]
-    with pytest.raises(HazardError, match=rf"'{label}': their storage died.*freed before the copy ran: copy of 4,096 bytes"):
+    with pytest.raises(
+        HazardError, match=rf"'{label}': their storage died.*freed before the copy ran: copy of 4,096 bytes"
+    ):
         device.synchronize(event)
 
 
@@ -222,7 +250,7 @@ def test_the_bookkeeping_goes_with_the_storages() -> None:
     assert len(device._checker._tracked) == 1
 
 
-# -- counts ---------------------------------------------------------------------------------------------------------
+# -- counts --------------------------------------------------------------------------------------------------
 def test_active_bytes_are_the_living_storages_that_it_lent_or_was_told_of() -> None:
     device = SimDevice()
     buffer, source, untold = device.empty(100), new(), new()
@@ -246,7 +274,7 @@ def test_copies_are_counted_by_lane_when_they_are_issued() -> None:
     assert (device.copies(device.h2d), device.copied_bytes(device.h2d)) == (0, 0)
 
 
-# -- threads --------------------------------------------------------------------------------------------------------
+# -- threads -------------------------------------------------------------------------------------------------
 def test_the_compute_lane_is_chosen_by_each_thread() -> None:
     device = SimDevice()
     side = device.new_compute_lane("side")
@@ -284,7 +312,7 @@ def test_threads_may_spill_at_the_same_time() -> None:
     assert wrong == []
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

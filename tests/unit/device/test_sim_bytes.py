@@ -29,7 +29,9 @@ def test_ranges_remember_what_each_byte_remembers(seed: int) -> None:
         start = rng.randrange(SIZE)
         end = rng.randint(start, SIZE)
         writing = rng.random() < 0.4
-        expected = {(op, True) for op in write[start:end] if op} | {(op, False) for r in reads[start:end] for op in r.values() if writing}
+        expected = {(op, True) for op in write[start:end] if op} | {
+            (op, False) for r in reads[start:end] for op in r.values() if writing
+        }
         assert set(tracked.conflicts(start, end, writing=writing)) == expected
         lane = rng.choice(lanes.all)
         operation = Operation(lane, "access", end - start)

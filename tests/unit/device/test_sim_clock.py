@@ -1,4 +1,5 @@
-"""Virtual time: what a copy costs, what hides it, and what compute waits for. All times are derived, in blocks of one second."""
+"""Virtual time: what a copy costs, what hides it, and what compute waits for. All times are derived, in
+blocks of one second."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ def test_a_copy_beside_enough_compute_costs_nothing(executor: ExecutorName) -> N
     event = leave(device, block, source)
     device.compute_for(1.5)
     device.wait(device.compute, event, "free")
-    assert (device.now_s, device.stall_s, device.busy_s(device.d2h), device.busy_s(device.compute)) == (1.5, 0.0, 1.0, 1.5)
+    assert (device.now_s, device.stall_s, device.busy_s(device.d2h), device.busy_s(device.compute)) == (
+        1.5,
+        0.0,
+        1.0,
+        1.5,
+    )
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -98,7 +104,10 @@ def test_a_blocked_host_is_told_apart_from_a_stall() -> None:
 
 def test_an_event_of_the_clock_passes_by_time_even_if_its_copy_ran_early() -> None:
     device = device_of()
-    block, first, second = device.host_memory(BLOCK, BLOCK).pieces[0], *torch.zeros(2, BLOCK, dtype=torch.uint8).unbind()
+    block, first, second = (
+        device.host_memory(BLOCK, BLOCK).pieces[0],
+        *torch.zeros(2, BLOCK, dtype=torch.uint8).unbind(),
+    )
     event = leave(device, block, first)
     leave(device, block, second)  # poisons the block, so the first copy has run
     assert not device.poll(event)

@@ -1,4 +1,5 @@
-"""When queued copies run: what each executor may do, what poison shows, and what happens to a lane that cannot go on."""
+"""When queued copies run: what each executor may do, what poison shows, and what happens to a lane that
+cannot go on."""
 
 from __future__ import annotations
 
@@ -118,7 +119,10 @@ def compute_reads(device: SimDevice) -> int:
 def test_a_reader_that_skips_the_wait_sees_poison() -> None:
     assert compute_reads(SimDevice(executor="late", check=False, without={"unpack"})) == POISON
     assert compute_reads(SimDevice(executor="clock", check=False, without={"unpack"})) == POISON
-    seen = {compute_reads(SimDevice(executor="random", seed=seed, check=False, without={"unpack"})) for seed in range(30)}
+    seen = {
+        compute_reads(SimDevice(executor="random", seed=seed, check=False, without={"unpack"}))
+        for seed in range(30)
+    }
     assert seen == {POISON, 1}, "some restores are in time by luck"
 
 
@@ -139,7 +143,12 @@ def test_without_poison_the_destination_keeps_its_bytes_until_the_copy_runs() ->
 
 def reuse_block(device: SimDevice) -> torch.Tensor:
     """A restore is queued and its block is written again, after it; the restored bytes."""
-    block, first, second, buffer = device.host_memory(BLOCK, BLOCK).pieces[0], filled(1), filled(2), device.empty(BLOCK)
+    block, first, second, buffer = (
+        device.host_memory(BLOCK, BLOCK).pieces[0],
+        filled(1),
+        filled(2),
+        device.empty(BLOCK),
+    )
     spilled = spill(device, block, first)
     device.wait(device.h2d, device.record(device.compute), "allocate")
     device.wait(device.h2d, spilled, "restore")
@@ -153,24 +162,37 @@ def reuse_block(device: SimDevice) -> torch.Tensor:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("seed", range(10))
-def test_poison_never_reaches_a_reader_that_is_ordered_before_the_writer(executor: ExecutorName, seed: int) -> None:
+def test_poison_never_reaches_a_reader_that_is_ordered_before_the_writer(
+    executor: ExecutorName, seed: int
+) -> None:
     assert reuse_block(SimDevice(executor=executor, seed=seed)).unique().tolist() == [1]
 
 
 def test_a_block_reused_without_its_edge_gives_the_reader_wrong_bytes() -> None:
     assert reuse_block(SimDevice(without={"reuse of a block"}, check=False)).unique().tolist() == [POISON]
-    assert reuse_block(SimDevice(without={"reuse of a block"}, check=False, poison=False)).unique().tolist() == [1]
-    seeds = [reuse_block(SimDevice(executor="random", seed=seed, without={"reuse of a block"}, check=False)) for seed in range(50)]
-    assert {tuple(buffer.unique().tolist()) for buffer in seeds} == {(1,), (2,), (POISON,)}, "by luck, the next tensor's, or neither"
+    assert reuse_block(
+        SimDevice(without={"reuse of a block"}, check=False, poison=False)
+    ).unique().tolist() == [1]
+    seeds = [
+        reuse_block(SimDevice(executor="random", seed=seed, without={"reuse of a block"}, check=False))
+        for seed in range(50)
+    ]
+    assert {tuple(buffer.unique().tolist()) for buffer in seeds} == {(1,), (2,), (POISON,)}, (
+        "by luck, the next tensor's, or neither"
+    )
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("seed", range(20))
-def test_a_long_random_program_with_all_its_edges_moves_every_byte_right(executor: ExecutorName, seed: int) -> None:
+def test_a_long_random_program_with_all_its_edges_moves_every_byte_right(
+    executor: ExecutorName, seed: int
+) -> None:
     rng = random.Random(seed)
     device = SimDevice(executor=executor, seed=seed)
     piece = device.host_memory(4 * BLOCK, 4 * BLOCK).pieces[0]
-    blocks: list[tuple[torch.Tensor, SimEvent | None]] = [(piece[i * BLOCK : (i + 1) * BLOCK], None) for i in range(4)]
+    blocks: list[tuple[torch.Tensor, SimEvent | None]] = [
+        (piece[i * BLOCK : (i + 1) * BLOCK], None) for i in range(4)
+    ]
     away: list[tuple[int, torch.Tensor, SimEvent]] = []
     leaving: list[tuple[torch.Tensor, SimEvent]] = []
     for value in range(100):
@@ -211,7 +233,10 @@ def test_a_lane_that_cannot_go_on_names_the_waiter_and_the_copy() -> None:
     behind = spill(device, blocks[1], later)
     source.untyped_storage().resize_(0)
     for _ in range(2):  # and stays so
-        both = r"^compute \('unpack'\) needs operation . of d2h, which can never be reached: source freed before .*'freed source'"
+        both = (
+            r"^compute \('unpack'\) needs operation . of d2h, which can never be reached: "
+            r"source freed before .*'freed source'"
+        )
         with pytest.raises(HazardError, match=both):
             device.wait(device.compute, behind, "unpack")
         with pytest.raises(HazardError, match=r"^synchronize needs operation"):
@@ -222,7 +247,9 @@ def test_a_wait_for_a_point_that_was_never_issued_is_a_deadlock() -> None:
     device = SimDevice()
     event = device.record(device.h2d)
     event.number = 3
-    with pytest.raises(HazardError, match=r"deadlock: d2h \('reuse'\) waits for operation 3 of h2d, which was given only 0"):
+    with pytest.raises(
+        HazardError, match=r"deadlock: d2h \('reuse'\) waits for operation 3 of h2d, which was given only 0"
+    ):
         device.wait(device.d2h, event, "reuse")
     with pytest.raises(HazardError, match="deadlock: synchronize"):
         device.synchronize(event)

@@ -111,7 +111,9 @@ def test_graphs_on_lanes_that_nothing_orders_have_a_hazard() -> None:
     with device.capture() as backward:
         bench.fetch()
     forward.replay()
-    hazard = pytest.raises(HazardError, match=r"RAW hazard .* of a graph's h2d\) .* reads them while .* of a graph's d2h\)")
+    hazard = pytest.raises(
+        HazardError, match=r"RAW hazard .* of a graph's h2d\) .* reads them while .* of a graph's d2h\)"
+    )
     with device.use_lane(side), hazard:
         backward.replay()
     device.wait(side, device.record(device.compute), "caller")
@@ -132,7 +134,7 @@ def test_replay_and_an_eager_copy_are_not_ordered_by_the_lane_that_both_were_iss
         graph.replay()
 
 
-# -- rules --------------------------------------------------------------------------------------------------------------
+# -- rules ---------------------------------------------------------------------------------------------------
 
 
 def passed(device: SimDevice) -> SimEvent:
@@ -169,7 +171,10 @@ def test_unpinning_in_a_capture_is_an_error() -> None:
 def test_wait_in_a_capture_for_an_event_of_before_is_an_error_although_it_has_passed() -> None:
     device = SimDevice()
     event = passed(device)
-    with device.capture(), pytest.raises(HazardError, match="recorded outside of the capture that compute is part of"):
+    with (
+        device.capture(),
+        pytest.raises(HazardError, match="recorded outside of the capture that compute is part of"),
+    ):
         device.wait(device.compute, event, "restore")
 
 
@@ -183,7 +188,11 @@ def test_event_of_a_capture_is_none_after_it(later: str) -> None:
         with device.capture(), pytest.raises(HazardError, match=match):
             device.wait(device.compute, event, "read")
         return
-    for call in (lambda: device.wait(device.d2h, event, "spill"), lambda: device.poll(event), lambda: device.synchronize(event)):
+    for call in (
+        lambda: device.wait(device.d2h, event, "spill"),
+        lambda: device.poll(event),
+        lambda: device.synchronize(event),
+    ):
         with pytest.raises(HazardError, match=match):
             call()
 
@@ -198,7 +207,9 @@ def test_lane_that_is_not_joined_ends_the_capture_with_an_error() -> None:
             bench.send()
 
     graphs: list[SimGraph] = []
-    with pytest.raises(HazardError, match=r"capture: d2h, part of it since it waited \('spill'\), is not joined"):
+    with pytest.raises(
+        HazardError, match=r"capture: d2h, part of it since it waited \('spill'\), is not joined"
+    ):
         capture()
     with pytest.raises(HazardError, match="capture did not end well"):
         graphs[0].replay()
@@ -208,7 +219,10 @@ def test_lane_that_is_not_joined_ends_the_capture_with_an_error() -> None:
 def test_copy_on_a_lane_outside_of_the_capture_is_an_error() -> None:
     device = SimDevice()
     bench = Bench(device)
-    with device.capture(), pytest.raises(HazardError, match="a copy on d2h, which is no part of the capture, would run once"):
+    with (
+        device.capture(),
+        pytest.raises(HazardError, match="a copy on d2h, which is no part of the capture, would run once"),
+    ):
         device.copy(device.d2h, [(bench.block, bench.source)])
 
 
@@ -222,7 +236,7 @@ def test_capture_is_of_the_lane_it_began_on() -> None:
     assert not device.is_capturing()
 
 
-# -- watchers -----------------------------------------------------------------------------------------------------------
+# -- watchers ------------------------------------------------------------------------------------------------
 
 
 class Watcher(CaptureWatcher):

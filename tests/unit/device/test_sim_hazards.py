@@ -1,4 +1,5 @@
-"""The happens-before checker: each edge of a spill and restore is needed, and what a missing one looks like in the error."""
+"""The happens-before checker: each edge of a spill and restore is needed, and what a missing one looks like
+in the error."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def order(device: Device, title: str, *, first: str, then: str) -> None:
 
 
 def spill_and_restore_twice(device: SimDevice) -> list[torch.Tensor]:
-    """Two tensors go through one host block, one after the other; what unpack hands to compute. Every edge has a title."""
+    """Two tensors go through one host block, one after the other; what unpack hands to compute. Every edge
+    has a title."""
     block = device.host_memory(BLOCK, BLOCK).pieces[0]
     device.name_bytes(block, "block")
     read: list[torch.Tensor] = []
@@ -56,22 +58,44 @@ def spill_and_restore_twice(device: SimDevice) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_program_with_all_its_edges_raises_nothing_and_reads_what_it_saved(executor: ExecutorName, seed: int) -> None:
-    assert [t.unique().tolist() for t in spill_and_restore_twice(SimDevice(executor=executor, seed=seed))] == [[1], [2]]
+def test_a_program_with_all_its_edges_raises_nothing_and_reads_what_it_saved(
+    executor: ExecutorName, seed: int
+) -> None:
+    assert [
+        t.unique().tolist() for t in spill_and_restore_twice(SimDevice(executor=executor, seed=seed))
+    ] == [[1], [2]]
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(
     ("titles", "message"),
     [
-        ({"spill"}, r"RAW hazard on .*'source 1': copy of 64 bytes \(operation . of d2h\).* reads them while note_write .* of compute"),
-        ({"free"}, r"allocator reuse hazard on .*'source 1'.* compute .* copy of 64 bytes \(operation . of d2h\).*, which reads them"),
-        ({"allocate"}, r"allocator reuse hazard on .*: copy .* of h2d\).* writes them while empty .* of compute\), which hands them out"),
-        ({"unpack"}, r"RAW hazard on .*: note_read .* of compute\) reads them while copy .* of h2d\).*, which writes them"),
+        (
+            {"spill"},
+            r"RAW hazard on .*'source 1': copy of 64 bytes \(operation . of d2h\).* reads them while "
+            r"note_write .* of compute",
+        ),
+        (
+            {"free"},
+            r"allocator reuse hazard on .*'source 1'.* compute .* copy of 64 bytes \(operation . of d2h\).*, "
+            r"which reads them",
+        ),
+        (
+            {"allocate"},
+            r"allocator reuse hazard on .*: copy .* of h2d\).* writes them while empty .* of compute\), "
+            r"which hands them out",
+        ),
+        (
+            {"unpack"},
+            r"RAW hazard on .*: note_read .* of compute\) reads them while copy .* of h2d\).*, which writes "
+            r"them",
+        ),
     ],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else "",
 )
-def test_a_missing_edge_is_an_error_that_names_both_sides(executor: ExecutorName, titles: set[str], message: str) -> None:
+def test_a_missing_edge_is_an_error_that_names_both_sides(
+    executor: ExecutorName, titles: set[str], message: str
+) -> None:
     with pytest.raises(HazardError, match=message):
         spill_and_restore_twice(SimDevice(executor=executor, without=titles))
 
@@ -97,13 +121,17 @@ def block_passes_from_restore_to_spill(device: SimDevice) -> torch.Tensor:
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_block_with_an_unfinished_reader_may_not_be_written(executor: ExecutorName) -> None:
     assert block_passes_from_restore_to_spill(SimDevice(executor=executor)).unique().tolist() == [1]
-    with pytest.raises(HazardError, match=r"WAR hazard on .*'block': copy .* of d2h\).* writes them while copy .* of h2d\)"):
+    with pytest.raises(
+        HazardError, match=r"WAR hazard on .*'block': copy .* of d2h\).* writes them while copy .* of h2d\)"
+    ):
         block_passes_from_restore_to_spill(SimDevice(executor=executor, without={"reuse of a block"}))
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_restore_needs_the_event_of_its_own_spill(executor: ExecutorName) -> None:
-    with pytest.raises(HazardError, match=r"RAW hazard on .*'block': copy .* of h2d\).* reads them while copy .* of d2h\)"):
+    with pytest.raises(
+        HazardError, match=r"RAW hazard on .*'block': copy .* of h2d\).* reads them while copy .* of d2h\)"
+    ):
         block_passes_from_restore_to_spill(SimDevice(executor=executor, without={"restore"}))
 
 
@@ -123,7 +151,9 @@ def test_a_source_may_not_be_overwritten_while_it_leaves() -> None:
     source, block = saved(device, 1), device.host_memory(BLOCK, BLOCK).pieces[0]
     order(device, "spill", first="compute", then="d2h")
     device.copy(device.d2h, [(block, source)])
-    with pytest.raises(HazardError, match=r"WAR hazard on .*: note_write .* of compute\) writes them while copy"):
+    with pytest.raises(
+        HazardError, match=r"WAR hazard on .*: note_write .* of compute\) writes them while copy"
+    ):
         device.note_write(device.compute, source)
     order(device, "free", first="d2h", then="compute")
     device.note_write(device.compute, source)
@@ -181,7 +211,11 @@ def test_a_strided_view_covers_the_bytes_from_its_first_element_to_its_last() ->
 @pytest.mark.parametrize("how", ["poll", "synchronize"])
 def test_what_the_host_saw_finish_comes_before_all_that_it_issues_later(how: str) -> None:
     device = SimDevice(executor="early" if how == "poll" else "late")
-    block, source, buffer = device.host_memory(BLOCK, BLOCK).pieces[0], saved(device, 1), torch.empty(BLOCK, dtype=torch.uint8)
+    block, source, buffer = (
+        device.host_memory(BLOCK, BLOCK).pieces[0],
+        saved(device, 1),
+        torch.empty(BLOCK, dtype=torch.uint8),
+    )
     order(device, "spill", first="compute", then="d2h")
     device.copy(device.d2h, [(block, source)])
     spilled = device.record(device.d2h)
@@ -262,4 +296,11 @@ def test_without_the_check_an_unordered_program_runs_on() -> None:
 def test_every_edge_that_was_asked_for_is_counted_by_its_title() -> None:
     device = SimDevice(without={"unpack"}, check=False)
     spill_and_restore_twice(device)
-    assert dict(device.waits) == {"spill": 2, "reuse of a block": 2, "free": 2, "allocate": 2, "restore": 2, "unpack": 2}
+    assert dict(device.waits) == {
+        "spill": 2,
+        "reuse of a block": 2,
+        "free": 2,
+        "allocate": 2,
+        "restore": 2,
+        "unpack": 2,
+    }

@@ -22,9 +22,14 @@ def assert_nothing_is_left(manager: PipelineOffloadManager) -> None:
 
 
 def run_both(
-    steps: Sequence[Sequence[Action]], manager: PipelineOffloadManager, *, announced: bool = False, **build: Any
+    steps: Sequence[Sequence[Action]],
+    manager: PipelineOffloadManager,
+    *,
+    announced: bool = False,
+    **build: Any,
 ) -> list[StepStats]:
-    """The steps without a manager and with this one: the same gradients, and nothing left after any step. Returns each step's figures."""
+    """The steps without a manager and with this one: the same gradients, and nothing left after any step.
+    Returns each step's figures."""
     expected = baseline(build_stages(**build), steps)
     with installed(manager):
         driver = Driver(build_stages(**build), announced=announced)

@@ -1,7 +1,7 @@
 """Checkpointed blocks whose kept outputs leave: what the tests of selective checkpoints share.
 
-A block is x + fc2(gelu(fc1(norm(x)))) without biases. With matrix products kept, fc1's output is kept; fc2's comes after all that autograd
-saves in the block, so no recompute reads it.
+A block is x + fc2(gelu(fc1(norm(x)))) without biases. With matrix products kept, fc1's output is kept; fc2's
+comes after all that autograd saves in the block, so no recompute reads it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from offload import PipelineOffloadManager, group_commit, group_start, init_chunk_handler, offload_hooks, selective_contexts, step_end
+from offload import (
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    offload_hooks,
+    selective_contexts,
+    step_end,
+)
 from offload.telemetry.records import StepStats
 
 ROWS, WIDTH = 12, 16
@@ -111,7 +119,8 @@ def assert_bits(expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
 
 
 def let_go(manager: PipelineOffloadManager) -> None:
-    """Compute waits for every spill in flight: a short step would find its sources still there, and copy nothing back."""
+    """Compute waits for every spill in flight: a short step would find its sources still there, and copy
+    nothing back."""
     transfers = manager.engine.transfers
     with manager.engine.lock:
         for transfer in list(transfers._spilling):
@@ -133,7 +142,11 @@ def coming_labels(manager: PipelineOffloadManager) -> list[str]:
     handler = manager.cur_forward_chunk()
     assert handler is not None
     handler.saved.complete()
-    return [str(record.label) for reference in handler.saved.coming._records if (record := reference()) is not None]
+    return [
+        str(record.label)
+        for reference in handler.saved.coming._records
+        if (record := reference()) is not None
+    ]
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Small models with marks, and a driver that runs a step action by action: what the tests of groups share.
 
-The same program runs with offload and without, so gradients can be compared bit by bit. A stage is a `Stack`; a step is a list of
-actions ("F" | "B" | "I" | "W", stage, microbatch), where I and W are the input half and the weight half of a backward, or
-("eval", 0 | 1, microbatches): a forward of all stages without | with gradients.
+The same program runs with offload and without, so gradients can be compared bit by bit. A stage is a `Stack`;
+a step is a list of actions ("F" | "B" | "I" | "W", stage, microbatch), where I and W are the input half and
+the weight half of a backward, or ("eval", 0 | 1, microbatches): a forward of all stages without | with
+gradients.
 """
 
 from __future__ import annotations
@@ -37,12 +38,19 @@ Action = tuple[str, int, int]
 
 
 def build_manager(
-    executor: ExecutorName = "late", *, seed: int = 0, device: SimDevice | None = None, print_summary: bool = False, **config: Any
+    executor: ExecutorName = "late",
+    *,
+    seed: int = 0,
+    device: SimDevice | None = None,
+    print_summary: bool = False,
+    **config: Any,
 ) -> PipelineOffloadManager:
     """A manager over a simulated device whose every saved tensor may leave, in small pieces."""
     settings: dict[str, Any] = {"min_offloaded_tensor_size": 1, "piece_bytes": 1024, **config}
     device = device if device is not None else SimDevice(executor=executor, seed=seed)
-    return PipelineOffloadManager(OffloadEngine(OffloadConfig(**settings), device=device), print_summary=print_summary)
+    return PipelineOffloadManager(
+        OffloadEngine(OffloadConfig(**settings), device=device), print_summary=print_summary
+    )
 
 
 @contextmanager
@@ -100,7 +108,9 @@ class Stack(nn.Sequential):
         super().__init__(*(Layer(names, delay=delay) for _ in range(layers)))
 
 
-def build_stages(count: int = 1, layers: int = 2, names: Sequence[str] = NAMES, *, delay: bool = False) -> list[Stack]:
+def build_stages(
+    count: int = 1, layers: int = 2, names: Sequence[str] = NAMES, *, delay: bool = False
+) -> list[Stack]:
     torch.manual_seed(0)
     return [Stack(layers, names, delay=delay) for _ in range(count)]
 
@@ -108,10 +118,13 @@ def build_stages(count: int = 1, layers: int = 2, names: Sequence[str] = NAMES, 
 class Driver:
     """Runs actions on stages that lie one after the other.
 
-    announced: chunks are announced, as a pipeline stage does it; else `init_chunk_handler` is called before each forward.
+    announced: chunks are announced, as a pipeline stage does it; else `init_chunk_handler` is called before
+        each forward.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], *, announced: bool = False, min_elements: int = 1, **keywords: Any) -> None:
+    def __init__(
+        self, stages: Sequence[nn.Module], *, announced: bool = False, min_elements: int = 1, **keywords: Any
+    ) -> None:
         self.stages = stages
         self.announced = announced
         self.min_elements = min_elements
@@ -131,7 +144,9 @@ class Driver:
             else:
                 self.half_backward(kind, stage, microbatch)
         parameters = [parameter for module in self.stages for parameter in module.parameters()]
-        gradients = [torch.zeros(()) if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+        gradients = [
+            torch.zeros(()) if parameter.grad is None else parameter.grad.clone() for parameter in parameters
+        ]
         with torch.no_grad():
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -157,7 +172,9 @@ class Driver:
     def backward(self, stage: int, microbatch: int) -> None:
         manager = PipelineOffloadManager.OFFLOAD_MGR
         _, y = self._live[stage, microbatch]
-        gradient = torch.ones_like(y) if stage == len(self.stages) - 1 else self._live[stage + 1, microbatch][0].grad
+        gradient = (
+            torch.ones_like(y) if stage == len(self.stages) - 1 else self._live[stage + 1, microbatch][0].grad
+        )
         if manager is not None and self.announced:
             manager.begin_backward(stage, microbatch, "B")
         if stage == len(self.stages) - 1:
@@ -209,15 +226,20 @@ def assert_same(expected: Sequence[Sequence[Tensor]], found: Sequence[Sequence[T
     assert len(expected) == len(found)
     for step, (one, other) in enumerate(zip(expected, found, strict=True)):
         for number, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert torch.equal(a, b), f"gradient {number} of step {step} differs by up to {(a - b).abs().max().item()}"
+            assert torch.equal(a, b), (
+                f"gradient {number} of step {step} differs by up to {(a - b).abs().max().item()}"
+            )
 
 
-# -- orders of one rank's step ------------------------------------------------------------------------------------------
+# -- orders of one rank's step -------------------------------------------------------------------------------
 def no_pipeline(microbatches: int, stages: int = 1) -> list[Action]:
     return [
         action
         for mb in range(microbatches)
-        for action in [*(("F", stage, mb) for stage in range(stages)), *(("B", stage, mb) for stage in reversed(range(stages)))]
+        for action in [
+            *(("F", stage, mb) for stage in range(stages)),
+            *(("B", stage, mb) for stage in reversed(range(stages))),
+        ]
     ]
 
 
@@ -226,7 +248,10 @@ def gpipe(microbatches: int) -> list[Action]:
 
 
 def lifo(microbatches: int) -> list[Action]:
-    return [*(("F", 0, mb) for mb in range(microbatches)), *(("B", 0, mb) for mb in reversed(range(microbatches)))]
+    return [
+        *(("F", 0, mb) for mb in range(microbatches)),
+        *(("B", 0, mb) for mb in reversed(range(microbatches))),
+    ]
 
 
 def one_f_one_b(microbatches: int, warmup: int) -> list[Action]:
@@ -239,11 +264,16 @@ def one_f_one_b(microbatches: int, warmup: int) -> list[Action]:
 
 
 def interleaved(microbatches: int, stages: int = 2, warmup: int = 4) -> list[Action]:
-    """Groups of two microbatches through each virtual stage in turn, forwards ahead of backwards by `warmup`."""
+    """Groups of two microbatches through each virtual stage in turn, forwards ahead of backwards by
+    `warmup`."""
     assert microbatches % 2 == 0
     groups = range(0, microbatches, 2)
-    forwards: list[Action] = [("F", stage, mb + i) for mb in groups for stage in range(stages) for i in (0, 1)]
-    backwards: list[Action] = [("B", stage, mb + i) for mb in groups for stage in reversed(range(stages)) for i in (0, 1)]
+    forwards: list[Action] = [
+        ("F", stage, mb + i) for mb in groups for stage in range(stages) for i in (0, 1)
+    ]
+    backwards: list[Action] = [
+        ("B", stage, mb + i) for mb in groups for stage in reversed(range(stages)) for i in (0, 1)
+    ]
     order = forwards[:warmup]
     for i, backward in enumerate(backwards):
         order.extend(forwards[warmup + i : warmup + i + 1])

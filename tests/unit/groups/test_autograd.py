@@ -1,4 +1,5 @@
-"""The marks as nodes of autograd's graph: identities, and what their forward and backward tell the handler."""
+"""The marks as nodes of autograd's graph: identities, and what their forward and backward tell the
+handler."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload import PipelineOffloadManager, backward_record, forward_record, group_commit, group_start, init_chunk_handler, offload_hooks
+from offload import (
+    PipelineOffloadManager,
+    backward_record,
+    forward_record,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    offload_hooks,
+)
 from offload.groups.autograd import (
     FineGrainedOffloadingBackwardRecordFunction,
     FineGrainedOffloadingGroupCommitFunction,
@@ -93,7 +102,12 @@ def test_marked_tensor_is_the_same_bytes_at_the_same_version_and_no_view(mark: s
     x = torch.randn(4, 6, requires_grad=True).mul(1).t()
     marked = apply_mark(function, x, *rest)
     assert marked is not x
-    assert (marked.data_ptr(), marked.stride(), marked.dtype, marked.requires_grad) == (x.data_ptr(), x.stride(), x.dtype, True)
+    assert (marked.data_ptr(), marked.stride(), marked.dtype, marked.requires_grad) == (
+        x.data_ptr(),
+        x.stride(),
+        x.dtype,
+        True,
+    )
     assert not marked._is_view()
     marked.add_(1)  # a later in-place operation works, and both see it
     assert x._version == marked._version == 1
@@ -108,7 +122,8 @@ def test_marked_tensor_without_gradient_stays_without() -> None:
 
 
 def test_node_of_a_mark_does_not_confuse_the_search_for_parameters(manager: PipelineOffloadManager) -> None:
-    """node.name() of a Function is whatever its forward stored as ctx.name: once a string, and calling it ended the forward."""
+    """node.name() of a Function is whatever its forward stored as ctx.name: once a string, and calling it
+    ended the forward."""
 
     class Named(torch.autograd.Function):
         @staticmethod
@@ -148,7 +163,9 @@ def test_forward_record_orders_compute_after_the_offloads_so_far(manager: Pipeli
 
 
 @pytest.mark.req("S2-89")
-def test_backward_record_is_an_identity_whose_backward_orders_compute_after_the_reloads(manager: PipelineOffloadManager) -> None:
+def test_backward_record_is_an_identity_whose_backward_orders_compute_after_the_reloads(
+    manager: PipelineOffloadManager,
+) -> None:
     device, event = manager.engine.device, Event()
     x = torch.randn(3, requires_grad=True)
     y = backward_record(x, event)

@@ -24,33 +24,41 @@ LAYOUTS = {
 @pytest.mark.req("S2-59", "S2-60", "S3-67", "S3-71", "S3-73", "S3-77")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_tensor_comes_back_with_its_bits_and_its_strides(manager: PipelineOffloadManager, dtype: torch.dtype, layout: str) -> None:
+def test_one_tensor_comes_back_with_its_bits_and_its_strides(
+    manager: PipelineOffloadManager, dtype: torch.dtype, layout: str
+) -> None:
     handler = begun(manager)
     source = LAYOUTS[layout]((torch.randn(12, 9) * 100).to(dtype))
     original = source.clone()
     state = handler.offload(source)
     assert isinstance(state, OffloadState)
     assert (state.device, state.use_cpu_pool) == (source.device, True)
-    assert not manager.engine.device.owns(state.cpu_tensor) or source.numel() == 0  # it is host memory, not the device's
+    # it is host memory, not the device's
+    assert not manager.engine.device.owns(state.cpu_tensor) or source.numel() == 0
     back = handler.reload(state)
     assert torch.equal(back, original)
     assert (back.stride(), back.dtype, back.device) == (source.stride(), dtype, source.device)
 
 
 @pytest.mark.req("S2-60", "S3-67")
-def test_reload_reads_the_copy_and_not_what_has_become_of_the_original(manager: PipelineOffloadManager) -> None:
+def test_reload_reads_the_copy_and_not_what_has_become_of_the_original(
+    manager: PipelineOffloadManager,
+) -> None:
     handler = begun(manager)
     x = torch.randn(64)
     original = x.clone()
     state = handler.offload(x)
-    device_of(manager).note_write(manager.engine.device.compute, x)  # legal: offload has ordered compute after its copy
+    # legal: offload has ordered compute after its copy
+    device_of(manager).note_write(manager.engine.device.compute, x)
     x.fill_(-1)
     assert torch.equal(handler.reload(state), original)
 
 
 @pytest.mark.req("S2-59", "S2-60", "S3-72")
 @pytest.mark.parametrize("pin_memory", [True, False])
-def test_without_the_pool_a_tensor_gets_host_memory_of_its_own(manager: PipelineOffloadManager, pin_memory: bool) -> None:
+def test_without_the_pool_a_tensor_gets_host_memory_of_its_own(
+    manager: PipelineOffloadManager, pin_memory: bool
+) -> None:
     handler = begun(manager)
     x = torch.randn(64)
     state = handler.offload(x, pin_memory=pin_memory, use_cpu_pool=False)
@@ -80,25 +88,34 @@ def test_reload_blocks_the_host_only_when_it_is_told_to(
     x = torch.randn(64)
     calls: list[object] = []
     synchronize = SimDevice.synchronize
-    monkeypatch.setattr(SimDevice, "synchronize", lambda self, event: (calls.append(event), synchronize(self, event)))
+    monkeypatch.setattr(
+        SimDevice, "synchronize", lambda self, event: (calls.append(event), synchronize(self, event))
+    )
     assert torch.equal(handler.reload(handler.offload(x), non_blocking), x)
     assert len(calls) == blocks
 
 
 @pytest.mark.req("S2-33", "S2-60")
-def test_step_end_takes_back_what_was_never_reloaded_and_says_so_to_a_late_reload(manager: PipelineOffloadManager) -> None:
+def test_step_end_takes_back_what_was_never_reloaded_and_says_so_to_a_late_reload(
+    manager: PipelineOffloadManager,
+) -> None:
     handler = begun(manager)
     kept, dropped = handler.offload(torch.ones(64), use_cpu_pool=False), handler.offload(torch.ones(64))
     step_end()
     assert manager.cpu_tensor_pool.stats["current_in_use"] == 0
     assert torch.equal(handler.reload(kept), torch.ones(64))
-    with pytest.raises(StaleHandleError, match=r"shape \(64,\) was offloaded by hand in step 0, and its .* before step 1; reload it in"):
+    with pytest.raises(
+        StaleHandleError,
+        match=r"shape \(64,\) was offloaded by hand in step 0, and its .* before step 1; reload it in",
+    ):
         handler.reload(dropped)
 
 
 def test_tensor_of_another_device_is_not_offloaded(manager: PipelineOffloadManager) -> None:
     handler = begun(manager)
-    with pytest.raises(ValueError, match="offload of a tensor on meta, but this handler's device is sim; move it there first"):
+    with pytest.raises(
+        ValueError, match="offload of a tensor on meta, but this handler's device is sim; move it there first"
+    ):
         handler.offload(torch.empty(4, device="meta"))
     with pytest.raises(ValueError, match="offload of a list, must be a tensor on sim"):
         handler.offload([1.0])  # type: ignore[arg-type]

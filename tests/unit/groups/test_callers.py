@@ -1,4 +1,5 @@
-"""Whatever a caller does in the middle of a step, gradients are those without offload: switches, exceptions, second reads, delays.
+"""Whatever a caller does in the middle of a step, gradients are those without offload: switches, exceptions,
+second reads, delays.
 
 Every comparison is bitwise, against the same program run with no manager at all.
 """
@@ -140,7 +141,11 @@ def test_graph_may_be_read_again_with_retain_graph() -> None:
                 loss = module(torch.ones(ROWS, WIDTH)).square().mean()
                 for times in range(3):
                     loss.backward(retain_graph=times < 2)
-                    found = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+                    found = [
+                        parameter.grad.clone()
+                        for parameter in module.parameters()
+                        if parameter.grad is not None
+                    ]
                     assert_same([expected], [found])
                     module.zero_grad()
                 step_end()
@@ -148,7 +153,8 @@ def test_graph_may_be_read_again_with_retain_graph() -> None:
 
 
 def test_second_derivatives_are_those_of_the_marked_model_that_offloads_nothing() -> None:
-    """Marks are nodes of the graph, so they may change the order in which a double backward adds three gradients up."""
+    """Marks are nodes of the graph, so they may change the order in which a double backward adds three
+    gradients up."""
 
     def run(min_elements: int) -> list[Tensor]:
         module = build_stages()[0]

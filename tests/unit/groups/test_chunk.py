@@ -1,4 +1,5 @@
-"""The handler of one chunk, called by hand: building it, its recorded groups, tensors by tag, starts and commits that pair."""
+"""The handler of one chunk, called by hand: building it, its recorded groups, tensors by tag, starts and
+commits that pair."""
 
 from __future__ import annotations
 
@@ -8,14 +9,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offload import ChunkOffloadHandler, GPUTensorPool, GroupOrderError, OffloadConfig, OffloadEngine, PipelineOffloadManager
+from offload import (
+    ChunkOffloadHandler,
+    GPUTensorPool,
+    GroupOrderError,
+    OffloadConfig,
+    OffloadEngine,
+    PipelineOffloadManager,
+)
 from offload.device.sim import SimDevice
 from offload.transfer.record import RecordState
 from tests.unit.groups.handlers import begun, device_of, group_of, settle, states
 from tests.unit.groups.stack import EXECUTORS, build_manager, installed
 
 
-# -- building -----------------------------------------------------------------------------------------------------------
+# -- building ------------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-58", "S3-6")
 def test_handler_stands_alone_with_a_pool_of_its_own_and_no_singleton() -> None:
     pool = GPUTensorPool("cpu", pin_memory=True)
@@ -33,14 +41,15 @@ def test_handler_stands_alone_with_a_pool_of_its_own_and_no_singleton() -> None:
 def test_handler_copies_on_the_lanes_that_it_is_given() -> None:
     device = SimDevice()
     engine = OffloadEngine(OffloadConfig(), device=device)
-    handler = ChunkOffloadHandler(8, None, device.h2d, device.d2h, engine=engine)  # the other way round, to see the difference
+    # the other way round, to see the difference
+    handler = ChunkOffloadHandler(8, None, device.h2d, device.d2h, engine=engine)
     x = torch.randn(4, 4)
     assert torch.equal(handler.reload(handler.offload(x)), x)
     assert handler.d2h_stream is device.h2d
     assert (device.copies(device.h2d), device.copies(device.d2h)) == (1, 1)
 
 
-# -- looking at the groups ----------------------------------------------------------------------------------------------
+# -- looking at the groups -----------------------------------------------------------------------------------
 @pytest.mark.req("S2-62", "S2-63", "S2-65", "S2-70")
 def test_groups_are_found_by_name_from_an_index_on(manager: PipelineOffloadManager) -> None:
     handler = begun(manager)
@@ -101,7 +110,7 @@ def test_step_of_another_shape_is_recorded_from_where_it_differs(manager: Pipeli
     assert [group.name for group in handler.groups] == ["a", "c"]
 
 
-# -- tensors by tag -----------------------------------------------------------------------------------------------------
+# -- tensors by tag ------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-66")
 def test_tags_name_group_and_position_and_are_never_used_twice(manager: PipelineOffloadManager) -> None:
     handler = begun(manager)
@@ -161,7 +170,10 @@ def test_pop_of_a_tensor_that_still_lives_copies_nothing_back(manager: PipelineO
 
 
 def test_push_outside_a_group_is_refused(manager: PipelineOffloadManager) -> None:
-    with pytest.raises(GroupOrderError, match=r"tensor_push of shape \(4,\), but no group is open; call on_group_start_forward first"):
+    with pytest.raises(
+        GroupOrderError,
+        match=r"tensor_push of shape \(4,\), but no group is open; call on_group_start_forward first",
+    ):
         begun(manager).tensor_push(torch.ones(4))
 
 
@@ -174,7 +186,8 @@ def test_small_marked_and_parameter_tensors_need_no_offloading(manager: Pipeline
     verdicts = {
         "large": (torch.ones(16), True),
         "small": (torch.ones(15), False),
-        "small in a large dtype": (torch.ones(15, dtype=torch.complex128), False),  # elements count, not bytes
+        # elements count, not bytes
+        "small in a large dtype": (torch.ones(15, dtype=torch.complex128), False),
         "marked": (marked, False),
         "view of a marked one": (marked.view(4, 4), False),
         "parameter": (parameter, False),
@@ -184,18 +197,23 @@ def test_small_marked_and_parameter_tensors_need_no_offloading(manager: Pipeline
         assert handler.tensor_need_offloading_checker(tensor) is needed, what
 
 
-# -- pairing ------------------------------------------------------------------------------------------------------------
+# -- pairing -------------------------------------------------------------------------------------------------
 def test_commit_closes_the_innermost_group_of_its_name(manager: PipelineOffloadManager) -> None:
     handler = begun(manager)
     outer, other, inner = (handler.on_group_start_forward(name) for name in ("a", "b", "a"))
     assert handler.close("a") is inner
     assert handler.close("a") is outer
-    with pytest.raises(GroupOrderError, match=r"group 'a', which has not been started; open: b\. Call group_start\(tensor, 'a'\)"):
+    with pytest.raises(
+        GroupOrderError,
+        match=r"group 'a', which has not been started; open: b\. Call group_start\(tensor, 'a'\)",
+    ):
         handler.close("a")
     assert handler.innermost_open() is other
 
 
-def test_start_that_was_muted_and_never_committed_does_not_swallow_a_later_commit(manager: PipelineOffloadManager) -> None:
+def test_start_that_was_muted_and_never_committed_does_not_swallow_a_later_commit(
+    manager: PipelineOffloadManager,
+) -> None:
     handler = begun(manager)
     handler.mute("a")  # a forward without gradients that raised before its commit
     group = handler.on_group_start_forward("a")
@@ -211,7 +229,9 @@ def test_records_move_on_when_a_group_is_committed_late(manager: PipelineOffload
         assert fresh is not None
         handler = begun(fresh)
         group = handler.on_group_start_forward("a")
-        tags = [handler.tensor_push(torch.randn(64)) for _ in range(2)] + [handler.tensor_push(torch.randn(8))]
+        tags = [handler.tensor_push(torch.randn(64)) for _ in range(2)] + [
+            handler.tensor_push(torch.randn(8))
+        ]
         assert states(group) == ["SPILLING", "SPILLING", "RESIDENT"]
         handler.bulk_offload_group()
         handler.bulk_offload_group()

@@ -1,4 +1,5 @@
-"""The module page under Megatron-core's names: every name is there, and is the function that its short name is."""
+"""The module page under Megatron-core's names: every name is there, and is the function that its short name
+is."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_debug_rank_prints_only_when_debugging_and_only_on_its_rank(
 
 
 @pytest.mark.req("S2-2")
-def test_debug_rank_asks_the_process_group_for_the_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_rank_asks_the_process_group_for_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(page, "DEBUG", True)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     for rank in (0, 1):
@@ -67,7 +70,10 @@ def test_long_names_are_the_short_ones() -> None:
 def test_long_group_start_may_be_called_without_a_name_and_says_that_it_needs_one() -> None:
     x = torch.ones(2)
     assert page.fine_grained_offloading_group_start(x, "a") is x
-    with pytest.raises(ValueError, match="group_start with name None: a group's name must be a non-empty string such as 'core_attn'"):
+    with pytest.raises(
+        ValueError,
+        match="group_start with name None: a group's name must be a non-empty string such as 'core_attn'",
+    ):
         page.fine_grained_offloading_group_start(x)
 
 
@@ -90,7 +96,19 @@ def test_import_needs_no_training_framework() -> None:
         "print(sorted(after - {'offload', 'tabulate', 'numpy', 'wcwidth'}))\n"
         "assert not torch.cuda.is_initialized()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
     brought = done.stdout.strip()
-    for framework in ("megatron", "torchtitan", "transformers", "deepspeed", "accelerate", "lightning", "trl", "parallel", "moe"):
+    for framework in (
+        "megatron",
+        "torchtitan",
+        "transformers",
+        "deepspeed",
+        "accelerate",
+        "lightning",
+        "trl",
+        "parallel",
+        "moe",
+    ):
         assert f"'{framework}'" not in brought

@@ -1,6 +1,7 @@
 """Groups inside captured graphs on the simulated device: what is captured, refused, held, counted and said.
 
-A capture runs once as it is captured; compute is not run again by a replay (tests/gpu/test_graphs.py does that), copies are.
+A capture runs once as it is captured; compute is not run again by a replay (tests/gpu/test_graphs.py does
+that), copies are.
 """
 
 from __future__ import annotations
@@ -75,14 +76,16 @@ def bytes_of(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-# -- a layer --------------------------------------------------------------------------------------------------------------
+# -- a layer -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.req("S2-101")
 @pytest.mark.parametrize("one_graph", [True, False], ids=["one graph", "a graph each"])
 @pytest.mark.parametrize("caps", CAPS)
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_captured_layers_have_the_bits_of_no_offload_and_their_replays_no_hazard(executor: Any, caps: str, one_graph: bool) -> None:
+def test_captured_layers_have_the_bits_of_no_offload_and_their_replays_no_hazard(
+    executor: Any, caps: str, one_graph: bool
+) -> None:
     (model,), x = build_stages(), leaf()
     wanted = gradients(model, x)
     for seed in range(5 if executor == "random" else 1):
@@ -110,7 +113,9 @@ def test_captured_layers_have_the_bits_of_no_offload_and_their_replays_no_hazard
             check_figures(manager, region, len(graphs), restored=not (one_graph and caps == "defaults"))
 
 
-def check_figures(manager: PipelineOffloadManager, region: CapturedRegion, graphs: int, *, restored: bool) -> None:
+def check_figures(
+    manager: PipelineOffloadManager, region: CapturedRegion, graphs: int, *, restored: bool
+) -> None:
     assert region.spill_bytes == region.host_bytes > 0
     assert (region.restore_bytes > 0) == restored
     assert region.kept_bytes == 0
@@ -125,7 +130,9 @@ def check_figures(manager: PipelineOffloadManager, region: CapturedRegion, graph
     assert arena.lent_bytes == 0
 
 
-def test_what_a_backward_reads_next_is_fetched_ahead_inside_its_graph(manager: PipelineOffloadManager) -> None:
+def test_what_a_backward_reads_next_is_fetched_ahead_inside_its_graph(
+    manager: PipelineOffloadManager,
+) -> None:
     """The chunk was read by the warm-up; the capture begins it anew, so its reads are known in order."""
     device, transfers, priorities = device_of(manager), manager.engine.transfers, []
     restore = transfers.restore
@@ -149,7 +156,8 @@ def test_what_a_backward_reads_next_is_fetched_ahead_inside_its_graph(manager: P
 
 
 def test_each_graph_fetches_what_its_own_forward_saved_and_no_more(manager: PipelineOffloadManager) -> None:
-    """However large the window: who replays the second layer's backward need not replay the first's after it."""
+    """However large the window: who replays the second layer's backward need not replay the first's after
+    it."""
     device, ends = device_of(manager), [leaf(), leaf()]
     models = build_stages(2)
     with capturing() as region:
@@ -191,11 +199,13 @@ def test_chunk_that_was_captured_is_no_part_of_the_plan(manager: PipelineOffload
     assert manager.offload_summary_bytes == {"act": 2 * bytes_of(leaf())}
 
 
-# -- boundaries -------------------------------------------------------------------------------------------------------------
+# -- boundaries ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.req("S2-91")
-def test_a_group_open_across_a_capture_sends_each_part_where_it_was_saved(manager: PipelineOffloadManager) -> None:
+def test_a_group_open_across_a_capture_sends_each_part_where_it_was_saved(
+    manager: PipelineOffloadManager,
+) -> None:
     manager.engine.store._piece_bytes = 1 << 20  # nothing leaves before its commit
     device, x = device_of(manager), leaf()
     x = group_start(x, "act")
@@ -214,7 +224,8 @@ def test_a_group_open_across_a_capture_sends_each_part_where_it_was_saved(manage
 
 @pytest.mark.req("S2-86")
 def test_delayed_groups_leave_where_they_were_delayed(manager: PipelineOffloadManager) -> None:
-    """An eager one stays delayed while a capture flushes its own; one that nobody flushed leaves at the capture's end."""
+    """An eager one stays delayed while a capture flushes its own; one that nobody flushed leaves at the
+    capture's end."""
     device, counts = device_of(manager), manager.engine.transfers.counts
     manager.engine.store._piece_bytes = 1 << 20
     eager = one_group(leaf(), delay=True)
@@ -245,8 +256,11 @@ class Event:
 
 
 @pytest.mark.req("S2-88", "S2-89", "S2-91")
-def test_records_in_a_capture_come_before_the_lanes_are_joined_and_join_them(manager: PipelineOffloadManager) -> None:
-    """Whoever waits for the event runs beside the copies; the graph still ends with them, with nothing left to join."""
+def test_records_in_a_capture_come_before_the_lanes_are_joined_and_join_them(
+    manager: PipelineOffloadManager,
+) -> None:
+    """Whoever waits for the event runs beside the copies; the graph still ends with them, with nothing left
+    to join."""
     device, transfers, x = device_of(manager), manager.engine.transfers, leaf()
     first, last = Event(transfers.in_flight), Event(lambda: device.waits["join"])
     with capturing():
@@ -274,13 +288,16 @@ def test_record_in_a_capture_that_copies_nothing_waits_for_no_lane(manager: Pipe
     assert device.waits["join"] == 0
 
 
-# -- refused ----------------------------------------------------------------------------------------------------------------
+# -- refused -------------------------------------------------------------------------------------------------
 
 
 def test_group_in_a_capture_outside_of_a_region_is_refused(manager: PipelineOffloadManager) -> None:
     x = leaf()
     with device_of(manager).capture():
-        with pytest.raises(CaptureError, match=r"group 'act' in a graph under capture, outside of a region.*with offload.capturing\(\)"):
+        with pytest.raises(
+            CaptureError,
+            match=r"group 'act' in a graph under capture, outside of a region.*with offload.capturing\(\)",
+        ):
             group_start(x, "act")
         with pytest.raises(CaptureError, match="an event record"):
             forward_record(Event(lambda: None))
@@ -289,7 +306,9 @@ def test_group_in_a_capture_outside_of_a_region_is_refused(manager: PipelineOffl
     assert manager.engine.transfers.counts.saved == 0
 
 
-def test_hooks_of_a_group_opened_before_a_capture_outside_of_a_region_are_refused(manager: PipelineOffloadManager) -> None:
+def test_hooks_of_a_group_opened_before_a_capture_outside_of_a_region_are_refused(
+    manager: PipelineOffloadManager,
+) -> None:
     group_start(leaf(), "act")
     with device_of(manager).capture(), pytest.raises(CaptureError, match="group 'act'"), offload_hooks():
         pass
@@ -298,7 +317,10 @@ def test_hooks_of_a_group_opened_before_a_capture_outside_of_a_region_are_refuse
 def test_captured_backward_of_an_eager_forward_that_left_is_refused(manager: PipelineOffloadManager) -> None:
     """Its block will be lent to others when the graph is replayed."""
     y = one_group(leaf())
-    match = r"s0m0/act#0\[0\] \(768 bytes\) was saved before graph 1 of its region was captured.*capture the forward"
+    match = (
+        r"s0m0/act#0\[0\] \(768 bytes\) was saved before graph 1 of its region was "
+        r"captured.*capture the forward"
+    )
     with capturing(), device_of(manager).capture(), pytest.raises(CaptureError, match=match):
         y.sum().backward()
 
@@ -311,19 +333,25 @@ CALLS: dict[str, Callable[[PipelineOffloadManager, CapturedRegion], Any]] = {
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_what_no_replay_could_repeat_is_refused_in_a_capture(manager: PipelineOffloadManager, what: str) -> None:
+def test_what_no_replay_could_repeat_is_refused_in_a_capture(
+    manager: PipelineOffloadManager, what: str
+) -> None:
     with capturing() as region, device_of(manager).capture(), pytest.raises(CaptureError, match=what):
         CALLS[what](manager, region)
 
 
 def test_region_inside_a_region_is_refused(manager: PipelineOffloadManager) -> None:
-    with capturing(), pytest.raises(CaptureError, match="watched already; close the open region"), capturing():
+    with (
+        capturing(),
+        pytest.raises(CaptureError, match="watched already; close the open region"),
+        capturing(),
+    ):
         pass
     with capturing():
         pass
 
 
-# -- replays ----------------------------------------------------------------------------------------------------------------
+# -- replays -------------------------------------------------------------------------------------------------
 
 
 def captured_pair(manager: PipelineOffloadManager) -> tuple[CapturedRegion, SimGraph, SimGraph]:
@@ -336,11 +364,14 @@ def captured_pair(manager: PipelineOffloadManager) -> tuple[CapturedRegion, SimG
     return region, forward, backward
 
 
-def test_forward_replayed_again_before_its_backward_is_an_error_that_says_so(manager: PipelineOffloadManager) -> None:
+def test_forward_replayed_again_before_its_backward_is_an_error_that_says_so(
+    manager: PipelineOffloadManager,
+) -> None:
     region, forward, backward = captured_pair(manager)
     forward.replay()
     match = (
-        r"graph 1 of its region is replayed for the second time before graph 2 of its region, which reads back what it sent: its 1 host "
+        r"graph 1 of its region is replayed for the second time before graph 2 of its region, which reads "
+        r"back what it sent: its 1 host "
         r"blocks of 768 bytes hold one forward\. Run that forward's backward first.*region\.forget\(\)"
     )
     with pytest.raises(CaptureError, match=match):
@@ -385,8 +416,11 @@ def test_exception_that_leaves_a_region_releases_it(manager: PipelineOffloadMana
     captured_pair(manager)
 
 
-def test_what_finds_no_host_memory_at_the_capture_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A capture pins nothing, whatever the budget: the tensor stays in the graph's memory, and the gradients are right."""
+def test_what_finds_no_host_memory_at_the_capture_is_counted_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A capture pins nothing, whatever the budget: the tensor stays in the graph's memory, and the gradients
+    are right."""
     manager, x = build_manager(), leaf()
     with installed(manager), caplog.at_level(logging.WARNING):
         init_chunk_handler(None, None, 1)

@@ -71,7 +71,9 @@ def test_wait_without_an_event_is_nothing_and_events_need_a_device() -> None:
     group.wait_offload_event(device.h2d)
     group.wait_reload_event(device.compute)
     assert not device.waits
-    with pytest.raises(ValueError, match="'core_attn' was built without a device, so it has no lanes; pass device="):
+    with pytest.raises(
+        ValueError, match="'core_attn' was built without a device, so it has no lanes; pass device="
+    ):
         OffloadTensorGroup("core_attn").record_offload_event(device.d2h)
 
 

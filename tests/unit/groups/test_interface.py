@@ -1,4 +1,5 @@
-"""The functions that a model calls: identities everywhere, an offload where a chunk is current, the same bits always."""
+"""The functions that a model calls: identities everywhere, an offload where a chunk is current, the same bits
+always."""
 
 from __future__ import annotations
 
@@ -29,7 +30,15 @@ from offload import (
     step_end,
 )
 from offload.transfer.record import living
-from tests.unit.groups.stack import EXECUTORS, assert_same, baseline, build_manager, build_stages, gpipe, installed
+from tests.unit.groups.stack import (
+    EXECUTORS,
+    assert_same,
+    baseline,
+    build_manager,
+    build_stages,
+    gpipe,
+    installed,
+)
 from tests.unit.groups.stack import Driver as StackDriver
 
 Interface = FineGrainedActivationOffloadingInterface
@@ -39,7 +48,7 @@ def leaf() -> Tensor:
     return torch.randn(64, requires_grad=True)
 
 
-# -- identities ---------------------------------------------------------------------------------------------------------
+# -- identities ----------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-83", "S2-84")
 def test_marks_return_the_tensor_itself_where_no_chunk_is_active() -> None:
     x = leaf()
@@ -94,7 +103,9 @@ Pair = namedtuple("Pair", ["output", "bias"])
 
 
 @pytest.mark.req("S2-85")
-def test_commit_marks_the_first_element_of_a_container_and_keeps_its_type(manager: PipelineOffloadManager) -> None:
+def test_commit_marks_the_first_element_of_a_container_and_keeps_its_type(
+    manager: PipelineOffloadManager,
+) -> None:
     init_chunk_handler(None, None, 1)
     x, bias = leaf(), torch.ones(1)
     for container in ((x, bias, None), [x, bias, None], Pair(x, bias)):
@@ -120,12 +131,13 @@ def test_empty_container_leaves_its_group_open(manager: PipelineOffloadManager) 
     group_commit((), "a")
     group_commit(x, "a")
     with pytest.raises(
-        GroupOrderError, match=r"chunk s0m0: commit of group 'a', which has not been started; open: none\. Call group_start"
+        GroupOrderError,
+        match=r"chunk s0m0: commit of group 'a', which has not been started; open: none\. Call group_start",
     ):
         group_commit(x, "a")
 
 
-# -- offload ------------------------------------------------------------------------------------------------------------
+# -- offload -------------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-83", "S2-84", "S2-98")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_model_with_marks_has_the_gradients_of_the_one_without(executor: Any) -> None:
@@ -140,7 +152,11 @@ def test_model_with_marks_has_the_gradients_of_the_one_without(executor: Any) ->
 
 def leaving(manager: PipelineOffloadManager) -> list[str]:
     """Labels of the records whose copies are in flight, in their order."""
-    return [str(record.label) for transfer in manager.engine.transfers._spilling for record in living(transfer.records)]
+    return [
+        str(record.label)
+        for transfer in manager.engine.transfers._spilling
+        for record in living(transfer.records)
+    ]
 
 
 @pytest.mark.req("S2-84", "S2-86")
@@ -236,13 +252,15 @@ def test_commits_under_no_grad_are_paired_whatever_their_order(manager: Pipeline
     assert handler.open_group("a") is None
 
 
-# -- one call a forward ---------------------------------------------------------------------------------------------------
+# -- one call a forward --------------------------------------------------------------------------------------
 @pytest.mark.req("S2-95", "S2-104")
 def test_settings_follow_three_positional_arguments_by_keyword_only() -> None:
     parameters = inspect.signature(init_chunk_handler).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
     assert list(parameters)[:3] == ["vp_size", "vp_stage", "min_offloaded_tensor_size"]
-    assert kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3 + [inspect.Parameter.KEYWORD_ONLY] * (len(kinds) - 3)
+    assert kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3 + [inspect.Parameter.KEYWORD_ONLY] * (
+        len(kinds) - 3
+    )
     assert parameters["min_offloaded_tensor_size"].default == 1024 * 1024
 
 
@@ -273,9 +291,11 @@ def test_configure_builds_on_the_simulated_device_without_a_gpu() -> None:
         assert manager.engine.device.name == "sim"
 
 
-# -- the class ----------------------------------------------------------------------------------------------------------
+# -- the class -----------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-92", "S3-8")
-def test_context_opens_a_group_and_installs_hooks_only_if_it_is_to_offload(manager: PipelineOffloadManager) -> None:
+def test_context_opens_a_group_and_installs_hooks_only_if_it_is_to_offload(
+    manager: PipelineOffloadManager,
+) -> None:
     init_chunk_handler(None, None, 1)
     x = leaf()
     with Interface(False, x, "a") as same:
@@ -293,7 +313,9 @@ def test_context_opens_a_group_and_installs_hooks_only_if_it_is_to_offload(manag
 
 
 @pytest.mark.req("S2-92")
-def test_context_takes_its_hooks_out_after_an_exception_a_switch_and_a_new_manager(manager: PipelineOffloadManager) -> None:
+def test_context_takes_its_hooks_out_after_an_exception_a_switch_and_a_new_manager(
+    manager: PipelineOffloadManager,
+) -> None:
     init_chunk_handler(None, None, 1)
 
     def broken() -> None:
@@ -311,7 +333,15 @@ def test_context_takes_its_hooks_out_after_an_exception_a_switch_and_a_new_manag
 
 @pytest.mark.req("S2-93")
 def test_static_methods_are_the_functions(manager: PipelineOffloadManager) -> None:
-    for name in ("init_chunk_handler", "get_context", "group_commit", "mark_not_offloadable", "forward_record", "reset", "reset_instance"):
+    for name in (
+        "init_chunk_handler",
+        "get_context",
+        "group_commit",
+        "mark_not_offloadable",
+        "forward_record",
+        "reset",
+        "reset_instance",
+    ):
         assert isinstance(inspect.getattr_static(Interface, name), staticmethod), name
     Interface.init_chunk_handler(2, 1, 5)
     handler = manager.cur_forward_chunk()
@@ -340,7 +370,17 @@ def test_context_by_flag_is_the_manager_or_nothing(manager: PipelineOffloadManag
 
 @pytest.mark.req("S3-8")
 def test_short_names_are_exported() -> None:
-    names = "group_start group_commit flush_delayed_groups disable_offload enable_offload forward_record backward_record"
-    for name in [*names.split(), "ActivationOffloadContext", "OffloadManager", "ChunkOffloadHandler", "OffloadTensorGroup", "TensorPool"]:
+    names = (
+        "group_start group_commit flush_delayed_groups disable_offload enable_offload "
+        "forward_record backward_record"
+    )
+    for name in [
+        *names.split(),
+        "ActivationOffloadContext",
+        "OffloadManager",
+        "ChunkOffloadHandler",
+        "OffloadTensorGroup",
+        "TensorPool",
+    ]:
         assert name in offload.__all__
         assert hasattr(offload, name)

@@ -23,10 +23,23 @@ from offload import (
     step_end,
 )
 from offload.memory.budget import LocalHostBudget
-from tests.unit.groups.stack import HELD, NAMES, ROWS, WIDTH, Driver, Stack, build_manager, build_stages, gpipe, installed, leaf, save_one
+from tests.unit.groups.stack import (
+    HELD,
+    NAMES,
+    ROWS,
+    WIDTH,
+    Driver,
+    Stack,
+    build_manager,
+    build_stages,
+    gpipe,
+    installed,
+    leaf,
+    save_one,
+)
 
 
-# -- the process-wide instance ------------------------------------------------------------------------------------------
+# -- the process-wide instance -------------------------------------------------------------------------------
 @pytest.mark.req("S2-28", "S3-7")
 def test_instance_is_made_on_first_use_and_is_the_same_afterwards() -> None:
     assert PipelineOffloadManager.OFFLOAD_MGR is None
@@ -50,17 +63,26 @@ def test_reset_instance_makes_a_new_one_and_really_frees_the_old(manager: Pipeli
     assert PipelineOffloadManager.get_instance() is new is not manager
     assert (budget.used_bytes, arena.held_bytes) == (0, 0)
     assert manager.engine.transfers.device_bytes == 0
-    with pytest.raises(StaleHandleError, match=r"s0m0/a#0\[0\] \(256 bytes\) was saved in a step that has ended; run its backward before"):
+    with pytest.raises(
+        StaleHandleError,
+        match=r"s0m0/a#0\[0\] \(256 bytes\) was saved in a step that has ended; run its backward before",
+    ):
         graph.sum().backward()
 
 
 @pytest.mark.parametrize("anew", [configure, PipelineOffloadManager.reset_instance])
-def test_instance_whose_engine_an_optimizer_uses_stays_until_that_is_closed(anew: Callable[[], PipelineOffloadManager]) -> None:
-    """It was gone and its memory still pinned, and the error named blocks that no user of a manager has ever seen."""
+def test_instance_whose_engine_an_optimizer_uses_stays_until_that_is_closed(
+    anew: Callable[[], PipelineOffloadManager],
+) -> None:
+    """It was gone and its memory still pinned, and the error named blocks that no user of a manager has ever
+    seen."""
     manager = PipelineOffloadManager.reset_instance(build_manager())
     model = nn.Linear(4, 4)
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, engine=manager.engine, lr=0.1, cpu_share=1.0)
-    with pytest.raises(PoolError, match=r"1 blocks of [\d,]+ bytes lent, .*: close\(\) the optimizers and clear the pools that use it"):
+    with pytest.raises(
+        PoolError,
+        match=r"1 blocks of [\d,]+ bytes lent, .*: close\(\) the optimizers and clear the pools that use it",
+    ):
         anew()
     assert PipelineOffloadManager.get_instance() is manager
     model(torch.ones(1, 4)).sum().backward()
@@ -71,7 +93,9 @@ def test_instance_whose_engine_an_optimizer_uses_stays_until_that_is_closed(anew
     PipelineOffloadManager.get_instance().close()
 
 
-def test_reset_instance_inside_a_scope_takes_nothing_more_and_leaves_no_hooks(manager: PipelineOffloadManager) -> None:
+def test_reset_instance_inside_a_scope_takes_nothing_more_and_leaves_no_hooks(
+    manager: PipelineOffloadManager,
+) -> None:
     init_chunk_handler(None, None, 1)
     x = group_start(leaf(), "a")
     with offload_hooks():
@@ -87,7 +111,10 @@ def test_reset_instance_names_what_is_still_lent(manager: PipelineOffloadManager
     handler = manager.cur_forward_chunk()
     assert handler is not None
     state = handler.offload(torch.randn(64))
-    with pytest.raises(PoolError, match="host arena has 1 blocks of 256 bytes lent, of 67,108,864 held; give them back before clear"):
+    with pytest.raises(
+        PoolError,
+        match="host arena has 1 blocks of 256 bytes lent, of 67,108,864 held; give them back before clear",
+    ):
         PipelineOffloadManager.reset_instance()
     assert state.cpu_tensor.shape == (64,)
 
@@ -113,7 +140,7 @@ def test_streams_handlers_and_groups_are_made_once(manager: PipelineOffloadManag
     assert [group for handler in manager._handlers.values() for group in handler.groups] == groups
 
 
-# -- switches -----------------------------------------------------------------------------------------------------------
+# -- switches ------------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-37")
 def test_switch_reaches_every_cached_chunk(manager: PipelineOffloadManager) -> None:
     Driver(build_stages()).step(gpipe(3))
@@ -140,9 +167,11 @@ def test_marked_tensor_never_leaves_nor_do_its_views(manager: PipelineOffloadMan
         assert (manager.stats.saved, manager.stats.spilled) == (0, 0)
 
 
-# -- delayed groups -----------------------------------------------------------------------------------------------------
+# -- delayed groups ------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-31", "S2-32")
-def test_delayed_groups_are_flushed_once_in_the_order_of_their_commits(manager: PipelineOffloadManager) -> None:
+def test_delayed_groups_are_flushed_once_in_the_order_of_their_commits(
+    manager: PipelineOffloadManager,
+) -> None:
     ran: list[tuple[str, list[Tensor]]] = []
     tensor = torch.ones(1)
     manager.push_offload_groups(lambda forced: ran.append(("first", forced)), [tensor])
@@ -178,7 +207,9 @@ def test_reset_forgets_delayed_groups_and_keeps_nothing_of_them(manager: Pipelin
     assert (manager.stats.saved, manager.stats.spilled) == (1, 0)
 
 
-def test_flush_after_the_same_chunk_was_begun_again_sends_nothing_twice(manager: PipelineOffloadManager) -> None:
+def test_flush_after_the_same_chunk_was_begun_again_sends_nothing_twice(
+    manager: PipelineOffloadManager,
+) -> None:
     manager.begin_chunk(0, 0)
     first = save_one(leaf(), delay_offload=True)
     manager.begin_chunk(0, 0)  # the forward is run again in the same step
@@ -191,7 +222,7 @@ def test_flush_after_the_same_chunk_was_begun_again_sends_nothing_twice(manager:
     assert torch.equal(x.grad, 2 * x.detach())  # type: ignore[arg-type]
 
 
-# -- announced chunks ---------------------------------------------------------------------------------------------------
+# -- announced chunks ----------------------------------------------------------------------------------------
 def test_new_settings_make_a_new_plan(manager: PipelineOffloadManager) -> None:
     names = ("fc1", "act")
     stages = build_stages(1, 2, names)
@@ -209,7 +240,8 @@ def test_new_settings_make_a_new_plan(manager: PipelineOffloadManager) -> None:
 @pytest.mark.req("S2-104")
 @pytest.mark.parametrize("cap", [None, 0, 1, 2])
 def test_pending_offloads_of_a_name_are_capped(cap: int | None) -> None:
-    """With a late executor a copy is pending until compute waits for it: none after each commit with 0, the last `cap` otherwise."""
+    """With a late executor a copy is pending until compute waits for it: none after each commit with 0, the
+    last `cap` otherwise."""
     with installed(build_manager(max_inflight_offloads=cap, piece_bytes=1 << 20)) as manager:
         assert manager is not None
         init_chunk_handler(None, None, 1)
@@ -222,9 +254,13 @@ def test_pending_offloads_of_a_name_are_capped(cap: int | None) -> None:
         assert manager.engine.transfers.in_flight()[0] == (5 if cap is None else cap + min(cap, 1))
 
 
-def test_configure_with_a_wrong_device_leaves_the_old_manager_at_work(manager: PipelineOffloadManager) -> None:
+def test_configure_with_a_wrong_device_leaves_the_old_manager_at_work(
+    manager: PipelineOffloadManager,
+) -> None:
     for arguments in ({"device": "tpu"}, {"config": 5}):
-        with pytest.raises(ValueError, match=r"unknown device 'tpu'|config is a int, must be an OffloadConfig"):
+        with pytest.raises(
+            ValueError, match=r"unknown device 'tpu'|config is a int, must be an OffloadConfig"
+        ):
             configure(**arguments)  # type: ignore[arg-type]
         assert PipelineOffloadManager.get_instance() is manager
     init_chunk_handler(None, None, 1)

@@ -1,4 +1,5 @@
-"""Scopes, groups and checkpoints in one another: each save belongs to one group, and gradients are those without offload."""
+"""Scopes, groups and checkpoints in one another: each save belongs to one group, and gradients are those
+without offload."""
 
 from __future__ import annotations
 
@@ -11,13 +12,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import GroupOrderError, PipelineOffloadManager, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
+from offload import (
+    GroupOrderError,
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    offload_hooks,
+    step_end,
+)
 from tests.unit.groups.both import assert_nothing_is_left
-from tests.unit.groups.stack import EXECUTORS, NAMES, ROWS, WIDTH, Layer, assert_same, build_manager, build_stages, installed
+from tests.unit.groups.stack import (
+    EXECUTORS,
+    NAMES,
+    ROWS,
+    WIDTH,
+    Layer,
+    assert_same,
+    build_manager,
+    build_stages,
+    installed,
+)
 
 
-# -- scopes and groups in one another -----------------------------------------------------------------------------------
-def test_save_in_an_inner_scope_belongs_to_the_inner_group_and_after_its_commit_to_the_outer(manager: PipelineOffloadManager) -> None:
+# -- scopes and groups in one another ------------------------------------------------------------------------
+def test_save_in_an_inner_scope_belongs_to_the_inner_group_and_after_its_commit_to_the_outer(
+    manager: PipelineOffloadManager,
+) -> None:
     init_chunk_handler(None, None, 1)
     a, b, c, d = (torch.randn(8 * size, requires_grad=True) for size in (1, 2, 3, 4))
     x = group_start(a, "outer")
@@ -32,7 +53,10 @@ def test_save_in_an_inner_scope_belongs_to_the_inner_group_and_after_its_commit_
     x = group_commit(x, "outer")
     handler = manager.cur_forward_chunk()
     assert handler is not None
-    assert {group.name: group.total_offload_bytes for group in handler.groups} == {"outer": 4 * (8 + 24 + 32), "inner": 4 * 16}
+    assert {group.name: group.total_offload_bytes for group in handler.groups} == {
+        "outer": 4 * (8 + 24 + 32),
+        "inner": 4 * 16,
+    }
     (first.sum() + second.sum() + third.sum() + fourth.sum() + x.sum() + y.sum()).backward()
     for leaf in (c, d):
         assert torch.equal(leaf.grad, 2 * leaf.detach())  # type: ignore[arg-type]
@@ -78,7 +102,9 @@ def test_groups_that_overlap_without_nesting(manager: PipelineOffloadManager) ->
         assert other.stats.saved == 2
 
 
-def test_work_that_a_layer_does_on_a_thread_of_its_own_stays_on_the_device(manager: PipelineOffloadManager) -> None:
+def test_work_that_a_layer_does_on_a_thread_of_its_own_stays_on_the_device(
+    manager: PipelineOffloadManager,
+) -> None:
     """torch's saved-tensor hooks belong to a thread; what another one saves is right, and does not leave."""
     init_chunk_handler(None, None, 1)
     x = torch.randn(64, requires_grad=True)
@@ -98,11 +124,13 @@ def test_commit_in_the_next_chunk_is_an_error_that_says_what_is_open(manager: Pi
     init_chunk_handler(None, None, 1)
     x = group_start(torch.ones(4, requires_grad=True), "a")
     init_chunk_handler(None, None, 1)
-    with pytest.raises(GroupOrderError, match=r"chunk s0m1: commit of group 'a', which has not been started; open: none"):
+    with pytest.raises(
+        GroupOrderError, match=r"chunk s0m1: commit of group 'a', which has not been started; open: none"
+    ):
         group_commit(x, "a")
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------------
+# -- checkpoints ---------------------------------------------------------------------------------------------
 def checkpointed(reentrant: bool, inside: bool, around: bool) -> Callable[[nn.Module, Tensor], Tensor]:
     """A forward whose body is checkpointed; with marks in the body, around the checkpoint, or both."""
     names = NAMES if inside else ()
@@ -130,8 +158,9 @@ def checkpointed(reentrant: bool, inside: bool, around: bool) -> Callable[[nn.Mo
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("inside", "around"), [(True, False), (False, True), (True, True)])
 def test_group_inside_a_checkpoint_around_one_or_both(reentrant: bool, inside: bool, around: bool) -> None:
-    """Inside, a non-reentrant checkpoint counts what its forward and its recompute save; taking a tensor away from one of them ended in
-    "different metadata" at best, and would have ended in another tensor's bits where the shapes agree."""
+    """Inside, a non-reentrant checkpoint counts what its forward and its recompute save; taking a tensor away
+    from one of them ended in "different metadata" at best, and would have ended in another tensor's bits
+    where the shapes agree."""
     forward = checkpointed(reentrant, inside, around)
 
     def run(module: nn.Module) -> list[Tensor]:
@@ -162,18 +191,23 @@ def test_group_inside_a_checkpoint_around_one_or_both(reentrant: bool, inside: b
                 assert_nothing_is_left(manager)
 
 
-def test_group_inside_a_checkpoint_is_said_once(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_group_inside_a_checkpoint_is_said_once(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
     init_chunk_handler(None, None, 1)
     layer = Layer(("fc1", "act"))
     for _ in range(2):
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         checkpoint(layer, x, use_reentrant=False).sum().backward()  # type: ignore[union-attr]
-    assert [message.split(",")[0] for message in caplog.messages] == ["group 'fc1' of chunk s0m0 is inside a non-reentrant checkpoint"]
+    assert [message.split(",")[0] for message in caplog.messages] == [
+        "group 'fc1' of chunk s0m0 is inside a non-reentrant checkpoint"
+    ]
     assert "put the group around the checkpoint" in caplog.messages[0]
 
 
 def test_recompute_inside_a_group_keeps_what_it_saves(manager: PipelineOffloadManager) -> None:
-    """A Function that drops its output and makes it again in its backward, as Megatron's output-discarding checkpoint does."""
+    """A Function that drops its output and makes it again in its backward, as Megatron's output-discarding
+    checkpoint does."""
 
     class Again(torch.autograd.Function):
         @staticmethod

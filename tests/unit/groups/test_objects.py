@@ -1,6 +1,8 @@
-"""What a saved tensor leaves to Python's cyclic collector: few objects while it is alive, and no cycle after its step.
+"""What a saved tensor leaves to Python's cyclic collector: few objects while it is alive, and no cycle after
+its step.
 
-The collector walks every container that is alive, again and again, so each object that a saved tensor keeps is a cost of all others.
+The collector walks every container that is alive, again and again, so each object that a saved tensor keeps
+is a cost of all others.
 """
 
 from __future__ import annotations
@@ -60,15 +62,21 @@ def backward(manager: PipelineOffloadManager, x: Tensor) -> None:
 
 
 def tracked() -> Counter[str]:
-    """Living objects that the collector walks, by type; without the simulated device's own, and without lists, dicts and tuples, of
-    which it has as many as it likes."""
+    """Living objects that the collector walks, by type; without the simulated device's own, and without
+    lists, dicts and tuples, of which it has as many as it likes."""
     kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in map(type, gc.get_objects()))
-    return Counter(kind for kind in kinds if kind.startswith(("offload.", "torch.", "weakref.")) and not kind.startswith("offload.device."))
+    return Counter(
+        kind
+        for kind in kinds
+        if kind.startswith(("offload.", "torch.", "weakref.")) and not kind.startswith("offload.device.")
+    )
 
 
 def test_a_tensor_keeps_few_objects_alive_for_the_collector_to_walk(manager: PipelineOffloadManager) -> None:
-    """Moved: handle, record, weak reference, probe, block; and of its group: its name, its saves, two marks, a transfer.
-    Kept: handle, weak reference, alias, its storage; and of its group no transfer, but a pack hook and one record a piece."""
+    """Moved: handle, record, weak reference, probe, block; and of its group: its name, its saves, two marks,
+    a transfer.
+    Kept: handle, weak reference, alias, its storage; and of its group no transfer, but a pack hook and one
+        record a piece."""
     before = tracked()
     x = forward(manager)
     grown = tracked() - before
@@ -78,9 +86,12 @@ def test_a_tensor_keeps_few_objects_alive_for_the_collector_to_walk(manager: Pip
     of_group = {"Transfer": 1} if moved else {"StayingSaves": 1, "Record": 1}
     own |= {"Handle": 1, "ReferenceType": 1, "Tensor": 1}
     allowed = sum(own.values()) * TENSORS + (sum(of_group.values()) + 4) * GROUPS
-    spare = 2 * (2 * IN_FLIGHT) + 2 * PER_GROUP  # a tensor and a storage of what is in flight either way; the group that a plan keeps
+    # a tensor and a storage of what is in flight either way; the group that a plan keeps
+    spare = 2 * (2 * IN_FLIGHT) + 2 * PER_GROUP
     assert grown.total() <= allowed + spare, grown.most_common()
-    assert not {kind for kind, count in grown.items() if count >= TENSORS and kind.rpartition(".")[2] not in own}, grown.most_common()
+    assert not {
+        kind for kind, count in grown.items() if count >= TENSORS and kind.rpartition(".")[2] not in own
+    }, grown.most_common()
     backward(manager, x)
 
 

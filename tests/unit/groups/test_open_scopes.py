@@ -1,4 +1,5 @@
-"""Hooks are there for an open group of the current chunk only, and what installed them removes them, exactly them."""
+"""Hooks are there for an open group of the current chunk only, and what installed them removes them, exactly
+them."""
 
 from __future__ import annotations
 
@@ -8,12 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from offload import PipelineOffloadManager, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
+from offload import (
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    offload_hooks,
+    step_end,
+)
 from tests.unit.groups.stack import EXECUTORS, build_manager, installed, leaf
 
 
 @pytest.mark.req("S2-53")
-def test_context_installs_hooks_only_for_a_current_chunk_while_offloading_is_on(manager: PipelineOffloadManager) -> None:
+def test_context_installs_hooks_only_for_a_current_chunk_while_offloading_is_on(
+    manager: PipelineOffloadManager,
+) -> None:
     def installs() -> bool:
         with manager:
             found = manager.engine.hooks.innermost() is not None
@@ -36,7 +46,9 @@ def test_context_installs_hooks_only_for_a_current_chunk_while_offloading_is_on(
 
 @pytest.mark.req("S2-53")
 @pytest.mark.parametrize("starts_on", [True, False])
-def test_context_removes_exactly_what_it_installed_whatever_was_switched_inside(manager: PipelineOffloadManager, starts_on: bool) -> None:
+def test_context_removes_exactly_what_it_installed_whatever_was_switched_inside(
+    manager: PipelineOffloadManager, starts_on: bool
+) -> None:
     init_chunk_handler(None, None, 1)
     group_start(leaf(), "a")
     if not starts_on:
@@ -60,14 +72,17 @@ def test_exception_inside_the_context_removes_the_hooks(manager: PipelineOffload
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_hooks_without_a_group_say_so_once(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_without_a_group_say_so_once(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
     init_chunk_handler(None, None, 1)
     with caplog.at_level(logging.WARNING, "offload"):
         for _ in range(2):
             with offload_hooks():
                 leaf().square().sum().backward()
     assert [record.getMessage() for record in caplog.records] == [
-        "offload_hooks() without an open group in chunk s0m0: nothing saved in it will leave; call group_start first"
+        "offload_hooks() without an open group in chunk s0m0: nothing saved in it will leave; call "
+        "group_start first"
     ]
 
 

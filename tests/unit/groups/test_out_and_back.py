@@ -1,4 +1,5 @@
-"""Groups of a chunk, called by hand: when they leave, when they come back, and how often a storage is copied."""
+"""Groups of a chunk, called by hand: when they leave, when they come back, and how often a storage is
+copied."""
 
 from __future__ import annotations
 
@@ -13,14 +14,19 @@ from tests.unit.groups.handlers import begun, device_of, group_of, settle, state
 from tests.unit.groups.stack import Driver, build_manager, build_stages, installed, no_pipeline
 
 
-# -- groups out and back ------------------------------------------------------------------------------------------------
+# -- groups out and back -------------------------------------------------------------------------------------
 @pytest.mark.req("S2-69", "S3-66", "S3-78")
 def test_group_leaves_under_one_event_and_small_tensors_stay() -> None:
     with installed(build_manager(piece_bytes=1 << 20)) as manager:
         assert manager is not None
         handler = begun(manager, min_elements=10)
         group = handler.on_group_start_forward("a")
-        tensors = [torch.randn(10), torch.randn(9), torch.ones(4, 4, dtype=torch.bfloat16), torch.ones(12, dtype=torch.bool)]
+        tensors = [
+            torch.randn(10),
+            torch.randn(9),
+            torch.ones(4, 4, dtype=torch.bfloat16),
+            torch.ones(12, dtype=torch.bool),
+        ]
         tags = [handler.tensor_push(tensor) for tensor in tensors]
         device = device_of(manager)
         assert device.copies(device.d2h) == 0
@@ -35,7 +41,9 @@ def test_group_leaves_under_one_event_and_small_tensors_stay() -> None:
 
 
 @pytest.mark.req("S3-70")
-def test_device_bytes_fall_when_a_group_has_left_and_rise_when_it_is_read(manager: PipelineOffloadManager) -> None:
+def test_device_bytes_fall_when_a_group_has_left_and_rise_when_it_is_read(
+    manager: PipelineOffloadManager,
+) -> None:
     handler, device = begun(manager), device_of(manager)
     group, tags = group_of(handler, "a", torch.randn(64), torch.randn(32))
     assert device.active_bytes() == (64 + 32) * 4
@@ -55,7 +63,9 @@ def test_commit_orders_the_copies_after_what_compute_wrote(manager: PipelineOffl
 
 
 @pytest.mark.req("S2-71", "S3-69")
-def test_groups_are_fetched_back_last_one_first_each_after_its_own_offload(manager: PipelineOffloadManager) -> None:
+def test_groups_are_fetched_back_last_one_first_each_after_its_own_offload(
+    manager: PipelineOffloadManager,
+) -> None:
     handler = begun(manager)
     groups = [group_of(handler, name, torch.randn(64), torch.randn(32))[0] for name in ("a", "b")]
     device = device_of(manager)
@@ -77,7 +87,9 @@ def test_last_group_is_started_early_once(manager: PipelineOffloadManager) -> No
 
 
 @pytest.mark.req("S2-77")
-def test_reload_goes_on_in_the_next_chunk_once_that_has_finished_its_forward(manager: PipelineOffloadManager) -> None:
+def test_reload_goes_on_in_the_next_chunk_once_that_has_finished_its_forward(
+    manager: PipelineOffloadManager,
+) -> None:
     following = begun(manager)
     group, _ = group_of(following, "a", torch.randn(64))
     settle(manager, group)
@@ -90,7 +102,9 @@ def test_reload_goes_on_in_the_next_chunk_once_that_has_finished_its_forward(man
 
 
 @pytest.mark.req("S2-73")
-def test_marked_groups_and_groups_while_offloading_is_off_do_not_leave(manager: PipelineOffloadManager) -> None:
+def test_marked_groups_and_groups_while_offloading_is_off_do_not_leave(
+    manager: PipelineOffloadManager,
+) -> None:
     handler = begun(manager)
     assert not handler.should_bulk_offload()  # none is open
     group = handler.on_group_start_forward("a")
@@ -125,7 +139,7 @@ def test_last_group_of_a_name_stays_in_the_chunk_that_is_read_next(manager: Pipe
         assert leaves == ([True, False, False] if handler.id.microbatch == 0 else [True, True, True])
 
 
-# -- views and shared storages ------------------------------------------------------------------------------------------
+# -- views and shared storages -------------------------------------------------------------------------------
 @pytest.mark.req("S2-103")
 @pytest.mark.parametrize(
     ("view", "copied"),
@@ -138,7 +152,9 @@ def test_last_group_of_a_name_stays_in_the_chunk_that_is_read_next(manager: Pipe
         (lambda x: x[:1].expand(64, -1), 64 * 4),  # an expanded row is one row
     ],
 )
-def test_view_comes_back_with_its_strides_and_a_sparse_one_is_gathered(manager: PipelineOffloadManager, view: Any, copied: int) -> None:
+def test_view_comes_back_with_its_strides_and_a_sparse_one_is_gathered(
+    manager: PipelineOffloadManager, view: Any, copied: int
+) -> None:
     handler = begun(manager)
     x = torch.randn(64, 64)
     saved = view(x)
@@ -152,8 +168,11 @@ def test_view_comes_back_with_its_strides_and_a_sparse_one_is_gathered(manager: 
 
 
 @pytest.mark.req("S2-103")
-def test_gathered_view_and_a_later_view_of_the_same_storage_are_two_copies(manager: PipelineOffloadManager) -> None:
-    """The gathered bytes lie at the start of a new storage; a second view whose offsets happen to fall in there is not among them."""
+def test_gathered_view_and_a_later_view_of_the_same_storage_are_two_copies(
+    manager: PipelineOffloadManager,
+) -> None:
+    """The gathered bytes lie at the start of a new storage; a second view whose offsets happen to fall in
+    there is not among them."""
     handler = begun(manager)
     x = torch.randn(64, 63)
     expected = x.clone()
@@ -177,7 +196,9 @@ def test_storage_saved_several_times_in_a_group_is_copied_once(manager: Pipeline
     assert group.saved.logical_bytes == 4 * (4 * 32 * 32 + 4 * 32)
     del x
     settle(manager, group)
-    for tag, tensor in zip(tags, (expected, expected, expected.t(), expected[3:7], expected.view(-1)), strict=True):
+    for tag, tensor in zip(
+        tags, (expected, expected, expected.t(), expected[3:7], expected.view(-1)), strict=True
+    ):
         assert torch.equal(handler.tensor_pop(tag), tensor)
     assert device.copied_bytes(device.h2d) == 32 * 32 * 4
 
@@ -196,7 +217,7 @@ def test_storage_that_was_written_in_between_is_copied_again(manager: PipelineOf
     assert torch.equal(handler.tensor_pop(tag), torch.ones(64))
 
 
-# -- marks --------------------------------------------------------------------------------------------------------------
+# -- marks ---------------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-78")
 def test_backward_of_a_commit_makes_its_chunk_the_one_being_read(manager: PipelineOffloadManager) -> None:
     first, second = begun(manager), begun(manager)
@@ -241,11 +262,17 @@ def test_backward_of_a_start_lets_the_next_reload_begin_after_what_compute_did()
 def test_while_one_layer_is_read_the_one_before_it_loads() -> None:
     """What is ahead is bounded in bytes, not by one a name: here the room is a layer and a half."""
     layers, layer_bytes = 6, 64 * 4
-    caps = {"max_restoring_bytes": 3 * layer_bytes // 2, "max_spilling_bytes": layer_bytes, "piece_bytes": layer_bytes}
+    caps = {
+        "max_restoring_bytes": 3 * layer_bytes // 2,
+        "max_spilling_bytes": layer_bytes,
+        "piece_bytes": layer_bytes,
+    }
     with installed(build_manager(**caps)) as manager:
         assert manager is not None
         handler = begun(manager)
-        groups, tags = zip(*(group_of(handler, f"layer{number}", torch.randn(64)) for number in range(layers)), strict=True)
+        groups, tags = zip(
+            *(group_of(handler, f"layer{number}", torch.randn(64)) for number in range(layers)), strict=True
+        )
         handler.on_group_commit_backward("layer5")
         for number in reversed(range(1, layers)):
             read = handler.tensor_pop(tags[number][0])
@@ -256,7 +283,10 @@ def test_while_one_layer_is_read_the_one_before_it_loads() -> None:
             del read
 
 
-@pytest.mark.xfail(strict=True, reason="decided otherwise: what is ahead is bounded in bytes by max_restoring_bytes, not by one a name")
+@pytest.mark.xfail(
+    strict=True,
+    reason="decided otherwise: what is ahead is bounded in bytes by max_restoring_bytes, not by one a name",
+)
 def test_at_most_one_activation_a_name_is_ahead(manager: PipelineOffloadManager) -> None:
     handler = begun(manager)
     groups, tags = zip(*(group_of(handler, "layer", torch.randn(64)) for _ in range(4)), strict=True)
@@ -272,7 +302,10 @@ def test_copies_stand_in_profiler_ranges_named_by_direction_and_group() -> None:
     with installed(build_manager(max_spilling_bytes=1)), torch.profiler.profile(activities=cpu) as profile:
         Driver(build_stages(1, 1)).step(no_pipeline(2))
     names = {event.key for event in profile.key_averages() if event.key.startswith("offload/")}
-    assert {name for name in names if "/spill/" in name} == {f"offload/spill/{name}" for name in ("norm", "fc1", "act", "fc2")}
+    assert {name for name in names if "/spill/" in name} == {
+        f"offload/spill/{name}" for name in ("norm", "fc1", "act", "fc2")
+    }
     restored = {name for name in names if "/restore/" in name}
     assert restored
-    assert restored <= {f"offload/restore/{name}" for name in ("norm", "fc1", "act", "fc2")}  # a piece is named by its first tensor
+    # a piece is named by its first tensor
+    assert restored <= {f"offload/restore/{name}" for name in ("norm", "fc1", "act", "fc2")}

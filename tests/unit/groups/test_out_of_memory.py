@@ -1,6 +1,8 @@
-"""A step that runs out of device memory, caught by the user: nothing of it stays behind, and the next step has the right bits.
+"""A step that runs out of device memory, caught by the user: nothing of it stays behind, and the next step
+has the right bits.
 
-Played on the simulated device; on a GPU, with an allocator that really refuses, in tests/gpu/test_out_of_memory.py.
+Played on the simulated device; on a GPU, with an allocator that really refuses, in
+tests/gpu/test_out_of_memory.py.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from offload import PipelineOffloadManager, step_end
-from tests.unit.groups.stack import Driver, Layer, assert_same, baseline, build_manager, installed, one_f_one_b
+from tests.unit.groups.stack import (
+    Driver,
+    Layer,
+    assert_same,
+    baseline,
+    build_manager,
+    installed,
+    one_f_one_b,
+)
 from tests.unit.transfer.test_out_of_memory import SmallDevice
 
 KIB = 1024
@@ -114,7 +124,9 @@ def test_a_step_that_runs_out_of_memory_leaves_nothing_and_the_next_has_the_righ
             except torch.OutOfMemoryError:
                 failures += 1
             driver._live.clear()
-            driver._steps = turn  # the step once more, from the same parameters: it may have failed after their update, or not at all
+            # the step once more, from the same parameters: it may have failed after their update, or not at
+            # all
+            driver._steps = turn
             stages[0].load_state_dict(parameters)
             stages[0].zero_grad(set_to_none=True)
             hungry.fails_at = None

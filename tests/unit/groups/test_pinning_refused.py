@@ -1,6 +1,8 @@
-"""Host memory that cannot be pinned: what has no block stays on the device, is counted, is said once, and the gradients are the same.
+"""Host memory that cannot be pinned: what has no block stays on the device, is counted, is said once, and the
+gradients are the same.
 
-Real refusals of CUDA and of the system are in tests/gpu/test_pinning_refused.py and tests/unit/device/test_cuda_memory.py.
+Real refusals of CUDA and of the system are in tests/gpu/test_pinning_refused.py and
+tests/unit/device/test_cuda_memory.py.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from offload import PipelineOffloadManager
 from offload.device.sim import SimDevice
 from offload.errors import HostBudgetError
 from tests.soak import small_slabs
-from tests.unit.groups.stack import Action, Driver, assert_same, baseline, build_manager, build_stages, installed, one_f_one_b
+from tests.unit.groups.stack import (
+    Action,
+    Driver,
+    assert_same,
+    baseline,
+    build_manager,
+    build_stages,
+    installed,
+    one_f_one_b,
+)
 
 PAGE = 4096
 STEPS: list[list[Action]] = [one_f_one_b(4, 2)] * 6
@@ -28,7 +39,8 @@ CAPS: dict[str, dict[str, Any]] = {
 
 
 class StingyDevice(SimDevice):
-    """A device whose system pins `pinnable_bytes` and refuses more. in_background: pinning takes time, so a thread of the arena does it."""
+    """A device whose system pins `pinnable_bytes` and refuses more. in_background: pinning takes time, so a
+    thread of the arena does it."""
 
     def __init__(self, pinnable_bytes: int, *, in_background: bool) -> None:
         super().__init__()
@@ -85,7 +97,11 @@ def test_where_nothing_is_refused_more_is_needed(caps: str, monkeypatch: pytest.
 @pytest.mark.parametrize("pages", [0, 2, 4])
 @pytest.mark.parametrize("caps", CAPS)
 def test_a_system_that_refuses_to_pin_costs_room_and_not_results(
-    caps: str, pages: int, in_background: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caps: str,
+    pages: int,
+    in_background: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = StingyDevice(pages * PAGE, in_background=in_background)
     with small_slabs(monkeypatch, PAGE):
@@ -107,7 +123,9 @@ def test_a_low_host_limit_costs_room_and_not_results(
     assert manager.engine.arena.budget.used_bytes == 0
 
 
-def test_a_reservation_that_is_refused_is_an_error_and_training_goes_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reservation_that_is_refused_is_an_error_and_training_goes_on_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = StingyDevice(4 * PAGE, in_background=False)
     with small_slabs(monkeypatch, PAGE):
         manager = build_manager(device=device, **CAPS["windows"])

@@ -1,4 +1,5 @@
-"""From what a step was seen to do to what stays in the next: the glue; the rules themselves are in tests/unit/policy/test_keeps.py."""
+"""From what a step was seen to do to what stays in the next: the glue; the rules themselves are in
+tests/unit/policy/test_keeps.py."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def seen(chunks: list[ChunkOffloadHandler], order: str) -> SeenStep:
     actions: list[ActionKey] = [(text[0], 0, int(text[1:])) for text in order.split()]
     forwards = [chunks[microbatch] for kind, _, microbatch in actions if kind == "F"]
     backwards = list(dict.fromkeys(chunks[microbatch] for kind, _, microbatch in actions if kind != "F"))
-    return SeenStep(chunks=chunks, forward_order=forwards, backward_order=backwards, actions=actions, seconds=None)
+    return SeenStep(
+        chunks=chunks, forward_order=forwards, backward_order=backwards, actions=actions, seconds=None
+    )
 
 
 def stays(chunks: list[ChunkOffloadHandler]) -> list[set[int]]:
@@ -149,8 +152,8 @@ def test_any_order_has_a_plan_under_a_limit_and_without(order: str) -> None:
 
 
 def test_step_that_an_exception_cut_short_is_not_planned_for() -> None:
-    """It saved less than a whole step, so a plan for it kept more: the next whole step passed the device limit, and where memory had run
-    out once it ran out again."""
+    """It saved less than a whole step, so a plan for it kept more: the next whole step passed the device
+    limit, and where memory had run out once it ran out again."""
     engine = engine_of(device_limit_bytes=8 * KIB, max_spilling_bytes=KIB, max_restoring_bytes=KIB)
     planner, chunks = planner_of(engine), chunks_of(engine, "aaaa", "aaaa", "aaaa")
     whole = "F0 F1 F2 B0 B1 B2"
@@ -185,14 +188,18 @@ class _Held:
     def __init__(self) -> None:
         self.engine = engine_of()
         self.engine.arena = HostArena(
-            self.engine.device, budget=self.engine.arena.budget, slab_bytes=16 * KIB, registration_bytes=4 * KIB
+            self.engine.device,
+            budget=self.engine.arena.budget,
+            slab_bytes=16 * KIB,
+            registration_bytes=4 * KIB,
         )
         self.planner = planner_of(self.engine)
         self.trims = 0
         self.engine.arena.reserve(64 * KIB)
 
     def run(self, lent_bytes: int, missing_bytes: int = 0, *, steps: int = 6, backward: bool = True) -> int:
-        """Equal steps, of which the first lacked `missing_bytes`; what is held after them. backward: False for evaluations."""
+        """Equal steps, of which the first lacked `missing_bytes`; what is held after them. backward: False
+        for evaluations."""
         arena = self.engine.arena
         chunks = chunks_of(self.engine, "aa", nbytes=lent_bytes)
         for number in range(steps):
@@ -212,18 +219,24 @@ class _Held:
 
 
 def test_host_memory_that_a_longer_step_needs_again_is_not_given_back_a_second_time() -> None:
-    """Each run of equal steps trimmed to its own need: short and long sequences in turn unpinned and pinned the difference each time, and
-    on a GPU the long ones found no block until the thread that pins had caught up."""
+    """Each run of equal steps trimmed to its own need: short and long sequences in turn unpinned and pinned
+    the difference each time, and on a GPU the long ones found no block until the thread that pins had caught
+    up."""
     run = _Held().run
     assert run(8 * KIB) == 12 * KIB, "reserved and never used: given back"
     assert run(32 * KIB) == 32 * KIB
     assert run(8 * KIB) == 32 * KIB
-    assert run(36 * KIB, missing_bytes=12 * KIB) == 48 * KIB, "its first step, still under the plan of another, wanted more than the others"
+    assert run(36 * KIB, missing_bytes=12 * KIB) == 48 * KIB, (
+        "its first step, still under the plan of another, wanted more than the others"
+    )
     assert run(8 * KIB) == 48 * KIB
 
 
-def test_host_memory_that_one_odd_step_wanted_goes_back_when_it_has_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One evaluation, or one step that was refused a lot, kept its memory pinned to the end of the training."""
+def test_host_memory_that_one_odd_step_wanted_goes_back_when_it_has_not_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One evaluation, or one step that was refused a lot, kept its memory pinned to the end of the
+    training."""
     monkeypatch.setattr("offload.groups.plan.REMEMBERED_STEPS", 20)
     held = _Held()
     assert held.run(8 * KIB) == 12 * KIB
@@ -248,7 +261,8 @@ def test_turns_of_training_and_evaluation_never_give_back_what_the_other_needs(
 
 
 def test_forgetting_a_little_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peaks of random lengths differ a little from one stretch of steps to the next: what went back would be refused soon."""
+    """Peaks of random lengths differ a little from one stretch of steps to the next: what went back would be
+    refused soon."""
     monkeypatch.setattr("offload.groups.plan.REMEMBERED_STEPS", 20)
     held = _Held()
     held.run(56 * KIB)
@@ -265,9 +279,12 @@ def test_plan_by_hand_needs_no_complete_step() -> None:
 
 
 def test_limit_holds_when_the_order_changes_between_steps() -> None:
-    """A plan made for one forward, one backward keeps more of each chunk than fits when all forwards come first."""
+    """A plan made for one forward, one backward keeps more of each chunk than fits when all forwards come
+    first."""
     limit = 40 * KIB
-    with installed(build_manager(device_limit_bytes=limit, max_spilling_bytes=4 * KIB, max_restoring_bytes=4 * KIB)) as manager:
+    with installed(
+        build_manager(device_limit_bytes=limit, max_spilling_bytes=4 * KIB, max_restoring_bytes=4 * KIB)
+    ) as manager:
         assert manager is not None
         driver = Driver(build_stages(), announced=True)
         peaks = []

@@ -1,4 +1,5 @@
-"""The virtual-pipeline queue: which chunk's backward should come next, told from the order of the forwards alone."""
+"""The virtual-pipeline queue: which chunk's backward should come next, told from the order of the forwards
+alone."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def filled(order: str, stages: int) -> VirtualPipelineQueue[Chunk]:
         ("001122", 3, "s2m0 s2m1 s1m0 s1m1 s0m0 s0m1"),
     ],
 )
-def test_last_virtual_stage_is_queued_at_once_and_the_others_after_it_in_reverse(order: str, stages: int, expected: str) -> None:
+def test_last_virtual_stage_is_queued_at_once_and_the_others_after_it_in_reverse(
+    order: str, stages: int, expected: str
+) -> None:
     queue = filled(order, stages)
     assert " ".join(map(str, queue.chunks)) == expected
     assert all(not staged for staged in queue.stages)
@@ -84,7 +87,8 @@ def test_flush_refuses_stages_that_lost_a_chunk_and_leaves_them_as_they_are() ->
 
 
 def test_stage_never_asserts_where_flush_would() -> None:
-    """The engine's own path takes any order of forwards: an evaluation of one stage, a microbatch more on another."""
+    """The engine's own path takes any order of forwards: an evaluation of one stage, a microbatch more on
+    another."""
     queue = filled("0202", 3)
     assert [len(staged) for staged in queue.stages] == [2, 0, 2]
     assert [str(chunk) for chunk in queue.chunks] == ["s2m0", "s2m1"]

@@ -43,13 +43,18 @@ def test_forced_release_leaves_alone_what_the_group_did_not_copy_and_warns(
         assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
-    assert "group s0m0/a#1: a tensor of shape (64,) (256 bytes of storage) was to be released, but this group has not copied all" in said[0]
+    assert (
+        "group s0m0/a#1: a tensor of shape (64,) (256 bytes of storage) was to be released, but this group "
+        "has not copied all" in said[0]
+    )
     assert "take it off forced_released_tensors" in said[0]
     assert group.total_offload_bytes == 0
 
 
 @pytest.mark.req("S2-75")
-def test_forced_release_of_a_storage_of_which_only_a_part_was_copied_is_refused(manager: PipelineOffloadManager) -> None:
+def test_forced_release_of_a_storage_of_which_only_a_part_was_copied_is_refused(
+    manager: PipelineOffloadManager,
+) -> None:
     handler = begun(manager)
     handler.on_group_start_forward("a")
     x = torch.randn(64, 64)
@@ -113,8 +118,11 @@ def test_forced_release_in_a_group_that_stays_in_part_frees_what_leaves_and_leav
 
 
 @pytest.mark.req("S2-75")
-def test_forced_release_waits_for_every_copy_of_that_storage_that_is_under_way(manager: PipelineOffloadManager) -> None:
-    """Two chunks save one storage; the second frees it while the first one's copy, issued later, still reads it."""
+def test_forced_release_waits_for_every_copy_of_that_storage_that_is_under_way(
+    manager: PipelineOffloadManager,
+) -> None:
+    """Two chunks save one storage; the second frees it while the first one's copy, issued later, still reads
+    it."""
     x = torch.randn(64)
     original = x.clone()
     one = begun(manager)
@@ -131,10 +139,14 @@ def test_forced_release_waits_for_every_copy_of_that_storage_that_is_under_way(m
     assert torch.equal(other.tensor_pop(other_tag), original)
 
 
-def test_forced_release_takes_a_list_of_tensors_only_and_closes_nothing_else(manager: PipelineOffloadManager) -> None:
+def test_forced_release_takes_a_list_of_tensors_only_and_closes_nothing_else(
+    manager: PipelineOffloadManager,
+) -> None:
     handler = begun(manager)
     group = handler.on_group_start_forward("a")
     for wrong, found in ((torch.ones(2), "Tensor"), ([1], r"\['int'\]"), ("x", "str")):
-        with pytest.raises(ValueError, match=f"forced_released_tensors is {found}, must be a list of tensors, or None"):
+        with pytest.raises(
+            ValueError, match=f"forced_released_tensors is {found}, must be a list of tensors, or None"
+        ):
             handler.on_group_commit_forward(wrong)  # type: ignore[arg-type]
     assert handler.innermost_open() is group

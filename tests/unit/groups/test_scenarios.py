@@ -1,4 +1,5 @@
-"""Whole steps on the simulated device: whatever the schedule, the model or the settings, gradients are those without offload.
+"""Whole steps on the simulated device: whatever the schedule, the model or the settings, gradients are those
+without offload.
 
 Every comparison is bitwise, against the same program run with no manager at all.
 """
@@ -34,7 +35,7 @@ from tests.unit.groups.stack import (
     one_f_one_b,
 )
 
-# -- schedules ----------------------------------------------------------------------------------------------------------
+# -- schedules -----------------------------------------------------------------------------------------------
 SCHEDULES: dict[str, tuple[list[Action], int]] = {
     "no pipeline, one microbatch": (no_pipeline(1), 1),
     "no pipeline, three microbatches": (no_pipeline(3), 1),
@@ -53,10 +54,13 @@ SCHEDULES: dict[str, tuple[list[Action], int]] = {
 def test_gradients_of_every_schedule_over_several_iterations(name: str, executor: Any) -> None:
     actions, stages = SCHEDULES[name]
     for announced in (False, True):
-        for stats in run_both([actions] * 3, build_manager(executor, seed=len(name)), announced=announced, count=stages):
+        for stats in run_both(
+            [actions] * 3, build_manager(executor, seed=len(name)), announced=announced, count=stages
+        ):
             assert stats.saved == stats.kept + stats.spilled
             assert stats.spilled > 0
-            assert stats.restored <= stats.spilled  # what is not fetched back was read before its source was let go
+            # what is not fetched back was read before its source was let go
+            assert stats.restored <= stats.spilled
 
 
 @pytest.mark.req("S2-102")
@@ -98,7 +102,10 @@ def test_one_backward_reads_several_forwards() -> None:
 def test_microbatch_counts_may_change_between_steps(stages: int, announced: bool) -> None:
     counts = [2, 4, 2, 6, 2]
     steps = [interleaved(count) if stages == 2 else one_f_one_b(count, 2) for count in counts]
-    spilled = [stats.spilled for stats in run_both(steps, build_manager("random", seed=4), announced=announced, count=stages)]
+    spilled = [
+        stats.spilled
+        for stats in run_both(steps, build_manager("random", seed=4), announced=announced, count=stages)
+    ]
     assert spilled[3] > spilled[1] > spilled[2]  # the extra microbatches are not silently kept
 
 
@@ -122,10 +129,11 @@ def test_evaluation_anywhere_changes_nothing(with_grad: int, announced: bool) ->
     assert not manager.is_warmup
     assert stats[-1].spilled > 0
     if announced or not with_grad:
-        assert stats[-1].spilled == stats[2].spilled  # such an evaluation is no microbatch: the plan still fits
+        # such an evaluation is no microbatch: the plan still fits
+        assert stats[-1].spilled == stats[2].spilled
 
 
-# -- settings -----------------------------------------------------------------------------------------------------------
+# -- settings ------------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-104")
 @pytest.mark.parametrize(
     "config",
@@ -157,7 +165,9 @@ def test_settings_change_time_and_memory_and_never_results(config: dict[str, Any
 
 @pytest.mark.req("S2-98")
 @pytest.mark.parametrize(
-    "names", [*((name,) for name in GROUP_NAMES if name != "attn_proj"), ("core_attn", "attn_proj"), GROUP_NAMES], ids="+".join
+    "names",
+    [*((name,) for name in GROUP_NAMES if name != "attn_proj"), ("core_attn", "attn_proj"), GROUP_NAMES],
+    ids="+".join,
 )
 def test_gpt_with_each_mark_has_the_logits_and_gradients_of_the_one_without(names: tuple[str, ...]) -> None:
     config = TransformerConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, sequence=16)
@@ -172,7 +182,9 @@ def test_gpt_with_each_mark_has_the_logits_and_gradients_of_the_one_without(name
                 logits = module(tokens)
                 found.append(logits.detach().clone())
                 F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-            found += [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+            found += [
+                parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None
+            ]
             module.zero_grad()
             step_end()
             yield found
@@ -226,10 +238,11 @@ def test_autocast_keeps_its_bits_and_copies_no_weight() -> None:
         assert manager.stats.spill_bytes == 2 * 2 * (ROWS * WIDTH + 2 * ROWS * 2 * WIDTH) * 2
 
 
-# -- anything at all ----------------------------------------------------------------------------------------------------
+# -- anything at all -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs(seed: int) -> None:
-    """Random models, schedules, counts, evaluations, settings, executors and flips of the switch, all at once."""
+    """Random models, schedules, counts, evaluations, settings, executors and flips of the switch, all at
+    once."""
     dice = random.Random(seed)
     build = {
         "count": dice.choice([1, 1, 2]),

@@ -20,7 +20,8 @@ def slopes(x: torch.Tensor, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_noise_that_an_operator_draws_after_autograd_has_saved_it_leaves_when_it_is_drawn(count: int) -> None:
-    """rrelu in training: no version moves. A piece that was full at the save left with the bytes of before."""
+    """rrelu in training: no version moves. A piece that was full at the save left with the bytes of
+    before."""
     torch.manual_seed(3)
     leaf = torch.randn(ELEMENTS, requires_grad=True)
     slopes(leaf * 1.0, count).sum().backward()
@@ -34,7 +35,9 @@ def test_noise_that_an_operator_draws_after_autograd_has_saved_it_leaves_when_it
         with offload_hooks():
             y = slopes(x, count)
         y = group_commit(y, "noise")
-        assert manager.engine.transfers.counts.spill_bytes == 2 * count * ELEMENTS * 4, "each call's input and noise"
+        assert manager.engine.transfers.counts.spill_bytes == 2 * count * ELEMENTS * 4, (
+            "each call's input and noise"
+        )
         loss = y.sum()
         del x, y
         let_go(manager)

@@ -1,4 +1,5 @@
-"""Selective checkpoints: the same bits, whatever is kept, however the graph is read, and with random numbers."""
+"""Selective checkpoints: the same bits, whatever is kept, however the graph is read, and with random
+numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ from tests.unit.groups.stack import EXECUTORS, build_manager, installed
 aten = torch.ops.aten
 
 
-# -- bits ---------------------------------------------------------------------------------------------------------------
+# -- bits ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("executor", EXECUTORS)
 @CALLS
 def test_loss_and_gradients_are_those_of_a_checkpoint_and_of_none(call: Call, executor: ExecutorName) -> None:
@@ -60,7 +61,9 @@ def test_loss_and_gradients_are_those_of_a_checkpoint_and_of_none(call: Call, ex
 
 
 @CALLS
-def test_a_second_backward_over_a_retained_graph_gives_the_same_bits(call: Call, manager: PipelineOffloadManager) -> None:
+def test_a_second_backward_over_a_retained_graph_gives_the_same_bits(
+    call: Call, manager: PipelineOffloadManager
+) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
     init_chunk_handler(None, None, 1)
@@ -76,9 +79,12 @@ def test_a_second_backward_over_a_retained_graph_gives_the_same_bits(call: Call,
 
 
 @pytest.mark.parametrize("stays_by", ["size", "plan"])
-def test_what_stays_is_given_again_as_a_tensor_of_its_own(stays_by: str, manager: PipelineOffloadManager) -> None:
-    """A backward that keeps its recompute's graph (create_graph) must not find the next one's output in it. Too small to leave, it is in
-    the region's keeping; where the plan keeps it, a record has it, whose own alias was given away and became a part of each graph."""
+def test_what_stays_is_given_again_as_a_tensor_of_its_own(
+    stays_by: str, manager: PipelineOffloadManager
+) -> None:
+    """A backward that keeps its recompute's graph (create_graph) must not find the next one's output in it.
+    Too small to leave, it is in the region's keeping; where the plan keeps it, a record has it, whose own
+    alias was given away and became a part of each graph."""
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     given: list[Tensor] = []
 
@@ -96,7 +102,9 @@ def test_what_stays_is_given_again_as_a_tensor_of_its_own(stays_by: str, manager
         init_chunk_handler(None, None, 10**6)  # elements
     x = source()
     y = kept(body, x)  # type: ignore[arg-type]
-    assert [record.state for record in manager.living_records()] == [RecordState.RESIDENT] * (stays_by == "plan")
+    assert [record.state for record in manager.living_records()] == [RecordState.RESIDENT] * (
+        stays_by == "plan"
+    )
     first, second = (torch.autograd.grad(y.sum(), [x], create_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     forwards, once, twice = given
@@ -104,13 +112,17 @@ def test_what_stays_is_given_again_as_a_tensor_of_its_own(stays_by: str, manager
     assert forwards.data_ptr() == once.data_ptr() == twice.data_ptr()
     assert once.grad_fn is not twice.grad_fn
     plain_x = source()
-    (expected,) = torch.autograd.grad(torch.autograd.grad(body(plain_x).sum(), [plain_x], create_graph=True)[0].sum(), [plain_x])
+    (expected,) = torch.autograd.grad(
+        torch.autograd.grad(body(plain_x).sum(), [plain_x], create_graph=True)[0].sum(), [plain_x]
+    )
     assert torch.equal(expected, torch.autograd.grad(first.sum(), [x])[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @CALLS
-def test_the_two_halves_of_a_split_backward_both_find_what_was_kept(call: Call, executor: ExecutorName) -> None:
+def test_the_two_halves_of_a_split_backward_both_find_what_was_kept(
+    call: Call, executor: ExecutorName
+) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)[1:]
     with installed(build_manager(executor, max_spilling_bytes=1)) as manager:
@@ -166,7 +178,9 @@ def test_under_autocast_the_products_are_kept_in_its_dtype(manager: PipelineOffl
 
 
 @pytest.mark.parametrize("outer_keeps", [False, True])
-def test_nested_checkpoints_give_the_same_bits_and_keep_each_output_once(outer_keeps: bool, manager: PipelineOffloadManager) -> None:
+def test_nested_checkpoints_give_the_same_bits_and_keep_each_output_once(
+    outer_keeps: bool, manager: PipelineOffloadManager
+) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
 
@@ -176,12 +190,17 @@ def test_nested_checkpoints_give_the_same_bits_and_keep_each_output_once(outer_k
                 x = kept(block, x)
             return x
 
-        return checkpoint(body, h, use_reentrant=False, **({"context_fn": selective_contexts({MM})} if outer_keeps else {}))
+        return checkpoint(
+            body, h, use_reentrant=False, **({"context_fn": selective_contexts({MM})} if outer_keeps else {})
+        )
 
     init_chunk_handler(None, None, 1)
     x = source()
     loss = forward([blocks], x, both)
-    assert manager.engine.transfers.counts.spill_bytes == BLOCKS * FC1_BYTES + (BLOCKS - 1) * INPUT_BYTES * outer_keeps
+    assert (
+        manager.engine.transfers.counts.spill_bytes
+        == BLOCKS * FC1_BYTES + (BLOCKS - 1) * INPUT_BYTES * outer_keeps
+    )
     let_go(manager)
     with noted_reads(manager) as reads:
         coming = coming_labels(manager)
@@ -202,13 +221,17 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.view(1, ROWS, 2, WIDTH // 2).transpose(1, 2) for part in self.qkv(x).split(WIDTH, dim=-1))
+        q, k, v = (
+            part.view(1, ROWS, 2, WIDTH // 2).transpose(1, 2) for part in self.qkv(x).split(WIDTH, dim=-1)
+        )
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + torch.tanh(self.out(y.transpose(1, 2).reshape(ROWS, WIDTH)))
 
 
-def test_an_operator_with_several_outputs_keeps_them_all_with_their_strides(manager: PipelineOffloadManager) -> None:
+def test_an_operator_with_several_outputs_keeps_them_all_with_their_strides(
+    manager: PipelineOffloadManager,
+) -> None:
     blocks = build_blocks(Attention)
     expected = train(blocks, plain)
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -248,7 +271,9 @@ def test_outputs_of_a_wrapper_subclass_leave_by_their_inner_tensors(manager: Pip
     assert (stats.saved, stats.spill_bytes, stats.restored) == (2, 2 * INPUT_BYTES, 2)
 
 
-def test_an_operator_of_higher_order_in_the_region_is_a_call_like_others(manager: PipelineOffloadManager) -> None:
+def test_an_operator_of_higher_order_in_the_region_is_a_call_like_others(
+    manager: PipelineOffloadManager,
+) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     q = torch.randn(1, 2, ROWS, WIDTH, requires_grad=True)
@@ -262,12 +287,14 @@ def test_an_operator_of_higher_order_in_the_region_is_a_call_like_others(manager
         (expected,) = torch.autograd.grad(body(q).sum(), [q])
         for keep in ({torch.ops.higher_order.flex_attention}, {MM}):
             init_chunk_handler(None, None, 1)
-            (found,) = torch.autograd.grad(checkpoint(body, q, use_reentrant=False, context_fn=selective_contexts(keep)).sum(), [q])
+            (found,) = torch.autograd.grad(
+                checkpoint(body, q, use_reentrant=False, context_fn=selective_contexts(keep)).sum(), [q]
+            )
             assert torch.equal(expected, found)
             step_end()
 
 
-# -- random numbers -----------------------------------------------------------------------------------------------------
+# -- random numbers ------------------------------------------------------------------------------------------
 class Dropping(nn.Module):
     """A kept dropout between others that are not kept."""
 
@@ -278,7 +305,9 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("preserve_rng_state", [True, False])
-def test_a_kept_dropout_shifts_no_random_number_of_others(preserve_rng_state: bool, manager: PipelineOffloadManager) -> None:
+def test_a_kept_dropout_shifts_no_random_number_of_others(
+    preserve_rng_state: bool, manager: PipelineOffloadManager
+) -> None:
     x = source()
     dropping = Dropping()
 

@@ -1,4 +1,5 @@
-"""What a selective checkpoint keeps: whose bytes they are, in which order they are read, and which of them stay."""
+"""What a selective checkpoint keeps: whose bytes they are, in which order they are read, and which of them
+stay."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from offload import PipelineOffloadManager, group_commit, group_start, init_chunk_handler, offload_hooks, selective_contexts, step_end
+from offload import (
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    offload_hooks,
+    selective_contexts,
+    step_end,
+)
 from tests.unit.groups.regions import (
     BLOCKS,
     CALLS,
@@ -38,25 +47,33 @@ from tests.unit.groups.regions import (
 from tests.unit.groups.stack import build_manager, installed
 
 
-# -- bytes --------------------------------------------------------------------------------------------------------------
+# -- bytes ---------------------------------------------------------------------------------------------------
 def test_what_leaves_is_what_was_kept_by_the_name_of_its_group(manager: PipelineOffloadManager) -> None:
     _, stats = train_step(build_blocks(), kept)
     assert (stats.saved, stats.spill_bytes) == (BLOCKS, BLOCKS * FC1_BYTES)
-    assert manager.offload_summary_bytes == {"selective": (BLOCKS - 1) * FC1_BYTES}  # the last one read first stays: the margin
+    # the last one read first stays: the margin
+    assert manager.offload_summary_bytes == {"selective": (BLOCKS - 1) * FC1_BYTES}
 
 
-def test_in_a_group_kept_outputs_and_the_input_of_the_checkpoint_are_one_group(manager: PipelineOffloadManager) -> None:
+def test_in_a_group_kept_outputs_and_the_input_of_the_checkpoint_are_one_group(
+    manager: PipelineOffloadManager,
+) -> None:
     _, stats = train_step(build_blocks(), kept_in_group)
     assert (stats.saved, stats.spill_bytes) == (2 * BLOCKS, BLOCKS * (INPUT_BYTES + FC1_BYTES))
     assert manager.offload_summary_bytes == {"block": (BLOCKS - 1) * (INPUT_BYTES + FC1_BYTES)}
 
 
-def test_the_last_outputs_of_a_region_are_kept_only_where_a_recompute_would_read_them(manager: PipelineOffloadManager) -> None:
-    """Nothing is saved after fc2, so its output is not kept; with early_stop=False the recompute calls it again."""
+def test_the_last_outputs_of_a_region_are_kept_only_where_a_recompute_would_read_them(
+    manager: PipelineOffloadManager,
+) -> None:
+    """Nothing is saved after fc2, so its output is not kept; with early_stop=False the recompute calls it
+    again."""
     blocks = build_blocks()
     expected = train(blocks, plain)
     for early_stop in (True, False):
-        found, stats = train_step(blocks, lambda block, h, early_stop=early_stop: kept(block, h, early_stop=early_stop))  # type: ignore[misc]
+        found, stats = train_step(
+            blocks, lambda block, h, early_stop=early_stop: kept(block, h, early_stop=early_stop)
+        )  # type: ignore[misc]
         assert_bits(expected, found)
         assert stats.saved == BLOCKS
 
@@ -80,7 +97,8 @@ def test_an_output_that_autograd_also_saves_outside_is_one_record(manager: Pipel
 
 
 def test_a_recompute_saves_the_fetched_bytes_themselves(manager: PipelineOffloadManager) -> None:
-    """What autograd saves in the recompute is the restored storage, not a copy of it; it is let go with its node."""
+    """What autograd saves in the recompute is the restored storage, not a copy of it; it is let go with its
+    node."""
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     seen: list[int] = []
 
@@ -88,7 +106,9 @@ def test_a_recompute_saves_the_fetched_bytes_themselves(manager: PipelineOffload
         h = x @ weight
         seen.append(h.data_ptr())
         y = h.sin()
-        saved = y.grad_fn._raw_saved_self if torch._C._current_graph_task_id() == -1 else y.grad_fn._saved_self  # type: ignore[union-attr]
+        saved = (
+            y.grad_fn._raw_saved_self if torch._C._current_graph_task_id() == -1 else y.grad_fn._saved_self
+        )  # type: ignore[union-attr]
         if isinstance(saved, Tensor):
             seen.append(saved.data_ptr())
         return y.tanh()
@@ -104,7 +124,9 @@ def test_a_recompute_saves_the_fetched_bytes_themselves(manager: PipelineOffload
     assert (stats.restored, stats.restore_bytes) == (1, INPUT_BYTES)
 
 
-@pytest.mark.parametrize("config", [{"activation_offload_fraction": 0.0}, {"max_spilling_bytes": 0}, {"host_limit_bytes": 0}])
+@pytest.mark.parametrize(
+    "config", [{"activation_offload_fraction": 0.0}, {"max_spilling_bytes": 0}, {"host_limit_bytes": 0}]
+)
 def test_a_kept_output_that_stays_costs_no_copy(config: dict[str, Any]) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
@@ -145,7 +167,7 @@ def test_a_device_limit_holds_for_kept_outputs() -> None:
         assert stats.restored > 0
 
 
-# -- order --------------------------------------------------------------------------------------------------------------
+# -- order ---------------------------------------------------------------------------------------------------
 class Long(nn.Module):
     """Four kept products a block."""
 
@@ -160,7 +182,9 @@ class Long(nn.Module):
 
 
 @CALLS
-def test_the_coming_reads_are_blocks_in_reverse_and_each_in_the_order_of_its_forward(call: Call, manager: PipelineOffloadManager) -> None:
+def test_the_coming_reads_are_blocks_in_reverse_and_each_in_the_order_of_its_forward(
+    call: Call, manager: PipelineOffloadManager
+) -> None:
     blocks = build_blocks(Long)
     init_chunk_handler(None, None, 1)
     loss = forward(blocks, source(), call)
@@ -172,12 +196,16 @@ def test_the_coming_reads_are_blocks_in_reverse_and_each_in_the_order_of_its_for
     assert len(coming) == BLOCKS * (4 + inputs)
     assert reads == coming
     places = [(label.split("#")[1][0], label.split("[")[1][0]) for label in reads]
-    assert places == [(str(block), str(slot)) for block in reversed(range(BLOCKS)) for slot in range(4 + inputs)]
+    assert places == [
+        (str(block), str(slot)) for block in reversed(range(BLOCKS)) for slot in range(4 + inputs)
+    ]
     del loss
     step_end()
 
 
-def test_the_planner_is_told_which_tensors_a_recompute_reads_together(manager: PipelineOffloadManager) -> None:
+def test_the_planner_is_told_which_tensors_a_recompute_reads_together(
+    manager: PipelineOffloadManager,
+) -> None:
     blocks = build_blocks(Long)
     for _ in range(2):  # a group of the second step is the first one's
         init_chunk_handler(None, None, 1)
@@ -189,7 +217,8 @@ def test_the_planner_is_told_which_tensors_a_recompute_reads_together(manager: P
         assert chunk is not None
         (group,) = chunk.groups
         outside = [slot for slot, _ in group.slot_bytes if slot not in group.regions]
-        # x by sin, y by cos; sin's output and the first region's are the regions' inputs, beside four products each
+        # x by sin, y by cos; sin's output and the first region's are the regions' inputs, beside four
+        # products each
         assert [len(outside), *Counter(group.regions.values()).items()] == [2, (1, 5), (2, 5)]
         loss.backward()
         del x, y, loss
@@ -199,7 +228,9 @@ def test_the_planner_is_told_which_tensors_a_recompute_reads_together(manager: P
 def test_what_a_recompute_reads_is_fetched_before_it_asks() -> None:
     """With a window of two outputs, nothing but the first read of the step is fetched on demand."""
     blocks = build_blocks(Long)
-    with installed(build_manager(max_restoring_bytes=2 * INPUT_BYTES, piece_bytes=1, max_spilling_bytes=1)) as manager:
+    with installed(
+        build_manager(max_restoring_bytes=2 * INPUT_BYTES, piece_bytes=1, max_spilling_bytes=1)
+    ) as manager:
         assert manager is not None
         on_demand: list[str] = []
         restore = manager.engine.transfers.restore
@@ -223,7 +254,7 @@ def test_what_a_recompute_reads_is_fetched_before_it_asks() -> None:
         assert on_demand == []
 
 
-# -- groups inside the region -------------------------------------------------------------------------------------------
+# -- groups inside the region --------------------------------------------------------------------------------
 class Marked(Block):
     """Marks around the two products, inside the region."""
 
@@ -237,7 +268,9 @@ class Marked(Block):
 
 
 @pytest.mark.parametrize("delay", [False, True])
-def test_an_output_belongs_to_the_group_that_was_open_when_it_was_made(delay: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_output_belongs_to_the_group_that_was_open_when_it_was_made(
+    delay: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """fc1's output waits for a save that comes after its group's commit, and still goes there."""
     blocks = build_blocks(Marked)
     expected = train(blocks, plain)
@@ -257,5 +290,8 @@ def test_an_output_belongs_to_the_group_that_was_open_when_it_was_made(delay: bo
         assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
         del loss
         step_end()
-        assert manager.offload_summary_bytes == {"fc1": (BLOCKS - 1) * FC1_BYTES, "fc2": (BLOCKS - 1) * INPUT_BYTES}
+        assert manager.offload_summary_bytes == {
+            "fc1": (BLOCKS - 1) * FC1_BYTES,
+            "fc2": (BLOCKS - 1) * INPUT_BYTES,
+        }
     assert caplog.records == []

@@ -1,4 +1,5 @@
-"""How a selective checkpoint's outputs end: changed in place, dropped unread, after an exception or their step, or never to leave."""
+"""How a selective checkpoint's outputs end: changed in place, dropped unread, after an exception or their
+step, or never to leave."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ from tests.unit.groups.regions import (
 )
 
 
-# -- a change in place --------------------------------------------------------------------------------------------------
+# -- a change in place ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("late", [False, True], ids=["before the next save", "after it"])
-def test_a_kept_output_that_is_changed_in_place_is_an_error_of_the_backward(late: bool, manager: PipelineOffloadManager) -> None:
+def test_a_kept_output_that_is_changed_in_place_is_an_error_of_the_backward(
+    late: bool, manager: PipelineOffloadManager
+) -> None:
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
 
     def body(x: Tensor) -> Tensor:
@@ -52,7 +55,7 @@ def test_a_kept_output_that_is_changed_in_place_is_an_error_of_the_backward(late
     assert_empty(manager)
 
 
-# -- nothing is left ----------------------------------------------------------------------------------------------------
+# -- nothing is left -----------------------------------------------------------------------------------------
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
@@ -75,7 +78,9 @@ def test_a_graph_that_is_dropped_unread_leaves_nothing(call: Call, manager: Pipe
 
 @pytest.mark.usefixtures("no_collector")
 @CALLS
-def test_an_exception_in_the_forward_leaves_nothing_and_the_next_step_is_right(call: Call, manager: PipelineOffloadManager) -> None:
+def test_an_exception_in_the_forward_leaves_nothing_and_the_next_step_is_right(
+    call: Call, manager: PipelineOffloadManager
+) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
 
@@ -125,8 +130,10 @@ def test_a_kept_output_is_let_go_by_its_reader_when_it_was_fetched(manager: Pipe
     assert states == [RecordState.SPILLED] * BLOCKS
 
 
-# -- what does not leave ------------------------------------------------------------------------------------------------
-def test_without_gradients_nothing_is_kept_and_nothing_said(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
+# -- what does not leave -------------------------------------------------------------------------------------
+def test_without_gradients_nothing_is_kept_and_nothing_said(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
     with torch.no_grad():
         init_chunk_handler(None, None, 1)
         forward(build_blocks(), source(), kept)
@@ -136,7 +143,9 @@ def test_without_gradients_nothing_is_kept_and_nothing_said(manager: PipelineOff
     assert caplog.records == []
 
 
-def test_switched_off_the_outputs_stay_and_nothing_is_said(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_switched_off_the_outputs_stay_and_nothing_is_said(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
     manager.disable_offload()
@@ -146,7 +155,9 @@ def test_switched_off_the_outputs_stay_and_nothing_is_said(manager: PipelineOffl
     assert caplog.records == []
 
 
-def test_without_a_chunk_the_outputs_stay_with_one_warning(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_chunk_the_outputs_stay_with_one_warning(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
     for _ in range(2):

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from offload import OffloadError, PipelineOffloadManager, group_commit, group_start, init_chunk_handler, selective_contexts, step_end
+from offload import (
+    OffloadError,
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    selective_contexts,
+    step_end,
+)
 from tests.unit.groups.regions import (
     BLOCKS,
     FC1_BYTES,
@@ -29,7 +37,7 @@ from tests.unit.groups.regions import (
 aten = torch.ops.aten
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------------
+# -- what is kept --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("keep_ops", "message"),
     [
@@ -54,7 +62,7 @@ def test_a_group_needs_a_name() -> None:
         selective_contexts({MM}, group="")
 
 
-# -- policies -----------------------------------------------------------------------------------------------------------------
+# -- policies ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("yes", "no"),
     [
@@ -64,7 +72,9 @@ def test_a_group_needs_a_name() -> None:
         *[(member, False) for member in CheckpointPolicy if member.name.endswith("CPU_OFFLOAD")],
     ],
 )
-def test_a_policy_chooses_call_by_call_and_is_asked_in_the_forward_only(yes: Any, no: Any, manager: PipelineOffloadManager) -> None:
+def test_a_policy_chooses_call_by_call_and_is_asked_in_the_forward_only(
+    yes: Any, no: Any, manager: PipelineOffloadManager
+) -> None:
     """The first product of every other call is kept; a view operator is asked about and never kept."""
     asked: list[tuple[str, bool, bool]] = []
 
@@ -92,7 +102,8 @@ def test_a_policy_chooses_call_by_call_and_is_asked_in_the_forward_only(yes: Any
 
 
 def test_a_policy_is_not_asked_about_what_the_engine_computes(manager: PipelineOffloadManager) -> None:
-    """A commit inside the region copies; counted as the region's, its calls would be missed in the recompute."""
+    """A commit inside the region copies; counted as the region's, its calls would be missed in the
+    recompute."""
 
     class Marked(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -117,20 +128,30 @@ def test_a_policy_is_not_asked_about_what_the_engine_computes(manager: PipelineO
     assert spilled == [2 * BLOCKS, 0]
 
 
-def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name(manager: PipelineOffloadManager) -> None:
+def test_a_policy_that_keeps_a_view_is_refused_with_the_operators_name(
+    manager: PipelineOffloadManager,
+) -> None:
     init_chunk_handler(None, None, 1)
     with pytest.raises(ValueError, match=r"aten.t.default returns a view of its input"):
-        forward(build_blocks(), source(), lambda block, h: kept(block, h, lambda ctx, op, *args, **kwargs: op is aten.t.default))
+        forward(
+            build_blocks(),
+            source(),
+            lambda block, h: kept(block, h, lambda ctx, op, *args, **kwargs: op is aten.t.default),
+        )
 
 
 def test_an_answer_that_is_none_is_refused(manager: PipelineOffloadManager) -> None:
     init_chunk_handler(None, None, 1)
     with pytest.raises(ValueError, match=r"the policy answered 'keep' for aten\..*; must be a bool or"):
-        forward(build_blocks(), source(), lambda block, h: kept(block, h, lambda ctx, op, *args, **kwargs: "keep"))
+        forward(
+            build_blocks(), source(), lambda block, h: kept(block, h, lambda ctx, op, *args, **kwargs: "keep")
+        )
 
 
-# -- a region that does not repeat itself ---------------------------------------------------------------------------------------
-def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error(manager: PipelineOffloadManager) -> None:
+# -- a region that does not repeat itself --------------------------------------------------------------------
+def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error(
+    manager: PipelineOffloadManager,
+) -> None:
     wide, narrow = torch.randn(16, 32, requires_grad=True), torch.randn(16, 16, requires_grad=True)
 
     def body(x: Tensor) -> Tensor:
@@ -140,7 +161,8 @@ def test_a_recompute_that_calls_the_operator_on_other_inputs_is_an_error(manager
     init_chunk_handler(None, None, 1)
     y = kept(body, source() * 1.0)  # type: ignore[arg-type]
     message = (
-        r"call 0 of aten.mm.default in a checkpointed region had inputs float32\[12, 16\], float32\[16, 32\] in the forward and "
+        r"call 0 of aten.mm.default in a checkpointed region had inputs float32\[12, 16\], float32\[16, 32\] "
+        r"in the forward and "
         r"float32\[12, 16\], float32\[16, 16\] in the recompute"
     )
     with pytest.raises(OffloadError, match=message):
@@ -159,18 +181,23 @@ def test_a_recompute_that_calls_the_operator_once_more_is_an_error(manager: Pipe
 
     init_chunk_handler(None, None, 1)
     y = kept(body, source() * 1.0)  # type: ignore[arg-type]
-    with pytest.raises(OffloadError, match=r"aten.mm.default was called 1 times in the forward of a checkpointed region and once more"):
+    with pytest.raises(
+        OffloadError,
+        match=r"aten.mm.default was called 1 times in the forward of a checkpointed region and once more",
+    ):
         y.sum().backward()
 
 
-# -- said once --------------------------------------------------------------------------------------------------------------------
+# -- said once -----------------------------------------------------------------------------------------------
 def test_operators_that_are_never_called_are_named_once_with_those_that_are(
     manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocks = build_blocks()
     expected = train(blocks, plain)
     for _ in range(3):
-        found, stats = train_step(blocks, lambda block, h: kept(block, h, {aten.addmm.default, aten.bmm.default}))
+        found, stats = train_step(
+            blocks, lambda block, h: kept(block, h, {aten.addmm.default, aten.bmm.default})
+        )
         assert_bits(expected, found)
         assert stats.saved == 0
     (record,) = caplog.records
@@ -192,7 +219,9 @@ def test_operators_of_which_some_are_called_are_no_cause_for_a_warning(
     assert record.getMessage() == "selective_contexts() keeps aten.mm.default; not called: aten.bmm.default"
 
 
-def test_a_policy_that_keeps_nothing_is_named(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_policy_that_keeps_nothing_is_named(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
     def nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         return False
 

@@ -1,4 +1,5 @@
-"""The end of a step: the plan and its table, and nothing of the step left, on whichever thread or lane it ran."""
+"""The end of a step: the plan and its table, and nothing of the step left, on whichever thread or lane it
+ran."""
 
 from __future__ import annotations
 
@@ -38,8 +39,15 @@ def test_reset_starts_an_iteration_with_nothing_of_the_last(manager: PipelineOff
     init_chunk_handler(None, None, 1)
     graph = save_one(leaf())
     assert manager.reset() == manager.stats
-    assert (manager.cur_forward_chunk(), manager.cur_backward_chunk(), manager.front_backward_chunk()) == (None, None, None)
-    assert all(not handler.begun and handler.find_next_group() is handler.groups[0] for handler in manager._handlers.values())
+    assert (manager.cur_forward_chunk(), manager.cur_backward_chunk(), manager.front_backward_chunk()) == (
+        None,
+        None,
+        None,
+    )
+    assert all(
+        not handler.begun and handler.find_next_group() is handler.groups[0]
+        for handler in manager._handlers.values()
+    )
     assert manager.engine.transfers.device_bytes == manager.engine.arena.stats().lent == 0
     init_chunk_handler(None, None, 1)
     current = manager.cur_forward_chunk()
@@ -49,7 +57,9 @@ def test_reset_starts_an_iteration_with_nothing_of_the_last(manager: PipelineOff
 
 
 @pytest.mark.req("S2-33", "S2-42")
-def test_table_is_printed_once_by_the_first_reset_after_a_backward(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_printed_once_by_the_first_reset_after_a_backward(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with installed(build_manager(print_summary=True)) as manager:
         assert manager is not None
         driver = Driver(build_stages(1, 2, ("fc1",)))
@@ -67,24 +77,30 @@ def test_table_is_printed_once_by_the_first_reset_after_a_backward(capsys: pytes
 
 
 @pytest.mark.req("S2-34", "S2-41")
-def test_summary_is_empty_before_the_plan_and_counts_what_leaves_after(manager: PipelineOffloadManager) -> None:
+def test_summary_is_empty_before_the_plan_and_counts_what_leaves_after(
+    manager: PipelineOffloadManager,
+) -> None:
     assert (manager.offload_summary_bytes, manager.offload_summary_total_bytes) == ({}, 0)
     driver = Driver(build_stages(1, 2, ("fc1", "act")))
     driver.step(gpipe(3))
-    # the first to run backward is the first forward; its last group of each name stays, so one of two layers leaves
+    # the first to run backward is the first forward; its last group of each name stays, so one of two layers
+    # leaves
     fc1, act = ROWS * WIDTH * 4, ROWS * 2 * WIDTH * 4
     assert manager.offload_summary_bytes == {"fc1": fc1, "act": act}
     assert manager.offload_summary_total_bytes == fc1 + act
     manager.offload_summary_bytes["fc1"] = 0  # a copy
     assert manager.offload_summary_total_bytes == fc1 + act
-    driver.step(lifo(3))  # the same shapes in another order: all three forwards come first, and the third has the margin
+    # the same shapes in another order: all three forwards come first, and the third has the margin
+    driver.step(lifo(3))
     assert manager.offload_summary_bytes == {"fc1": 5 * fc1, "act": 5 * act}
     driver.step(lifo(2))
     assert manager.offload_summary_bytes == {"fc1": 3 * fc1, "act": 3 * act}
 
 
 @pytest.mark.req("S2-38", "S2-42")
-def test_callback_by_hand_ends_warm_up_prints_and_wants_as_many_backwards_as_forwards(capsys: pytest.CaptureFixture[str]) -> None:
+def test_callback_by_hand_ends_warm_up_prints_and_wants_as_many_backwards_as_forwards(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with installed(build_manager(print_summary=True)) as manager:
         assert manager is not None
         graphs = []
@@ -92,7 +108,10 @@ def test_callback_by_hand_ends_warm_up_prints_and_wants_as_many_backwards_as_for
             init_chunk_handler(None, None, 1)
             graphs.append(save_one(leaf()))
         graphs[1].sum().backward()
-        with pytest.raises(AssertionError, match="2 forward chunks and 1 backward chunks are cached, must be as many; run the backward of"):
+        with pytest.raises(
+            AssertionError,
+            match="2 forward chunks and 1 backward chunks are cached, must be as many; run the backward of",
+        ):
             manager.post_warmup_callback()
         assert manager.is_warmup
         assert capsys.readouterr().out == ""
@@ -104,7 +123,8 @@ def test_callback_by_hand_ends_warm_up_prints_and_wants_as_many_backwards_as_for
 
 
 def test_step_end_plans_where_the_callback_would_assert(manager: PipelineOffloadManager) -> None:
-    """A forward whose backward never came, as of an auxiliary head, is not worth a crash after the whole step has run."""
+    """A forward whose backward never came, as of an auxiliary head, is not worth a crash after the whole step
+    has run."""
     Driver(build_stages()).step([*gpipe(2), ("F", 0, 2)])
     assert not manager.is_warmup
 
@@ -158,13 +178,18 @@ def test_steps_whose_shapes_come_in_turns_give_no_cached_memory_back(monkeypatch
     with installed(build_manager()) as manager:
         assert manager is not None
         driver = Driver(build_stages())
-        monkeypatch.setattr(manager.engine.device, "release_cached", lambda _: pytest.fail("the plan never settled"))
+        monkeypatch.setattr(
+            manager.engine.device, "release_cached", lambda _: pytest.fail("the plan never settled")
+        )
         for microbatches in (1, 2, 3, 2) * 3:
             driver.step(gpipe(microbatches))
 
 
-def test_ten_steps_with_a_leftover_each_grow_nothing(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
-    """S0-38's shape: a saved tensor of 4 MB whose backward never runs, kept by the caller, in each of ten steps."""
+def test_ten_steps_with_a_leftover_each_grow_nothing(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S0-38's shape: a saved tensor of 4 MB whose backward never runs, kept by the caller, in each of ten
+    steps."""
     device = manager.engine.device
     gc.disable()
     try:
@@ -175,10 +200,19 @@ def test_ten_steps_with_a_leftover_each_grow_nothing(manager: PipelineOffloadMan
             kept.append(save_one(torch.randn(1 << 20, requires_grad=True).mul(1)).sum())
             with caplog.at_level(logging.WARNING, "offload"):
                 step_end()
-            after.append((device.active_bytes(), manager.engine.arena.held_bytes, manager.engine.arena.stats().lent_bytes))
+            after.append(
+                (
+                    device.active_bytes(),
+                    manager.engine.arena.held_bytes,
+                    manager.engine.arena.stats().lent_bytes,
+                )
+            )
         assert after == [(0, HELD, 0)] * 10
         assert len(caplog.records) == 10  # one warning a step
-        assert "step 9 ended with 1 saved tensors (4,194,304 bytes) whose backward has not run; they are dropped" in caplog.messages[9]
+        assert (
+            "step 9 ended with 1 saved tensors (4,194,304 bytes) whose backward has not run; they are dropped"
+            in caplog.messages[9]
+        )
     finally:
         gc.enable()
 

@@ -1,4 +1,5 @@
-"""Which chunk is current: chunks counted and announced, the queue by hand, evaluations in between, and when the prefetch looks."""
+"""Which chunk is current: chunks counted and announced, the queue by hand, evaluations in between, and when
+the prefetch looks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from offload import ChunkOffloadHandler, PipelineOffloadManager, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
+from offload import (
+    ChunkOffloadHandler,
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    offload_hooks,
+    step_end,
+)
 from tests.unit.groups.stack import (
     ROWS,
     WIDTH,
@@ -27,9 +36,11 @@ from tests.unit.groups.stack import (
 )
 
 
-# -- chunks -------------------------------------------------------------------------------------------------------------
+# -- chunks --------------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-46", "S2-47")
-def test_each_forward_of_a_step_has_a_handler_that_later_steps_use_again(manager: PipelineOffloadManager) -> None:
+def test_each_forward_of_a_step_has_a_handler_that_later_steps_use_again(
+    manager: PipelineOffloadManager,
+) -> None:
     seen: list[list[ChunkOffloadHandler | None]] = []
     for _ in range(3):
         step: list[ChunkOffloadHandler | None] = []
@@ -58,15 +69,21 @@ def test_size_limit_counts_elements_and_is_one_mebi_by_default(manager: Pipeline
 
 @pytest.mark.req("S2-46")
 @pytest.mark.parametrize(("vp_size", "vp_stage"), [(2, 2), (None, 1), (1, 1), (0, 0)])
-def test_virtual_stage_outside_its_count_is_refused_with_both_numbers(manager: PipelineOffloadManager, vp_size: Any, vp_stage: Any) -> None:
-    with pytest.raises(ValueError, match=f"vp_stage is {vp_stage} and vp_size {vp_size}; vp_stage must be in 0..vp_size-1"):
+def test_virtual_stage_outside_its_count_is_refused_with_both_numbers(
+    manager: PipelineOffloadManager, vp_size: Any, vp_stage: Any
+) -> None:
+    with pytest.raises(
+        ValueError, match=f"vp_stage is {vp_stage} and vp_size {vp_size}; vp_stage must be in 0..vp_size-1"
+    ):
         manager.init_model_chunk_offload_handler(vp_size, vp_stage, 1)
     assert manager.cur_forward_chunk() is None
     assert manager._handlers == {}
 
 
 @pytest.mark.req("S2-51")
-def test_current_chunks_are_those_of_the_forward_and_of_the_backward_under_way(manager: PipelineOffloadManager) -> None:
+def test_current_chunks_are_those_of_the_forward_and_of_the_backward_under_way(
+    manager: PipelineOffloadManager,
+) -> None:
     assert (manager.cur_forward_chunk(), manager.cur_backward_chunk()) == (None, None)
     graphs, handlers = [], []
     for _ in range(2):
@@ -80,7 +97,9 @@ def test_current_chunks_are_those_of_the_forward_and_of_the_backward_under_way(m
 
 
 @pytest.mark.req("S2-50")
-def test_forward_chunks_are_walked_after_warm_up_until_they_are_exhausted(manager: PipelineOffloadManager) -> None:
+def test_forward_chunks_are_walked_after_warm_up_until_they_are_exhausted(
+    manager: PipelineOffloadManager,
+) -> None:
     assert manager.pop_forward_chunk() is None
     driver = Driver(build_stages(names=("fc1", "act")))
     init_chunk_handler(None, None, 1)
@@ -104,7 +123,9 @@ def test_forward_chunks_are_walked_after_warm_up_until_they_are_exhausted(manage
 
 
 @pytest.mark.req("S2-35", "S2-36", "S2-43", "S2-44", "S2-45")
-def test_queue_by_hand_hands_out_chunks_and_asserts_when_there_are_none(manager: PipelineOffloadManager) -> None:
+def test_queue_by_hand_hands_out_chunks_and_asserts_when_there_are_none(
+    manager: PipelineOffloadManager,
+) -> None:
     with pytest.raises(AssertionError, match="No non-empty chunk found"):
         manager.pop_backward_chunk()
     assert manager.front_backward_chunk() is None
@@ -124,7 +145,9 @@ def test_queue_by_hand_hands_out_chunks_and_asserts_when_there_are_none(manager:
     assert manager._backward_order == [handlers[1]]
     assert manager.pop_backward_chunk("of stage 1") is handlers[1]
     init_chunk_handler(3, 0, 1)
-    with pytest.raises(AssertionError, match=r"No non-empty chunk found among 0 queued chunks for group None"):
+    with pytest.raises(
+        AssertionError, match=r"No non-empty chunk found among 0 queued chunks for group None"
+    ):
         manager.pop_backward_chunk()
     manager._queue.stages[2].append(pushed)
     with pytest.raises(AssertionError, match=r"All stages must have same chunk count, got \[1, 0, 1\]"):
@@ -135,7 +158,9 @@ def test_queue_by_hand_hands_out_chunks_and_asserts_when_there_are_none(manager:
 
 
 @pytest.mark.req("S2-43")
-def test_push_in_warm_up_foretells_the_backward_order_and_later_does_not(manager: PipelineOffloadManager) -> None:
+def test_push_in_warm_up_foretells_the_backward_order_and_later_does_not(
+    manager: PipelineOffloadManager,
+) -> None:
     init_chunk_handler(None, None, 1)
     handler = manager.cur_forward_chunk()
     assert handler is not None
@@ -148,7 +173,7 @@ def test_push_in_warm_up_foretells_the_backward_order_and_later_does_not(manager
     assert manager._backward_order == []
 
 
-# -- announced chunks ---------------------------------------------------------------------------------------------------
+# -- announced chunks ----------------------------------------------------------------------------------------
 @pytest.mark.req("S2-102")
 def test_announced_and_counted_chunks_move_the_same_bytes() -> None:
     stats = []
@@ -158,7 +183,14 @@ def test_announced_and_counted_chunks_move_the_same_bytes() -> None:
             driver = Driver(build_stages(), announced=announced)
             for _ in range(3):
                 driver.step(one_f_one_b(4, 2))
-            stats.append((manager.stats.saved, manager.stats.spill_bytes, manager.stats.restore_bytes, manager.offload_summary_bytes))
+            stats.append(
+                (
+                    manager.stats.saved,
+                    manager.stats.spill_bytes,
+                    manager.stats.restore_bytes,
+                    manager.offload_summary_bytes,
+                )
+            )
     assert stats[0] == stats[1]
 
 
@@ -189,7 +221,9 @@ def test_evaluation_is_no_microbatch_unless_it_saves(manager: PipelineOffloadMan
         assert len(manager._handlers) == 2 * (2 + 6 * with_grad)
 
 
-def test_forward_without_gradients_has_no_current_chunk_and_the_next_one_has(manager: PipelineOffloadManager) -> None:
+def test_forward_without_gradients_has_no_current_chunk_and_the_next_one_has(
+    manager: PipelineOffloadManager,
+) -> None:
     init_chunk_handler(None, None, 1)
     first = manager.cur_forward_chunk()
     with torch.no_grad():
@@ -203,7 +237,9 @@ def test_forward_without_gradients_has_no_current_chunk_and_the_next_one_has(man
     assert (first.id.microbatch, second.id.microbatch) == (0, 1)
 
 
-def test_forward_that_a_checkpoint_runs_again_is_no_further_microbatch(manager: PipelineOffloadManager) -> None:
+def test_forward_that_a_checkpoint_runs_again_is_no_further_microbatch(
+    manager: PipelineOffloadManager,
+) -> None:
     layer = Stack(1, ("fc1",))
 
     def whole_forward(x: Tensor) -> Tensor:
@@ -211,11 +247,13 @@ def test_forward_that_a_checkpoint_runs_again_is_no_further_microbatch(manager: 
         return layer(x)
 
     for _ in range(2):
-        checkpoint(whole_forward, torch.randn(ROWS, WIDTH, requires_grad=True), use_reentrant=False).sum().backward()  # type: ignore[union-attr]
+        checkpoint(
+            whole_forward, torch.randn(ROWS, WIDTH, requires_grad=True), use_reentrant=False
+        ).sum().backward()  # type: ignore[union-attr]
     assert [handler.id.microbatch for handler in manager._handlers.values()] == [0, 1]
 
 
-# -- how often the prefetch looks ---------------------------------------------------------------------------------------
+# -- how often the prefetch looks ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("piece_bytes", "window_bytes", "reads_a_look"),
     [

@@ -17,7 +17,16 @@ from offload.groups.timed import TimedPlan, Trial, trials_for
 from offload.groups.units import Unit, cut_into_units, stays_of
 from offload.policy.actions import GroupSize, Rates
 from offload.policy.lookahead import ActionKey
-from tests.unit.groups.stack import WIDTH, Driver, assert_same, baseline, build_manager, build_stages, installed, one_f_one_b
+from tests.unit.groups.stack import (
+    WIDTH,
+    Driver,
+    assert_same,
+    baseline,
+    build_manager,
+    build_stages,
+    installed,
+    one_f_one_b,
+)
 from tests.unit.groups.test_plan import chunks_of, seen
 
 KIB = 1024
@@ -82,7 +91,13 @@ def test_timed_plan_keeps_part_of_a_group_that_is_too_large_to_stay_whole() -> N
     (chunk,) = chunks_of(engine, "a", nbytes=8 * KIB)
     chunk.groups[0].slot_bytes = tuple((slot, 2 * KIB) for slot in range(4))
     actions: list[ActionKey] = [("F", 0, 0), ("B", 0, 0)]
-    step = SeenStep(chunks=[chunk], forward_order=[chunk], backward_order=[chunk], actions=actions, seconds=dict.fromkeys(actions, 1e-3))
+    step = SeenStep(
+        chunks=[chunk],
+        forward_order=[chunk],
+        backward_order=[chunk],
+        actions=actions,
+        seconds=dict.fromkeys(actions, 1e-3),
+    )
     for _ in range(3):
         planner.after_step(step)
     assert chunk.stays == frozenset()
@@ -102,9 +117,14 @@ def test_what_a_plan_keeps_of_a_group_never_moves_and_the_rest_does(stays_from: 
         whole = manager.stats
         for handler in manager._handlers.values():
             sizes = [dict(group.slot_bytes) for group in handler.groups]
-            handler.stays, handler.stays_from = frozenset(), dict.fromkeys(range(len(handler.groups)), stays_from)
+            handler.stays, handler.stays_from = (
+                frozenset(),
+                dict.fromkeys(range(len(handler.groups)), stays_from),
+            )
         found.append(driver.step(order))
-        leaving = sum(nbytes for group in sizes for slot, nbytes in group.items() if slot < stays_from) * len(manager._handlers)
+        leaving = sum(nbytes for group in sizes for slot, nbytes in group.items() if slot < stays_from) * len(
+            manager._handlers
+        )
         assert manager.stats.spill_bytes == leaving
         assert manager.stats.saved == whole.saved
         found.append(driver.step(order))
@@ -116,7 +136,8 @@ def _plans(*room_bytes: int) -> list[TimedPlan]:
 
 
 def _run(trial: Trial, steps: Sequence[tuple[float | None, bool]]) -> list[int]:
-    """Steps as (the stall of the step before, whether the step that ends is whole); the windows of the plans that they followed."""
+    """Steps as (the stall of the step before, whether the step that ends is whole); the windows of the plans
+    that they followed."""
     followed = []
     for stall_ms, whole in steps:
         followed.append(trial.plan.restoring_room_bytes)
@@ -137,8 +158,8 @@ def test_each_plan_runs_one_step_and_the_one_that_stalled_least_stays() -> None:
 
 @pytest.mark.parametrize("between", [1, 2])
 def test_stall_of_an_evaluation_or_of_a_step_cut_short_is_nobodys(between: int) -> None:
-    """The stall that comes with the end of a step is that of the step before, whichever that was: an evaluation after each step, which
-    stalls 0 ms, decided every trial for the last plan."""
+    """The stall that comes with the end of a step is that of the step before, whichever that was: an
+    evaluation after each step, which stalls 0 ms, decided every trial for the last plan."""
     trial = Trial(_plans(1, 2))
     other = [(0.0, False)] * (between - 1)
     steps = [(99.0, True), (10.0, False), *other, (0.0, True), (30.0, False), *other, (0.0, True)]
@@ -188,7 +209,8 @@ def test_planner_tries_both_plans_and_then_gives_back_what_the_chosen_one_does_n
         for group in chunk.groups:
             group.slot_bytes = tuple((slot, 2 * KIB) for slot in range(4))
     step = dataclasses.replace(
-        seen(chunks, "F0 F1 B0 B1"), seconds={("F", 0, 0): 1e-3, ("F", 0, 1): 1e-3, ("B", 0, 0): 2e-3, ("B", 0, 1): 2e-3}
+        seen(chunks, "F0 F1 B0 B1"),
+        seconds={("F", 0, 0): 1e-3, ("F", 0, 1): 1e-3, ("B", 0, 0): 2e-3, ("B", 0, 1): 2e-3},
     )
     trims: list[int] = []
     monkeypatch.setattr(engine.arena, "trim", trims.append)
@@ -237,14 +259,17 @@ class _Sliced(torch.nn.Module):
 
 
 def test_plan_that_keeps_sparse_views_settles() -> None:
-    """They were counted packed where they left and with all that lies between where they stayed, so each plan made the next step look like
-    one of a new shape, and the plans of two kinds of step took turns for ever."""
+    """They were counted packed where they left and with all that lies between where they stayed, so each plan
+    made the next step look like one of a new shape, and the plans of two kinds of step took turns for
+    ever."""
     torch.manual_seed(0)
     expected, found = ([torch.nn.Sequential(*(_Sliced() for _ in range(3)))] for _ in range(2))
     found[0].load_state_dict(expected[0].state_dict())
     order = one_f_one_b(3, 1)
     gradients = baseline(expected, [order] * 4)
-    with installed(build_manager(device_limit_bytes=6 * KIB, max_spilling_bytes=KIB, max_restoring_bytes=KIB)) as manager:
+    with installed(
+        build_manager(device_limit_bytes=6 * KIB, max_spilling_bytes=KIB, max_restoring_bytes=KIB)
+    ) as manager:
         assert manager is not None
         driver = Driver(found, announced=True)
         kept = []
@@ -255,8 +280,11 @@ def test_plan_that_keeps_sparse_views_settles() -> None:
         assert kept == kept[:1] * 4
 
 
-def test_summary_counts_what_leaves_in_each_step_of_a_trial_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk of two groups of several tensors: the table's bytes are those that the next step sends, whichever plan it follows."""
+def test_summary_counts_what_leaves_in_each_step_of_a_trial_and_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One chunk of two groups of several tensors: the table's bytes are those that the next step sends,
+    whichever plan it follows."""
     seconds = {("F", 0, 0): 1e-3, ("B", 0, 0): 2e-3}
     monkeypatch.setattr(StepClock, "end_step", lambda self, stalls: seconds)
     order = one_f_one_b(1, 0)
@@ -296,4 +324,6 @@ def test_plan_made_by_hand_in_the_middle_of_a_trial_ends_it() -> None:
     planner.pass_over(step)
     assert [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks] == by_hand
     planner.after_step(step)
-    assert [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks] == tried, "a new trial, from its first plan on"
+    assert [(chunk.stays, dict(chunk.stays_from)) for chunk in chunks] == tried, (
+        "a new trial, from its first plan on"
+    )

@@ -1,4 +1,5 @@
-"""A device for tests of host memory, and arenas on it: events pass when the test says so, pinning waits at a gate that the test opens.
+"""A device for tests of host memory, and arenas on it: events pass when the test says so, pinning waits at a
+gate that the test opens.
 
 It implements only what memory/ asks of a device; nothing here is timed.
 """
@@ -74,7 +75,8 @@ class FakeDevice:
         self.keeps = False  # unpins nothing
         self.host_bytes = 0
         self.memories: list[FakeHostMemory] = []
-        self.released_alone: list[torch.Tensor] = []  # pieces, in order; kept alive, so that no later piece has their addresses
+        # pieces, in order; kept alive, so that no later piece has their addresses
+        self.released_alone: list[torch.Tensor] = []
         self.polls = 0
         self.synchronized: list[FakeEvent] = []
         self.pinning_threads: list[str] = []
@@ -90,7 +92,9 @@ class FakeDevice:
     def host_memory(self, nbytes: int, registration_bytes: int) -> FakeHostMemory:
         self.pinning_threads.append(threading.current_thread().name)
         self.at_gate.release()
-        assert len(self.memories) < self.ungated or self.gate.wait(PATIENCE_S), "the test never opened the gate"
+        assert len(self.memories) < self.ungated or self.gate.wait(PATIENCE_S), (
+            "the test never opened the gate"
+        )
         if self.refuses:
             raise HostBudgetError(f"the system refused {nbytes:,} bytes")
         memory = FakeHostMemory(self, nbytes, registration_bytes)
@@ -132,7 +136,12 @@ class FakeDevice:
 
 
 def arena_on(device: FakeDevice, limit_bytes: int = 100 * PIECE, **arguments: Any) -> HostArena:
-    settings = {"budget": LocalHostBudget(limit_bytes), "slab_bytes": 4 * PIECE, "registration_bytes": PIECE, **arguments}
+    settings = {
+        "budget": LocalHostBudget(limit_bytes),
+        "slab_bytes": 4 * PIECE,
+        "registration_bytes": PIECE,
+        **arguments,
+    }
     return HostArena(device.protocol, **settings)
 
 

@@ -17,7 +17,7 @@ from offload.memory.budget import LocalHostBudget, StoreHostBudget
 from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
-# -- growth -------------------------------------------------------------------------------------------------------------
+# -- growth --------------------------------------------------------------------------------------------------
 def test_growth_is_inline_where_pinning_costs_nothing(device: FakeDevice, arena: HostArena) -> None:
     taken(arena, 10)
     assert device.pinning_threads == [threading.current_thread().name]
@@ -39,7 +39,9 @@ def test_a_tight_budget_is_used_to_the_page(device: FakeDevice) -> None:
     assert taken(arena, limit_bytes).nbytes == arena.held_bytes == limit_bytes
 
 
-def test_a_block_beyond_the_budget_is_missing_and_counted(device: FakeDevice, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_beyond_the_budget_is_missing_and_counted(
+    device: FakeDevice, caplog: pytest.LogCaptureFixture
+) -> None:
     arena = arena_on(device, limit_bytes=2 * PIECE)
     block = taken(arena, PIECE)
     with caplog.at_level(logging.WARNING):
@@ -156,7 +158,9 @@ def test_reserve_pins_before_the_first_take(pins: bool) -> None:
 
 def test_reserve_beyond_the_budget_names_both_numbers_and_pins_nothing(device: FakeDevice) -> None:
     arena = arena_on(device, limit_bytes=2 * PIECE)
-    with pytest.raises(HostBudgetError, match=r"needs 196,608 more.* 131,072 bytes are in use; raise host_limit_bytes"):
+    with pytest.raises(
+        HostBudgetError, match=r"needs 196,608 more.* 131,072 bytes are in use; raise host_limit_bytes"
+    ):
         arena.reserve(3 * PIECE)
     assert device.host_bytes == arena.budget.used_bytes == 0
 
@@ -187,7 +191,10 @@ def test_growth_without_a_thread_is_a_refusal_and_nobody_waits_for_it(
         patch.setattr(threading.Thread, "start", no_thread)
         assert arena.take(PIECE) is None
         arena.synchronize_growth()
-    assert "host memory cannot grow; what does not fit stays on the device and is counted: can't start new thread" in caplog.text
+    assert (
+        "host memory cannot grow; what does not fit stays on the device and is counted: can't start new "
+        "thread" in caplog.text
+    )
     arena.reserve_later(PIECE)
     arena.synchronize_growth()
     assert arena.take(PIECE) is not None
@@ -231,7 +238,9 @@ def wait_until_paused(arena: HostArena) -> None:
 
 def test_two_arenas_share_a_hosts_budget() -> None:
     store = dist.HashStore()
-    first, second = (arena_on(FakeDevice(), budget=StoreHostBudget(store, "host", 4 * PIECE)) for _ in range(2))
+    first, second = (
+        arena_on(FakeDevice(), budget=StoreHostBudget(store, "host", 4 * PIECE)) for _ in range(2)
+    )
     first.reserve(3 * PIECE)
     assert second.take(2 * PIECE) is None
     assert second.take(PIECE) is not None
@@ -239,7 +248,7 @@ def test_two_arenas_share_a_hosts_budget() -> None:
     assert second.take(3 * PIECE) is not None
 
 
-# -- counters and the end -----------------------------------------------------------------------------------------------
+# -- counters and the end ------------------------------------------------------------------------------------
 def test_held_bytes_stay_within_a_twentieth_of_the_most_lent(arena: HostArena) -> None:
     # sizes of a varying sequence length: the peer's pool, keyed by shape, grows with each new one
     most = 0
@@ -286,7 +295,9 @@ def test_clear_stops_the_growth_that_is_under_way() -> None:
     assert device.host_bytes == arena.budget.used_bytes == arena.held_bytes == 0
 
 
-def test_close_never_raises_and_nothing_grows_afterwards(device: FakeDevice, arena: HostArena, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_never_raises_and_nothing_grows_afterwards(
+    device: FakeDevice, arena: HostArena, caplog: pytest.LogCaptureFixture
+) -> None:
     block = taken(arena, 1000)
     with caplog.at_level(logging.INFO):
         arena.close()
@@ -300,7 +311,8 @@ def test_close_never_raises_and_nothing_grows_afterwards(device: FakeDevice, are
 def test_close_leaves_memory_to_the_system_whose_last_copy_never_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rank is gone: the copy waits for compute, and compute for its message. To synchronize would keep this process for ever."""
+    """A rank is gone: the copy waits for compute, and compute for its message. To synchronize would keep this
+    process for ever."""
     monkeypatch.setattr("offload.memory.arena.CLOSE_PATIENCE_S", 0.05)
     device = FakeDevice(pins=True)
     arena = arena_on(device)
@@ -338,8 +350,13 @@ def test_a_process_that_forgets_to_close_ends_quietly() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"registration_bytes": 1000}, "multiple of 4,096"), ({"slab_bytes": PIECE - 1}, "less than registration_bytes")],
+    [
+        ({"registration_bytes": 1000}, "multiple of 4,096"),
+        ({"slab_bytes": PIECE - 1}, "less than registration_bytes"),
+    ],
 )
-def test_sizes_that_cannot_work_are_refused(device: FakeDevice, arguments: dict[str, int], message: str) -> None:
+def test_sizes_that_cannot_work_are_refused(
+    device: FakeDevice, arguments: dict[str, int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         arena_on(device, **arguments)

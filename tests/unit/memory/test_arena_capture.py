@@ -25,7 +25,8 @@ def test_capture_waits_for_the_last_users_of_every_free_byte() -> None:
 
 
 def test_nothing_is_polled_in_a_capture_whatever_is_given_back_in_it() -> None:
-    """A finaliser may return an eager block there: its event has passed, or the capture would not have begun."""
+    """A finaliser may return an eager block there: its event has passed, or the capture would not have
+    begun."""
     device = FakeDevice()
     arena = arena_on(device)
     arena.reserve(3 * PIECE)

@@ -1,4 +1,5 @@
-"""What an arena gives back to the system: which pieces, when it has to wait for their users, and that growth does not undo it."""
+"""What an arena gives back to the system: which pieces, when it has to wait for their users, and that growth
+does not undo it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def lend_pieces(arena: HostArena, count: int) -> list[Block]:
     return [taken(arena, PIECE) for _ in range(count)]
 
 
-# -- how much -----------------------------------------------------------------------------------------------------
+# -- how much ------------------------------------------------------------------------------------------------
 def test_everything_free_goes(device: FakeDevice, arena: HostArena) -> None:
     assert arena.trim(0) == 8 * PIECE
     assert arena.held_bytes == arena.stats().free_bytes == arena.stats().free_ranges == 0
@@ -50,7 +51,13 @@ def test_everything_free_goes(device: FakeDevice, arena: HostArena) -> None:
 
 @pytest.mark.parametrize(
     ("target_bytes", "held_bytes"),
-    [(99 * PIECE, 8 * PIECE), (8 * PIECE, 8 * PIECE), (7 * PIECE, 7 * PIECE), (7 * PIECE - 1, 6 * PIECE), (1, 0)],
+    [
+        (99 * PIECE, 8 * PIECE),
+        (8 * PIECE, 8 * PIECE),
+        (7 * PIECE, 7 * PIECE),
+        (7 * PIECE - 1, 6 * PIECE),
+        (1, 0),
+    ],
 )
 def test_held_bytes_come_to_the_target_or_less_than_a_piece_below(
     device: FakeDevice, arena: HostArena, target_bytes: int, held_bytes: int
@@ -79,7 +86,9 @@ def test_a_piece_that_is_partly_lent_is_not_touched(device: FakeDevice, arena: H
         if piece.data_ptr() <= extent.data_ptr() < piece.data_ptr() + PIECE
     }
     assert arena.trim(0) == (8 - len(touched)) * PIECE
-    assert {piece.data_ptr() for memory in device.memories for piece in memory.pieces if piece.numel()} == touched
+    assert {
+        piece.data_ptr() for memory in device.memories for piece in memory.pieces if piece.numel()
+    } == touched
     assert arena.held_bytes >= arena.lent_bytes
     assert all(bool((extent == 7).all()) for block in blocks for extent in block.extents)
     check_books(device, arena)
@@ -119,8 +128,10 @@ def test_the_budget_is_told_once() -> None:
     assert budget.releases == 1, "nothing to tell"
 
 
-# -- which, and who must be waited for ----------------------------------------------------------------------------
-def test_last_users_of_released_pieces_have_ended_and_no_others_are_waited_for(device: FakeDevice, arena: HostArena) -> None:
+# -- which, and who must be waited for -----------------------------------------------------------------------
+def test_last_users_of_released_pieces_have_ended_and_no_others_are_waited_for(
+    device: FakeDevice, arena: HostArena
+) -> None:
     events = [FakeEvent(str(index)) for index in range(8)]
     for block, event in zip(lend_pieces(arena, 8), events, strict=True):
         arena.give_back(block, event)
@@ -150,7 +161,9 @@ def test_an_event_that_has_passed_is_not_waited_for(device: FakeDevice, arena: H
     assert device.synchronized == []
 
 
-def test_slabs_that_can_go_whole_go_before_pieces_of_a_slab_in_use(device: FakeDevice, arena: HostArena) -> None:
+def test_slabs_that_can_go_whole_go_before_pieces_of_a_slab_in_use(
+    device: FakeDevice, arena: HostArena
+) -> None:
     blocks = lend_pieces(arena, 8)
     for index in (0, 1, 2, 4, 5, 6, 7):  # piece 3 keeps the first slab
         arena.give_back(blocks[index], None)
@@ -193,7 +206,7 @@ def test_what_went_before_an_error_is_counted(device: FakeDevice, arena: HostAre
     check_books(device, arena)
 
 
-# -- afterwards ---------------------------------------------------------------------------------------------------
+# -- afterwards ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("target_bytes", [0, 3 * PIECE])
 def test_an_arena_grows_again_after_a_trim(device: FakeDevice, arena: HostArena, target_bytes: int) -> None:
     arena.trim(target_bytes)
@@ -207,8 +220,11 @@ def test_an_arena_grows_again_after_a_trim(device: FakeDevice, arena: HostArena,
     assert arena.trim(0) == 8 * PIECE
 
 
-def test_memory_that_comes_and_goes_takes_the_places_of_the_pieces_before_it(device: FakeDevice, arena: HostArena) -> None:
-    """The list of pieces was longer after each trim: a training whose sequences change in length let it grow for ever."""
+def test_memory_that_comes_and_goes_takes_the_places_of_the_pieces_before_it(
+    device: FakeDevice, arena: HostArena
+) -> None:
+    """The list of pieces was longer after each trim: a training whose sequences change in length let it grow
+    for ever."""
     block = taken(arena, PIECE // 2)
     for _ in range(5):
         assert arena.trim(PIECE) == 7 * PIECE
@@ -261,7 +277,7 @@ def test_closing_a_trimmed_arena_is_quiet(device: FakeDevice, arena: HostArena, 
     assert arena.trim(0) == 0
 
 
-# -- beside growth ------------------------------------------------------------------------------------------------
+# -- beside growth -------------------------------------------------------------------------------------------
 def growing_to(nbytes: int) -> tuple[FakeDevice, HostArena]:
     """An arena of two pieces, whose thread stands at the closed gate with a slab of one more."""
     device = FakeDevice(pins=True)
@@ -320,7 +336,9 @@ def test_a_target_reached_long_ago_is_forgotten_too() -> None:
     arena.give_back(block, None)
 
 
-def test_nothing_is_released_while_a_graph_is_captured_or_growth_is_paused(device: FakeDevice, arena: HostArena) -> None:
+def test_nothing_is_released_while_a_graph_is_captured_or_growth_is_paused(
+    device: FakeDevice, arena: HostArena
+) -> None:
     with device.capture():
         assert arena.trim(0) == 0
     with arena.growth_paused():
@@ -328,7 +346,7 @@ def test_nothing_is_released_while_a_graph_is_captured_or_growth_is_paused(devic
     assert arena.trim(0) == 8 * PIECE
 
 
-# -- on the simulated device --------------------------------------------------------------------------------------
+# -- on the simulated device ---------------------------------------------------------------------------------
 def spilled_and_read_back(device: SimDevice, arena: HostArena) -> None:
     """Every piece is written by d2h and read by h2d; given back with the read."""
     source, home = torch.full((4 * PIECE,), 3, dtype=torch.uint8), device.empty(4 * PIECE)
@@ -336,10 +354,16 @@ def spilled_and_read_back(device: SimDevice, arena: HostArena) -> None:
     starts = range(0, 4 * PIECE, PIECE)
     device.note_write(device.compute, source)
     device.wait(device.d2h, device.record(device.compute), "spill")
-    device.copy(device.d2h, [(extent, source[at : at + PIECE]) for extent, at in zip(block.extents, starts, strict=True)])
+    device.copy(
+        device.d2h,
+        [(extent, source[at : at + PIECE]) for extent, at in zip(block.extents, starts, strict=True)],
+    )
     device.wait(device.h2d, device.record(device.compute), "allocate")
     device.wait(device.h2d, device.record(device.d2h), "restore")
-    device.copy(device.h2d, [(home[at : at + PIECE], extent) for extent, at in zip(block.extents, starts, strict=True)])
+    device.copy(
+        device.h2d,
+        [(home[at : at + PIECE], extent) for extent, at in zip(block.extents, starts, strict=True)],
+    )
     read = device.record(device.h2d)
     device.wait(device.compute, read, "read")
     device.wait(device.compute, device.record(device.d2h), "settle")
@@ -351,7 +375,9 @@ def spilled_and_read_back(device: SimDevice, arena: HostArena) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_copy_is_in_flight_when_a_piece_goes(seed: int) -> None:
     device = SimDevice(executor="random", seed=seed)
-    arena = HostArena(device, budget=LocalHostBudget(4 * PIECE), slab_bytes=4 * PIECE, registration_bytes=PIECE)
+    arena = HostArena(
+        device, budget=LocalHostBudget(4 * PIECE), slab_bytes=4 * PIECE, registration_bytes=PIECE
+    )
     spilled_and_read_back(device, arena)
     assert arena.trim(PIECE) == 3 * PIECE
     spilled_and_read_back(device, arena)
@@ -359,14 +385,18 @@ def test_no_copy_is_in_flight_when_a_piece_goes(seed: int) -> None:
     assert arena.budget.used_bytes == 0
 
 
-@pytest.mark.xfail(strict=True, raises=HazardError, reason="[Order: reuse of a pinned block] without its edge")
+@pytest.mark.xfail(
+    strict=True, raises=HazardError, reason="[Order: reuse of a pinned block] without its edge"
+)
 def test_without_the_wait_a_piece_goes_while_it_is_read() -> None:
     class NeverWaits(SimDevice):
         def synchronize(self, event: object) -> None:
             """Left out."""
 
     device = NeverWaits(executor="late")
-    arena = HostArena(device, budget=LocalHostBudget(4 * PIECE), slab_bytes=4 * PIECE, registration_bytes=PIECE)
+    arena = HostArena(
+        device, budget=LocalHostBudget(4 * PIECE), slab_bytes=4 * PIECE, registration_bytes=PIECE
+    )
     block = taken(arena, PIECE)
     home = device.empty(PIECE)
     device.note_write(device.host, block.extents[0])

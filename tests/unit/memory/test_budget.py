@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from offload.memory.budget import DEFAULT_SHARE, LocalHostBudget, StoreHostBudget, cgroup_limits_bytes, default_host_limit_bytes
+from offload.memory.budget import (
+    DEFAULT_SHARE,
+    LocalHostBudget,
+    StoreHostBudget,
+    cgroup_limits_bytes,
+    default_host_limit_bytes,
+)
 
 
 @pytest.fixture(params=["local", "store"])
 def budget(request: pytest.FixtureRequest) -> LocalHostBudget | StoreHostBudget:
-    return LocalHostBudget(100) if request.param == "local" else StoreHostBudget(dist.HashStore(), "host-a", 100)
+    return (
+        LocalHostBudget(100) if request.param == "local" else StoreHostBudget(dist.HashStore(), "host-a", 100)
+    )
 
 
 def test_a_refused_reservation_leaves_no_trace(budget: LocalHostBudget | StoreHostBudget) -> None:
@@ -46,7 +54,9 @@ def test_a_limit_may_change_between_steps(budget: LocalHostBudget | StoreHostBud
     assert not budget.reserve(1)
 
 
-@pytest.mark.parametrize("make", [LocalHostBudget, lambda limit: StoreHostBudget(dist.HashStore(), "h", limit)])
+@pytest.mark.parametrize(
+    "make", [LocalHostBudget, lambda limit: StoreHostBudget(dist.HashStore(), "h", limit)]
+)
 def test_a_negative_limit_is_a_configuration_error(make: type[LocalHostBudget]) -> None:
     with pytest.raises(ValueError, match="negative"):
         make(-1)
@@ -109,7 +119,9 @@ def test_a_rank_that_lost_a_race_asks_again() -> None:
 
 def test_the_default_limit_is_a_share_of_what_this_process_may_use() -> None:
     total_bytes = next(
-        int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal")
     )
     assert 0 < default_host_limit_bytes() <= total_bytes * DEFAULT_SHARE
 

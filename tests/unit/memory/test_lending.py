@@ -13,7 +13,7 @@ from offload.memory.lending import POLLS_PER_CALL, POLLS_PER_LOAN
 from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
-# -- lending ------------------------------------------------------------------------------------------------------------
+# -- lending -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, PIECE, PIECE + 1, 5 * PIECE + 17])
 def test_a_block_has_exactly_the_bytes_asked_for(device: FakeDevice, arena: HostArena, nbytes: int) -> None:
     block = taken(arena, nbytes)
@@ -24,8 +24,14 @@ def test_a_block_has_exactly_the_bytes_asked_for(device: FakeDevice, arena: Host
         assert extent.dim() == 1
         assert extent.data_ptr() % 512 == 0
         first, last = extent.data_ptr(), extent.data_ptr() + extent.numel()
-        pieces = [(piece.data_ptr(), piece.data_ptr() + piece.numel()) for memory in device.memories for piece in memory.pieces]
-        assert any(start <= first < last <= end for start, end in pieces), "an extent crosses two registrations"
+        pieces = [
+            (piece.data_ptr(), piece.data_ptr() + piece.numel())
+            for memory in device.memories
+            for piece in memory.pieces
+        ]
+        assert any(start <= first < last <= end for start, end in pieces), (
+            "an extent crosses two registrations"
+        )
     assert arena.stats().lent_bytes == nbytes
 
 
@@ -75,7 +81,7 @@ def test_a_finaliser_that_gives_back_twice_is_named_by_the_next_call(arena: Host
     assert arena.stats().lent == 0
 
 
-# -- order --------------------------------------------------------------------------------------------------------------
+# -- order ---------------------------------------------------------------------------------------------------
 @pytest.mark.req("S2-22")
 def test_next_writer_learns_the_last_reader(device: FakeDevice) -> None:
     arena = arena_on(device, limit_bytes=PIECE)
@@ -135,7 +141,7 @@ def test_the_number_of_events_asked_about_does_not_grow_with_the_number_pending(
     assert most <= POLLS_PER_CALL + POLLS_PER_LOAN
 
 
-# -- one extent ---------------------------------------------------------------------------------------------------------
+# -- one extent ----------------------------------------------------------------------------------------------
 def test_a_contiguous_block_lies_in_one_piece_even_beyond_a_registration(arena: HostArena) -> None:
     (extent,) = arena.contiguous(3 * PIECE + 5).extents
     assert extent.numel() == 3 * PIECE + 5
@@ -160,7 +166,7 @@ def test_a_contiguous_block_may_be_written_at_once(device: FakeDevice) -> None:
     assert device.synchronized == [event]
 
 
-# -- counters and the end -----------------------------------------------------------------------------------------------
+# -- counters and the end ------------------------------------------------------------------------------------
 def test_the_peak_is_of_bytes_lent_and_starts_anew(arena: HostArena) -> None:
     block = taken(arena, 3 * PIECE)
     taken(arena, 100)

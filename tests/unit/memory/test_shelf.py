@@ -37,7 +37,11 @@ def test_a_block_is_taken_by_its_exact_size_only() -> None:
 
 def test_of_equals_the_one_that_nobody_reads_goes_first_and_else_the_oldest() -> None:
     shelf = Shelf()
-    oldest, read, idle = shelved(0, 512, Mark(_Event())), shelved(512, 512, Mark(_Event())), shelved(1024, 512)
+    oldest, read, idle = (
+        shelved(0, 512, Mark(_Event())),
+        shelved(512, 512, Mark(_Event())),
+        shelved(1024, 512),
+    )
     for block in (oldest, read, idle):
         shelf.put(512, block)
     assert [shelf.take(512) for _ in range(3)] == [idle, oldest, read]
@@ -54,7 +58,7 @@ def test_draining_gives_every_block_back_once_and_counts_nothing_any_more() -> N
     assert shelf.total_bytes == shelf.num_ranges == 0
 
 
-# -- the shelf of an arena --------------------------------------------------------------------------------------------------
+# -- the shelf of an arena -----------------------------------------------------------------------------------
 def test_a_block_that_is_lent_again_whole_carries_its_readers() -> None:
     device = FakeDevice()
     arena = arena_on(device)
@@ -78,7 +82,8 @@ def test_sizes_that_never_come_again_are_lent_to_those_that_do() -> None:
 
 
 def test_a_size_that_changes_does_not_clear_the_shelf_while_another_range_holds_it() -> None:
-    """One tensor of a new size in each microbatch, as an expert's: every block was joined and cut anew after it, at twice the host time."""
+    """One tensor of a new size in each microbatch, as an expert's: every block was joined and cut anew after
+    it, at twice the host time."""
     arena = arena_on(FakeDevice(), limit_bytes=4 * PIECE)
     arena.reserve(4 * PIECE)
     steady = [taken(arena, 1000) for _ in range(4)]
@@ -89,7 +94,9 @@ def test_a_size_that_changes_does_not_clear_the_shelf_while_another_range_holds_
         arena.give_back(taken(arena, nbytes), None)
     again = [taken(arena, 1000) for _ in range(4)]
     assert all(block.extents is before for block, before in zip(again, extents, strict=True))
-    assert taken(arena, 2 * PIECE).nbytes == 2 * PIECE, "more than any range that is not on the shelf: now it is cleared"
+    assert taken(arena, 2 * PIECE).nbytes == 2 * PIECE, (
+        "more than any range that is not on the shelf: now it is cleared"
+    )
 
 
 def test_what_lies_on_the_shelf_is_free_to_a_trim_to_clear_and_to_a_block_in_one_piece() -> None:
@@ -113,8 +120,11 @@ def test_what_lies_on_the_shelf_is_free_to_a_trim_to_clear_and_to_a_block_in_one
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["contiguous", "take"])
-def test_a_block_that_comes_back_while_another_thread_pins_is_lent_and_nothing_more_is_pinned(whole: bool) -> None:
-    """It came back to the shelf, where the thread that waited for the pinning did not look again: an error or a miss beside free bytes."""
+def test_a_block_that_comes_back_while_another_thread_pins_is_lent_and_nothing_more_is_pinned(
+    whole: bool,
+) -> None:
+    """It came back to the shelf, where the thread that waited for the pinning did not look again: an error or
+    a miss beside free bytes."""
     device = FakeDevice(pins=True)
     arena = arena_on(device, growth="inline", limit_bytes=2 * PIECE)
     block = taken(arena, PIECE)
@@ -132,9 +142,12 @@ def test_a_block_that_comes_back_while_another_thread_pins_is_lent_and_nothing_m
         pinning = threading.Thread(target=reserve)
         pinning.start()
         device.wait_at_gate()
-        waiting = threading.Thread(target=lambda: lent.append(arena.contiguous(PIECE) if whole else arena.take(PIECE)))
+        waiting = threading.Thread(
+            target=lambda: lent.append(arena.contiguous(PIECE) if whole else arena.take(PIECE))
+        )
         waiting.start()
-        while not arena._growth._changed._waiters:  # type: ignore[attr-defined]  # until it waits for the thread that pins
+        # until it waits for the thread that pins
+        while not arena._growth._changed._waiters:  # type: ignore[attr-defined]
             time.sleep(0.001)
         arena.give_back(block, None)
         device.refuses = True

@@ -1,4 +1,5 @@
-"""The size-class pool of the watermark runtime. Slabs are never touched here, so the large ones cost no memory."""
+"""The size-class pool of the watermark runtime. Slabs are never touched here, so the large ones cost no
+memory."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_an_int_means_that_count_for_every_class() -> None:
         ((1,), -1, "negative"),
     ],
 )
-def test_a_configuration_that_cannot_work_is_refused(sizes: tuple[int, ...], counts: int | tuple[int, ...], message: str) -> None:
+def test_a_configuration_that_cannot_work_is_refused(
+    sizes: tuple[int, ...], counts: int | tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         CPUSpillBackend(sizes, counts)
     gc.collect()
@@ -155,7 +158,9 @@ def test_a_slab_is_not_lent_again_before_its_last_copy_has_ended() -> None:
     backend.release(first, after=event)
     second = backend.allocate(10)
     assert second.data_ptr() != first.data_ptr()
-    assert backend.allocate(10).data_ptr() not in (first.data_ptr(), second.data_ptr()), "a miss rather than a wait"
+    assert backend.allocate(10).data_ptr() not in (first.data_ptr(), second.data_ptr()), (
+        "a miss rather than a wait"
+    )
     event.passed = True
     assert backend.allocate(10).data_ptr() == first.data_ptr()
 
@@ -172,7 +177,9 @@ def test_reset_takes_leftover_buffers_back() -> None:
 
 
 def arena_of(limit_bytes: int) -> HostArena:
-    return HostArena(FakeDevice().protocol, budget=LocalHostBudget(limit_bytes), slab_bytes=4 * MIB, registration_bytes=MIB)
+    return HostArena(
+        FakeDevice().protocol, budget=LocalHostBudget(limit_bytes), slab_bytes=4 * MIB, registration_bytes=MIB
+    )
 
 
 def test_slabs_from_an_arena_count_in_the_host_budget() -> None:

@@ -19,7 +19,9 @@ SHAPE = (128, 512)
 
 @pytest.fixture
 def arena(device: FakeDevice) -> HostArena:
-    return HostArena(device.protocol, budget=LocalHostBudget(16 << 20), slab_bytes=1 << 20, registration_bytes=1 << 20)
+    return HostArena(
+        device.protocol, budget=LocalHostBudget(16 << 20), slab_bytes=1 << 20, registration_bytes=1 << 20
+    )
 
 
 @pytest.fixture(params=["empty", "arena"])
@@ -40,7 +42,11 @@ def test_defaults_differ_between_the_two_names() -> None:
 @pytest.mark.req("S2-9", "S2-10")
 def test_a_sub_pool_serves_one_shape_and_dtype(pool: GPUTensorPool) -> None:
     assert pool._get_pool_key(torch.Size(SHAPE), torch.float32) == pool._get_pool_key(SHAPE, torch.float32)
-    keys = {pool._get_pool_key(shape, dtype) for shape in [(2, 3), (3, 2), (6,)] for dtype in [torch.float32, torch.int32]}
+    keys = {
+        pool._get_pool_key(shape, dtype)
+        for shape in [(2, 3), (3, 2), (6,)]
+        for dtype in [torch.float32, torch.int32]
+    }
     assert len(keys) == 6
     tensor = pool.allocate((2, 3))
     pool.free(tensor)
@@ -78,7 +84,9 @@ def test_a_freed_tensor_is_reused(pool: GPUTensorPool) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 1, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
-def test_any_shape_and_dtype_can_be_lent(pool: GPUTensorPool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_any_shape_and_dtype_can_be_lent(
+    pool: GPUTensorPool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     tensor = pool.allocate(shape, dtype)
     tensor.zero_()
     assert tuple(tensor.shape) == shape

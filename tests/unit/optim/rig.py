@@ -1,4 +1,5 @@
-"""What the optimizer's tests share: a small net of parameters of uneven sizes, batches by number, and a run of steps."""
+"""What the optimizer's tests share: a small net of parameters of uneven sizes, batches by number, and a run
+of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ WIDTH = 33
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Six parameters, none of whose sizes is a multiple of 16 but one; the same weights each time."""
     generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 70), nn.Tanh(), nn.Linear(70, 48), nn.Tanh(), nn.Linear(48, 7)).to(dtype)
+    model = nn.Sequential(nn.Linear(WIDTH, 70), nn.Tanh(), nn.Linear(70, 48), nn.Tanh(), nn.Linear(48, 7)).to(
+        dtype
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
@@ -37,15 +40,24 @@ def backward(model: nn.Module, number: int) -> Tensor:
     return loss
 
 
-def engine(executor: ExecutorName = "late", *, seed: int = 0, without: set[str] | None = None, **config: Any) -> OffloadEngine:
-    return OffloadEngine(OffloadConfig(**config), device=SimDevice(executor=executor, seed=seed, without=without or set()))
+def engine(
+    executor: ExecutorName = "late", *, seed: int = 0, without: set[str] | None = None, **config: Any
+) -> OffloadEngine:
+    return OffloadEngine(
+        OffloadConfig(**config), device=SimDevice(executor=executor, seed=seed, without=without or set())
+    )
 
 
 def hybrid(parameters_of: nn.Module, /, **options: Any) -> HybridDeviceOptimizer:
-    return HybridDeviceOptimizer(options.pop("params", None) or parameters_of.parameters(), **{"lr": 1e-2, "bucket_bytes": 4096, **options})
+    return HybridDeviceOptimizer(
+        options.pop("params", None) or parameters_of.parameters(),
+        **{"lr": 1e-2, "bucket_bytes": 4096, **options},
+    )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, first: int = 0, microbatches: int = 1) -> list[Tensor]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, first: int = 0, microbatches: int = 1
+) -> list[Tensor]:
     """Copies of the weights after `steps` steps."""
     for step in range(first, first + steps):
         for microbatch in range(microbatches):
@@ -62,7 +74,11 @@ def weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def run(
-    make: Callable[[nn.Module], torch.optim.Optimizer], steps: int = 4, *, dtype: torch.dtype = torch.float32, **how: Any
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    steps: int = 4,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **how: Any,
 ) -> list[Tensor]:
     model = net(dtype)
     optimizer = make(model)
@@ -76,12 +92,14 @@ def assert_same_bits(mine: list[Tensor], other: list[Tensor]) -> None:
     assert len(mine) == len(other)
     for place, (one, two) in enumerate(zip(mine, other, strict=True)):
         assert one.dtype == two.dtype
-        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), f"tensor {place} differs by {(one - two).abs().max()}"
+        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), (
+            f"tensor {place} differs by {(one - two).abs().max()}"
+        )
 
 
 def room_for_all(optimizer: HybridDeviceOptimizer) -> EarlySteps:
-    """Let every streamed bucket find room for its old weights, and start again right after a step that was undone: the simulated device
-    knows of no activations whose memory they could take."""
+    """Let every streamed bucket find room for its old weights, and start again right after a step that was
+    undone: the simulated device knows of no activations whose memory they could take."""
     assert optimizer._early is not None
     optimizer._early._most_bytes = 1 << 60
     optimizer._early.quiet_steps = 0

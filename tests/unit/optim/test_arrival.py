@@ -1,4 +1,5 @@
-"""Who reads a weight while it is on its way back: modules, layers that read past modules, copies and pickles of the model."""
+"""Who reads a weight while it is on its way back: modules, layers that read past modules, copies and pickles
+of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ STEPS = 4
 
 
 class Fused(nn.Module):
-    """Two layers in one call that reads their weights, as fused kernels do; `first` is tied to nothing and never called."""
+    """Two layers in one call that reads their weights, as fused kernels do; `first` is tied to nothing and
+    never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +56,9 @@ def attention() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
 
 
-def trained(make: Callable[[], nn.Module], optimizer_of: Callable[[nn.Module], Optimizer], *, evaluate: bool) -> list[Tensor]:
+def trained(
+    make: Callable[[], nn.Module], optimizer_of: Callable[[nn.Module], Optimizer], *, evaluate: bool
+) -> list[Tensor]:
     """Every loss, and every output of the evaluations between the steps."""
     torch.manual_seed(0)
     model = make()
@@ -84,10 +88,13 @@ def trained(make: Callable[[], nn.Module], optimizer_of: Callable[[nn.Module], O
 def test_weights_that_a_layer_reads_past_their_modules_are_new(
     make: Callable[[], nn.Module], executor: ExecutorName, share: float, evaluate: bool
 ) -> None:
-    """torch's own attention reads `out_proj` without calling it: it computed with the weights of the step before, and nothing said so."""
+    """torch's own attention reads `out_proj` without calling it: it computed with the weights of the step
+    before, and nothing said so."""
 
     def ours(model: nn.Module) -> Optimizer:
-        return hybrid(model, offload_fraction=1.0, model=model, cpu_share=share, engine=engine(executor), fused=True)
+        return hybrid(
+            model, offload_fraction=1.0, model=model, cpu_share=share, engine=engine(executor), fused=True
+        )
 
     def torchs(model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -95,24 +102,37 @@ def test_weights_that_a_layer_reads_past_their_modules_are_new(
     assert_same_bits(trained(make, ours, evaluate=evaluate), trained(make, torchs, evaluate=evaluate))
 
 
-def test_what_is_read_past_its_module_is_named_once_and_the_rest_still_overlaps(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_read_past_its_module_is_named_once_and_the_rest_still_overlaps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = Fused()
-    optimizer = hybrid(model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine(), bucket_bytes=1024)
+    optimizer = hybrid(
+        model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine(), bucket_bytes=1024
+    )
     for _ in range(3):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("4 of 6 weights are read past the modules that own them, which were not called (parameter 0 (first.weight, ")
+    assert message.startswith(
+        "4 of 6 weights are read past the modules that own them, which were not called (parameter 0 "
+        "(first.weight, "
+    )
     assert message.endswith("Call the module instead to have its weights arrive beside other work")
     arrived = {bucket for bucket, _ in optimizer._steps._arrived}
-    waited = {index for index, buckets in optimizer._steps.buckets_of.items() if all(id(bucket) in arrived for bucket in buckets)}
+    waited = {
+        index
+        for index, buckets in optimizer._steps.buckets_of.items()
+        if all(id(bucket) in arrived for bucket in buckets)
+    }
     assert waited == {0, 1, 2, 3}, "the last layer's are still on their way"
     optimizer.close()
 
 
 @pytest.mark.parametrize("make", [net, attention])
-def test_nothing_is_said_where_every_weight_is_asked_for(make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_where_every_weight_is_asked_for(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
     model = make()
     optimizer = hybrid(model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine())
     width = next(model.parameters()).shape[-1]
@@ -124,7 +144,9 @@ def test_nothing_is_said_where_every_weight_is_asked_for(make: Callable[[], nn.M
     optimizer.close()
 
 
-def test_a_model_that_nobody_calls_is_waited_for_whole_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_nobody_calls_is_waited_for_whole_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model, other = net(), net()
     optimizer = hybrid(model, offload_fraction=1.0, model=other, cpu_share=1.0, engine=engine())
     for _ in range(3):
@@ -133,11 +155,14 @@ def test_a_model_that_nobody_calls_is_waited_for_whole_and_named_once(caplog: py
         optimizer.step()
         assert optimizer._steps.is_met
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("no module of the optimizer's model was called since its last step, and there are gradients: step() waits")
+    assert message.startswith(
+        "no module of the optimizer's model was called since its last step, and there are gradients: step() "
+        "waits"
+    )
     optimizer.close()
 
 
-# -- copies and pickles ---------------------------------------------------------------------------------------------------
+# -- copies and pickles --------------------------------------------------------------------------------------
 
 
 def saved(model: nn.Module) -> Any:
@@ -149,11 +174,16 @@ def saved(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("kind", ["copy", "saved"])
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
-def test_a_copy_of_the_model_has_the_new_weights_and_waits_for_nobody(executor: ExecutorName, kind: str) -> None:
-    """A moving average, or the best model so far, was copied with some weights of the step before. torch.save could not save the model."""
+def test_a_copy_of_the_model_has_the_new_weights_and_waits_for_nobody(
+    executor: ExecutorName, kind: str
+) -> None:
+    """A moving average, or the best model so far, was copied with some weights of the step before. torch.save
+    could not save the model."""
     torch.manual_seed(0)
     model = nn.Sequential(OwnWeight(), nn.Tanh(), OwnWeight())
-    optimizer = hybrid(model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine(executor), fused=True)
+    optimizer = hybrid(
+        model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine(executor), fused=True
+    )
     for _ in range(2):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
@@ -162,7 +192,10 @@ def test_a_copy_of_the_model_has_the_new_weights_and_waits_for_nobody(executor: 
     found = [parameter.detach().clone() for parameter in other.parameters()]
     optimizer.synchronize_parameters()
     assert_same_bits(found, [parameter.detach() for parameter in model.parameters()])
-    assert all(copied.data_ptr() != mine.data_ptr() for copied, mine in zip(other.parameters(), model.parameters(), strict=True))
+    assert all(
+        copied.data_ptr() != mine.data_ptr()
+        for copied, mine in zip(other.parameters(), model.parameters(), strict=True)
+    )
     optimizer.close()
     other(torch.ones(2, WIDTH)).sum().backward()
 
@@ -184,6 +217,8 @@ def test_the_optimizer_itself_is_not_copied(how: Callable[[Any], Any]) -> None:
     model = net()
     optimizer = hybrid(model, offload_fraction=1.0, model=model, engine=engine(), cpu_share=1.0)
     train(model, optimizer, 1)
-    with pytest.raises(TypeError, match=r"HybridDeviceOptimizer cannot be pickled or copied: .*; save its state_dict\(\)"):
+    with pytest.raises(
+        TypeError, match=r"HybridDeviceOptimizer cannot be pickled or copied: .*; save its state_dict\(\)"
+    ):
         how(optimizer)
     optimizer.close()

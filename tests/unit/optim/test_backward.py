@@ -1,4 +1,5 @@
-"""Gradients that leave while the backward runs: which microbatch is the last, what counts at the step, and promises that are broken."""
+"""Gradients that leave while the backward runs: which microbatch is the last, what counts at the step, and
+promises that are broken."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ FUSED = {"lr": 1e-2, "fused": True}
 
 def made(model: nn.Module, **options: Any) -> tuple[HybridDeviceOptimizer, SimDevice]:
     device = SimDevice()
-    return hybrid(model, offload_fraction=1.0, engine=OffloadEngine(device=device), model=model, **options), device
+    return hybrid(
+        model, offload_fraction=1.0, engine=OffloadEngine(device=device), model=model, **options
+    ), device
 
 
 def landed(device: SimDevice) -> int:
@@ -67,7 +70,9 @@ def test_unless_it_is_said_as_many_backwards_are_expected_as_in_the_step_before(
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("announced", [True, False])
-def test_accumulated_gradients_give_the_bits_of_torch_however_many_there_are(announced: bool, share: float) -> None:
+def test_accumulated_gradients_give_the_bits_of_torch_however_many_there_are(
+    announced: bool, share: float
+) -> None:
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         number = 0
         for microbatches in (2, 2, 5, 1, 3, 3):
@@ -138,8 +143,8 @@ def test_a_backward_whose_step_is_left_out_is_forgotten(in_place: bool) -> None:
 @pytest.mark.parametrize("executor", ["late", "early"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_grad_scaler_skips_and_scales_as_with_torchs_own(share: float, executor: ExecutorName) -> None:
-    """It unscales gradients, which may have landed, with a kernel that moves no version counter. A copy that runs at once has the scaled
-    ones; one that runs late has the others by chance."""
+    """It unscales gradients, which may have landed, with a kernel that moves no version counter. A copy that
+    runs at once has the scaled ones; one that runs late has the others by chance."""
 
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -153,7 +158,8 @@ def test_a_grad_scaler_skips_and_scales_as_with_torchs_own(share: float, executo
 
     reference, model = net(), net()
     plain = AdamW(reference.parameters(), **FUSED)
-    plain._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # the way that every optimizer goes
+    # the way that every optimizer goes
+    plain._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     optimizer = hybrid(model, offload_fraction=1.0, engine=engine(executor), model=model, cpu_share=share)
     (theirs, scale), (mine, my_scale) = trained(reference, plain), trained(model, optimizer)
     assert scale == my_scale
@@ -166,7 +172,10 @@ def test_a_grad_scaler_breaks_the_promise_of_steps_in_the_backward() -> None:
     optimizer.last_microbatch = True
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(model(torch.randn(8, 33)).square().mean()).backward()
-    with pytest.raises(OffloadError, match=r"the gradient of parameter \d .* changed after \d+ buckets had been stepped in the backward"):
+    with pytest.raises(
+        OffloadError,
+        match=r"the gradient of parameter \d .* changed after \d+ buckets had been stepped in the backward",
+    ):
         scaler.step(optimizer)
 
 
@@ -197,7 +206,8 @@ def test_clipping_by_the_global_norm_is_torchs_bit_for_bit(fraction: float, shar
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_clipping_leaves_the_gradients_of_offloaded_parameters_as_they_are(share: float) -> None:
-    """Whoever reads them after the step reads them beside it: nothing orders that read against a write of another lane."""
+    """Whoever reads them after the step reads them beside it: nothing orders that read against a write of
+    another lane."""
     model = net()
     optimizer = hybrid(model, cpu_share=share, offload_fraction=1.0, model=model)
     backward(model, 0)
@@ -205,11 +215,13 @@ def test_clipping_leaves_the_gradients_of_offloaded_parameters_as_they_are(share
     optimizer.clip_grad_norm_(1e-3)
     optimizer.step()
     optimizer.synchronize_parameters()
-    assert_same_bits([parameter.grad for parameter in model.parameters() if parameter.grad is not None], before)
+    assert_same_bits(
+        [parameter.grad for parameter in model.parameters() if parameter.grad is not None], before
+    )
     optimizer.close()
 
 
-# -- stepping in the backward -------------------------------------------------------------------------------------------
+# -- stepping in the backward --------------------------------------------------------------------------------
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stepping_in_the_backward_gives_the_same_bits(share: float, dtype: torch.dtype) -> None:
@@ -259,7 +271,10 @@ def broken(what: str, optimizer: HybridDeviceOptimizer, model: nn.Module) -> Non
     ("what", "message"),
     [
         ("lr", r"the param groups' lr changed after \d+ buckets had been stepped in the backward"),
-        ("gradient", r"the gradient of parameter 0 \(0.weight, 2,310 elements of torch.float32\) changed after"),
+        (
+            "gradient",
+            r"the gradient of parameter 0 \(0.weight, 2,310 elements of torch.float32\) changed after",
+        ),
         ("weights", r"the weights of parameter 0 .* were written after"),
         ("clip", "clip_grad_norm_ was called after"),
         ("zero", r"zero_grad was called without step\(\) after"),
@@ -271,7 +286,10 @@ def test_a_broken_promise_is_an_error_until_state_is_loaded(what: str, message: 
     optimizer.last_microbatch = True
     train(model, optimizer, 2)
     optimizer.synchronize_parameters()
-    weights_before, state = {key: value.clone() for key, value in model.state_dict().items()}, optimizer.state_dict()
+    weights_before, state = (
+        {key: value.clone() for key, value in model.state_dict().items()},
+        optimizer.state_dict(),
+    )
     backward(model, 2)
     with pytest.raises(OffloadError, match=message):
         broken(what, optimizer, model)
@@ -290,7 +308,10 @@ def test_a_second_backward_after_a_bucket_was_stepped_is_an_error_that_says_no_s
     optimizer, _ = made(model, step_in_backward=True)
     optimizer.last_microbatch = True
     backward(model, 0)
-    with pytest.raises(OffloadError, match=r"got a gradient after its bucket had been stepped in this backward; use no_sync\(\)"):
+    with pytest.raises(
+        OffloadError,
+        match=r"got a gradient after its bucket had been stepped in this backward; use no_sync\(\)",
+    ):
         backward(model, 1)
 
 

@@ -46,7 +46,9 @@ def test_every_element_lies_in_one_piece_and_pieces_begin_and_are_cut_at_multipl
 
 
 @given(SIZES, st.integers(16, 200), st.integers(16, 600))
-def test_a_parameter_is_one_unbroken_range_of_one_section(sizes: list[int], bucket: int, section: int) -> None:
+def test_a_parameter_is_one_unbroken_range_of_one_section(
+    sizes: list[int], bucket: int, section: int
+) -> None:
     seen = [known for part in made(sizes, bucket, section, whole=False) for known in part.parameters]
     assert [index for index, _, _ in seen] == list(range(len(sizes)))
     assert [numel for _, _, numel in seen] == sizes
@@ -57,7 +59,9 @@ def test_a_parameter_is_one_unbroken_range_of_one_section(sizes: list[int], buck
 def test_a_bucket_is_never_longer_than_asked_but_for_rounding(sizes: list[int], bucket: int) -> None:
     for part in made(sizes, bucket, 10_000, whole=False):
         assert all(cut.numel < bucket + ALIGN for cut in part.buckets)
-        assert max(cut.numel for cut in part.buckets) - part.buckets[0].numel == 0, "no short bucket before the last"
+        assert max(cut.numel for cut in part.buckets) - part.buckets[0].numel == 0, (
+            "no short bucket before the last"
+        )
 
 
 def test_a_whole_parameter_may_make_its_bucket_longer() -> None:
@@ -73,7 +77,11 @@ def test_a_long_parameter_has_a_section_of_its_own() -> None:
 
 def test_a_layout_is_written_as_lists_of_numbers() -> None:
     written = layout_to_json(made([10, 40], 32, 100, whole=False))
-    assert json.loads(json.dumps(written)) == written == [{"parameters": [[0, 0, 10], [1, 16, 40]], "cuts": [[0, 32], [32, 64]]}]
+    assert (
+        json.loads(json.dumps(written))
+        == written
+        == [{"parameters": [[0, 0, 10], [1, 16, 40]], "cuts": [[0, 32], [32, 64]]}]
+    )
 
 
 def test_a_bucket_without_room_for_a_vector_is_refused() -> None:

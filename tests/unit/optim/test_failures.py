@@ -1,4 +1,5 @@
-"""What a bad argument, a bad gradient or a step that breaks off leaves behind: an error that says what, and never half a step unsaid."""
+"""What a bad argument, a bad gradient or a step that breaks off leaves behind: an error that says what, and
+never half a step unsaid."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.unit.optim.rig import assert_same_bits, backward, engine, hybrid, net
 FUSED = {"lr": 1e-2, "fused": True}
 
 
-# -- arguments ----------------------------------------------------------------------------------------------------------
+# -- arguments -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -34,12 +35,22 @@ FUSED = {"lr": 1e-2, "fused": True}
         ({"cpu_share": 2}, "cpu_share is 2"),
         ({"bucket_bytes": 10}, "bucket_bytes is 10"),
         ({"cpu_threads": 0}, "cpu_threads is 0, must be a whole number of threads, 1 or more"),
-        ({"cpu_optimizer_cls": nn.Linear}, r"cpu_optimizer_cls is <class .*Linear'>, must be a class derived from torch.optim.Optimizer"),
-        ({"cpu_optimizer_cls": Adam, "gpu_optimizer_cls": "AdamW"}, "gpu_optimizer_cls is 'AdamW', must be a class"),
-        ({"cpu_optimizer_cls": LBFGS}, "cpu_optimizer_cls LBFGS needs a closure in every step and calls it several times"),
+        (
+            {"cpu_optimizer_cls": nn.Linear},
+            r"cpu_optimizer_cls is <class .*Linear'>, must be a class derived from torch.optim.Optimizer",
+        ),
+        (
+            {"cpu_optimizer_cls": Adam, "gpu_optimizer_cls": "AdamW"},
+            "gpu_optimizer_cls is 'AdamW', must be a class",
+        ),
+        (
+            {"cpu_optimizer_cls": LBFGS},
+            "cpu_optimizer_cls LBFGS needs a closure in every step and calls it several times",
+        ),
         (
             {"cpu_optimizer_cls": torch.optim.SGD, "betas": (0.9, 0.99)},
-            r"cpu_optimizer_cls SGD cannot be made with lr=0.01, betas=\(0.9, 0.99\): .*; it takes lr, momentum",
+            r"cpu_optimizer_cls SGD cannot be made with lr=0.01, betas=\(0.9, 0.99\): .*; it takes lr, "
+            r"momentum",
         ),
         ({"lr": -1.0}, "Invalid learning rate: -1.0"),
         ({"capturable": True}, "capturable=True is for an optimizer that lives on the device"),
@@ -49,7 +60,9 @@ FUSED = {"lr": 1e-2, "fused": True}
         ),
     ],
 )
-def test_an_argument_that_cannot_work_is_refused_before_anything_is_pinned(options: dict[str, Any], message: str) -> None:
+def test_an_argument_that_cannot_work_is_refused_before_anything_is_pinned(
+    options: dict[str, Any], message: str
+) -> None:
     engine = OffloadEngine(device=SimDevice())
     with pytest.raises(ValueError, match=message):
         hybrid(net(), engine=engine, **options)
@@ -58,7 +71,10 @@ def test_an_argument_that_cannot_work_is_refused_before_anything_is_pinned(optio
 
 def test_parameters_that_cannot_be_stepped_are_refused_by_name() -> None:
     holes = nn.Parameter(torch.zeros(8, 8)[:, ::2])
-    with pytest.raises(ValueError, match=r"parameter 1 \(32 elements of torch.float32\) has strides \(8, 2\) for shape \(8, 4\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"parameter 1 \(32 elements of torch.float32\) has strides \(8, 2\) for shape \(8, 4\)",
+    ):
         HybridDeviceOptimizer([nn.Parameter(torch.zeros(3)), holes], 1.0, lr=0.1)
     with pytest.raises(ValueError, match=r"parameter 0 .* is not of a floating-point type"):
         HybridDeviceOptimizer([torch.zeros(3, dtype=torch.int32)], 1.0, lr=0.1)
@@ -72,13 +88,17 @@ def test_too_little_host_memory_is_said_with_both_numbers_and_nothing_stays_pinn
     padded = sum(-(-parameter.numel() // 16) * 16 for parameter in net().parameters())
     needed = padded * (16 if share else 8)
     with pytest.raises(
-        HostBudgetError, match=rf"parameters need {needed:,} bytes of host memory, and 10,000 of the host's 10,000 bytes are free"
+        HostBudgetError,
+        match=(
+            rf"parameters need {needed:,} bytes of host memory, and 10,000 of the host's "
+            r"10,000 bytes are free"
+        ),
     ):
         hybrid(net(), offload_fraction=1.0, cpu_share=share, engine=engine)
     assert engine.arena.stats().lent_bytes == 0
 
 
-# -- gradients ----------------------------------------------------------------------------------------------------------
+# -- gradients -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_sparse_gradient_is_refused_by_name_before_anything_is_stepped(share: float) -> None:
     embedding, linear = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
@@ -87,14 +107,18 @@ def test_a_sparse_gradient_is_refused_by_name_before_anything_is_stepped(share: 
     before = weights(model, optimizer)
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(
-        OffloadError, match=r"parameter 0 \(0.weight, .*\) has a torch.sparse_coo gradient, and offloaded parameters take dense"
+        OffloadError,
+        match=(
+            r"parameter 0 \(0.weight, .*\) has a torch.sparse_coo gradient, and offloaded "
+            r"parameters take dense"
+        ),
     ):
         optimizer.step()
     assert_same_bits(weights(model, optimizer), before)
     assert len(optimizer.state) == 0, "no step was made"
 
 
-# -- a step that breaks off ---------------------------------------------------------------------------------------------
+# -- a step that breaks off ----------------------------------------------------------------------------------
 class Breaks(AdamW):
     """Fails at its step number `at`, when half of its parameters are stepped."""
 
@@ -107,7 +131,11 @@ class Breaks(AdamW):
             leaves = [leaf for group in self.param_groups for leaf in group["params"]]
             for leaf in leaves[: max(1, len(leaves) // 2)]:
                 leaf.add_(1000.0)
-                self.state[leaf] = {"step": torch.tensor(99.0), "exp_avg": torch.ones_like(leaf), "exp_avg_sq": torch.ones_like(leaf)}
+                self.state[leaf] = {
+                    "step": torch.tensor(99.0),
+                    "exp_avg": torch.ones_like(leaf),
+                    "exp_avg_sq": torch.ones_like(leaf),
+                }
             raise MemoryError("no more")
         return super().step(closure)
 
@@ -126,10 +154,21 @@ def test_a_class_that_may_fail_leaves_weights_and_state_of_the_last_whole_step(
 ) -> None:
     """In the third step one bucket's optimizer fails, the first or the last; then the step is made again."""
     model, reference = net(torch.bfloat16), net(torch.bfloat16)
-    common: dict[str, Any] = {"offload_fraction": 1.0, "cpu_share": 1.0, "param_update_in_fp32": masters, "fused": True}
+    common: dict[str, Any] = {
+        "offload_fraction": 1.0,
+        "cpu_share": 1.0,
+        "param_update_in_fp32": masters,
+        "fused": True,
+    }
     expected = hybrid(reference, **common)
     optimizer = hybrid(
-        model, cpu_optimizer_cls=breaks, atomic_step=True, overlap_cpu_optimizer_d2h_h2d=overlap, model=model, bucket_bytes=8192, **common
+        model,
+        cpu_optimizer_cls=breaks,
+        atomic_step=True,
+        overlap_cpu_optimizer_d2h_h2d=overlap,
+        model=model,
+        bucket_bytes=8192,
+        **common,
     )
     train(model, optimizer, 2)
     before = weights(model, optimizer)
@@ -137,7 +176,11 @@ def test_a_class_that_may_fail_leaves_weights_and_state_of_the_last_whole_step(
     breaks.at = breaks.calls + 1 + min(bucket, len(optimizer.cpu_optimizers) - 1)
     backward(model, 2)
     with pytest.raises(
-        OffloadError, match=r"the step failed in Breaks \(MemoryError: no more\); weights and state are those of the last whole"
+        OffloadError,
+        match=(
+            r"the step failed in Breaks \(MemoryError: no more\); weights and state are those "
+            r"of the last whole"
+        ),
     ):
         optimizer.step()
     assert_same_bits(weights(model, optimizer), before)
@@ -149,16 +192,29 @@ def test_a_class_that_may_fail_leaves_weights_and_state_of_the_last_whole_step(
     assert_same_bits(weights(model, optimizer), train(reference, expected, 4))
 
 
-def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_nothing_hangs(breaks: type[Breaks]) -> None:
+def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_nothing_hangs(
+    breaks: type[Breaks],
+) -> None:
     model, reference = net(), net()
-    optimizer = hybrid(model, offload_fraction=1.0, cpu_optimizer_cls=breaks, atomic_step=False, model=model, bucket_bytes=8192)
+    optimizer = hybrid(
+        model,
+        offload_fraction=1.0,
+        cpu_optimizer_cls=breaks,
+        atomic_step=False,
+        model=model,
+        bucket_bytes=8192,
+    )
     train(model, optimizer, 2)
-    saved = {"model": {key: value.clone() for key, value in model.state_dict().items()}, "optimizer": optimizer.state_dict()}
+    saved = {
+        "model": {key: value.clone() for key, value in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+    }
     breaks.at = breaks.calls + 2
     backward(model, 2)
     optimizer.step()
     message = (
-        r"a step failed on a worker \(MemoryError: no more\), one of \d+ buckets in it; weights and state of different parameters may be"
+        r"a step failed on a worker \(MemoryError: no more\), one of \d+ buckets in it; "
+        r"weights and state of different parameters may be"
     )
     with pytest.raises(OffloadError, match=message):
         model(torch.zeros(1, 33))
@@ -185,18 +241,23 @@ def test_an_optimizer_that_failed_can_be_closed(breaks: type[Breaks]) -> None:
     optimizer.close()
 
 
-# -- what a failed step leaves in flight --------------------------------------------------------------------------------
+# -- what a failed step leaves in flight ---------------------------------------------------------------------
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_closing_after_a_failure_gives_memory_back_only_when_its_copies_have_ended(
     monkeypatch: pytest.MonkeyPatch, executor: ExecutorName, share: float
 ) -> None:
-    """The buckets before the one that failed are still on their way when the next tenant of an engine is lent their bytes."""
+    """The buckets before the one that failed are still on their way when the next tenant of an engine is lent
+    their bytes."""
     mine = engine(executor)
     model = net()
     optimizer = hybrid(model, offload_fraction=1.0, cpu_share=share, engine=mine, model=model, fused=True)
     for kind in (CpuBucket, StreamedBucket):
-        last = max((bucket for bucket in optimizer._steps.in_order if isinstance(bucket, kind)), key=places_of, default=None)
+        last = max(
+            (bucket for bucket in optimizer._steps.in_order if isinstance(bucket, kind)),
+            key=places_of,
+            default=None,
+        )
         monkeypatch.setattr(kind, "step", failing_at(last, kind.step))
     backward(model, 0)
     optimizer.step()
@@ -205,7 +266,9 @@ def test_closing_after_a_failure_gives_memory_back_only_when_its_copies_have_end
     assert optimizer._steps.failed
     optimizer.close()
     assert mine.arena.stats().lent_bytes == 0
-    for block in iter(lambda: mine.arena.take(1 << 20) if mine.arena.lent_bytes < mine.arena.held_bytes else None, None):
+    for block in iter(
+        lambda: mine.arena.take(1 << 20) if mine.arena.lent_bytes < mine.arena.held_bytes else None, None
+    ):
         for extent in block.extents:
             mine.device.note_write(mine.device.host, extent)
 
@@ -224,13 +287,20 @@ def failing_at(last: object, step: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
-def test_what_a_bucket_issued_before_it_failed_is_waited_for(monkeypatch: pytest.MonkeyPatch, executor: ExecutorName) -> None:
-    """The kernel of a bucket's first param group may run when that of its second fails: it reads gradients that go, and writes weights
-    that are about to be loaded."""
+def test_what_a_bucket_issued_before_it_failed_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, executor: ExecutorName
+) -> None:
+    """The kernel of a bucket's first param group may run when that of its second fails: it reads gradients
+    that go, and writes weights that are about to be loaded."""
     model = net()
     weight, *others = model.parameters()
     optimizer = hybrid(
-        model, params=[{"params": [weight]}, {"params": others}], offload_fraction=1.0, cpu_share=0.0, engine=engine(executor), fused=True
+        model,
+        params=[{"params": [weight]}, {"params": others}],
+        offload_fraction=1.0,
+        cpu_share=0.0,
+        engine=engine(executor),
+        fused=True,
     )
     saved = optimizer.state_dict()
     monkeypatch.setattr(streamed_step, "adam", fail)
@@ -252,7 +322,7 @@ def fail(*_: Any, **__: Any) -> None:
     raise MemoryError("no more")
 
 
-# -- threads ------------------------------------------------------------------------------------------------------------
+# -- threads -------------------------------------------------------------------------------------------------
 def test_an_optimizer_that_is_dropped_leaves_no_thread_and_no_hook_that_does_anything() -> None:
     gc.collect()
     before = threading.active_count()
@@ -277,10 +347,13 @@ def no_thread(*_: object) -> None:
 def test_a_step_whose_worker_cannot_start_is_an_error_and_the_next_one_makes_it(
     share: float, fraction: float, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buckets without a job were pending: the next call waited for them for ever. What stays on the GPU had been stepped already."""
+    """Buckets without a job were pending: the next call waited for them for ever. What stays on the GPU had
+    been stepped already."""
     reference, model = net(), net()
     expected = AdamW(reference.parameters(), **FUSED)
-    optimizer = hybrid(model, offload_fraction=fraction, cpu_share=share, model=model, step_in_backward=early, fused=True)
+    optimizer = hybrid(
+        model, offload_fraction=fraction, cpu_share=share, model=model, step_in_backward=early, fused=True
+    )
     optimizer.last_microbatch = True
     before = weights(model, optimizer)
     backward(reference, 0)

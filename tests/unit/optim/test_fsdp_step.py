@@ -1,4 +1,5 @@
-"""Shards on the host, stepped on the device: the bits of the optimizer itself, three buckets, and what FSDP2 must keep doing."""
+"""Shards on the host, stepped on the device: the bits of the optimizer itself, three buckets, and what FSDP2
+must keep doing."""
 
 from __future__ import annotations
 
@@ -27,15 +28,23 @@ def trained(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> lis
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def wrapped(model: nn.Module, cls: type[Optimizer] = Adam, *, executor: ExecutorName = "late", **options: Any) -> FSDPGPUOptimizerWrapper:
+def wrapped(
+    model: nn.Module, cls: type[Optimizer] = Adam, *, executor: ExecutorName = "late", **options: Any
+) -> FSDPGPUOptimizerWrapper:
     engine = OffloadEngine(device=SimDevice(executor=executor))
-    return FSDPGPUOptimizerWrapper(cls(model.parameters(), **{"lr": 1e-2, **options}), "cpu", engine=engine, bucket_bytes=2048)
+    return FSDPGPUOptimizerWrapper(
+        cls(model.parameters(), **{"lr": 1e-2, **options}), "cpu", engine=engine, bucket_bytes=2048
+    )
 
 
 @pytest.mark.req("S3-47")
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
-@pytest.mark.parametrize(("cls", "options"), [(Adam, {}), (Adam, {"amsgrad": True}), (AdamW, {"weight_decay": 0.1})])
-def test_ten_steps_equal_the_optimizer_itself(cls: type[Optimizer], options: dict[str, Any], executor: ExecutorName) -> None:
+@pytest.mark.parametrize(
+    ("cls", "options"), [(Adam, {}), (Adam, {"amsgrad": True}), (AdamW, {"weight_decay": 0.1})]
+)
+def test_ten_steps_equal_the_optimizer_itself(
+    cls: type[Optimizer], options: dict[str, Any], executor: ExecutorName
+) -> None:
     reference, model = net(), net()
     expected = trained(reference, cls(reference.parameters(), lr=1e-2, fused=True, **options), 10)  # type: ignore[call-arg]
     assert_same_bits(trained(model, wrapped(model, cls, executor=executor, **options), 10), expected)
@@ -43,7 +52,8 @@ def test_ten_steps_equal_the_optimizer_itself(cls: type[Optimizer], options: dic
 
 @pytest.mark.req("S3-47")
 def test_the_device_holds_three_buckets_whatever_the_number_of_parameters() -> None:
-    """A bucket of 2048 bytes of weights: those, their gradients and two moments. Uneven sections make no bucket longer than that."""
+    """A bucket of 2048 bytes of weights: those, their gradients and two moments. Uneven sections make no
+    bucket longer than that."""
     model = net()
     optimizer = wrapped(model)
     assert optimizer.ring_bytes <= 3 * 4 * 2048
@@ -52,7 +62,9 @@ def test_the_device_holds_three_buckets_whatever_the_number_of_parameters() -> N
     before = device.active_bytes()
     trained(model, optimizer, 1)
     leaves = sum(4 * parameter.numel() for parameter in model.parameters())
-    assert device.active_bytes() <= before + 2 * leaves, "weights and gradients are host memory that the checker has met"
+    assert device.active_bytes() <= before + 2 * leaves, (
+        "weights and gradients are host memory that the checker has met"
+    )
 
 
 @pytest.mark.req("S3-46")
@@ -107,13 +119,15 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 
 
 def test_what_cannot_be_streamed_is_refused() -> None:
-    with pytest.raises(ValueError, match="optimizer is a SGD, and only torch's Adam and AdamW can be streamed"):
+    with pytest.raises(
+        ValueError, match="optimizer is a SGD, and only torch's Adam and AdamW can be streamed"
+    ):
         wrapped(net(), SGD)
     with pytest.raises(ValueError, match=r"parameter 0 .* is on meta, not on the host"):
         FSDPGPUOptimizerWrapper(Adam([nn.Parameter(torch.zeros(3, device="meta"))]), "cpu")
 
 
-# -- FSDP2 ----------------------------------------------------------------------------------------------------------------
+# -- FSDP2 ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -153,11 +167,15 @@ def test_sharded_parameters_are_stepped_and_their_state_is_sharded() -> None:
 
 @pytest.mark.req("S3-48")
 def test_fsdp2_still_does_what_the_wrapper_relies_on() -> None:
-    """Read from torch's source: copies in on one stream, gradients out on another under an event that the host waits for, memory freed by
-    resizing to nothing. A torch that does otherwise fails here, not in somebody's weights."""
+    """Read from torch's source: copies in on one stream, gradients out on another under an event that the
+    host waits for, memory freed by resizing to nothing. A torch that does otherwise fails here, not in
+    somebody's weights."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 
-    gather, reduce = inspect.getsource(_fsdp_collectives.foreach_all_gather), inspect.getsource(_fsdp_collectives.foreach_reduce)
+    gather, reduce = (
+        inspect.getsource(_fsdp_collectives.foreach_all_gather),
+        inspect.getsource(_fsdp_collectives.foreach_reduce),
+    )
     assert "with device_handle.stream(all_gather_copy_in_stream)" in gather
     assert "all_gather_stream.wait_stream(all_gather_copy_in_stream)" in gather
     assert "post_reduce_stream = reduce_scatter_stream" in reduce

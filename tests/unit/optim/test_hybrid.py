@@ -26,15 +26,22 @@ PLACES = [
 ]
 
 
-# -- the same result ----------------------------------------------------------------------------------------------------
+# -- the same result -----------------------------------------------------------------------------------------
 @pytest.mark.req("S3-30", "S3-31", "S3-32")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("options", PLACES)
-def test_every_place_gives_the_bits_of_torchs_fused_adamw(options: dict[str, Any], attached: bool, overlap: bool) -> None:
-    """The simulated device's tensors are the CPU's, so all places run one kernel, and a cut parameter has the bits of a whole one."""
+def test_every_place_gives_the_bits_of_torchs_fused_adamw(
+    options: dict[str, Any], attached: bool, overlap: bool
+) -> None:
+    """The simulated device's tensors are the CPU's, so all places run one kernel, and a cut parameter has the
+    bits of a whole one."""
     expected = run(lambda model: AdamW(model.parameters(), **FUSED))
-    found = run(lambda model: hybrid(model, model=model if attached else None, overlap_cpu_optimizer_d2h_h2d=overlap, **options))
+    found = run(
+        lambda model: hybrid(
+            model, model=model if attached else None, overlap_cpu_optimizer_d2h_h2d=overlap, **options
+        )
+    )
     assert_same_bits(found, expected)
 
 
@@ -43,18 +50,34 @@ def test_every_place_gives_the_bits_of_torchs_fused_adamw(options: dict[str, Any
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize(
     ("cls", "kwargs"),
-    [(Adam, {"lr": 1e-2}), (Adam, {"lr": 1e-2, "amsgrad": True}), (SGD, {"lr": 0.1}), (SGD, {"lr": 0.1, "momentum": 0.9})],
+    [
+        (Adam, {"lr": 1e-2}),
+        (Adam, {"lr": 1e-2, "amsgrad": True}),
+        (SGD, {"lr": 0.1}),
+        (SGD, {"lr": 0.1, "momentum": 0.9}),
+    ],
 )
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_adam_and_sgd_match_the_reference(cls: type[Optimizer], kwargs: dict[str, Any], fraction: float, grouped: bool, steps: int) -> None:
+def test_adam_and_sgd_match_the_reference(
+    cls: type[Optimizer], kwargs: dict[str, Any], fraction: float, grouped: bool, steps: int
+) -> None:
     def groups(model: nn.Module) -> Any:
         parameters = list(model.parameters())
-        return [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 3e-3, "weight_decay": 0.1}] if grouped else parameters
+        return (
+            [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 3e-3, "weight_decay": 0.1}]
+            if grouped
+            else parameters
+        )
 
     expected = run(lambda model: cls(groups(model), **kwargs), steps)
     found = run(
         lambda model: hybrid(
-            model, params=groups(model), offload_fraction=fraction, cpu_optimizer_cls=cls, gpu_optimizer_cls=cls, **kwargs
+            model,
+            params=groups(model),
+            offload_fraction=fraction,
+            cpu_optimizer_cls=cls,
+            gpu_optimizer_cls=cls,
+            **kwargs,
         ),
         steps,
     )
@@ -64,14 +87,25 @@ def test_adam_and_sgd_match_the_reference(cls: type[Optimizer], kwargs: dict[str
 
 @pytest.mark.parametrize(
     "cls",
-    [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adafactor, torch.optim.Rprop],
+    [
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adafactor,
+        torch.optim.Rprop,
+    ],
     ids=lambda cls: cls.__name__,
 )
 @pytest.mark.parametrize("atomic", [None, False])
 def test_any_torch_optimizer_may_step_the_hosts_part(cls: type[Optimizer], atomic: bool | None) -> None:
     """Adafactor looks at rows and columns: a parameter must be whole and in its shape."""
     expected = run(lambda model: cls(model.parameters(), lr=1e-2))  # type: ignore[call-arg]
-    found = run(lambda model: hybrid(model, offload_fraction=1.0, cpu_optimizer_cls=cls, atomic_step=atomic, model=model))
+    found = run(
+        lambda model: hybrid(
+            model, offload_fraction=1.0, cpu_optimizer_cls=cls, atomic_step=atomic, model=model
+        )
+    )
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
@@ -80,7 +114,9 @@ def test_any_torch_optimizer_may_step_the_hosts_part(cls: type[Optimizer], atomi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_overlap_on_and_off_are_equal_bit_for_bit_over_ten_steps(dtype: torch.dtype, masters: bool, clip: float | None) -> None:
+def test_overlap_on_and_off_are_equal_bit_for_bit_over_ten_steps(
+    dtype: torch.dtype, masters: bool, clip: float | None
+) -> None:
     def make(model: nn.Module, *, overlap: bool) -> HybridDeviceOptimizer:
         return hybrid(
             model,
@@ -100,7 +136,9 @@ def test_overlap_on_and_off_are_equal_bit_for_bit_over_ten_steps(dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_masters_in_fp32_are_stepped_and_the_weights_are_their_rounding(dtype: torch.dtype, share: float, fraction: float) -> None:
+def test_masters_in_fp32_are_stepped_and_the_weights_are_their_rounding(
+    dtype: torch.dtype, share: float, fraction: float
+) -> None:
     model = net(dtype)
     optimizer = hybrid(model, offload_fraction=fraction, cpu_share=share, param_update_in_fp32=True, lr=1e-4)
     reference = [parameter.detach().float().clone() for parameter in model.parameters()]
@@ -124,9 +162,11 @@ def test_masters_in_fp32_are_stepped_and_the_weights_are_their_rounding(dtype: t
 
 
 @pytest.mark.parametrize("options", PLACES[:3])
-def test_parameters_whose_memory_is_not_in_order_of_their_dimensions_are_right(options: dict[str, Any]) -> None:
-    """A convolution in channels_last, and a transposed matrix, with gradients in the other order. Not compared with torch's fused kernel,
-    which pairs elements by their place in memory and is wrong here."""
+def test_parameters_whose_memory_is_not_in_order_of_their_dimensions_are_right(
+    options: dict[str, Any],
+) -> None:
+    """A convolution in channels_last, and a transposed matrix, with gradients in the other order. Not
+    compared with torch's fused kernel, which pairs elements by their place in memory and is wrong here."""
 
     def parameters() -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(3)
@@ -144,17 +184,20 @@ def test_parameters_whose_memory_is_not_in_order_of_their_dimensions_are_right(o
 
     reference, mine = parameters(), parameters()
     expected = trained(reference, AdamW(reference, lr=1e-2))
-    for one, other in zip(trained(mine, HybridDeviceOptimizer(mine, lr=1e-2, **options)), expected, strict=True):
+    for one, other in zip(
+        trained(mine, HybridDeviceOptimizer(mine, lr=1e-2, **options)), expected, strict=True
+    ):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
-# -- places and sub-optimizers ------------------------------------------------------------------------------------------
+# -- places and sub-optimizers -------------------------------------------------------------------------------
 @pytest.mark.req("S3-28", "S3-39")
 def test_the_first_parameters_leave_and_sub_optimizers_are_the_cpus_then_the_gpus() -> None:
     model = net()
     optimizer = hybrid(model, offload_fraction=0.6, cpu_share=1.0, bucket_bytes=1 << 20)
     places = [optimizer.place_of(parameter) for parameter in model.parameters()]
-    assert places == [Place.CPU, Place.CPU, Place.CPU, Place.GPU, Place.GPU, Place.GPU]  # 2310 + 70 + 3360 of 6131
+    # 2310 + 70 + 3360 of 6131
+    assert places == [Place.CPU, Place.CPU, Place.CPU, Place.GPU, Place.GPU, Place.GPU]
     assert optimizer.gpu_optimizer is not None
     assert optimizer.sub_optimizers == [*optimizer.cpu_optimizers, optimizer.gpu_optimizer]
     assert sum(len(group["params"]) for group in optimizer.gpu_optimizer.param_groups) == 3
@@ -171,7 +214,9 @@ def test_fraction_0_has_no_cpu_optimizer_and_fraction_1_no_gpu_optimizer() -> No
 
 def test_with_overlap_there_is_an_optimizer_a_bucket_and_without_one_in_all() -> None:
     with_overlap = hybrid(net(), offload_fraction=1.0, cpu_share=1.0, bucket_bytes=4096)
-    without = hybrid(net(), offload_fraction=1.0, cpu_share=1.0, bucket_bytes=4096, overlap_cpu_optimizer_d2h_h2d=False)
+    without = hybrid(
+        net(), offload_fraction=1.0, cpu_share=1.0, bucket_bytes=4096, overlap_cpu_optimizer_d2h_h2d=False
+    )
     padded = sum(-(-parameter.numel() // 16) * 16 for parameter in net().parameters())
     assert len(with_overlap.cpu_optimizers) == -(-4 * padded // 4096)
     assert len(without.cpu_optimizers) == 1
@@ -180,19 +225,28 @@ def test_with_overlap_there_is_an_optimizer_a_bucket_and_without_one_in_all() ->
 @pytest.mark.req("S3-29")
 def test_the_arguments_and_their_defaults_are_megatrons() -> None:
     model = net()
-    optimizer = HybridDeviceOptimizer(model.parameters(), 0.5, Adam, Adam, False, True, True, True, lr=1e-3, betas=(0.8, 0.9))
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), 0.5, Adam, Adam, False, True, True, True, lr=1e-3, betas=(0.8, 0.9)
+    )
     assert (optimizer.offload_fraction, optimizer.param_update_in_fp32) == (0.5, False)
-    assert (optimizer.pin_cpu_grads, optimizer.pin_cpu_params, optimizer.overlap_cpu_optimizer_d2h_h2d) == (True, True, True)
+    assert (optimizer.pin_cpu_grads, optimizer.pin_cpu_params, optimizer.overlap_cpu_optimizer_d2h_h2d) == (
+        True,
+        True,
+        True,
+    )
     for sub in optimizer.sub_optimizers:
         assert type(sub) is Adam
-        assert [(group["lr"], group["betas"]) for group in sub.param_groups] == [(1e-3, (0.8, 0.9))] * len(sub.param_groups)
+        assert [(group["lr"], group["betas"]) for group in sub.param_groups] == [(1e-3, (0.8, 0.9))] * len(
+            sub.param_groups
+        )
     assert isinstance(optimizer, Optimizer)
 
 
 @pytest.mark.req("S3-41")
 @pytest.mark.parametrize(("params", "grads"), [(True, True), (True, False), (False, True), (False, False)])
 def test_only_what_is_asked_for_is_pinned(params: bool, grads: bool) -> None:
-    """float32 AdamW: 12 bytes an element of weights and moments, 4 of gradients. Lent by the arena is what would be pinned."""
+    """float32 AdamW: 12 bytes an element of weights and moments, 4 of gradients. Lent by the arena is what
+    would be pinned."""
     model = net()
     optimizer = hybrid(model, offload_fraction=1.0, cpu_share=1.0, pin_cpu_params=params, pin_cpu_grads=grads)
     padded = sum(-(-parameter.numel() // 16) * 16 for parameter in model.parameters())
@@ -207,7 +261,9 @@ def test_closing_gives_every_byte_back_and_leaves_no_thread(masters: bool) -> No
     gc.collect()
     before = threading.active_count()
     model = net(torch.bfloat16)
-    optimizer = hybrid(model, offload_fraction=1.0, param_update_in_fp32=masters, model=model, max_grad_norm=1.0)
+    optimizer = hybrid(
+        model, offload_fraction=1.0, param_update_in_fp32=masters, model=model, max_grad_norm=1.0
+    )
     train(model, optimizer, 3)
     assert threading.active_count() == before + 2
     optimizer.close()
@@ -215,7 +271,7 @@ def test_closing_gives_every_byte_back_and_leaves_no_thread(masters: bool) -> No
     assert optimizer.engine.arena.stats().lent_bytes == 0
 
 
-# -- manners of a torch optimizer ---------------------------------------------------------------------------------------
+# -- manners of a torch optimizer ----------------------------------------------------------------------------
 @pytest.mark.req("S3-32")
 @pytest.mark.parametrize("options", PLACES)
 def test_a_scheduler_moves_every_place(options: dict[str, Any]) -> None:
@@ -237,7 +293,10 @@ def test_a_scheduler_moves_every_place(options: dict[str, Any]) -> None:
 def test_groups_keep_their_own_keys_and_values(options: dict[str, Any]) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         first, *rest = model.parameters()
-        return [{"params": [first], "lr": 0.03, "name": "input"}, {"params": rest, "weight_decay": 0.3, "is_expert": True}]
+        return [
+            {"params": [first], "lr": 0.03, "name": "input"},
+            {"params": rest, "weight_decay": 0.3, "is_expert": True},
+        ]
 
     expected = run(lambda model: AdamW(groups(model), **FUSED))
     model = net()
@@ -256,7 +315,9 @@ def test_a_group_added_between_steps_is_trained(options: dict[str, Any]) -> None
 
     reference, model = net(), net()
     expected = trained(reference, AdamW(list(reference.parameters())[:2], **FUSED))
-    assert_same_bits(trained(model, hybrid(model, params=list(model.parameters())[:2], model=model, **options)), expected)
+    assert_same_bits(
+        trained(model, hybrid(model, params=list(model.parameters())[:2], model=model, **options)), expected
+    )
 
 
 def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was() -> None:
@@ -283,12 +344,19 @@ class Quantized(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         codes = args[0].codes
-        return cls(codes) if function is torch.ops.aten.detach.default else function(codes.float(), *args[1:], **(kwargs or {}))
+        return (
+            cls(codes)
+            if function is torch.ops.aten.detach.default
+            else function(codes.float(), *args[1:], **(kwargs or {}))
+        )
 
 
 def test_a_parameter_whose_elements_are_not_its_memory_is_refused() -> None:
     weight = Quantized(torch.ones(4, 4, dtype=torch.int8)).requires_grad_()
-    with pytest.raises(ValueError, match=r"parameter 0 \(16 elements of torch.float32\) is a Quantized, which keeps something else"):
+    with pytest.raises(
+        ValueError,
+        match=r"parameter 0 \(16 elements of torch.float32\) is a Quantized, which keeps something else",
+    ):
         HybridDeviceOptimizer([weight], lr=1e-2)
 
 
@@ -312,7 +380,9 @@ def test_a_closure_is_evaluated_once_a_step(options: dict[str, Any]) -> None:
 @pytest.mark.req("S3-36")
 @pytest.mark.parametrize("options", PLACES)
 @pytest.mark.parametrize("attached", [True, False])
-def test_zero_grad_works_both_ways_and_clears_decoupled_gradients(options: dict[str, Any], attached: bool) -> None:
+def test_zero_grad_works_both_ways_and_clears_decoupled_gradients(
+    options: dict[str, Any], attached: bool
+) -> None:
     model = net()
     optimizer = hybrid(model, model=model if attached else None, **options)
     backward(model, 0)
@@ -373,7 +443,9 @@ def test_a_decoupled_gradient_in_fp32_of_a_bf16_parameter_keeps_its_precision(sh
 @pytest.mark.req("S3-43")
 @pytest.mark.parametrize("options", PLACES)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_own_count(options: dict[str, Any], overlap: bool) -> None:
+def test_a_parameter_without_a_gradient_is_left_alone_and_keeps_its_own_count(
+    options: dict[str, Any], overlap: bool
+) -> None:
     def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
         parameters = list(model.parameters())
         for step in range(6):
@@ -404,7 +476,14 @@ def test_a_step_without_any_gradient_changes_nothing() -> None:
 def test_a_dummy_step_fills_the_state_and_changes_no_weight(cls: type[Optimizer], fraction: float) -> None:
     model = net()
     kwargs = {"momentum": 0.9} if cls is SGD else {}
-    optimizer = hybrid(model, offload_fraction=fraction, cpu_optimizer_cls=cls, weight_decay=0.1, param_update_in_fp32=True, **kwargs)
+    optimizer = hybrid(
+        model,
+        offload_fraction=fraction,
+        cpu_optimizer_cls=cls,
+        weight_decay=0.1,
+        param_update_in_fp32=True,
+        **kwargs,
+    )
     before = weights(model, optimizer)
     optimizer.dummy_step()
     assert_same_bits(weights(model, optimizer), before)
@@ -437,7 +516,7 @@ def test_the_order_error_of_autograd_still_sees_a_step_between_forward_and_backw
         loss.backward()
 
 
-# -- weights changed by others ------------------------------------------------------------------------------------------
+# -- weights changed by others -------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", PLACES)
 @pytest.mark.parametrize("masters", [True, False])
 def test_masters_follow_weights_that_are_loaded_without_state(options: dict[str, Any], masters: bool) -> None:
@@ -467,7 +546,9 @@ def test_update_fp32_param_by_new_param_sees_what_torch_cannot(share: float) -> 
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_weight_written_with_the_rounding_of_its_master_does_not_cost_the_master_its_precision(share: float) -> None:
+def test_a_weight_written_with_the_rounding_of_its_master_does_not_cost_the_master_its_precision(
+    share: float,
+) -> None:
     """A checkpoint's weights and its optimizer state may be loaded in either order."""
     model = net(torch.bfloat16)
     optimizer = hybrid(model, offload_fraction=1.0, param_update_in_fp32=True, cpu_share=share, lr=1e-4)
@@ -494,7 +575,7 @@ def test_a_parameter_that_was_given_new_memory_is_found_again() -> None:
     assert_same_bits(weights(model, optimizer), weights(reference, expected))
 
 
-# -- warnings -----------------------------------------------------------------------------------------------------------
+# -- warnings ------------------------------------------------------------------------------------------------
 def test_overlap_that_was_asked_for_and_is_not_done_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         hybrid(net(), offload_fraction=1.0, cpu_optimizer_cls=torch.optim.RMSprop)
@@ -509,5 +590,9 @@ def test_groups_with_and_without_amsgrad_share_a_bucket(share: float) -> None:
         return [{"params": [first]}, {"params": rest, "amsgrad": True}]
 
     expected = run(lambda model: AdamW(groups(model), **FUSED))
-    found = run(lambda model: hybrid(model, params=groups(model), offload_fraction=1.0, cpu_share=share, bucket_bytes=1 << 20))
+    found = run(
+        lambda model: hybrid(
+            model, params=groups(model), offload_fraction=1.0, cpu_share=share, bucket_bytes=1 << 20
+        )
+    )
     assert_same_bits(found, expected)

@@ -1,4 +1,5 @@
-"""What is known of other ranks without asking them. With real ranks: tests/integration/test_optim_ranks.py."""
+"""What is known of other ranks without asking them. With real ranks:
+tests/integration/test_optim_ranks.py."""
 
 from __future__ import annotations
 
@@ -69,14 +70,25 @@ def test_a_view_of_somebody_elses_buffer_is_not_trusted_where_there_are_several_
 def test_a_split_parameter_is_one_over_several_ranks() -> None:
     assert not ranks.is_split(torch.ones(3))
     mesh = SimpleNamespace(size=lambda dim: (2, 1)[dim])
-    for placements, split in (((Replicate(), Replicate()), False), ((Shard(0), Replicate()), True), ((Replicate(), Shard(1)), False)):
-        assert ranks.is_split(SimpleNamespace(_local_tensor=torch.ones(2), device_mesh=mesh, placements=placements)) is split  # type: ignore[arg-type]
+    for placements, split in (
+        ((Replicate(), Replicate()), False),
+        ((Shard(0), Replicate()), True),
+        ((Replicate(), Shard(1)), False),
+    ):
+        assert (
+            ranks.is_split(
+                SimpleNamespace(_local_tensor=torch.ones(2), device_mesh=mesh, placements=placements)
+            )
+            is split
+        )  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_gradient_laid_out_otherwise_is_seen() -> None:
     mesh = init_device_mesh("cpu", (1,))
-    sharded, replicated = (distribute_tensor(torch.ones(4), mesh, [place]) for place in (Shard(0), Replicate()))
+    sharded, replicated = (
+        distribute_tensor(torch.ones(4), mesh, [place]) for place in (Shard(0), Replicate())
+    )
     assert is_laid_out_as(sharded, sharded)
     assert not is_laid_out_as(sharded, replicated)
     assert is_laid_out_as(torch.ones(4), torch.ones(4))

@@ -1,4 +1,5 @@
-"""Captured forwards and the optimizer's weights: what is on its way when a capture begins, and when a graph is replayed."""
+"""Captured forwards and the optimizer's weights: what is on its way when a capture begins, and when a graph
+is replayed."""
 
 from __future__ import annotations
 
@@ -22,13 +23,24 @@ STEPS = 4
 class Graphed:
     """A net whose captured forward copies each weight, so that a replay says what it has read."""
 
-    def __init__(self, executor: ExecutorName = "late", *, seed: int = 0, without: set[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        executor: ExecutorName = "late",
+        *,
+        seed: int = 0,
+        without: set[str] | None = None,
+        **options: Any,
+    ) -> None:
         self.model = net()
         self.engine = engine(executor, seed=seed, without=without)
         assert isinstance(self.engine.device, SimDevice)
         self.device = self.engine.device
         self.optimizer = hybrid(
-            self.model, model=self.model, engine=self.engine, fused=True, **{"offload_fraction": 1.0, "cpu_share": 0.5, **options}
+            self.model,
+            model=self.model,
+            engine=self.engine,
+            fused=True,
+            **{"offload_fraction": 1.0, "cpu_share": 0.5, **options},
         )
         self.seen = [torch.empty_like(parameter) for parameter in self.model.parameters()]
 
@@ -70,7 +82,9 @@ def expected_weights(steps: int) -> list[list[Tensor]]:
 @pytest.mark.req("S2-101")
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
-def test_a_replay_in_a_region_waits_for_the_weights_that_its_forward_reads(executor: ExecutorName, share: float) -> None:
+def test_a_replay_in_a_region_waits_for_the_weights_that_its_forward_reads(
+    executor: ExecutorName, share: float
+) -> None:
     """No hook runs in a replay: it read weights that were still on their way, and nothing said so."""
     graphed = Graphed(executor, cpu_share=share)
     graphed.step(0)  # under way when the capture begins
@@ -86,7 +100,8 @@ def test_a_replay_in_a_region_waits_for_the_weights_that_its_forward_reads(execu
 
 
 def test_a_replay_without_that_edge_has_a_hazard() -> None:
-    """Of what the host steps; for streamed weights the question whether their gradients may go orders the host as well."""
+    """Of what the host steps; for streamed weights the question whether their gradients may go orders the
+    host as well."""
     graphed = Graphed(cpu_share=1.0, without={"weights back"})
     with graphed.engine.capturing():
         graph = graphed.capture()
@@ -126,7 +141,11 @@ def test_a_capture_outside_of_a_region_needs_the_weights_to_be_there(share: floa
     for worker in (graphed.optimizer._steps._stepper, graphed.optimizer._steps._streamer):
         worker.synchronize()  # what a worker issues during a capture would end it, as on a GPU
     with pytest.raises(
-        CaptureError, match=r"on their way.* Call the optimizer's synchronize_parameters\(\) before the capture, or capture"
+        CaptureError,
+        match=(
+            r"on their way.* Call the optimizer's synchronize_parameters\(\) before the "
+            r"capture, or capture"
+        ),
     ):
         graphed.capture()
     graphed.optimizer.synchronize_parameters()
@@ -149,9 +168,13 @@ def test_after_a_capture_outside_of_a_region_a_step_waits_for_its_weights(
         assert_same_bits(graphed.seen, after)
     graphed.optimizer.synchronize_parameters()
     graphed.capture()
-    assert [record.message for record in caplog.records if "captured outside of a region" in record.message] == [
-        "a forward is captured outside of a region of the optimizer's engine: its replays cannot be told from other work, so from now on "
-        "step() waits for all weights. Capture inside `with optimizer.engine.capturing():` to have only their readers wait"
+    assert [
+        record.message for record in caplog.records if "captured outside of a region" in record.message
+    ] == [
+        "a forward is captured outside of a region of the optimizer's engine: its replays cannot be told "
+        "from other work, so from now on "
+        "step() waits for all weights. Capture inside `with optimizer.engine.capturing():` to have only "
+        "their readers wait"
     ]
 
 
@@ -168,7 +191,9 @@ def test_what_a_replay_could_not_repeat_is_refused_in_a_capture() -> None:
             with pytest.raises(CaptureError, match=rf"the optimizer's {name} inside a graph under capture"):
                 call()
     graphed.step(0)
-    assert_same_bits([parameter.detach() for parameter in settled(optimizer, graphed.model)], expected_weights(1)[0])
+    assert_same_bits(
+        [parameter.detach() for parameter in settled(optimizer, graphed.model)], expected_weights(1)[0]
+    )
 
 
 def test_an_optimizer_that_keeps_all_on_the_device_may_be_captured() -> None:
@@ -187,7 +212,8 @@ def settled(optimizer: HybridDeviceOptimizer, model: nn.Module) -> list[nn.Param
 
 @pytest.mark.parametrize("early", [False, True])
 def test_gradients_of_a_captured_backward_leave_at_the_step(early: bool) -> None:
-    """No hook runs in a replay either: what had left in the capture would have been the gradients of the capture."""
+    """No hook runs in a replay either: what had left in the capture would have been the gradients of the
+    capture."""
     graphed, reference = Graphed(step_in_backward=early), net()
     expected = AdamW(reference.parameters(), lr=1e-2, fused=True)
     graphed.optimizer.last_microbatch = True
@@ -201,4 +227,6 @@ def test_gradients_of_a_captured_backward_leave_at_the_step(early: bool) -> None
         parameter.grad = torch.zeros_like(parameter)
     expected.step()
     graphed.optimizer.synchronize_parameters()
-    assert_same_bits([p.detach() for p in graphed.model.parameters()], [p.detach() for p in reference.parameters()])
+    assert_same_bits(
+        [p.detach() for p in graphed.model.parameters()], [p.detach() for p in reference.parameters()]
+    )

@@ -1,4 +1,5 @@
-"""What a measured share is computed from: the bytes of the parameters that there are. The measurement itself needs a GPU (tests/gpu)."""
+"""What a measured share is computed from: the bytes of the parameters that there are. The measurement itself
+needs a GPU (tests/gpu)."""
 
 from __future__ import annotations
 
@@ -18,13 +19,20 @@ from offload.optim.places import OffloadRates
 
 MANY = split.LEAST_NUMEL // 2
 RATES = OffloadRates(
-    cpu_elements_per_s=3.3e9, d2h_bytes_per_s=40e9, h2d_bytes_per_s=40e9, d2h_alone_bytes_per_s=50e9, h2d_alone_bytes_per_s=50e9
+    cpu_elements_per_s=3.3e9,
+    d2h_bytes_per_s=40e9,
+    h2d_bytes_per_s=40e9,
+    d2h_alone_bytes_per_s=50e9,
+    h2d_alone_bytes_per_s=50e9,
 )
 
 
 def of(*dtypes: torch.dtype, numel: int = MANY) -> list[Managed]:
     device = SimDevice()
-    return [Managed(nn.Parameter(torch.zeros(numel, dtype=dtype)), index, device, "") for index, dtype in enumerate(dtypes)]
+    return [
+        Managed(nn.Parameter(torch.zeros(numel, dtype=dtype)), index, device, "")
+        for index, dtype in enumerate(dtypes)
+    ]
 
 
 @pytest.fixture
@@ -79,7 +87,10 @@ def test_a_small_model_is_not_measured(asked: list[dict[str, Any]]) -> None:
 
 def test_nothing_is_measured_where_no_time_passes(asked: list[dict[str, Any]]) -> None:
     engine = OffloadEngine(device=SimDevice())
-    assert split.measured_cpu_share(engine, of(torch.float32, torch.float32), masters=False, threads=None) == split.UNMEASURED_SHARE
+    assert (
+        split.measured_cpu_share(engine, of(torch.float32, torch.float32), masters=False, threads=None)
+        == split.UNMEASURED_SHARE
+    )
     assert asked == []
 
 
@@ -90,5 +101,7 @@ def test_without_memory_for_a_measurement_the_cpu_steps_nothing_and_that_is_said
         raise HostBudgetError("no")
 
     monkeypatch.setattr(split, "measure", refuses)
-    assert split.measured_cpu_share(ENGINE, of(torch.float32, torch.float32), masters=False, threads=None) == 0.0
+    assert (
+        split.measured_cpu_share(ENGINE, of(torch.float32, torch.float32), masters=False, threads=None) == 0.0
+    )
     assert "give cpu_share" in caplog.text

@@ -84,7 +84,10 @@ def test_masters_keep_their_precision_in_either_order_of_loading(order: str) -> 
     with torch.no_grad():
         next(other.parameters()).zero_()
     loader = hybrid(other, offload_fraction=1.0, param_update_in_fp32=True, lr=1e-4)
-    steps = [lambda: other.load_state_dict(saved["model"]), lambda: loader.load_state_dict(saved["optimizer"])]
+    steps = [
+        lambda: other.load_state_dict(saved["model"]),
+        lambda: loader.load_state_dict(saved["optimizer"]),
+    ]
     for load in steps if order == "model first" else reversed(steps):
         load()
     assert_same_bits(train(other, loader, 2, first=3), expected)
@@ -108,7 +111,9 @@ def test_state_of_a_plain_torch_optimizer_goes_in_and_ours_goes_out_to_one(optio
     assert_same_bits(train(back, torchs, 2, first=5), train(reference, plain, 2, first=5))
 
 
-@pytest.mark.parametrize("cls", [torch.optim.RMSprop, torch.optim.Adafactor, torch.optim.SGD], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [torch.optim.RMSprop, torch.optim.Adafactor, torch.optim.SGD], ids=lambda cls: cls.__name__
+)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_state_of_any_class_round_trips(cls: type[Optimizer], fraction: float) -> None:
     options: dict[str, Any] = {"offload_fraction": fraction, "cpu_optimizer_cls": cls}
@@ -146,10 +151,16 @@ def test_a_state_dict_is_a_copy_that_later_steps_leave_alone() -> None:
     optimizer = hybrid(model, offload_fraction=1.0, model=model)
     train(model, optimizer, 2)
     state = optimizer.state_dict()
-    before = {index: {key: value.clone() for key, value in of.items()} for index, of in state["state"].items()}
+    before = {
+        index: {key: value.clone() for key, value in of.items()} for index, of in state["state"].items()
+    }
     train(model, optimizer, 2, first=2)
     optimizer.synchronize_parameters()
-    assert all(torch.equal(value, before[index][key]) for index, of in state["state"].items() for key, value in of.items())
+    assert all(
+        torch.equal(value, before[index][key])
+        for index, of in state["state"].items()
+        for key, value in of.items()
+    )
 
 
 def test_a_measured_split_is_taken_over_from_the_state_dict() -> None:
@@ -172,11 +183,14 @@ def test_groups_are_loaded_and_reach_the_sub_optimizers() -> None:
     state = optimizer.state_dict()
     other = hybrid(net(), offload_fraction=0.5)
     other.load_state_dict(state)
-    for group in (other.param_groups[0], *(group for sub in other.sub_optimizers for group in sub.param_groups)):
+    for group in (
+        other.param_groups[0],
+        *(group for sub in other.sub_optimizers for group in sub.param_groups),
+    ):
         assert (group["lr"], group["betas"]) == (0.5, (0.5, 0.6))
 
 
-# -- what does not fit --------------------------------------------------------------------------------------------------
+# -- what does not fit ---------------------------------------------------------------------------------------
 def another(what: str, state: dict[str, Any]) -> dict[str, Any]:
     if what == "groups":
         state["param_groups"].append({"params": [6]})
@@ -197,7 +211,11 @@ def another(what: str, state: dict[str, Any]) -> dict[str, Any]:
     [
         ("groups", "the state dict has 2 param groups and the optimizer 1; it is of another model"),
         ("parameters", "param group 0 has 7 parameters in the state dict and 6 in the optimizer"),
-        ("shape", r"parameter 2 \(2.weight, 3,360 elements .*\) has shape \(48, 70\), and its exp_avg in the state dict \(3, 3\)"),
+        (
+            "shape",
+            r"parameter 2 \(2.weight, 3,360 elements .*\) has shape \(48, 70\), and its exp_avg in the state "
+            r"dict \(3, 3\)",
+        ),
         ("class", "parameter 0 .* has no exp_avg_sq in the state dict; it is of another optimizer class"),
         ("key", "the state dict has no 'state', only 'param_groups', 'hybrid'"),
     ],

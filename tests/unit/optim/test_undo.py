@@ -1,4 +1,5 @@
-"""Steps that start in the backward and are undone where they do not count: what undoes them, what stays, and what it all takes."""
+"""Steps that start in the backward and are undone where they do not count: what undoes them, what stays, and
+what it all takes."""
 
 from __future__ import annotations
 
@@ -28,8 +29,15 @@ NEVER, ALWAYS = 1e9, 1e-3
 
 
 def made(of: nn.Module, /, *, room: bool = True, **options: Any) -> HybridDeviceOptimizer:
-    """Everything streamed, seven buckets, every backward its step's last. room: for all old weights, and no rest after an undone step."""
-    common = {"offload_fraction": 1.0, "cpu_share": 0.0, "fused": True, "model": of, "step_in_backward": "undoable"}
+    """Everything streamed, seven buckets, every backward its step's last. room: for all old weights, and no
+    rest after an undone step."""
+    common = {
+        "offload_fraction": 1.0,
+        "cpu_share": 0.0,
+        "fused": True,
+        "model": of,
+        "step_in_backward": "undoable",
+    }
     optimizer = hybrid(of, **{**common, **options})
     if room and optimizer.early_counts is not None:
         room_for_all(optimizer)
@@ -48,7 +56,9 @@ def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def assert_same_state(model: nn.Module, optimizer: Optimizer, reference: nn.Module, expected: Optimizer) -> None:
+def assert_same_state(
+    model: nn.Module, optimizer: Optimizer, reference: nn.Module, expected: Optimizer
+) -> None:
     assert_same_bits(weights(model, optimizer), weights(reference, expected))
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         state = optimizer.state[mine]
@@ -56,10 +66,12 @@ def assert_same_state(model: nn.Module, optimizer: Optimizer, reference: nn.Modu
             assert_same_bits([state[key].reshape(-1)], [value.reshape(-1)])
 
 
-# -- what is in the way -------------------------------------------------------------------------------------------------
+# -- what is in the way --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("how", ["call", "argument"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_steps_that_clip_are_undone_and_others_kept_with_the_bits_of_no_early_start(dtype: torch.dtype, how: str) -> None:
+def test_steps_that_clip_are_undone_and_others_kept_with_the_bits_of_no_early_start(
+    dtype: torch.dtype, how: str
+) -> None:
     """Half-precision weights have float32 masters here, which are on two sides like the moments."""
 
     def trained(mode: Any) -> tuple[HybridDeviceOptimizer, list[Tensor], dict[str, Any]]:
@@ -138,7 +150,9 @@ def left_out(model: nn.Module, optimizer: Optimizer) -> None:
     [scaled, lost, another_lr, again, evaluated, written, written_and_again, looked_at, left_out],
     ids=lambda what: what.__name__,
 )
-def test_whatever_comes_between_a_backward_and_its_step_undoes_it_exactly(what: Callable[[nn.Module, Optimizer], None]) -> None:
+def test_whatever_comes_between_a_backward_and_its_step_undoes_it_exactly(
+    what: Callable[[nn.Module, Optimizer], None],
+) -> None:
     reference, model = net(), net()
     expected, optimizer = AdamW(reference.parameters(), **FUSED), made(model)
     for step in range(5):
@@ -165,7 +179,9 @@ def test_between_a_backward_and_its_step_weights_and_state_are_those_of_the_last
         assert optimizer._early.started
         found = look()
         assert_same_bits([parameter.detach() for parameter in model.parameters()], before)
-        assert all(torch.equal(value, state[index][key]) for index, of in found.items() for key, value in of.items())
+        assert all(
+            torch.equal(value, state[index][key]) for index, of in found.items() for key, value in of.items()
+        )
         optimizer.zero_grad()
 
 
@@ -183,7 +199,9 @@ def test_a_scheduler_that_steps_after_the_optimizer_undoes_nothing() -> None:
     assert counts(optimizer) == EarlyCounts(started=4 * len(optimizer.placed.streamed.buckets))
 
 
-def test_with_a_grad_scaler_nothing_stays_started_it_is_said_once_and_the_bits_are_torchs(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_a_grad_scaler_nothing_stays_started_it_is_said_once_and_the_bits_are_torchs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         for step in range(6):
@@ -198,13 +216,17 @@ def test_with_a_grad_scaler_nothing_stays_started_it_is_said_once_and_the_bits_a
     plain, optimizer = AdamW(reference.parameters(), **FUSED), made(model)
     assert optimizer._early is not None
     optimizer._early.quiet_steps = QUIET_STEPS
-    plain._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # the way that every optimizer goes
+    # the way that every optimizer goes
+    plain._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING, "offload.optim.undo"):
         assert_same_bits(trained(model, optimizer), trained(reference, plain))
     buckets = len(optimizer.placed.streamed.buckets)
     assert counts(optimizer) == EarlyCounts(started=buckets, undone=buckets)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert f"{buckets} buckets that had started early are undone; a GradScaler and torch's clip_grad_norm_ do that in every step" in said
+    assert (
+        f"{buckets} buckets that had started early are undone; a GradScaler and torch's clip_grad_norm_ do "
+        "that in every step" in said
+    )
 
 
 def test_a_norm_that_is_nan_clips() -> None:
@@ -252,7 +274,7 @@ def test_a_gathering_module_that_is_run_again_in_a_backward_waits_for_no_more_th
     assert waited == ["all", "below"]
 
 
-# -- errors -------------------------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 def test_weights_that_were_written_without_a_word_are_an_error_until_state_is_loaded() -> None:
     model = net()
     optimizer = made(model)
@@ -262,7 +284,10 @@ def test_weights_that_were_written_without_a_word_are_an_error_until_state_is_lo
     backward(model, 2)
     with torch.no_grad():
         next(model.parameters()).mul_(2)
-    message = r"the weights of parameter 0 \(0.weight, .*\) were written after 7 buckets had been stepped in the backward; two writers"
+    message = (
+        r"the weights of parameter 0 \(0.weight, .*\) were written after 7 buckets had "
+        r"been stepped in the backward; two writers"
+    )
     for _ in range(2):
         with pytest.raises(OffloadError, match=message):
             optimizer.step()
@@ -270,7 +295,9 @@ def test_weights_that_were_written_without_a_word_are_an_error_until_state_is_lo
     model.load_state_dict(before)
     optimizer.zero_grad()
     reference = net()
-    assert_same_bits(train(model, optimizer, 2, first=2), train(reference, AdamW(reference.parameters(), **FUSED), 4))
+    assert_same_bits(
+        train(model, optimizer, 2, first=2), train(reference, AdamW(reference.parameters(), **FUSED), 4)
+    )
 
 
 def test_a_second_backward_without_a_forward_is_refused_and_what_had_started_is_undone() -> None:
@@ -279,7 +306,9 @@ def test_a_second_backward_without_a_forward_is_refused_and_what_had_started_is_
     expected, optimizer = AdamW(reference.parameters(), **FUSED), made(model)
     loss = model(batch(0)).square().mean()
     loss.backward(retain_graph=True)
-    with pytest.raises(OffloadError, match=r"got a gradient after its bucket .* the step is undone: call zero_grad\(\) and"):
+    with pytest.raises(
+        OffloadError, match=r"got a gradient after its bucket .* the step is undone: call zero_grad\(\) and"
+    ):
         loss.backward()
     optimizer.zero_grad()
     assert_same_bits(weights(model, optimizer), weights(reference, expected))
@@ -320,7 +349,10 @@ def test_a_worker_that_fails_in_the_backward_leaves_weights_and_state_of_the_las
     backward(model, 2)
     backward(reference, 2)
     optimizer._steps._streamer.synchronize()
-    message = r"a step that had started in the backward failed on a worker \(MemoryError: no more\); its 7 buckets are undone: weights"
+    message = (
+        r"a step that had started in the backward failed on a worker \(MemoryError: no "
+        r"more\); its 7 buckets are undone: weights"
+    )
     with pytest.raises(OffloadError, match=message):
         optimizer.step()
     monkeypatch.undo()
@@ -334,7 +366,7 @@ def test_a_worker_that_fails_in_the_backward_leaves_weights_and_state_of_the_las
     assert_same_state(model, optimizer, reference, expected)
 
 
-def test_an_optimizer_can_be_closed_between_a_backward_and_its_step_and_leaves_the_last_whole_steps_weights() -> None:
+def test_closed_between_a_backward_and_its_step_it_leaves_the_last_whole_steps_weights() -> None:
     model = net()
     engine = OffloadEngine(device=SimDevice())
     optimizer = made(model, engine=engine)
@@ -349,11 +381,17 @@ def test_an_optimizer_can_be_closed_between_a_backward_and_its_step_and_leaves_t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"step_in_backward": "perhaps"}, "step_in_backward is 'perhaps', must be False, True .* or 'undoable'"),
+        (
+            {"step_in_backward": "perhaps"},
+            "step_in_backward is 'perhaps', must be False, True .* or 'undoable'",
+        ),
         ({"step_in_backward": 1}, "step_in_backward is 1, must be False"),
         ({"model": None}, "step_in_backward='undoable' needs overlap, and model="),
         ({"overlap_cpu_optimizer_d2h_h2d": False}, "step_in_backward='undoable' needs overlap, and model="),
-        ({"step_in_backward": True, "max_grad_norm": 1.0}, "leave one out, or give step_in_backward='undoable'"),
+        (
+            {"step_in_backward": True, "max_grad_norm": 1.0},
+            "leave one out, or give step_in_backward='undoable'",
+        ),
     ],
 )
 def test_a_mode_that_cannot_be_exact_is_refused(options: dict[str, Any], message: str) -> None:
@@ -361,15 +399,18 @@ def test_a_mode_that_cannot_be_exact_is_refused(options: dict[str, Any], message
         made(net(), room=False, **options)
 
 
-def test_where_nothing_is_streamed_it_is_said_that_nothing_will_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_is_streamed_it_is_said_that_nothing_will_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, "offload.optim.hybrid"):
         made(net(), cpu_share=1.0)
     assert "step_in_backward='undoable' starts what is streamed, and nothing is" in caplog.text
 
 
-# -- rest ---------------------------------------------------------------------------------------------------------------
+# -- rest ----------------------------------------------------------------------------------------------------
 def test_after_a_step_that_clipped_nothing_starts_until_eight_in_a_row_would_not_have() -> None:
-    """The bits are torch's whichever starts. A step that clips within the eight begins them anew; nobody waits for its norm."""
+    """The bits are torch's whichever starts. A step that clips within the eight begins them anew; nobody
+    waits for its norm."""
     reference, model = net(), net()
     expected, optimizer = AdamW(reference.parameters(), **FUSED), made(model)
     assert optimizer._early is not None
@@ -384,11 +425,16 @@ def test_after_a_step_that_clipped_nothing_starts_until_eight_in_a_row_would_not
             steps.step()
             steps.zero_grad()
         started.append(counts(optimizer).started > before)
-    assert [step for step, any_started in enumerate(started) if any_started] == [0, 1, 5 + QUIET_STEPS + 1, 5 + QUIET_STEPS + 2]
+    assert [step for step, any_started in enumerate(started) if any_started] == [
+        0,
+        1,
+        5 + QUIET_STEPS + 1,
+        5 + QUIET_STEPS + 2,
+    ]
     assert_same_state(model, optimizer, reference, expected)
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("dtype", "each"), [(torch.float32, 16), (torch.bfloat16, 24)])
 def test_the_second_side_doubles_the_states_host_memory_to_the_byte(dtype: torch.dtype, each: int) -> None:
     """Two moments of 4 bytes, and for bfloat16 weights a master, twice."""
@@ -400,7 +446,9 @@ def test_the_second_side_doubles_the_states_host_memory_to_the_byte(dtype: torch
 def test_a_budget_that_holds_one_side_only_is_refused_before_anything_is_pinned() -> None:
     engine = OffloadEngine(OffloadConfig(host_limit_bytes=12 * PADDED), device=SimDevice())
     needed, free = f"{16 * PADDED:,}", f"{12 * PADDED:,}"
-    with pytest.raises(HostBudgetError, match=rf"the streamed parameters need {needed} bytes of host memory, and {free} of"):
+    with pytest.raises(
+        HostBudgetError, match=rf"the streamed parameters need {needed} bytes of host memory, and {free} of"
+    ):
         made(net(), engine=engine)
     assert engine.arena.held_bytes == 0
 
@@ -420,7 +468,8 @@ class _Held(torch.autograd.Function):
 
 
 class _Layers(nn.Module):
-    """Two layers of two buckets each, 1,024 float32 weights a bucket, and memory that their boundary holds."""
+    """Two layers of two buckets each, 1,024 float32 weights a bucket, and memory that their boundary
+    holds."""
 
     def __init__(self, device: SimDevice, held_bytes: int) -> None:
         super().__init__()
@@ -432,23 +481,34 @@ class _Layers(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("held_bytes", "fitting"), [(0, 0), (12287, 0), (12288, 1), (4096 + 8192 + 12287, 1), (4096 + 8192 + 12288, 2)])
-def test_a_bucket_starts_if_its_old_weights_take_no_more_than_was_active_before(held_bytes: int, fitting: int) -> None:
-    """The last layer's two buckets are offered first, and set the mark. Then the boundary's bytes are freed; a bucket's old weights take
-    4,096 and are asked for thrice, and with the first bucket that starts the device learns of the layer's gradient, 8,192."""
+@pytest.mark.parametrize(
+    ("held_bytes", "fitting"),
+    [(0, 0), (12287, 0), (12288, 1), (4096 + 8192 + 12287, 1), (4096 + 8192 + 12288, 2)],
+)
+def test_a_bucket_starts_if_its_old_weights_take_no_more_than_was_active_before(
+    held_bytes: int, fitting: int
+) -> None:
+    """The last layer's two buckets are offered first, and set the mark. Then the boundary's bytes are freed;
+    a bucket's old weights take 4,096 and are asked for thrice, and with the first bucket that starts the
+    device learns of the layer's gradient, 8,192."""
     device = SimDevice()
     model = _Layers(device, held_bytes)
     optimizer = made(model, room=False, engine=OffloadEngine(device=device))
-    for weight in model.parameters():  # else the device would learn of their bytes from the worker, whenever that comes to them
+    # else the device would learn of their bytes from the worker, whenever that comes to them
+    for weight in model.parameters():
         device.note_write(device.compute, weight.detach().view(-1).view(torch.uint8))
     for step in range(3):
         model(torch.ones(1, 32)).square().mean().backward()
         assert len(optimizer._early.started) == fitting  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
-        assert counts(optimizer) == EarlyCounts(started=(step + 1) * fitting, no_room=(step + 1) * (4 - fitting))
+        assert counts(optimizer) == EarlyCounts(
+            started=(step + 1) * fitting, no_room=(step + 1) * (4 - fitting)
+        )
     optimizer.synchronize_parameters()
-    assert all(bucket.old is None for bucket in optimizer.placed.streamed.buckets), "the new weights are there: the old ones are gone"
+    assert all(bucket.old is None for bucket in optimizer.placed.streamed.buckets), (
+        "the new weights are there: the old ones are gone"
+    )
 
 
 def test_old_weights_for_which_the_device_has_no_room_wait_too(monkeypatch: pytest.MonkeyPatch) -> None:

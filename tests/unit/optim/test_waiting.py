@@ -103,7 +103,8 @@ def test_a_failure_before_the_choice_ends_one_of_them() -> None:
 
 
 def test_each_is_done_also_where_asking_whether_one_is_ready_fails() -> None:
-    """CUDA repeats the error of a broken context at every question: the thread died of it, and whoever waited for a bucket hung."""
+    """CUDA repeats the error of a broken context at every question: the thread died of it, and whoever waited
+    for a bucket hung."""
     desk = Desk()
     desk.lost = True
     desk.put(2, 1, 0)
@@ -112,7 +113,8 @@ def test_each_is_done_also_where_asking_whether_one_is_ready_fails() -> None:
 
 
 def test_no_more_is_asked_than_a_choice_needs() -> None:
-    """A model of 7 G parameters has 440 buckets, and a question costs the thread that trains the lock of the interpreter."""
+    """A model of 7 G parameters has 440 buckets, and a question costs the thread that trains the lock of the
+    interpreter."""
     desk = Desk()
     desk.ready = set(range(50))
     desk.put(*range(50))
@@ -124,14 +126,20 @@ def no_thread(*_: object) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_a_bucket_whose_worker_cannot_start_is_refused_and_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_whose_worker_cannot_start_is_refused_and_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It waited without a job: a later job took it, and the last bucket of that step was never done."""
     worker, log = Worker("test"), []
     waiting = Waiting(worker, lambda: None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(
-            OffloadError, match=r"no thread for test beside its \d+ Python threads \(can't start new thread\); raise the limit"
+            OffloadError,
+            match=(
+                r"no thread for test beside its \d+ Python threads \(can't start new thread\); "
+                r"raise the limit"
+            ),
         ):
             waiting.submit(0, lambda: True, lambda: log.append("step 0"), lambda: log.append("done 0"))
     waiting.submit(1, lambda: True, lambda: log.append("step 1"), lambda: log.append("done 1"))

@@ -1,4 +1,5 @@
-"""Ranks that pin and measure together: real gloo ranks, and engines that only write down what was asked of them."""
+"""Ranks that pin and measure together: real gloo ranks, and engines that only write down what was asked of
+them."""
 
 from __future__ import annotations
 
@@ -76,15 +77,22 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[list
 
 def test_ranks_pin_their_own_bytes_and_line_up_before_each_measurement(ranks: list[dict[str, Any]]) -> None:
     said = [rank["all can"][0] for rank in ranks]
-    assert said == [[f"pin {nbytes} False", "together", "lined up", "lined up", "lined up"] for nbytes in (1000, 2000)]
+    assert said == [
+        [f"pin {nbytes} False", "together", "lined up", "lined up", "lined up"] for nbytes in (1000, 2000)
+    ]
 
 
 def test_rank_that_may_not_pin_is_heard_by_all_and_nobody_waits_for_it(ranks: list[dict[str, Any]]) -> None:
     said = [rank["one may not pin"][0] for rank in ranks]
-    assert said == [[f"pin {nbytes} False", "1 of 2 ranks could not pin: rank 1: no room for 2,000 bytes"] for nbytes in (1000, 2000)]
+    assert said == [
+        [f"pin {nbytes} False", "1 of 2 ranks could not pin: rank 1: no room for 2,000 bytes"]
+        for nbytes in (1000, 2000)
+    ]
 
 
-def test_rank_that_cannot_measure_leaves_the_other_to_measure_alone_with_a_warning(ranks: list[dict[str, Any]]) -> None:
+def test_rank_that_cannot_measure_leaves_the_other_to_measure_alone_with_a_warning(
+    ranks: list[dict[str, Any]],
+) -> None:
     said = [rank["one cannot measure"][0] for rank in ranks]
     assert said == [["pin 1000 False", "alone"], ["pin 2000 False"]]
     (warning,) = ranks[0]["one cannot measure"][1]

@@ -1,4 +1,5 @@
-"""How a rank ends: exit codes and last words, each in a process of its own, since `run_rank` never returns."""
+"""How a rank ends: exit codes and last words, each in a process of its own, since `run_rank` never
+returns."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ def _started(program: str, **environment: str) -> subprocess.Popen[str]:
     clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     return subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**clean, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **environment},
+        env={
+            **clean,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            **environment,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -92,7 +97,8 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Exit code and standard error of each body, in a process of its own: a fork of one that has imported torch, for all of them."""
+    """Exit code and standard error of each body, in a process of its own: a fork of one that has imported
+    torch, for all of them."""
     return cast(dict[str, tuple[int, str]], made_once(tmp_path_factory, "launch", _forked))
 
 
@@ -116,7 +122,9 @@ def _forked(folder: Path) -> dict[str, tuple[int, str]]:
     return {name: (codes[name], (folder / name).read_text()) for name in BODIES}
 
 
-def test_rank_alone_gets_a_process_group_a_mesh_and_a_store_and_ends_well(ends: dict[str, tuple[int, str]]) -> None:
+def test_rank_alone_gets_a_process_group_a_mesh_and_a_store_and_ends_well(
+    ends: dict[str, tuple[int, str]],
+) -> None:
     assert ends["alone"] == (0, "")
 
 
@@ -129,12 +137,16 @@ def test_rank_alone_gets_a_process_group_a_mesh_and_a_store_and_ends_well(ends: 
         ("interrupt", 130, "interrupted after 3 of 20 steps"),
     ],
 )
-def test_failure_is_one_line_and_an_exit_code(raised: str, code: int, said: str, ends: dict[str, tuple[int, str]]) -> None:
+def test_failure_is_one_line_and_an_exit_code(
+    raised: str, code: int, said: str, ends: dict[str, tuple[int, str]]
+) -> None:
     returned, errors = ends[raised]
     assert (returned, errors.strip()) == (code, said)
 
 
-def test_first_cause_is_told_instead_of_the_message_wrapped_around_it(ends: dict[str, tuple[int, str]]) -> None:
+def test_first_cause_is_told_instead_of_the_message_wrapped_around_it(
+    ends: dict[str, tuple[int, str]],
+) -> None:
     assert ends["cause"] == (1, "\nKeyError: 'wq'\n")
 
 
@@ -201,7 +213,12 @@ def test_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
         child.wait()
     """)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen([sys.executable, "-c", launcher], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.kill()
@@ -240,7 +257,10 @@ def test_device_is_a_gpu_for_each_local_rank_or_the_cpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", Ranks(5, 8, 1, 2)) == torch.device("cuda", 1)
     assert choose_device("cpu", Ranks(5, 8, 1, 2)) == torch.device("cpu")
-    with pytest.raises(ValueError, match="4 ranks on this host want a GPU each, and torch sees 2; start 2 ranks or take --device cpu"):
+    with pytest.raises(
+        ValueError,
+        match="4 ranks on this host want a GPU each, and torch sees 2; start 2 ranks or take --device cpu",
+    ):
         choose_device("auto", Ranks(0, 4, 0, 4))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_device("auto", ALONE) == torch.device("cpu")

@@ -19,7 +19,14 @@ import torch
 
 import offload
 import offload.fine_grained_activation_offload as engine_page
-from offload import GPUTensorPool, OffloadConfig, OffloadEngine, OffloadError, PipelineOffloadManager, configure
+from offload import (
+    GPUTensorPool,
+    OffloadConfig,
+    OffloadEngine,
+    OffloadError,
+    PipelineOffloadManager,
+    configure,
+)
 from offload.device.sim import SimDevice
 from parallel import megatron
 from parallel.megatron_page import FineGrainedActivationOffloadingInterface as Interface
@@ -56,8 +63,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("__version__ = '0.16.1'\n")
     (folder / "__init__.py").write_text("from . import schedules\n")
-    (folder / "schedules.py").write_text(f"from {megatron.PAGE} import FineGrainedActivationOffloadingInterface as off_interface\n")
-    (folder / "fine_grained_activation_offload.py").write_text("class FineGrainedActivationOffloadingInterface: own = True\n")
+    (folder / "schedules.py").write_text(
+        f"from {megatron.PAGE} import FineGrainedActivationOffloadingInterface as off_interface\n"
+    )
+    (folder / "fine_grained_activation_offload.py").write_text(
+        "class FineGrainedActivationOffloadingInterface: own = True\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     return folder
@@ -90,10 +101,13 @@ def test_import_of_the_drop_in_imports_neither_megatron_nor_comes_with_parallel(
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("raise AssertionError('imported')\n")
     code = (
-        "import sys, parallel\nassert 'parallel.megatron' not in sys.modules\nimport parallel.megatron as m\nm.install()\n"
+        "import sys, parallel\nassert 'parallel.megatron' not in sys.modules\nimport parallel.megatron as "
+        "m\nm.install()\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']\n"
     )
-    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=True, timeout=120
+    )
 
 
 def test_importers_get_the_engine_after_install_however_they_import(package: Path) -> None:
@@ -122,14 +136,19 @@ def test_install_does_not_ask_whether_megatron_has_such_a_page(package: Path) ->
 def test_install_without_megatron_leaves_the_import_error_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     megatron.install()
     monkeypatch.setattr(sys, "path", [str(ROOT)])
-    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if "editable" not in repr(finder)])
+    monkeypatch.setattr(
+        sys, "meta_path", [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+    )
     with pytest.raises(ModuleNotFoundError, match="'megatron'"):
         importlib.import_module(megatron.PAGE)
 
 
 def test_install_after_megatrons_own_page_says_what_to_do(package: Path) -> None:
     importlib.import_module(USER)
-    with pytest.raises(OffloadError, match=rf"{megatron.PAGE} is already loaded from .*activation_offload.py.*before the first import"):
+    with pytest.raises(
+        OffloadError,
+        match=rf"{megatron.PAGE} is already loaded from .*activation_offload.py.*before the first import",
+    ):
         megatron.install()
     assert importlib.import_module(USER).off_interface.own
 
@@ -139,7 +158,9 @@ def test_uninstall_gives_megatron_its_own_page_back(package: Path) -> None:
     importlib.import_module(USER)
     megatron.uninstall()
     megatron.uninstall()
-    assert not hasattr(importlib.import_module("megatron.core.pipeline_parallel"), "fine_grained_activation_offload")
+    assert not hasattr(
+        importlib.import_module("megatron.core.pipeline_parallel"), "fine_grained_activation_offload"
+    )
     assert importlib.import_module(megatron.PAGE).FineGrainedActivationOffloadingInterface.own
 
 
@@ -160,11 +181,20 @@ def test_page_has_the_names_of_both_generations() -> None:
     assert isinstance(names["logger"], logging.Logger)
     assert set(engine_page.__all__) < set(names)
     assert {"fine_grained_offloading_group_offload", "fine_grained_offloading_group_commit"} < set(names)
-    for name in ("group_commit", "group_offload", "mark_not_offload", "mark_not_offloadable", "enter_replay", "exit_replay"):
+    for name in (
+        "group_commit",
+        "group_offload",
+        "mark_not_offload",
+        "mark_not_offloadable",
+        "enter_replay",
+        "exit_replay",
+    ):
         assert callable(getattr(Interface, name))
 
 
-def test_debug_messages_follow_the_flags_of_the_page(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_messages_follow_the_flags_of_the_page(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     megatron.install()
     page: Any = importlib.import_module(megatron.PAGE)
     page.debug_rank("silent")
@@ -185,7 +215,13 @@ def test_debug_messages_follow_the_flags_of_the_page(package: Path, capsys: pyte
         ("0.16.1", (2, 1, 7), {}, 1, (1.0, 0, 0, None)),
         ("0.18.1", (2, 1, 7), {}, 1, (1.0, 0, 0, None)),
         ("0.18.1", (2, 1, 7, 2), {}, 1, (1.0, 0, 0, 2)),
-        ("0.18.1", (), {"vp_size": 2, "vp_stage": 1, "min_offloaded_tensor_size": 7, "max_inflight_offloads": 2}, 1, (1.0, 0, 0, 2)),
+        (
+            "0.18.1",
+            (),
+            {"vp_size": 2, "vp_stage": 1, "min_offloaded_tensor_size": 7, "max_inflight_offloads": 2},
+            1,
+            (1.0, 0, 0, 2),
+        ),
         (None, (2, 1, 7), {"max_inflight_offloads": 2}, 1, (1.0, 0, 0, 2)),
         (None, (3, 2, 1, 7), {}, 1, (1.0, 0, 3, None)),
         ("0.17.1", (3, 2, 1, 7), {}, 1, (1.0, 0, 3, None)),
@@ -196,14 +232,25 @@ def test_debug_messages_follow_the_flags_of_the_page(package: Path, capsys: pyte
         (
             None,
             (),
-            {"pp_rank": 3, "vp_size": None, "vp_stage": None, "min_offloaded_tensor_size": 7, "activation_offload_fraction": 0.25},
+            {
+                "pp_rank": 3,
+                "vp_size": None,
+                "vp_stage": None,
+                "min_offloaded_tensor_size": 7,
+                "activation_offload_fraction": 0.25,
+            },
             0,
             (0.25, 0, 3, None),
         ),
     ],
 )
 def test_order_of_arguments_is_read_from_them_and_else_from_the_version(
-    manager: PipelineOffloadManager, loaded: str | None, arguments: Any, keywords: Any, stage: int, settings: Any
+    manager: PipelineOffloadManager,
+    loaded: str | None,
+    arguments: Any,
+    keywords: Any,
+    stage: int,
+    settings: Any,
 ) -> None:
     if loaded is not None:
         version(loaded)
@@ -245,7 +292,9 @@ def test_bad_arguments_are_named() -> None:
 
 @pytest.mark.req("S2-92", "S2-93")
 @pytest.mark.parametrize("way", ["0.16", "0.19", "of the class"])
-def test_every_way_to_close_a_group_sends_its_bytes_and_passes_the_gradient(manager: PipelineOffloadManager, way: str) -> None:
+def test_every_way_to_close_a_group_sends_its_bytes_and_passes_the_gradient(
+    manager: PipelineOffloadManager, way: str
+) -> None:
     begin()
     source = leaf()
     opened = Interface(True, source * 1, "core_attn")
@@ -282,8 +331,12 @@ def test_context_installs_the_hooks_of_an_open_group(manager: PipelineOffloadMan
     assert spilled(manager) == BYTES
 
 
-@pytest.mark.parametrize("tag", [{"offloading_activation": False}, {"_do_not_offload": True}, {"_TE_do_not_offload": True}])
-def test_tagged_tensor_stays_and_its_neighbour_leaves(manager: PipelineOffloadManager, tag: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "tag", [{"offloading_activation": False}, {"_do_not_offload": True}, {"_TE_do_not_offload": True}]
+)
+def test_tagged_tensor_stays_and_its_neighbour_leaves(
+    manager: PipelineOffloadManager, tag: dict[str, bool]
+) -> None:
     begin()
     stays, leaves = leaf() * 1, leaf() * 2
     vars(stays).update(tag)
@@ -337,7 +390,9 @@ def sent_before_the_flush(manager: PipelineOffloadManager, close: Any) -> bool:
 
 
 def test_delay_of_0_16_waits_for_the_flush_replay_or_not(manager: PipelineOffloadManager) -> None:
-    assert not sent_before_the_flush(manager, lambda opened, y: Interface.group_commit(y, "moe_act", delay_offload=True))
+    assert not sent_before_the_flush(
+        manager, lambda opened, y: Interface.group_commit(y, "moe_act", delay_offload=True)
+    )
 
 
 def test_delay_of_0_19_outside_a_replay_is_none(manager: PipelineOffloadManager) -> None:
@@ -355,7 +410,10 @@ def test_group_inside_a_capture_is_refused_unless_offloading_is_off(
 ) -> None:
     monkeypatch.setattr(engine_page, "is_graph_capturing", lambda: True)
     begin()
-    with pytest.raises(megatron.GraphCaptureError, match=r"'core_attn' is opened while a CUDA graph is captured.*offload_modules"):
+    with pytest.raises(
+        megatron.GraphCaptureError,
+        match=r"'core_attn' is opened while a CUDA graph is captured.*offload_modules",
+    ):
         Interface(True, leaf(), "core_attn").__enter__()
     Interface.disable_offload()
     with Interface(True, leaf(), "core_attn") as x:
@@ -366,7 +424,9 @@ def test_group_inside_a_capture_is_refused_unless_offloading_is_off(
 def test_group_inside_a_capture_that_a_region_watches_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both generations' ways to close it; what Megatron tags stays, as outside of captures."""
     device = SimDevice()
-    manager = PipelineOffloadManager(OffloadEngine(OffloadConfig(min_offloaded_tensor_size=1), device=device), print_summary=False)
+    manager = PipelineOffloadManager(
+        OffloadEngine(OffloadConfig(min_offloaded_tensor_size=1), device=device), print_summary=False
+    )
     manager.reserve_host(1 << 20)
     monkeypatch.setattr(PipelineOffloadManager, "OFFLOAD_MGR", manager)
     monkeypatch.setattr(engine_page, "is_graph_capturing", device.is_capturing)
@@ -383,7 +443,9 @@ def test_group_inside_a_capture_that_a_region_watches_is_captured(monkeypatch: p
     manager.close()
 
 
-def test_graph_stream_and_event_need_a_gpu(manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_stream_and_event_need_a_gpu(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for ask in (
         Interface.cuda_graph_stream,
@@ -397,7 +459,8 @@ def test_graph_stream_and_event_need_a_gpu(manager: PipelineOffloadManager, monk
 
 @pytest.mark.gpu
 def test_real_capture_in_a_region_is_replayed_on_megatrons_stream() -> None:
-    """As Transformer Engine does it: captured and replayed on the graphs' own stream, which records their event where compute ends."""
+    """As Transformer Engine does it: captured and replayed on the graphs' own stream, which records their
+    event where compute ends."""
     configure(OffloadConfig(host_reserve_bytes=1 << 20), device="cuda", print_summary=False)
     begin()
     x = torch.zeros(64, device="cuda").requires_grad_()
@@ -427,10 +490,17 @@ def test_real_capture_is_refused_and_its_stream_and_event_are_made_once() -> Non
     manager = configure(OffloadConfig(), device="cuda", print_summary=False)
     begin()
     x = torch.arange(64.0, device="cuda").requires_grad_()
-    with pytest.raises(megatron.GraphCaptureError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=Interface.cuda_graph_stream()):
+    with (
+        pytest.raises(megatron.GraphCaptureError),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=Interface.cuda_graph_stream()),
+    ):
         Interface(True, x, "core_attn").__enter__()
     event = Interface.cuda_graph_event()
-    assert Interface.cuda_graph_stream() not in (torch.cuda.current_stream(), manager.d2h_stream, manager.h2d_stream)
+    assert Interface.cuda_graph_stream() not in (
+        torch.cuda.current_stream(),
+        manager.d2h_stream,
+        manager.h2d_stream,
+    )
     Interface.forward_record()
     Interface.backward_record(x * 1).sum().backward()
     assert Interface.cuda_graph_event() is event
@@ -473,7 +543,9 @@ def test_reset_without_a_manager_makes_none() -> None:
     assert PipelineOffloadManager.OFFLOAD_MGR is None
 
 
-def test_table_says_that_duplicates_have_no_column(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_table_says_that_duplicates_have_no_column(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     show = names_of(sys)["print_offload_summary_table"]
     show({"core_attn": 2**20}, {"core_attn": 1234})
     assert "core_attn" in capsys.readouterr().out

@@ -30,8 +30,25 @@ MEGATRON = {**STEP, "bias_correction": True, "fused": True}
 class CountingAdamW(torch.optim.Optimizer):
     """Counts in its groups, as Transformer Engine's; the same steps as torch's."""
 
-    def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, bias_correction: bool = True) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction})
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: Any,
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool = True,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+            },
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -70,21 +87,37 @@ def closed() -> Iterator[None]:
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     source = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(size, generator=source).to(dtype)) for size in ((8, 16), (16,), (24, 8), (8,))]
+    return [
+        nn.Parameter(torch.randn(size, generator=source).to(dtype))
+        for size in ((8, 16), (16,), (24, 8), (8,))
+    ]
 
 
-def hybrid(given: list[Any], *, fraction: float = 0.5, gpu: type = AdamW, **more: Any) -> HybridDeviceOptimizer:
+def hybrid(
+    given: list[Any], *, fraction: float = 0.5, gpu: type = AdamW, **more: Any
+) -> HybridDeviceOptimizer:
     """As Megatron's get_megatron_optimizer makes it."""
-    arguments: dict[str, Any] = {"cpu_optimizer_cls": AdamW, "gpu_optimizer_cls": gpu, "param_update_in_fp32": True, **MEGATRON, **more}
+    arguments: dict[str, Any] = {
+        "cpu_optimizer_cls": AdamW,
+        "gpu_optimizer_cls": gpu,
+        "param_update_in_fp32": True,
+        **MEGATRON,
+        **more,
+    }
     made.append(HybridDeviceOptimizer(given, offload_fraction=fraction, **arguments))
     return made[-1]
 
 
 def groups(given: list[nn.Parameter]) -> list[dict[str, Any]]:
-    return [{"params": given[::2], "wd_mult": 1.0}, {"params": given[1::2], "wd_mult": 0.0, "weight_decay": 0.0}]
+    return [
+        {"params": given[::2], "wd_mult": 1.0},
+        {"params": given[1::2], "wd_mult": 0.0, "weight_decay": 0.0},
+    ]
 
 
-def give_gradients(given: list[Any], number: int, name: str = "grad", dtype: torch.dtype | None = None) -> None:
+def give_gradients(
+    given: list[Any], number: int, name: str = "grad", dtype: torch.dtype | None = None
+) -> None:
     source = torch.Generator().manual_seed(1 + number)
     for parameter in given:
         setattr(parameter, name, torch.randn(parameter.shape, generator=source).to(dtype or parameter.dtype))
@@ -141,7 +174,9 @@ def test_another_is_made_of_the_defaults_with_the_same_arguments() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_steps_have_the_bits_of_torchs_fused_adamw_and_follow_the_groups(fraction: float, overlap: bool) -> None:
+def test_steps_have_the_bits_of_torchs_fused_adamw_and_follow_the_groups(
+    fraction: float, overlap: bool
+) -> None:
     given, other = parameters(), parameters()
     optimizer = hybrid(groups(given), fraction=fraction, overlap_cpu_optimizer_d2h_h2d=overlap)
     own = AdamW(groups(other), fused=True, **STEP)
@@ -154,8 +189,11 @@ def test_steps_have_the_bits_of_torchs_fused_adamw_and_follow_the_groups(fractio
     assert_same(given, other)
 
 
-def test_copies_put_in_the_place_of_parameters_before_the_first_step_are_stepped_and_read_back(caplog: pytest.LogCaptureFixture) -> None:
-    """As Megatron's Float16OptimizerWithFloat16Params does, which also writes through .data, where no version moves."""
+def test_copies_put_in_the_place_of_parameters_before_the_first_step_are_stepped_and_read_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As Megatron's Float16OptimizerWithFloat16Params does, which also writes through .data, where no version
+    moves."""
     halves = parameters(torch.bfloat16)
     optimizer = hybrid(groups(halves), fraction=1.0)
     for group in optimizer.param_groups:
@@ -184,7 +222,10 @@ def test_other_parameters_after_the_first_step_are_refused() -> None:
     steps(optimizer, given, range(1))
     kept = optimizer.param_groups[0]["params"][0]
     optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(8, 16))
-    with pytest.raises(OffloadError, match="which are not the very 4 in 2 that their state was made for; make a new optimizer"):
+    with pytest.raises(
+        OffloadError,
+        match="which are not the very 4 in 2 that their state was made for; make a new optimizer",
+    ):
         optimizer.step()
     optimizer.param_groups[0]["params"][0] = kept
     optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
@@ -253,13 +294,17 @@ def test_a_param_group_that_comes_later_joins_with_the_step_values_only() -> Non
 )
 def test_an_argument_that_one_class_does_not_take_is_named(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        HybridDeviceOptimizer(parameters(), **{"cpu_optimizer_cls": AdamW, "gpu_optimizer_cls": AdamW, **MEGATRON, **more})
+        HybridDeviceOptimizer(
+            parameters(), **{"cpu_optimizer_cls": AdamW, "gpu_optimizer_cls": AdamW, **MEGATRON, **more}
+        )
 
 
 @pytest.mark.parametrize("name", sorted(MAPS_OF_MEGATRON))
 def test_a_map_that_only_megatrons_own_has_is_refused_by_name(name: str) -> None:
     optimizer = hybrid(parameters())
-    with pytest.raises(AttributeError, match=f"has no {name}: masters and moments are ranges of pinned buckets"):
+    with pytest.raises(
+        AttributeError, match=f"has no {name}: masters and moments are ranges of pinned buckets"
+    ):
         getattr(optimizer, name)
     with pytest.raises(AttributeError, match="'HybridDeviceOptimizer' object has no attribute 'unheard'"):
         _ = optimizer.unheard
@@ -272,7 +317,10 @@ def test_a_step_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_new_weights_of_a_model_that_is_not_there_are_refused() -> None:
-    with pytest.raises(OffloadError, match=r"the 4 parameters are float32 masters of Megatron's.*set use_precision_aware_optimizer=True"):
+    with pytest.raises(
+        OffloadError,
+        match=r"the 4 parameters are float32 masters of Megatron's.*set use_precision_aware_optimizer=True",
+    ):
         hybrid([parameter.detach().clone() for parameter in parameters()]).update_fp32_param_by_new_param()
 
 
@@ -306,7 +354,9 @@ def test_state_is_empty_until_somebody_fills_it() -> None:
         assert float(entry["step"]) == 0
 
 
-def filled(optimizer: HybridDeviceOptimizer, other: HybridDeviceOptimizer, fill: Callable[[Any, Any, Any], None]) -> None:
+def filled(
+    optimizer: HybridDeviceOptimizer, other: HybridDeviceOptimizer, fill: Callable[[Any, Any, Any], None]
+) -> None:
     for parameter, source in zip(
         [p for group in optimizer.param_groups for p in group["params"]],
         [p for group in other.param_groups for p in group["params"]],
@@ -364,7 +414,9 @@ def test_state_of_a_foreign_tensor_is_refused() -> None:
     optimizer = hybrid(parameters())
     optimizer.dummy_step()
     optimizer.state[torch.zeros(5)]["exp_avg"] = torch.zeros(5)
-    with pytest.raises(OffloadError, match=r"state has entries of 1 tensors, the first of shape \(5,\), in no param group"):
+    with pytest.raises(
+        OffloadError, match=r"state has entries of 1 tensors, the first of shape \(5,\), in no param group"
+    ):
         optimizer.step()
 
 
@@ -373,7 +425,8 @@ def test_a_whole_state_can_be_set() -> None:
     first, second = hybrid(groups(given)), hybrid(groups(other))
     steps(first, given, range(2))
     second.state = {  # type: ignore[assignment]
-        two: {key: value.clone() for key, value in first.state[one].items()} for one, two in zip(given, other, strict=True)
+        two: {key: value.clone() for key, value in first.state[one].items()}
+        for one, two in zip(given, other, strict=True)
     }
     with torch.no_grad():
         for one, two in zip(given, other, strict=True):
@@ -405,12 +458,14 @@ def test_a_state_dict_goes_on_with_the_same_bits(fraction: float, gpu: type, tmp
 
 
 def test_the_count_of_a_loaded_group_goes_on() -> None:
-    """Where the count stayed in the group of the optimizer, each step would have told the device's optimizer the same one again."""
+    """Where the count stayed in the group of the optimizer, each step would have told the device's optimizer
+    the same one again."""
     given = parameters()
     optimizer = hybrid(groups(given), fraction=0.5, gpu=CountingAdamW)
     steps(optimizer, given, range(2))
     loaded = optimizer.state_dict()
-    assert [group.get("step") for group in loaded["param_groups"]] == [None, 2]  # all of the first group is on the host
+    # all of the first group is on the host
+    assert [group.get("step") for group in loaded["param_groups"]] == [None, 2]
     optimizer.load_state_dict(loaded)
     steps(optimizer, given, range(2, 4))
     assert [group.get("step") for group in optimizer.state_dict()["param_groups"]] == [None, 4]
@@ -434,7 +489,9 @@ def test_a_state_dict_with_the_arguments_in_its_groups_is_read_as_megatrons_own_
     steps(own, given, range(2))
     saved = own.state_dict()
     for group in saved["param_groups"]:
-        group.update(cpu_optimizer_cls=AdamW, gpu_optimizer_cls=AdamW, offload_fraction=1.0, pin_cpu_grads=True)
+        group.update(
+            cpu_optimizer_cls=AdamW, gpu_optimizer_cls=AdamW, offload_fraction=1.0, pin_cpu_grads=True
+        )
     with torch.no_grad():
         for one, two in zip(given, other, strict=True):
             two.copy_(one)
@@ -472,11 +529,15 @@ def test_a_state_dict_of_another_model_changes_nothing() -> None:
 # ---- install ----
 
 
-def test_megatrons_modules_get_this_class_however_they_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_modules_get_this_class_however_they_import_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "megatron" / "core" / "optimizer" / "cpu_offloading"
     folder.mkdir(parents=True)
     (folder.parents[1] / "__init__.py").write_text("")
-    (folder.parent / "__init__.py").write_text(f"from {megatron.OPTIMIZER_PAGE} import HybridDeviceOptimizer\n")
+    (folder.parent / "__init__.py").write_text(
+        f"from {megatron.OPTIMIZER_PAGE} import HybridDeviceOptimizer\n"
+    )
     (folder / "__init__.py").write_text("from .hybrid_optimizer import HybridDeviceOptimizer\n")
     (folder / "hybrid_optimizer.py").write_text("class HybridDeviceOptimizer: own = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -485,11 +546,17 @@ def test_megatrons_modules_get_this_class_however_they_import_it(tmp_path: Path,
         del sys.modules[name]
     try:
         megatron.install()
-        for module in ("megatron.core.optimizer", "megatron.core.optimizer.cpu_offloading", megatron.OPTIMIZER_PAGE):
+        for module in (
+            "megatron.core.optimizer",
+            "megatron.core.optimizer.cpu_offloading",
+            megatron.OPTIMIZER_PAGE,
+        ):
             assert importlib.import_module(module).HybridDeviceOptimizer is HybridDeviceOptimizer
         megatron.uninstall()
         assert importlib.import_module(megatron.OPTIMIZER_PAGE).HybridDeviceOptimizer.own
-        with pytest.raises(OffloadError, match=rf"{megatron.OPTIMIZER_PAGE} is already loaded from .*hybrid_optimizer.py"):
+        with pytest.raises(
+            OffloadError, match=rf"{megatron.OPTIMIZER_PAGE} is already loaded from .*hybrid_optimizer.py"
+        ):
             megatron.install()
     finally:
         megatron.uninstall()

@@ -25,7 +25,10 @@ def single(kind: type[Any], *, stages: int, microbatches: int) -> Any:
 def of_stages(name: str, *, ranks: int, microbatches: int, rank: int = 0) -> Any:
     """A schedule over stages that only have their numbers."""
     spec = SCHEDULES[name]
-    local = [SimpleNamespace(group_size=ranks, group_rank=rank, num_stages=2 * ranks, submod=None) for _ in range(2)]
+    local = [
+        SimpleNamespace(group_size=ranks, group_rank=rank, num_stages=2 * ranks, submod=None)
+        for _ in range(2)
+    ]
     return spec.torch_class(local, microbatches)
 
 
@@ -42,7 +45,9 @@ def test_gpipe_runs_all_forwards_and_then_all_backwards() -> None:
     ("rank", "expected"),
     [(0, "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"), (1, "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")],
 )
-def test_one_forward_one_backward_starts_with_microbatch_zero_on_every_stage(rank: int, expected: str) -> None:
+def test_one_forward_one_backward_starts_with_microbatch_zero_on_every_stage(
+    rank: int, expected: str
+) -> None:
     schedule = single(Schedule1F1B, stages=2, microbatches=4)
     assert text(actions_of(schedule, rank)) == expected
 
@@ -50,11 +55,16 @@ def test_one_forward_one_backward_starts_with_microbatch_zero_on_every_stage(ran
 def test_overlapped_forward_and_backward_are_two_actions() -> None:
     schedule = of_stages("dualpipev", ranks=2, microbatches=4)
     assert any(action.sub_actions is not None for action in schedule.pipeline_order_with_comms[0])
-    assert sorted(actions_of(schedule, 0))[:8] == sorted(action for action in actions_of(schedule, 0) if action[0] in "BF")[:8]
+    assert (
+        sorted(actions_of(schedule, 0))[:8]
+        == sorted(action for action in actions_of(schedule, 0) if action[0] in "BF")[:8]
+    )
     assert {kind for kind, _, _ in actions_of(schedule, 0)} <= {"F", "B", "I", "W"}
 
 
-@pytest.mark.parametrize("name", ["interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    "name", ["interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"]
+)
 def test_every_chunk_is_made_once_and_read_out_once(name: str) -> None:
     for rank in (0, 1):
         actions = actions_of(of_stages(name, ranks=2, microbatches=4, rank=rank), rank)

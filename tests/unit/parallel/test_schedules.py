@@ -1,4 +1,5 @@
-"""Names, placements and counts of the schedules, from numbers alone; each count is compared with what torch's own constructor takes."""
+"""Names, placements and counts of the schedules, from numbers alone; each count is compared with what torch's
+own constructor takes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_exactly_the_counts_that_torch_takes_are_taken(name: str) -> None:
     virtual = SCHEDULES[name].default_virtual_stages
     for ranks in (1, 2, 4):
         for microbatches in range(1, 13):
-            assert we_take(name, ranks, virtual, microbatches) == torch_takes(name, ranks, virtual, microbatches), (ranks, microbatches)
+            assert we_take(name, ranks, virtual, microbatches) == torch_takes(
+                name, ranks, virtual, microbatches
+            ), (ranks, microbatches)
 
 
 def test_refused_count_names_counts_that_would_do() -> None:
@@ -55,7 +58,9 @@ def test_refused_count_names_counts_that_would_do() -> None:
 def test_names_are_found_in_any_case_and_an_unknown_one_lists_them() -> None:
     assert schedule_named("Interleaved1F1B") is SCHEDULES["interleaved1f1b"]
     assert schedule_named("ZBVZeroBubble") is SCHEDULES["zbv"]
-    with pytest.raises(ValueError, match=r"no schedule is called 'pipedream'; there are gpipe, 1f1b, .*dualpipev"):
+    with pytest.raises(
+        ValueError, match=r"no schedule is called 'pipedream'; there are gpipe, 1f1b, .*dualpipev"
+    ):
         schedule_named("pipedream")
 
 
@@ -68,6 +73,12 @@ def test_stages_lie_on_ranks_in_a_loop_or_in_a_v() -> None:
 
 
 def test_failed_step_leaves_no_losses_and_no_receives_behind() -> None:
-    schedule = SimpleNamespace(_internal_losses=[1.0], fwd_recv_ops={(0, 0): []}, bwd_recv_ops={}, unshard_ops={}, backward_counter={0: 1})
+    schedule = SimpleNamespace(
+        _internal_losses=[1.0],
+        fwd_recv_ops={(0, 0): []},
+        bwd_recv_ops={},
+        unshard_ops={},
+        backward_counter={0: 1},
+    )
     forget_failed_step(schedule)
     assert not any((schedule._internal_losses, schedule.fwd_recv_ops, schedule.backward_counter))

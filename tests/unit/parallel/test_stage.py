@@ -1,6 +1,8 @@
-"""The stage, on one rank: what it announces, what it keeps, what evaluation leaves alone, and what it refuses.
+"""The stage, on one rank: what it announces, what it keeps, what evaluation leaves alone, and what it
+refuses.
 
-Two neighbouring stages on one rank hand tensors over directly; messages between ranks are in tests/integration/test_schedules.py.
+Two neighbouring stages on one rank hand tensors over directly; messages between ranks are in
+tests/integration/test_schedules.py.
 """
 
 from __future__ import annotations
@@ -58,7 +60,15 @@ def example(*, requires_grad: bool = True) -> Tensor:
 
 def stage_of(module: nn.Module, index: int, count: int, listener: Listener | None) -> OffloadPipelineStage:
     inputs = example(requires_grad=index > 0)
-    return OffloadPipelineStage(module, index, count, torch.device("cpu"), input_args=inputs, output_args=example(), announcer=listener)
+    return OffloadPipelineStage(
+        module,
+        index,
+        count,
+        torch.device("cpu"),
+        input_args=inputs,
+        output_args=example(),
+        announcer=listener,
+    )
 
 
 def layer() -> nn.Module:
@@ -70,7 +80,10 @@ def pipeline(name: str, listener: Listener | None) -> tuple[Any, list[OffloadPip
     count = SCHEDULES[name].default_virtual_stages
     stages = [stage_of(layer(), index, count, listener) for index in range(count)]
     schedule = build_schedule(
-        SCHEDULES[name], stages, microbatches=MICROBATCHES, loss_fn=lambda output, target: (output - target).square().sum()
+        SCHEDULES[name],
+        stages,
+        microbatches=MICROBATCHES,
+        loss_fn=lambda output, target: (output - target).square().sum(),
     )
     return schedule, stages
 
@@ -78,7 +91,12 @@ def pipeline(name: str, listener: Listener | None) -> tuple[Any, list[OffloadPip
 def run(schedule: Any, *, evaluate: bool = False) -> list[Tensor]:
     losses: list[Tensor] = []
     step = schedule.eval if evaluate else schedule.step
-    step(torch.ones(MICROBATCHES, WIDTH), target=torch.zeros(MICROBATCHES, WIDTH), losses=losses, return_outputs=False)
+    step(
+        torch.ones(MICROBATCHES, WIDTH),
+        target=torch.zeros(MICROBATCHES, WIDTH),
+        losses=losses,
+        return_outputs=False,
+    )
     return losses
 
 
@@ -95,7 +113,9 @@ def test_split_backward_is_announced_as_its_two_halves() -> None:
     schedule, _ = pipeline("zbv", listener)
     run(schedule)
     for kind in "FIW":
-        assert sorted(said for said in listener.said if said[1] == kind) == [f"{stage}{kind}{mb}" for stage in (0, 1) for mb in range(4)]
+        assert sorted(said for said in listener.said if said[1] == kind) == [
+            f"{stage}{kind}{mb}" for stage in (0, 1) for mb in range(4)
+        ]
     assert not any("B" in said for said in listener.said)
 
 
@@ -141,14 +161,24 @@ def test_evaluation_announces_nothing_keeps_no_graph_and_leaves_gradients_alone(
     listener = Listener()
     schedule, stages = pipeline(name, listener)
     losses = run(schedule)
-    before = [parameter.grad.clone() for stage in stages for parameter in stage.submod.parameters() if parameter.grad is not None]
+    before = [
+        parameter.grad.clone()
+        for stage in stages
+        for parameter in stage.submod.parameters()
+        if parameter.grad is not None
+    ]
     listener.said.clear()
     evaluated = run(schedule, evaluate=True)
     after = [parameter.grad for stage in stages for parameter in stage.submod.parameters()]
     assert listener.said == []
     assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
     assert [loss.item() for loss in evaluated] == [loss.item() for loss in losses]
-    assert not any(output.requires_grad for stage in stages for outputs, _ in stage.fwd_cache.values() for output in outputs)
+    assert not any(
+        output.requires_grad
+        for stage in stages
+        for outputs, _ in stage.fwd_cache.values()
+        for output in outputs
+    )
     run(schedule)
     assert len(listener.said) >= 2 * MICROBATCHES
 
@@ -179,20 +209,37 @@ def test_leftovers_of_a_step_that_raised_are_dropped_by_the_next() -> None:
     for stage in stages:
         assert not any((stage.fwd_cache, stage.bwd_cache, stage.backward_state, stage.dw_runner))
         assert all(
-            info.buffer.is_meta for infos in stage.args_recv_info.values() for info in infos if getattr(info, "buffer", None) is not None
+            info.buffer.is_meta
+            for infos in stage.args_recv_info.values()
+            for info in infos
+            if getattr(info, "buffer", None) is not None
         )
 
 
 def test_shapes_that_promise_no_gradient_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"stage 1 of 2: input_args\[0\] of shape \(1, 4\) does not require grad"):
-        OffloadPipelineStage(layer(), 1, 2, torch.device("cpu"), input_args=example(requires_grad=False), output_args=example())
+    with pytest.raises(
+        ValueError, match=r"stage 1 of 2: input_args\[0\] of shape \(1, 4\) does not require grad"
+    ):
+        OffloadPipelineStage(
+            layer(), 1, 2, torch.device("cpu"), input_args=example(requires_grad=False), output_args=example()
+        )
     with pytest.raises(ValueError, match=r"stage 0 of 2: output_args\[0\]"):
-        OffloadPipelineStage(layer(), 0, 2, torch.device("cpu"), input_args=example(), output_args=example(requires_grad=False))
+        OffloadPipelineStage(
+            layer(), 0, 2, torch.device("cpu"), input_args=example(), output_args=example(requires_grad=False)
+        )
 
 
-@pytest.mark.skipif(not hasattr(PipelineStage, "_warmup_forward_vote"), reason="before torch 2.13 each stage decides for itself")
+@pytest.mark.skipif(
+    not hasattr(PipelineStage, "_warmup_forward_vote"),
+    reason="before torch 2.13 each stage decides for itself",
+)
 def test_hidden_forward_for_another_stage_without_shapes_is_refused() -> None:
     stages = [stage_of(layer(), 0, 2, None), PipelineStage(layer(), 1, 2, torch.device("cpu"))]
-    schedule = build_schedule(SCHEDULES["interleaved1f1b"], stages, microbatches=MICROBATCHES, loss_fn=lambda output, _: output.sum())
+    schedule = build_schedule(
+        SCHEDULES["interleaved1f1b"],
+        stages,
+        microbatches=MICROBATCHES,
+        loss_fn=lambda output, _: output.sum(),
+    )
     with pytest.raises(ValueError, match="would run a hidden forward"):
         run(schedule)

@@ -1,4 +1,5 @@
-"""The model: the same bits in one piece and in stages, marks where they belong, and configurations that are refused."""
+"""The model: the same bits in one piece and in stages, marks where they belong, and configurations that are
+refused."""
 
 from __future__ import annotations
 
@@ -64,7 +65,11 @@ def test_model_in_stages_computes_the_bits_of_the_model_in_one_piece(stages: int
 
 def test_stage_holds_the_parameters_that_the_whole_model_has_under_the_same_names() -> None:
     whole = dict(build_stage_module(SMALL, 0, 1).named_parameters())
-    parts = {name: part for stage in range(3) for name, part in build_stage_module(SMALL, stage, 3).named_parameters()}
+    parts = {
+        name: part
+        for stage in range(3)
+        for name, part in build_stage_module(SMALL, stage, 3).named_parameters()
+    }
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
@@ -109,9 +114,13 @@ def test_layer_marks_all_its_groups_and_the_norms_commit_after_their_residual(ma
     ]
 
 
-def test_mlp_norm_commits_the_sum_with_the_residual(marks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlp_norm_commits_the_sum_with_the_residual(
+    marks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     committed: list[Tensor] = []
-    monkeypatch.setattr(parallel.transformer, "group_commit", lambda tensor, name: committed.append(tensor) or tensor)
+    monkeypatch.setattr(
+        parallel.transformer, "group_commit", lambda tensor, name: committed.append(tensor) or tensor
+    )
     module = build_stage_module(SMALL.with_(offload_modules=frozenset({"mlp_norm"})), 1, 3)
     output = module(torch.randn(2, SMALL.sequence, SMALL.dim))
     assert marks == ["start mlp_norm", "hooks"]
@@ -127,7 +136,9 @@ def test_only_the_chosen_mark_is_set(marks: list[str], name: str) -> None:
 
 @pytest.mark.req("S2-96")
 def test_unknown_mark_is_refused_with_the_known_ones_and_attn_proj_needs_core_attn() -> None:
-    with pytest.raises(ValueError, match=r"no layer has the mark 'attention', 'mpl_act'; the marks are attn_norm, .*mlp_fc2"):
+    with pytest.raises(
+        ValueError, match=r"no layer has the mark 'attention', 'mpl_act'; the marks are attn_norm, .*mlp_fc2"
+    ):
         group_names("mpl_act,core_attn,attention")
     with pytest.raises(ValueError, match="choose core_attn too"):
         SMALL.with_(offload_modules=frozenset({"attn_proj"}))
@@ -191,4 +202,8 @@ def test_estimate_of_saved_bytes_is_near_what_a_layer_really_saves() -> None:
         block(torch.randn(1, 256, 128, requires_grad=True), rotation)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     really = sum(nbytes for address, nbytes in storages.items() if address not in parameters)
-    assert really * 0.8 <= saved_bytes_of_layer(config, batch=1, sequence=256, dtype=torch.float32) <= really * 1.3
+    assert (
+        really * 0.8
+        <= saved_bytes_of_layer(config, batch=1, sequence=256, dtype=torch.float32)
+        <= really * 1.3
+    )

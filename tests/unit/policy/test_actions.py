@@ -1,4 +1,5 @@
-"""The words of a plan: printed forms, the 1F1B order, the order of reads, and orders that no chunk can have."""
+"""The words of a plan: printed forms, the 1F1B order, the order of reads, and orders that no chunk can
+have."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def test_a_rank_outside_the_pipeline_is_refused_with_both_numbers() -> None:
 
 def test_a_backward_reads_from_the_last_group_to_the_first() -> None:
     sizes = {(0, 0): [GroupSize("attn", 1), GroupSize("mlp", 2)]}
-    assert [(read.group.position, read.last) for read in reads_of(order("0F0 0B0"), sizes)] == [(1, True), (0, True)]
+    assert [(read.group.position, read.last) for read in reads_of(order("0F0 0B0"), sizes)] == [
+        (1, True),
+        (0, True),
+    ]
 
 
 def test_the_weight_half_reads_again_in_forward_order_and_only_its_reads_are_the_last() -> None:
@@ -60,7 +64,10 @@ def test_the_weight_half_reads_again_in_forward_order_and_only_its_reads_are_the
 
 def test_a_weight_half_without_an_input_half_is_the_whole_reverse_read() -> None:
     sizes = {(0, 0): [GroupSize("attn", 1), GroupSize("mlp", 2)]}
-    assert [(read.group.position, read.last) for read in reads_of(order("0F0 0W0"), sizes)] == [(1, True), (0, True)]
+    assert [(read.group.position, read.last) for read in reads_of(order("0F0 0W0"), sizes)] == [
+        (1, True),
+        (0, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +88,9 @@ def test_an_order_that_no_chunk_can_have_names_the_action(text: str, message: st
 
 
 def test_an_action_without_sizes_is_named() -> None:
-    with pytest.raises(ValueError, match=r"action 0, 0F0, has no group sizes; sizes has 0 chunks, add \(0, 0\)"):
+    with pytest.raises(
+        ValueError, match=r"action 0, 0F0, has no group sizes; sizes has 0 chunks, add \(0, 0\)"
+    ):
         reads_of(order("0F0 0B0"), {})
 
 

@@ -1,4 +1,5 @@
-"""The bound reproduces the figures that were published for one H200, its closed form, and the laws of a lower bound."""
+"""The bound reproduces the figures that were published for one H200, its closed form, and the laws of a lower
+bound."""
 
 from __future__ import annotations
 
@@ -28,11 +29,16 @@ WEIGHTS_AND_WORKING_SET = 9 * GB
 
 def stage_work(forward_bytes: int, step_compute_s: float) -> list[Work]:
     """Rank 0 of 4, 8 microbatches; a forward is a third of the compute of forward and backward."""
-    return [Work(action, step_compute_s / 8 * (1 / 3 if action.kind == "F" else 2 / 3), forward_bytes) for action in one_f_one_b(0, 4, 8)]
+    return [
+        Work(action, step_compute_s / 8 * (1 / 3 if action.kind == "F" else 2 / 3), forward_bytes)
+        for action in one_f_one_b(0, 4, 8)
+    ]
 
 
 def test_one_pass_of_w1_cannot_take_less_than_its_copies() -> None:
-    limit_s = single_pass_limit_s(W1_COMPUTE_S / 3, W1_COMPUTE_S * 2 / 3, W1_BYTES, H200.d2h_bytes_per_s, H200.h2d_bytes_per_s)
+    limit_s = single_pass_limit_s(
+        W1_COMPUTE_S / 3, W1_COMPUTE_S * 2 / 3, W1_BYTES, H200.d2h_bytes_per_s, H200.h2d_bytes_per_s
+    )
     assert limit_s == pytest.approx(1.20, abs=0.005)  # 33.0 / 55.2 + 33.0 / 55.1
 
 
@@ -42,12 +48,16 @@ def test_one_pass_that_moves_nothing_takes_its_compute() -> None:
 
 @pytest.mark.parametrize(("device_gb", "published_ratio"), [(50, 1.10), (40, 1.19), (32, 1.29), (22, 1.55)])
 @pytest.mark.parametrize("slices", [1, 4])
-def test_a_pipeline_stage_has_its_published_ratios(device_gb: int, published_ratio: float, slices: int) -> None:
-    bound = least_step(stage_work(22 * GB, W2_STEP_S), H200, device_gb * GB - WEIGHTS_AND_WORKING_SET, slices=slices)
+def test_a_pipeline_stage_has_its_published_ratios(
+    device_gb: int, published_ratio: float, slices: int
+) -> None:
+    bound = least_step(
+        stage_work(22 * GB, W2_STEP_S), H200, device_gb * GB - WEIGHTS_AND_WORKING_SET, slices=slices
+    )
     assert bound.ratio == pytest.approx(published_ratio, abs=0.006)  # published with two decimals
 
 
-def test_a_stage_with_selective_checkpointing_has_its_published_ratio_to_the_step_with_nothing_offloaded() -> None:
+def test_a_stage_with_selective_checkpointing_has_its_published_ratio_to_nothing_offloaded() -> None:
     bound = least_step(stage_work(round(14.1 * GB), 3.243), H200, 22 * GB - WEIGHTS_AND_WORKING_SET)
     assert bound.step_s / W2_STEP_S == pytest.approx(1.10, abs=0.01)
 
@@ -63,7 +73,8 @@ def test_the_cap_of_50_gb_costs_what_the_four_first_forwards_must_move_out() -> 
 
 def test_the_moved_bytes_are_the_fewest_of_a_best_step() -> None:
     bound = least_step(stage_work(22 * GB, W2_STEP_S), H200, 41 * GB)
-    # F0..F3 are alive together at the end of 0F3, and 0F4..0F7 at the end of 0F7: at either point all but 41 GB have left, each byte once
+    # F0..F3 are alive together at the end of 0F3, and 0F4..0F7 at the end of 0F7: at either point all but 41
+    # GB have left, each byte once
     assert bound.moved_bytes == pytest.approx(2 * (4 * 22 - 41) * GB, rel=1e-3)
     room_for_all = least_step(stage_work(22 * GB, W2_STEP_S), H200, 88 * GB)
     assert room_for_all.moved_bytes == 0
@@ -85,12 +96,17 @@ def test_one_pass_of_the_linear_program_is_the_closed_form(
     total = moved + cap
     work = [Work(Action("F", 0, 0), forward_s, total), Work(Action("B", 0, 0), backward_s, total)]
     bound = least_step(work, Rates(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d), cap, slices=3)
-    assert bound.step_s == pytest.approx(single_pass_limit_s(forward_s, backward_s, moved, d2h, h2d), rel=1e-5)
+    assert bound.step_s == pytest.approx(
+        single_pass_limit_s(forward_s, backward_s, moved, d2h, h2d), rel=1e-5
+    )
     assert bound.moved_bytes == pytest.approx(moved, abs=1.0)
 
 
 @settings(max_examples=20)
-@given(caps=st.lists(st.integers(0, 60), min_size=2, max_size=4), sizes=st.lists(st.integers(0, 12), min_size=5, max_size=5))
+@given(
+    caps=st.lists(st.integers(0, 60), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(0, 12), min_size=5, max_size=5),
+)
 def test_a_larger_cap_never_costs_time(caps: list[int], sizes: list[int]) -> None:
     work = [Work(action, 1.0, sizes[action.microbatch]) for action in one_f_one_b(0, 3, 5)]
     rates = Rates(d2h_bytes_per_s=6, h2d_bytes_per_s=5, duplex_bytes_per_s=8)
@@ -128,8 +144,14 @@ def test_a_step_without_bytes_is_its_compute() -> None:
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        ([Work(Action("F", 0, 0), 1.0, 10), Work(Action("B", 0, 0), 1.0, 9)], "0B0 reads 9 bytes of the 10 that 0F0 made"),
-        ([Work(Action("F", 0, 0), -1.0, 10), Work(Action("B", 0, 0), 1.0, 10)], r"action 0, 0F0, has -1.0 s and 10 bytes"),
+        (
+            [Work(Action("F", 0, 0), 1.0, 10), Work(Action("B", 0, 0), 1.0, 9)],
+            "0B0 reads 9 bytes of the 10 that 0F0 made",
+        ),
+        (
+            [Work(Action("F", 0, 0), -1.0, 10), Work(Action("B", 0, 0), 1.0, 10)],
+            r"action 0, 0F0, has -1.0 s and 10 bytes",
+        ),
         ([Work(Action("B", 0, 0), 1.0, 10)], "before its forward"),
     ],
 )

@@ -38,12 +38,16 @@ def key(microbatch: int, index: int) -> GroupKey:
 @st.composite
 def some_chunks(draw: st.DrawFn) -> Chunks:
     groups = st.lists(st.builds(GroupSize, st.sampled_from("abcd"), st.integers(0, 20)), max_size=6)
-    return [((draw(st.integers(0, 2)), microbatch), found) for microbatch, found in enumerate(draw(st.lists(groups, max_size=5)))]
+    return [
+        ((draw(st.integers(0, 2)), microbatch), found)
+        for microbatch, found in enumerate(draw(st.lists(groups, max_size=5)))
+    ]
 
 
 @pytest.mark.req("S2-39")
 def test_the_margin_is_the_largest_number_of_names_in_any_chunk() -> None:
-    assert margin_keeps([chunk(0, "aaaa"), chunk(1, "bb"), chunk(2, "c")]) == {key(0, 3)}  # no chunk has more than one name
+    # no chunk has more than one name
+    assert margin_keeps([chunk(0, "aaaa"), chunk(1, "bb"), chunk(2, "c")]) == {key(0, 3)}
     assert margin_keeps([chunk(0, "abab"), chunk(1, "ab")]) == {key(0, 2), key(0, 3)}
 
 
@@ -62,8 +66,8 @@ def test_names_beyond_the_margin_leave() -> None:
 @pytest.mark.req("S2-39", "S2-40")
 @given(some_chunks())
 def test_the_margin_is_used_up_on_every_shape_of_step(chunks: Chunks) -> None:
-    """Megatron-core's engine asserted here: 768 of 1917 configurations ended in "Chunk mismatch", among them every step of several
-    microbatches whose chunks have one layer and two or more names."""
+    """Megatron-core's engine asserted here: 768 of 1917 configurations ended in "Chunk mismatch", among them
+    every step of several microbatches whose chunks have one layer and two or more names."""
     groups_of = dict(chunks)
     keeps = margin_keeps(chunks)
     assert len(keeps) == max((len({group.name for group in groups}) for _, groups in chunks), default=0)
@@ -77,7 +81,9 @@ def test_the_margin_is_used_up_on_every_shape_of_step(chunks: Chunks) -> None:
 @pytest.mark.req("S2-40")
 def test_one_layer_with_two_names_and_two_microbatches_has_a_plan() -> None:
     assert margin_keeps([chunk(1, "ab"), chunk(0, "ab")]) == {key(1, 0), key(1, 1)}
-    assert fraction_keeps([chunk(1, "ab"), chunk(0, "ab")], 0.0) == {key(m, i) for m in (0, 1) for i in (0, 1)}
+    assert fraction_keeps([chunk(1, "ab"), chunk(0, "ab")], 0.0) == {
+        key(m, i) for m in (0, 1) for i in (0, 1)
+    }
 
 
 @pytest.mark.req("S2-104")
@@ -85,15 +91,20 @@ def test_one_layer_with_two_names_and_two_microbatches_has_a_plan() -> None:
     ("fraction", "first_kept"),
     [(0.0, 0), (0.24, 1), (0.25, 1), (0.5, 2), (0.75, 3), (0.9, 4), (1.0, 4)],
 )
-def test_the_first_fraction_of_a_chunks_groups_leaves_and_the_rest_stays(fraction: float, first_kept: int) -> None:
+def test_the_first_fraction_of_a_chunks_groups_leaves_and_the_rest_stays(
+    fraction: float, first_kept: int
+) -> None:
     expected = {key(m, index) for m in (0, 1) for index in range(first_kept, 4)}
     assert fraction_keeps([chunk(1, "abab"), chunk(0, "abab")], fraction) == expected
 
 
 @pytest.mark.req("S2-104")
 def test_groups_that_stay_anyway_and_empty_ones_are_not_eligible() -> None:
-    chunks: Chunks = [((0, 0), [GroupSize("a", 10), GroupSize("a", 0), GroupSize("a", 10), GroupSize("b", 10)])]
-    assert fraction_keeps(chunks, 0.5, held=frozenset({key(0, 3)})) == {key(0, 2), key(0, 3)}  # one of two eligible groups leaves
+    chunks: Chunks = [
+        ((0, 0), [GroupSize("a", 10), GroupSize("a", 0), GroupSize("a", 10), GroupSize("b", 10)])
+    ]
+    # one of two eligible groups leaves
+    assert fraction_keeps(chunks, 0.5, held=frozenset({key(0, 3)})) == {key(0, 2), key(0, 3)}
 
 
 @pytest.mark.req("S2-104")
@@ -101,9 +112,12 @@ def test_later_ranks_keep_their_bytes_from_what_is_read_soonest() -> None:
     chunks = [chunk(1, "aa"), chunk(0, "aa")]
     assert fraction_keeps(chunks, 1.0, pp_rank=0, delta_bytes=15) == set()
     assert fraction_keeps(chunks, 1.0, pp_rank=1, delta_bytes=10) == {key(1, 1)}
-    assert fraction_keeps(chunks, 1.0, pp_rank=1, delta_bytes=15) == {key(1, 1), key(1, 0)}  # the second goes over
+    # the second goes over
+    assert fraction_keeps(chunks, 1.0, pp_rank=1, delta_bytes=15) == {key(1, 1), key(1, 0)}
     assert fraction_keeps(chunks, 1.0, pp_rank=3, delta_bytes=10) == {key(1, 1), key(1, 0), key(0, 1)}
-    assert fraction_keeps(chunks, 1.0, pp_rank=9, delta_bytes=10) == {key(m, i) for m in (0, 1) for i in (0, 1)}
+    assert fraction_keeps(chunks, 1.0, pp_rank=9, delta_bytes=10) == {
+        key(m, i) for m in (0, 1) for i in (0, 1)
+    }
 
 
 @pytest.mark.req("S2-104")
@@ -145,7 +159,8 @@ def test_kept_bytes_peak_where_most_chunks_are_alive() -> None:
 def test_the_limit_keeps_as_much_of_each_end_as_fits_beside_the_rooms() -> None:
     actions = one_f_one_b(0, 3, 4)
     sizes = dict(chunk(m, "abcd") for m in range(4))
-    # 120 - 30 - 20 = 70 for three chunks at once: two groups each and a third for one; chunk 3 overlaps chunks 1 and 2 only
+    # 120 - 30 - 20 = 70 for three chunks at once: two groups each and a third for one; chunk 3 overlaps
+    # chunks 1 and 2 only
     keeps = limit_keeps(actions, sizes, 120, 30, 20)
     counts = [sum(kept.chunk == (0, m) for kept in keeps) for m in range(4)]
     assert counts == [3, 2, 2, 3]
@@ -153,7 +168,9 @@ def test_the_limit_keeps_as_much_of_each_end_as_fits_beside_the_rooms() -> None:
 
 
 def test_rooms_larger_than_the_limit_keep_nothing() -> None:
-    assert limit_keeps(one_f_one_b(0, 2, 2), dict(chunk(m, "ab") for m in range(2)), 20, 15, 15) == frozenset()
+    assert (
+        limit_keeps(one_f_one_b(0, 2, 2), dict(chunk(m, "ab") for m in range(2)), 20, 15, 15) == frozenset()
+    )
 
 
 def test_a_negative_room_is_refused() -> None:
@@ -186,7 +203,9 @@ def test_kept_bytes_never_pass_the_limit_less_the_rooms_and_no_end_can_grow(
 
 
 def test_a_tail_stops_before_the_group_that_does_not_fit() -> None:
-    sizes: dict[ChunkKey, list[GroupSize]] = {(0, 0): [GroupSize("a", 1), GroupSize("b", 10), GroupSize("c", 5)]}
+    sizes: dict[ChunkKey, list[GroupSize]] = {
+        (0, 0): [GroupSize("a", 1), GroupSize("b", 10), GroupSize("c", 5)]
+    }
     assert tail_keeps(sizes, {(0, 0): 14}) == {key(0, 2)}  # a would fit, but it is read after b
     assert tail_keeps(sizes, {(0, 0): 15}) == {key(0, 1), key(0, 2)}
     assert tail_keeps(sizes, {}) == frozenset()

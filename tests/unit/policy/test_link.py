@@ -1,4 +1,5 @@
-"""The link on a clock: queues in order, and shared while both directions are busy. Times are derived by hand."""
+"""The link on a clock: queues in order, and shared while both directions are busy. Times are derived by
+hand."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def test_a_copy_starts_when_it_is_issued_not_when_the_lane_fell_idle() -> None:
 def test_two_directions_slow_each_other_only_while_both_are_busy() -> None:
     link = Link(TEN_EACH_TEN_TOGETHER)
     link.issue(D2H, "out", 100, 0.0)
-    link.issue(H2D, "in", 25, 5.0)  # 50 of out are left; at 5 each in ends at 10, when 25 of out are left for 2.5 s alone
+    # 50 of out are left; at 5 each in ends at 10, when 25 of out are left for 2.5 s alone
+    link.issue(H2D, "in", 25, 5.0)
     assert link.finish(H2D, "in") == pytest.approx(10.0)
     assert link.finish(D2H, "out") == pytest.approx(12.5)
     assert link.busy_until(20.0) == pytest.approx((12.5, 5.0))

@@ -1,4 +1,5 @@
-"""The cursor in the step's actions: what backwards are still to come, for any step, and never more than a hint."""
+"""The cursor in the step's actions: what backwards are still to come, for any step, and never more than a
+hint."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def test_given_schedule_is_followed_from_its_first_action() -> None:
 
 
 def test_nothing_is_foretold_after_a_backward_whose_forward_is_still_to_come() -> None:
-    """Else what is read after it was taken for what is read next: under ZBV a whole window of the first stage's chunk was held back on the
-    device while the forward ran that is read before it."""
+    """Else what is read after it was taken for what is read next: under ZBV a whole window of the first
+    stage's chunk was held back on the device while the forward ran that is read before it."""
     lookahead = Lookahead()
     lookahead.give([("F", 1, 0), ("F", 2, 0), ("I", 2, 0), ("W", 2, 0), ("I", 1, 0), ("W", 1, 0)])
     lookahead.advance(("F", 1, 0))
@@ -129,7 +130,9 @@ def test_any_step_at_all_gives_a_hint_out_of_the_list_and_no_error() -> None:
     dice = random.Random(0)
     for _ in range(200):
         lookahead = Lookahead()
-        listed = [(dice.choice("FBIW"), dice.randrange(2), dice.randrange(3)) for _ in range(dice.randrange(8))]
+        listed = [
+            (dice.choice("FBIW"), dice.randrange(2), dice.randrange(3)) for _ in range(dice.randrange(8))
+        ]
         if dice.random() < 0.5:
             lookahead.give(listed)
         for _ in range(3):
@@ -140,7 +143,19 @@ def test_any_step_at_all_gives_a_hint_out_of_the_list_and_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "action", [("X", 0, 0), ("F", -1, 0), ("F", 0, -1), ("F", 0), ("F", 0, 0, 0), ("F", "0", 0), "F00", None, ("F", 0.5, 0), ["F", 0, 0]]
+    "action",
+    [
+        ("X", 0, 0),
+        ("F", -1, 0),
+        ("F", 0, -1),
+        ("F", 0),
+        ("F", 0, 0, 0),
+        ("F", "0", 0),
+        "F00",
+        None,
+        ("F", 0.5, 0),
+        ["F", 0, 0],
+    ],
 )
 def test_what_is_not_an_action_is_refused_by_name_and_changes_nothing(action: object) -> None:
     lookahead = Lookahead()
@@ -153,5 +168,7 @@ def test_what_is_not_an_action_is_refused_by_name_and_changes_nothing(action: ob
 
 @pytest.mark.parametrize("actions", ["F00", 5, {("F", 0, 0)}])
 def test_what_is_no_list_of_actions_is_refused(actions: object) -> None:
-    with pytest.raises(ValueError, match="must be a list of \\(kind, stage, microbatch\\), or None if not known"):
+    with pytest.raises(
+        ValueError, match="must be a list of \\(kind, stage, microbatch\\), or None if not known"
+    ):
         Lookahead().give(actions)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The plan after warm-up: near the bound where the cap bites, nothing moved where it does not, and always a function of its numbers."""
+"""The plan after warm-up: near the bound where the cap bites, nothing moved where it does not, and always a
+function of its numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ H200 = Rates(d2h_bytes_per_s=55.2 * GB, h2d_bytes_per_s=55.1 * GB, duplex_bytes_
 NAMES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act", "mlp_fc2")
 W2 = one_f_one_b(0, 4, 8)
 W2_COMPUTE_S = [3.194 / 8 * (1 / 3 if action.kind == "F" else 2 / 3) for action in W2]
-W2_SIZES: dict[ChunkKey, list[GroupSize]] = {(0, m): [GroupSize(name, 22 * GB // 56) for _ in range(8) for name in NAMES] for m in range(8)}
+W2_SIZES: dict[ChunkKey, list[GroupSize]] = {
+    (0, m): [GroupSize(name, 22 * GB // 56) for _ in range(8) for name in NAMES] for m in range(8)
+}
 
 
 @pytest.mark.parametrize("device_gb", [50, 40, 32, 22])
@@ -40,7 +43,8 @@ def test_the_plan_of_a_pipeline_stage_comes_within_five_percent_of_the_bound(dev
 
 
 def test_different_amounts_by_chunk_beat_the_best_equal_ones() -> None:
-    """Chunk 0 is read right after the last warm-up forward, the last chunks meet an emptying device: both keep more than the middle."""
+    """Chunk 0 is read right after the last warm-up forward, the last chunks meet an emptying device: both
+    keep more than the middle."""
     limit_bytes = 31 * GB
     plan = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes)
     equal_s = []
@@ -48,7 +52,13 @@ def test_different_amounts_by_chunk_beat_the_best_equal_ones() -> None:
         for window in range(9):
             kept = limit_keeps(W2, W2_SIZES, limit_bytes * part // 8, 0, 0)
             result = simulate(
-                W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes=limit_bytes, keeps=kept, restoring_room_bytes=limit_bytes * window // 16
+                W2,
+                W2_SIZES,
+                W2_COMPUTE_S,
+                H200,
+                limit_bytes=limit_bytes,
+                keeps=kept,
+                restoring_room_bytes=limit_bytes * window // 16,
             )
             if result.peak_bytes <= limit_bytes:
                 equal_s.append(result.step_s)
@@ -68,7 +78,13 @@ def test_a_limit_that_holds_everything_keeps_everything() -> None:
 def test_a_plan_is_what_its_simulation_says_and_the_same_each_time() -> None:
     plan = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, 23 * GB, max_trials=20)
     again = simulate(
-        W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes=23 * GB, keeps=plan.keeps, restoring_room_bytes=plan.restoring_room_bytes
+        W2,
+        W2_SIZES,
+        W2_COMPUTE_S,
+        H200,
+        limit_bytes=23 * GB,
+        keeps=plan.keeps,
+        restoring_room_bytes=plan.restoring_room_bytes,
     )
     assert plan.predicted == again
     assert plan == choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, 23 * GB, max_trials=20)
@@ -84,7 +100,9 @@ def test_what_stays_is_the_end_of_each_chunk() -> None:
 
 def test_a_limit_of_one_group_has_a_plan_and_a_smaller_one_says_that_it_does_not_fit() -> None:
     actions = one_f_one_b(0, 2, 3)
-    sizes: dict[ChunkKey, list[GroupSize]] = {(0, m): [GroupSize("a", 10), GroupSize("b", 10)] for m in range(3)}
+    sizes: dict[ChunkKey, list[GroupSize]] = {
+        (0, m): [GroupSize("a", 10), GroupSize("b", 10)] for m in range(3)
+    }
     rates = Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=10)
     fitting = choose_keeps(actions, sizes, [1.0] * 6, rates, 10)
     assert (fitting.fits, fitting.predicted_peak_bytes) == (True, 10)
@@ -95,7 +113,11 @@ def test_a_limit_of_one_group_has_a_plan_and_a_smaller_one_says_that_it_does_not
 def test_chunks_of_different_shapes_and_split_backwards_have_a_plan() -> None:
     actions = [Action("F", 1, 0), Action("F", 1, 1), Action("I", 1, 0), Action("F", 1, 2), Action("W", 1, 0)]
     actions += [Action("B", 1, 1), Action("W", 1, 2)]
-    sizes: dict[ChunkKey, list[GroupSize]] = {(1, 0): [GroupSize("a", 7)] * 5, (1, 1): [], (1, 2): [GroupSize("b", 0), GroupSize("a", 30)]}
+    sizes: dict[ChunkKey, list[GroupSize]] = {
+        (1, 0): [GroupSize("a", 7)] * 5,
+        (1, 1): [],
+        (1, 2): [GroupSize("b", 0), GroupSize("a", 30)],
+    }
     plan = choose_keeps(actions, sizes, [1.0] * 7, Rates(d2h_bytes_per_s=20, h2d_bytes_per_s=20), 40)
     assert plan.fits
     assert all(isinstance(key, GroupKey) for key in plan.keeps)

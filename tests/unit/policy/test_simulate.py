@@ -1,4 +1,5 @@
-"""The simulated step, with times and bytes derived by hand, and its laws: never under the bound, never over the limit."""
+"""The simulated step, with times and bytes derived by hand, and its laws: never under the bound, never over
+the limit."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def test_a_group_still_on_its_way_out_is_read_where_it_is() -> None:
 
 
 def test_without_room_compute_waits_for_the_oldest_spill_and_without_window_for_each_restore() -> None:
-    # a 0-1, out 1-2; b waits for 2, 2-3, out 3-4; c waits for 4, 4-5, out 5-6. Backward: c is still here, 5-6; b waits 6-7 for its restore,
-    # 7-8; a waits 8-9, 9-10
+    # a 0-1, out 1-2; b waits for 2, 2-3, out 3-4; c waits for 4, 4-5, out 5-6. Backward: c is still here,
+    # 5-6; b waits 6-7 for its restore, 7-8; a waits 8-9, 9-10
     result = one_pass(10, 0)
     assert result.spill_stall_s == pytest.approx(2.0)
     assert result.restore_stall_s == pytest.approx(2.0)
@@ -69,22 +70,28 @@ def test_without_room_compute_waits_for_the_oldest_spill_and_without_window_for_
 
 
 def test_a_window_of_one_group_more_hides_the_restore() -> None:
-    # c stays. a out 1-2, b out 2-3; c takes a's room at 2 without a wait; c is read 3-4, b where it is 4-5, a comes back
+    # c stays. a out 1-2, b out 2-3; c takes a's room at 2 without a wait; c is read 3-4, b where it is 4-5, a
+    # comes back
     on_demand = one_pass(20, 0, {2})
-    assert [on_demand.step_s, on_demand.restore_stall_s] == pytest.approx([7.0, 1.0])  # a: issued at 5, read at 6
+    # a: issued at 5, read at 6
+    assert [on_demand.step_s, on_demand.restore_stall_s] == pytest.approx([7.0, 1.0])
     ahead = one_pass(20, 20, {2})
-    assert [ahead.step_s, ahead.restore_stall_s] == pytest.approx([6.0, 0.0])  # a: issued at 4, when c's room is free
+    # a: issued at 4, when c's room is free
+    assert [ahead.step_s, ahead.restore_stall_s] == pytest.approx([6.0, 0.0])
 
 
 def test_a_whole_window_on_the_device_fetches_nothing_early() -> None:
-    """The first chunk's kept end is the window. Counting restored bytes only, the engine fetched chunk 0 back while the forwards after it
-    still needed the room, and W2 at 50 GB cost 1.14 of the step without offload where it now costs 1.10."""
+    """The first chunk's kept end is the window. Counting restored bytes only, the engine fetched chunk 0 back
+    while the forwards after it still needed the room, and W2 at 50 GB cost 1.14 of the step without offload
+    where it now costs 1.10."""
     sizes = {(0, m): [GroupSize(name, 10) for name in "ab"] for m in range(2)}
     actions = order("0F0 0F1 0B0 0B1")
     kept = frozenset({GroupKey((0, 0), 1)})
 
     def play(window: int) -> Simulation:
-        return simulate(actions, sizes, [2.0] * 4, TEN, limit_bytes=30, keeps=kept, restoring_room_bytes=window)
+        return simulate(
+            actions, sizes, [2.0] * 4, TEN, limit_bytes=30, keeps=kept, restoring_room_bytes=window
+        )
 
     # F0 0-2 keeps b, a is out at 2. F1: its a 2-3, out 3-4; its b takes the third room 3-4
     assert play(10).spill_stall_s == 0.0
@@ -101,9 +108,11 @@ def test_a_chunk_is_fetched_back_only_once_its_forward_is_complete() -> None:
 def test_between_the_halves_of_a_split_backward_what_came_back_is_dropped_and_fetched_again() -> None:
     sizes = {(0, 0): [GroupSize(name, 10) for name in "ab"]}
     actions = order("0F0 0I0 0W0")
-    result = simulate(actions, sizes, [2.0] * 3, TEN, limit_bytes=10, keeps=frozenset(), restoring_room_bytes=0)
-    # F: a 0-1, b waits for 2, 2-3. I: b where it is 3-4, a waits for b out at 4 and its restore at 5, 5-6, dropped.
-    # W in forward order: a restored 6-7, 7-8, b restored 8-9, 9-10
+    result = simulate(
+        actions, sizes, [2.0] * 3, TEN, limit_bytes=10, keeps=frozenset(), restoring_room_bytes=0
+    )
+    # F: a 0-1, b waits for 2, 2-3. I: b where it is 3-4, a waits for b out at 4 and its restore at 5, 5-6,
+    # dropped. W in forward order: a restored 6-7, 7-8, b restored 8-9, 9-10
     assert result.step_s == pytest.approx(10.0)
     assert (result.moved_bytes, result.restored_bytes, result.peak_bytes) == (20, 30, 10)
     assert [result.spill_stall_s, result.restore_stall_s] == pytest.approx([1.0, 3.0])
@@ -116,18 +125,37 @@ def test_a_group_larger_than_the_limit_shows_in_the_peak() -> None:
 
 def test_compute_is_spread_over_groups_by_their_bytes() -> None:
     sizes = {(0, 0): [GroupSize("big", 30), GroupSize("small", 10)], (0, 1): [GroupSize("next", 10)]}
-    result = simulate(order("0F0 0F1 0B1 0B0"), sizes, [4.0] * 4, TEN, limit_bytes=40, keeps=frozenset(), restoring_room_bytes=0)
-    # big is made in 3 of the 4 s and is out at 6; the next forward needs its room at 4. Made in half of them it would be out at 5
+    result = simulate(
+        order("0F0 0F1 0B1 0B0"),
+        sizes,
+        [4.0] * 4,
+        TEN,
+        limit_bytes=40,
+        keeps=frozenset(),
+        restoring_room_bytes=0,
+    )
+    # big is made in 3 of the 4 s and is out at 6; the next forward needs its room at 4. Made in half of them
+    # it would be out at 5
     assert result.spill_stall_s == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("region", "step_s"), [(0, 6.0), (1, 7.0)])
-def test_a_recompute_waits_for_all_that_its_region_kept_before_it_computes(region: int, step_s: float) -> None:
+def test_a_recompute_waits_for_all_that_its_region_kept_before_it_computes(
+    region: int, step_s: float
+) -> None:
     sizes = {(0, 0): [GroupSize("a", 10, region), GroupSize("b", 10, region)], (0, 1): [GroupSize("x", 10)]}
     kept = frozenset({GroupKey((0, 1), 0)})
-    result = simulate(order("0F0 0F1 0B1 0B0"), sizes, [2.0, 1.0, 1.0, 2.0], TEN, limit_bytes=20, keeps=kept, restoring_room_bytes=20)
-    # a 0-1, out 1-2; b 1-2; x takes a's room, 2-3, and is read 3-4. At 4 b is still here and a is fetched, 4-5: beside the compute of b,
-    # or, if the recompute reads both before it computes, with nothing beside it
+    result = simulate(
+        order("0F0 0F1 0B1 0B0"),
+        sizes,
+        [2.0, 1.0, 1.0, 2.0],
+        TEN,
+        limit_bytes=20,
+        keeps=kept,
+        restoring_room_bytes=20,
+    )
+    # a 0-1, out 1-2; b 1-2; x takes a's room, 2-3, and is read 3-4. At 4 b is still here and a is fetched,
+    # 4-5: beside the compute of b, or, if the recompute reads both before it computes, with nothing beside it
     assert result.step_s == pytest.approx(step_s)
     assert result.restore_stall_s == pytest.approx(step_s - 6.0)
 
@@ -137,27 +165,51 @@ def test_what_a_recompute_has_read_is_no_longer_counted_while_it_computes() -> N
 
     def play(region: int) -> Simulation:
         sizes = {(0, 0): [GroupSize("a", 10), GroupSize("b", 10, region)]}
-        return simulate(order("0F0 0B0"), sizes, [2.0, 2.0], TEN, limit_bytes=10, keeps=kept, restoring_room_bytes=20)
+        return simulate(
+            order("0F0 0B0"), sizes, [2.0, 2.0], TEN, limit_bytes=10, keeps=kept, restoring_room_bytes=20
+        )
 
-    # a 0-1, out 1-2; b takes its room, 2-3, and is read at 3. From then on the graph holds b, and a is fetched while b computes, 3-4
+    # a 0-1, out 1-2; b takes its room, 2-3, and is read at 3. From then on the graph holds b, and a is
+    # fetched while b computes, 3-4
     assert [play(1).step_s, play(1).restore_stall_s] == pytest.approx([5.0, 0.0])
     # a group that its own backward reads is counted until that has ended
     assert [play(0).step_s, play(0).restore_stall_s] == pytest.approx([6.0, 1.0])
 
 
 def test_actions_without_bytes_take_their_time_and_no_lane() -> None:
-    sizes: dict[ChunkKey, list[GroupSize]] = {(0, 0): [GroupSize("none", 0), GroupSize("none", 0)], (0, 1): []}
-    result = simulate(order("0F0 0F1 0B1 0B0"), sizes, [4.0] * 4, TEN, limit_bytes=0, keeps=frozenset(), restoring_room_bytes=0)
+    sizes: dict[ChunkKey, list[GroupSize]] = {
+        (0, 0): [GroupSize("none", 0), GroupSize("none", 0)],
+        (0, 1): [],
+    }
+    result = simulate(
+        order("0F0 0F1 0B1 0B0"),
+        sizes,
+        [4.0] * 4,
+        TEN,
+        limit_bytes=0,
+        keeps=frozenset(),
+        restoring_room_bytes=0,
+    )
     assert [result.step_s, result.d2h_busy_s, result.h2d_busy_s] == pytest.approx([16.0, 0.0, 0.0])
 
 
 def test_times_and_actions_must_pair() -> None:
     with pytest.raises(ValueError, match="1 actions and 0 compute times"):
-        simulate([Action("F", 0, 0)], {(0, 0): []}, [], TEN, limit_bytes=0, keeps=frozenset(), restoring_room_bytes=0)
+        simulate(
+            [Action("F", 0, 0)],
+            {(0, 0): []},
+            [],
+            TEN,
+            limit_bytes=0,
+            keeps=frozenset(),
+            restoring_room_bytes=0,
+        )
 
 
 @st.composite
-def some_step(draw: st.DrawFn, kinds: str = "B") -> tuple[list[Action], dict[ChunkKey, list[GroupSize]], list[float], Rates]:
+def some_step(
+    draw: st.DrawFn, kinds: str = "B"
+) -> tuple[list[Action], dict[ChunkKey, list[GroupSize]], list[float], Rates]:
     """Any order of forwards and backwards, last in first out or not, with chunks of any number of groups."""
     nbytes = draw(st.lists(st.lists(st.integers(0, 20), max_size=4), min_size=1, max_size=4))
     sizes = {(0, m): [GroupSize("g", n) for n in found] for m, found in enumerate(nbytes)}
@@ -172,7 +224,9 @@ def some_step(draw: st.DrawFn, kinds: str = "B") -> tuple[list[Action], dict[Chu
         waiting = [left for left in waiting if left]
     seconds = draw(st.lists(st.floats(0.0, 3.0), min_size=len(actions), max_size=len(actions)))
     rate = st.floats(1.0, 40.0)
-    rates = Rates(d2h_bytes_per_s=draw(rate), h2d_bytes_per_s=draw(rate), duplex_bytes_per_s=draw(st.none() | rate))
+    rates = Rates(
+        d2h_bytes_per_s=draw(rate), h2d_bytes_per_s=draw(rate), duplex_bytes_per_s=draw(st.none() | rate)
+    )
     return actions, sizes, seconds, rates
 
 
@@ -186,12 +240,22 @@ def some_keeps(draw: st.DataObject, sizes: dict[ChunkKey, list[GroupSize]]) -> K
 
 @settings(max_examples=80)
 @given(some_step("BW"), st.integers(0, 100), st.integers(0, 60), st.data())
-def test_no_simulated_step_is_under_the_bound(step: Step, limit: int, window: int, data: st.DataObject) -> None:
+def test_no_simulated_step_is_under_the_bound(
+    step: Step, limit: int, window: int, data: st.DataObject
+) -> None:
     pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
     from offload.policy import least_step
 
     actions, sizes, seconds, rates = step
-    result = simulate(actions, sizes, seconds, rates, limit_bytes=limit, keeps=some_keeps(data, sizes), restoring_room_bytes=window)
+    result = simulate(
+        actions,
+        sizes,
+        seconds,
+        rates,
+        limit_bytes=limit,
+        keeps=some_keeps(data, sizes),
+        restoring_room_bytes=window,
+    )
     bound = least_step(work_of(actions, sizes, seconds), rates, max(limit, result.peak_bytes), slices=2)
     assert result.step_s >= bound.step_s * (1 - 1e-5) - 1e-6
     assert result.step_s == pytest.approx(result.compute_s + result.stall_s)
@@ -206,7 +270,9 @@ def test_saved_bytes_stay_within_a_limit_that_holds_kept_groups_the_window_and_o
     keeps = some_keeps(data, sizes)
     biggest = max((group.nbytes for groups in sizes.values() for group in groups), default=0)
     limit = kept_peak_bytes(actions, sizes, keeps) + window + biggest + slack
-    result = simulate(actions, sizes, seconds, rates, limit_bytes=limit, keeps=keeps, restoring_room_bytes=window)
+    result = simulate(
+        actions, sizes, seconds, rates, limit_bytes=limit, keeps=keeps, restoring_room_bytes=window
+    )
     assert result.peak_bytes <= limit
     assert result.restored_bytes <= result.moved_bytes  # nothing is fetched twice without a split backward
 
@@ -217,7 +283,9 @@ def test_keeping_all_that_fits_moves_nothing_more_than_the_rest(step: Step, limi
     actions, sizes, seconds, rates = step
     keeps = limit_keeps(actions, sizes, limit, 0, 0)
     result = simulate(actions, sizes, seconds, rates, limit_bytes=limit, keeps=keeps, restoring_room_bytes=0)
-    leaving = sum(g.nbytes for c, groups in sizes.items() for i, g in enumerate(groups) if GroupKey(c, i) not in keeps)
+    leaving = sum(
+        g.nbytes for c, groups in sizes.items() for i, g in enumerate(groups) if GroupKey(c, i) not in keeps
+    )
     assert result.moved_bytes == leaving
     if leaving == 0:
         assert result.step_s == pytest.approx(sum(seconds))

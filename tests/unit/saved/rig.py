@@ -1,7 +1,9 @@
-"""An engine on a simulated device, with chunks and groups opened by hand: what the tests of transfers and of saved tensors share.
+"""An engine on a simulated device, with chunks and groups opened by hand: what the tests of transfers and of
+saved tensors share.
 
-Saved tensors really travel: a group is a pair of hooks around real autograd. `leave` makes compute wait for the spills in flight, as
-the caps do in a long step; without it a short program finds every source still alive and copies nothing back.
+Saved tensors really travel: a group is a pair of hooks around real autograd. `leave` makes compute wait for
+the spills in flight, as the caps do in a long step; without it a short program finds every source still alive
+and copies nothing back.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ class GroupScope:
     """What autograd saves inside belongs to `group`."""
 
     def __init__(
-        self, engine: OffloadEngine, chunk: SavedChunk, group: SavedGroup, min_elements: int, sizes: list[tuple[int, ...]]
+        self,
+        engine: OffloadEngine,
+        chunk: SavedChunk,
+        group: SavedGroup,
+        min_elements: int,
+        sizes: list[tuple[int, ...]],
     ) -> None:
         self.engine = engine
         self.chunk = chunk
@@ -48,7 +55,8 @@ class GroupScope:
 
 
 class Rig:
-    """piece_bytes=1 by default: every storage is a piece of its own, and leaves as soon as it is saved whole."""
+    """piece_bytes=1 by default: every storage is a piece of its own, and leaves as soon as it is saved
+    whole."""
 
     def __init__(
         self,
@@ -70,7 +78,7 @@ class Rig:
         self.reads: list[str] = []  # labels of the records, one a read
         self.engine.on_read(lambda handle: self.reads.append(str(handle.record.label)))
 
-    # -- saving ---------------------------------------------------------------------------------------------------
+    # -- saving ----------------------------------------------------------------------------------------------
     def chunk(self) -> SavedChunk:
         """The next microbatch's chunk; it is current from now on."""
         self.chunks.append(SavedChunk(ChunkId(0, len(self.chunks))))
@@ -88,7 +96,8 @@ class Rig:
         commit: bool = True,
         stays: Callable[[torch.Tensor], bool] | None = None,
     ) -> Iterator[SavedGroup]:
-        """The hooks of a new group of `chunk`, or of the current one; committed at the end. stays_from: the slot from which on it stays.
+        """The hooks of a new group of `chunk`, or of the current one; committed at the end. stays_from: the
+        slot from which on it stays.
 
         stays: which saved tensors do, slot or not.
         """
@@ -96,7 +105,9 @@ class Rig:
             chunk = self.chunks[-1] if self.chunks else self.chunk()
         group = SavedGroup(GroupId(chunk.id, len(self.groups), name), leaves=leaves, stays_from=stays_from)
         self.groups.append(group)
-        installed: InstalledScope = self.engine.hooks.push(GroupScope(self.engine, chunk, group, min_elements, self.sizes), stays)
+        installed: InstalledScope = self.engine.hooks.push(
+            GroupScope(self.engine, chunk, group, min_elements, self.sizes), stays
+        )
         try:
             yield group
         finally:
@@ -110,7 +121,7 @@ class Rig:
             for transfer in group.transfers:
                 self.transfers.settle_spill(transfer)
 
-    # -- looking --------------------------------------------------------------------------------------------------
+    # -- looking ---------------------------------------------------------------------------------------------
     def records(self) -> list[Record]:
         """The living records, in the order in which they were made."""
         return [record for chunk in self.chunks for record in chunk.living()]
@@ -133,7 +144,7 @@ class Rig:
         """Bytes that came back so far."""
         return self.device.copied_bytes(self.device.h2d)
 
-    # -- ending ---------------------------------------------------------------------------------------------------
+    # -- ending ----------------------------------------------------------------------------------------------
     def end(self) -> StepStats:
         """End the step, and check that nothing of it is left anywhere."""
         stats = self.engine.end_step(self.chunks)
@@ -151,8 +162,11 @@ class Rig:
         assert (arena.lent, arena.lent_bytes) == (0, 0)
 
 
-def gradients(program: Callable[..., Tensor], inputs: Sequence[Tensor], rig: Rig | None = None) -> list[Tensor]:
-    """Of the sum of `program(*inputs)`; with a rig, what it saves leaves in one group and is gone before the backward."""
+def gradients(
+    program: Callable[..., Tensor], inputs: Sequence[Tensor], rig: Rig | None = None
+) -> list[Tensor]:
+    """Of the sum of `program(*inputs)`; with a rig, what it saves leaves in one group and is gone before the
+    backward."""
     if rig is None:
         result = program(*inputs)
     else:
@@ -166,7 +180,9 @@ def assert_equal_bits(expected: Sequence[Tensor], found: Sequence[Tensor]) -> No
     """Same size, strides, dtype and bits."""
     assert len(expected) == len(found)
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert (one.size(), one.stride(), one.dtype) == (other.size(), other.stride(), other.dtype), f"tensor {number}"
+        assert (one.size(), one.stride(), one.dtype) == (other.size(), other.stride(), other.dtype), (
+            f"tensor {number}"
+        )
         assert torch.equal(bits(one), bits(other)), f"tensor {number} differs"
 
 

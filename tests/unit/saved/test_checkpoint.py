@@ -1,4 +1,5 @@
-"""Recomputation inside and around the hooks: what a backward saves is read at once, so it stays; gradients are the same either way."""
+"""Recomputation inside and around the hooks: what a backward saves is read at once, so it stays; gradients
+are the same either way."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def expected_of(x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_hooks_around_a_checkpoint_see_its_input_and_nothing_of_its_inside(reentrant: bool, executor: ExecutorName) -> None:
+def test_hooks_around_a_checkpoint_see_its_input_and_nothing_of_its_inside(
+    reentrant: bool, executor: ExecutorName
+) -> None:
     x = leaf()
     expected = expected_of(x)
     rig = Rig(executor, seed=6)
@@ -78,7 +81,8 @@ def test_hooks_around_a_checkpoint_see_its_input_and_nothing_of_its_inside(reent
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_a_recomputation_under_active_hooks_keeps_what_it_saves(reentrant: bool) -> None:
-    """The whole step inside the hooks: recomputed tensors were offloaded and fetched back at once (hard-parts.md 4.10)."""
+    """The whole step inside the hooks: recomputed tensors were offloaded and fetched back at once
+    (hard-parts.md 4.10)."""
     x = leaf()
     expected = expected_of(x)
     rig = Rig()

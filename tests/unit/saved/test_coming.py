@@ -1,4 +1,5 @@
-"""The coming reads of one chunk against a plain model: records are saved, fetched, dropped, read in any order, and die."""
+"""The coming reads of one chunk against a plain model: records are saved, fetched, dropped, read in any
+order, and die."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def test_one_that_died_since_it_was_fetched_takes_no_room_when_it_is_looked_at_a
 
 
 def test_one_that_has_been_read_is_not_fetched_again_for_the_one_before_it() -> None:
-    """Read out of turn, and alive: an input half's handles live until the weight half, a retained graph's as long as their graph."""
+    """Read out of turn, and alive: an input half's handles live until the weight half, a retained graph's as
+    long as their graph."""
     first, second = away(0, 10), away(1, 10)
     coming = ComingReads([first, second])
     assert fetch(coming) == [0, 1]

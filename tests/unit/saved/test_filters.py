@@ -1,4 +1,5 @@
-"""What never leaves: parameters, their views and casts, opted-out storages, and tensors without bytes of their own."""
+"""What never leaves: parameters, their views and casts, opted-out storages, and tensors without bytes of
+their own."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from tests.unit.saved.test_views import keep
 ELEMENTS = 256
 
 
-def verdict_of(tensor: Tensor, *, externals: ExternalStorages | None = None, min_elements: int = 0) -> Verdict:
+def verdict_of(
+    tensor: Tensor, *, externals: ExternalStorages | None = None, min_elements: int = 0
+) -> Verdict:
     return judge(tensor, SimDevice(), ExternalStorages() if externals is None else externals, min_elements)
 
 
-# -- parameters -----------------------------------------------------------------------------------------------------------
+# -- parameters ----------------------------------------------------------------------------------------------
 PARAMETER = nn.Parameter(torch.randn(16, 16))
 OF_A_PARAMETER: dict[str, Callable[[], Tensor]] = {
     "itself": lambda: PARAMETER,
@@ -34,7 +37,9 @@ OF_A_PARAMETER: dict[str, Callable[[], Tensor]] = {
     "expanded": lambda: PARAMETER[:1].expand(8, 16),
     "cast": lambda: PARAMETER.to(torch.bfloat16),
     "cast and transposed": lambda: PARAMETER.to(torch.bfloat16).t(),
-    "cast, viewed, transposed and cast": lambda: PARAMETER.to(torch.float16).view(16, 16).t().to(torch.float64),
+    "cast, viewed, transposed and cast": lambda: (
+        PARAMETER.to(torch.float16).view(16, 16).t().to(torch.float64)
+    ),
     "split": lambda: PARAMETER.to(torch.bfloat16).split(4)[1],
     "frozen": lambda: nn.Parameter(torch.randn(4), requires_grad=False),
     "frozen and transposed": lambda: nn.Parameter(torch.randn(4, 4), requires_grad=False).t(),
@@ -46,7 +51,10 @@ def test_a_parameter_is_recognised_through_views_and_casts_without_being_registe
     assert verdict_of(OF_A_PARAMETER[name]()) is Verdict.PARAMETER
 
 
-@pytest.mark.parametrize("make", [lambda: PARAMETER * 1, lambda: PARAMETER.exp(), lambda: (PARAMETER * 2).t(), lambda: PARAMETER.clone()])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: PARAMETER * 1, lambda: PARAMETER.exp(), lambda: (PARAMETER * 2).t(), lambda: PARAMETER.clone()],
+)
 def test_what_is_computed_from_a_parameter_is_an_activation(make: Callable[[], Tensor]) -> None:
     assert verdict_of(make()) is Verdict.ELIGIBLE
 
@@ -77,7 +85,8 @@ def test_a_registered_parameter_is_recognised_behind_detach() -> None:
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_weights_of_real_layers_never_leave(autocast: bool) -> None:
-    """`nn.Linear` saves weight.t(), and under autocast the transpose of a cast (hard-parts.md, failures of the closest peer, 7)."""
+    """`nn.Linear` saves weight.t(), and under autocast the transpose of a cast (hard-parts.md, failures of
+    the closest peer, 7)."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.RMSNorm(64), nn.Linear(64, 32))
     x = torch.randn(4, 32)
@@ -129,9 +138,10 @@ def frozen_linear(rig: Rig | None, layer: nn.Linear, inputs: list[Tensor]) -> li
 
 
 def test_the_cast_of_a_frozen_weight_belongs_to_its_graph_and_leaves() -> None:
-    """torch caches the casts of leaves that require gradients only, so a frozen weight is cast anew by every operation: each graph holds a
-    copy of its own, as large as the weight, until its backward. It is an activation by what owns it, and it had better leave. Nor could it
-    be told from one: neither base nor grad_fn leads back to the weight, and an input of the same shape looks just like it."""
+    """torch caches the casts of leaves that require gradients only, so a frozen weight is cast anew by every
+    operation: each graph holds a copy of its own, as large as the weight, until its backward. It is an
+    activation by what owns it, and it had better leave. Nor could it be told from one: neither base nor
+    grad_fn leads back to the weight, and an input of the same shape looks just like it."""
     layer = nn.Linear(64, 64, bias=False).requires_grad_(False)
     inputs = [torch.randn(4, 64, requires_grad=True) for _ in range(2)]
     rig = Rig()
@@ -152,7 +162,7 @@ def test_a_frozen_weight_in_the_dtype_of_autocast_is_not_cast_and_never_leaves()
     rig.end()
 
 
-# -- opted out, small, elsewhere --------------------------------------------------------------------------------------------
+# -- opted out, small, elsewhere -----------------------------------------------------------------------------
 def test_an_opted_out_storage_stays_with_all_its_views() -> None:
     rig = Rig()
     table = torch.randn(ELEMENTS)
@@ -184,9 +194,10 @@ def test_the_engine_s_own_host_memory_is_not_of_the_device() -> None:
     assert judge(piece, device, ExternalStorages(), 0) is Verdict.ELSEWHERE
 
 
-# -- without bytes ------------------------------------------------------------------------------------------------------------
+# -- without bytes -------------------------------------------------------------------------------------------
 def test_a_freed_storage_passes_through_and_may_be_refilled_before_it_is_read() -> None:
-    """FSDP2 frees an unsharded weight after the forward and refills it before the backward, under the same storage."""
+    """FSDP2 frees an unsharded weight after the forward and refills it before the backward, under the same
+    storage."""
     rig = Rig()
     value = torch.randn(ELEMENTS)
     expected = value.clone()
@@ -241,7 +252,8 @@ NOT_PLAIN: dict[str, Callable[[], Tensor]] = {
     "negative": lambda: torch.randn(8, dtype=torch.complex64).conj().imag,
     "quantized": lambda: torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
-    "zero, without memory": lambda: torch._efficientzerotensor((8,)),  # its bytes are at address 0: reading them ended the process
+    # its bytes are at address 0: reading them ended the process
+    "zero, without memory": lambda: torch._efficientzerotensor((8,)),
 }
 
 
@@ -259,8 +271,14 @@ def test_a_tensor_whose_elements_are_not_its_bytes_passes_through(name: str) -> 
 
 PROGRAMS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
     "a conjugate": (lambda x: ((x * 2).conj() * x.exp()).sum().abs(), torch.complex64),
-    "a sparse product": (lambda x: torch.sparse.mm(torch.eye(16).to_sparse(), x.view(16, 16)).sin(), torch.float32),
-    "attention": (lambda x: F.scaled_dot_product_attention(*(x.view(1, 2, 16, 8) * 2,) * 3, is_causal=True), torch.float32),
+    "a sparse product": (
+        lambda x: torch.sparse.mm(torch.eye(16).to_sparse(), x.view(16, 16)).sin(),
+        torch.float32,
+    ),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(*(x.view(1, 2, 16, 8) * 2,) * 3, is_causal=True),
+        torch.float32,
+    ),
     "vmap": (lambda x: torch.vmap(lambda row: row.sin() * row.sum())(x.view(16, 16)), torch.float32),
     "indexing": (lambda x: (x * 2)[torch.arange(0, 256, 3)].sin(), torch.float32),
     "sorting": (lambda x: (x * 2).sort().values.cumsum(0), torch.float32),
@@ -284,11 +302,14 @@ def test_gradients_of_what_saves_unusual_tensors_are_the_same(name: str) -> None
     rig.end()
 
 
-# -- the registry -----------------------------------------------------------------------------------------------------------
+# -- the registry --------------------------------------------------------------------------------------------
 def test_the_stricter_kind_wins_in_either_order() -> None:
     value = torch.randn(4)
     key = value.untyped_storage()._cdata
-    for kinds in ((ExternalKind.BUFFER, ExternalKind.PARAMETER), (ExternalKind.PARAMETER, ExternalKind.BUFFER)):
+    for kinds in (
+        (ExternalKind.BUFFER, ExternalKind.PARAMETER),
+        (ExternalKind.PARAMETER, ExternalKind.BUFFER),
+    ):
         registry = ExternalStorages()
         for kind in kinds:
             registry.register(value, kind)

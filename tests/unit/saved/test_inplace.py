@@ -1,4 +1,5 @@
-"""Hooks switch autograd's own version check off, so the engine checks: what autograd would refuse is refused here, and nothing else."""
+"""Hooks switch autograd's own version check off, so the engine checks: what autograd would refuse is refused
+here, and nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def leaf() -> Tensor:
     return torch.randn(ELEMENTS, requires_grad=True)
 
 
-# -- refused ------------------------------------------------------------------------------------------------------------
+# -- refused -------------------------------------------------------------------------------------------------
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda y: y.add_(1),
     "through a detached alias": lambda y: y.detach().zero_(),
@@ -81,7 +82,8 @@ def test_the_error_names_the_tensor_both_versions_and_the_way_out() -> None:
     with pytest.raises(RuntimeError) as caught:
         z.sum().backward()
     assert str(caught.value) == (
-        "a saved tensor needed for the gradient computation was modified by an inplace operation: torch.float32 [256] is at version 2, "
+        "a saved tensor needed for the gradient computation was modified by an inplace operation: "
+        "torch.float32 [256] is at version 2, "
         "expected version 0; clone it before the in-place change, or save it after"
     )
 
@@ -134,7 +136,8 @@ def test_a_sparse_view_is_watched_through_its_packed_copy() -> None:
 
 
 def test_each_save_of_a_shared_storage_is_watched_by_its_own_version() -> None:
-    """`.data` shares the storage and counts versions of its own: a change of x went unnoticed where x.data had been saved first."""
+    """`.data` shares the storage and counts versions of its own: a change of x went unnoticed where x.data
+    had been saved first."""
     rig = Rig()
     x = torch.randn(ELEMENTS)
     with rig.group():
@@ -147,7 +150,7 @@ def test_each_save_of_a_shared_storage_is_watched_by_its_own_version() -> None:
     rig.end()
 
 
-# -- allowed ------------------------------------------------------------------------------------------------------------
+# -- allowed -------------------------------------------------------------------------------------------------
 class Exponential(torch.autograd.Function):
     """In place, and saves its output."""
 
@@ -207,7 +210,7 @@ def test_a_save_before_a_change_may_stay_unread_beside_one_after_it() -> None:
     rig.end()
 
 
-# -- by the backward itself -----------------------------------------------------------------------------------------------
+# -- by the backward itself ----------------------------------------------------------------------------------
 class Careless(torch.autograd.Function):
     """Changes what it saved, in its backward, and reads it again."""
 

@@ -24,7 +24,7 @@ def call_of(operator: Any, *args: Any, **kwargs: Any) -> tuple[KeptCall, Any]:
     return KeptCall(operator, 0, args, kwargs, outputs, RandomStep.end(started)), outputs
 
 
-# -- operators --------------------------------------------------------------------------------------------------------------
+# -- operators -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "operator",
     [
@@ -42,14 +42,15 @@ def test_operators_that_only_make_something_new_may_be_kept(operator: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "operator", [aten.relu_.default, aten.mm.out, aten.t.default, aten.detach.default, aten.split.Tensor, aten.mm, len]
+    "operator",
+    [aten.relu_.default, aten.mm.out, aten.t.default, aten.detach.default, aten.split.Tensor, aten.mm, len],
 )
 def test_others_may_not(operator: Any) -> None:
     with pytest.raises(ValueError, match="keep_ops"):
         check_keepable(operator)
 
 
-# -- outputs ----------------------------------------------------------------------------------------------------------------
+# -- outputs -------------------------------------------------------------------------------------------------
 def test_an_alias_counts_versions_with_its_tensor_and_has_no_history() -> None:
     x = torch.ones(3, requires_grad=True)
     y = x * 2
@@ -89,15 +90,18 @@ def test_only_unchanged_outputs_leave_and_a_changed_one_is_an_error_when_it_is_r
 
 
 def test_a_call_on_the_parameter_is_not_one_on_a_tensor_of_its_shape() -> None:
-    """Autocast casts a weight once in the forward and again in the recompute: the n-th cast may be another's."""
+    """Autocast casts a weight once in the forward and again in the recompute: the n-th cast may be
+    another's."""
     weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4)
     call, _ = call_of(aten.exp.default, x)
-    with pytest.raises(RuntimeError, match=r"call 0 of aten.exp.default .* had inputs float32\[4, 4\] in the forward"):
+    with pytest.raises(
+        RuntimeError, match=r"call 0 of aten.exp.default .* had inputs float32\[4, 4\] in the forward"
+    ):
         call.again((weight,), {}, stays)
     call.again((x,), {}, stays)
 
 
-# -- random numbers ---------------------------------------------------------------------------------------------------------
+# -- random numbers ------------------------------------------------------------------------------------------
 def test_the_state_after_a_kept_call_is_the_one_that_it_left() -> None:
     x = torch.ones(64)
     torch.manual_seed(5)
@@ -129,7 +133,9 @@ def test_a_state_that_is_not_the_forwards_is_left_alone() -> None:
     ],
     ids=["no numbers", "none drawn", "from its own generator", "without bytes"],
 )
-def test_a_call_that_draws_no_number_of_the_default_generator_keeps_no_state(operator: Any, args: Any, kwargs: Any) -> None:
+def test_a_call_that_draws_no_number_of_the_default_generator_keeps_no_state(
+    operator: Any, args: Any, kwargs: Any
+) -> None:
     assert RandomStep.end(RandomStep.start(operator, args, kwargs)) is None
     call, _ = call_of(operator, *args, **kwargs)
     assert call._random is None

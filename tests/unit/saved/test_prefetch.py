@@ -1,4 +1,5 @@
-"""The coming reads and the window over them: what is fetched early, what is left where it is, and that a hint never changes a result."""
+"""The coming reads and the window over them: what is fetched early, what is left where it is, and that a hint
+never changes a result."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def pump(rig: Rig) -> None:
     rig.engine.prefetch.pump(rig.chunks)
 
 
-# -- order ------------------------------------------------------------------------------------------------------------------
+# -- order ---------------------------------------------------------------------------------------------------
 def test_reads_are_expected_in_the_reverse_order_of_the_last_saves() -> None:
     rig = Rig(max_restoring_bytes=KIB)
     first, second = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
@@ -65,7 +66,8 @@ def test_reads_are_expected_in_the_reverse_order_of_the_last_saves() -> None:
 def test_a_weight_half_expects_the_reads_of_an_earlier_one() -> None:
     rig = Rig(max_restoring_bytes=2 * KIB)
     y = saved(rig, 4)
-    rig.chunks[0].expect([(0, 1), (0, 0), (0, 9), (0, 1), (0, 3)])  # one was never saved here, one comes twice
+    # one was never saved here, one comes twice
+    rig.chunks[0].expect([(0, 1), (0, 0), (0, 9), (0, 1), (0, 3)])
     pump(rig)
     assert rig.states() == [RESTORING, RESTORING, SPILLED, SPILLED]
     del y
@@ -91,7 +93,7 @@ def test_what_is_read_in_no_order_at_all_is_read_right() -> None:
         rig.end()
 
 
-# -- the window -------------------------------------------------------------------------------------------------------------
+# -- the window ----------------------------------------------------------------------------------------------
 def test_the_window_moves_on_with_the_reader() -> None:
     rig = Rig(max_restoring_bytes=2 * KIB)
     y = saved(rig, 5)
@@ -133,7 +135,8 @@ def test_a_chunk_that_is_still_in_its_forward_closes_the_window() -> None:
 
 
 def test_what_never_left_takes_room_in_the_window_and_is_not_copied() -> None:
-    """Fetching what is read later while what is read next is on the device anyway would only fill the device."""
+    """Fetching what is read later while what is read next is on the device anyway would only fill the
+    device."""
     rig = Rig(max_restoring_bytes=2 * KIB)
     rig.chunk()
     with rig.group():
@@ -164,7 +167,8 @@ def test_what_is_on_its_way_out_and_read_next_is_kept_instead_of_fetched() -> No
 
 
 def test_a_living_receive_buffer_is_fetched_ahead_as_anything_else() -> None:
-    """Its own bytes may have been overwritten, so its reader needs the copy; left alone, each such read had to wait."""
+    """Its own bytes may have been overwritten, so its reader needs the copy; left alone, each such read had
+    to wait."""
     rig = Rig()
     buffer = torch.ones(ELEMENTS)
     rig.engine.register_external(buffer)
@@ -240,7 +244,7 @@ def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> No
     rig.end()
 
 
-# -- results ------------------------------------------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("kib", [0, 1, 3, 100])
 def test_a_prefetch_of_any_size_changes_no_bit(kib: int, executor: ExecutorName) -> None:

@@ -1,9 +1,10 @@
-"""A hundred random programs, each on every executor: whatever autograd saves of them, the gradients are the same bits.
+"""A hundred random programs, each on every executor: whatever autograd saves of them, the gradients are the
+same bits.
 
-A program is a list of steps over a growing list of tensors: elementwise operations, products, reductions, views, in-place changes of
-what nothing has saved, checkpoints, custom functions, parameters. It is run once without hooks and then on simulated devices whose
-checker raises wherever no event orders two accesses of the same bytes. Chunks share tensors; some groups stay, whole or from some slot
-on; caps are small.
+A program is a list of steps over a growing list of tensors: elementwise operations, products, reductions,
+views, in-place changes of what nothing has saved, checkpoints, custom functions, parameters. It is run once
+without hooks and then on simulated devices whose checker raises wherever no event orders two accesses of the
+same bytes. Chunks share tensors; some groups stay, whole or from some slot on; caps are small.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
 
 
 class Program:
-    """inputs: two leaves and two parameters, shared by all chunks. Each chunk is a list of groups, each a list of steps."""
+    """inputs: two leaves and two parameters, shared by all chunks. Each chunk is a list of groups, each a
+    list of steps."""
 
     def __init__(self, seed: int) -> None:
         choose = random.Random(seed)
@@ -104,7 +106,9 @@ class Program:
             for _ in range(choose.randint(1, 3))
         ]
         self.stays = [[choose.random() < 0.2 for _ in groups] for groups in self.chunks]
-        self.stays_from = [[choose.choice([None, None, 0, 1, 2, 4]) for _ in groups] for groups in self.chunks]
+        self.stays_from = [
+            [choose.choice([None, None, 0, 1, 2, 4]) for _ in groups] for groups in self.chunks
+        ]
         self.config: dict[str, int | None] = {
             "piece_bytes": choose.choice([1, 1000, 100_000]),
             "device_limit_bytes": choose.choice([None, 0, 2000, 20_000]),

@@ -1,4 +1,5 @@
-"""Reading more than once, in another order, or not at all: the same bits each time, until the step has ended."""
+"""Reading more than once, in another order, or not at all: the same bits each time, until the step has
+ended."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ CHAIN_SAVES = 3
 """The sine's input, the output of exp, the output of tanh."""
 
 
-# -- again --------------------------------------------------------------------------------------------------------------
+# -- again ---------------------------------------------------------------------------------------------------
 @pytest.mark.req("S4-46")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_retained_graph_gives_the_same_gradients_each_time(executor: ExecutorName) -> None:
@@ -95,7 +96,8 @@ def test_saved_tensors_may_be_asked_for_several_times_in_one_backward() -> None:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_input_half_first_and_weight_half_later_read_the_same_bits(executor: ExecutorName) -> None:
-    """As a zero-bubble schedule splits a backward: the weight half reads nearly everything again, in forward order."""
+    """As a zero-bubble schedule splits a backward: the weight half reads nearly everything again, in forward
+    order."""
     x = torch.randn(8, 16, requires_grad=True)
     weights = [torch.nn.Parameter(torch.randn(16, 16)) for _ in range(3)]
 
@@ -138,7 +140,7 @@ def test_a_second_derivative_is_the_same() -> None:
     rig.end()
 
 
-# -- another thread -------------------------------------------------------------------------------------------------------
+# -- another thread ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(5))
 def test_two_threads_may_read_two_graphs_at_the_same_time(seed: int) -> None:
     rig = Rig("random", seed=seed)
@@ -176,7 +178,7 @@ def test_a_graph_may_be_dropped_on_another_thread() -> None:
     rig.end()
 
 
-# -- not at all -----------------------------------------------------------------------------------------------------------
+# -- not at all ----------------------------------------------------------------------------------------------
 @pytest.mark.req("S4-45")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_is_never_read_is_freed_without_the_garbage_collector(executor: ExecutorName) -> None:
@@ -262,14 +264,17 @@ def test_an_exception_in_the_backward_leaves_what_was_not_read_for_another_try()
     rig.end()
 
 
-# -- too late -------------------------------------------------------------------------------------------------------------
+# -- too late ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("leaves", [True, False], ids=["left", "kept"])
 def test_reading_after_the_step_has_ended_is_an_error_that_says_so(leaves: bool) -> None:
     rig = Rig()
     with rig.group(leaves=leaves):
         y = chain(leaf())
     rig.end()
-    with pytest.raises(StaleHandleError, match=r"s0m0/group#0\[2\] \(1,024 bytes\) was saved in a step that has ended; run its backward"):
+    with pytest.raises(
+        StaleHandleError,
+        match=r"s0m0/group#0\[2\] \(1,024 bytes\) was saved in a step that has ended; run its backward",
+    ):
         y.sum().backward()
 
 

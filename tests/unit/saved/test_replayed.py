@@ -1,6 +1,8 @@
-"""Memory of CUDA graphs that torch.compile records: recognised by asking torch's own tree of graphs, and never taken.
+"""Memory of CUDA graphs that torch.compile records: recognised by asking torch's own tree of graphs, and
+never taken.
 
-The tree here is made of torch's own nodes, whose outputs are on the CPU; what such a graph does to them is done by hand.
+The tree here is made of torch's own nodes, whose outputs are on the CPU; what such a graph does to them is
+done by hand.
 """
 
 from __future__ import annotations
@@ -31,8 +33,12 @@ class _Manager:
 
     def run(self, *outputs: Tensor) -> None:
         """A graph has run after the current one, and these are its outputs."""
-        self.current_node = trees.CUDAWarmupNode(None, self.current_node, (0, 0), None, 0, None, None, False, 0)
-        self.current_node.outputs_weakrefs.extend([*(trees.StorageWeakRefWrapper(output) for output in outputs), None])
+        self.current_node = trees.CUDAWarmupNode(
+            None, self.current_node, (0, 0), None, 0, None, None, False, 0
+        )
+        self.current_node.outputs_weakrefs.extend(
+            [*(trees.StorageWeakRefWrapper(output) for output in outputs), None]
+        )
 
 
 @pytest.fixture
@@ -99,7 +105,9 @@ def _manager() -> PipelineOffloadManager:
     return PipelineOffloadManager(OffloadEngine(config, device=SimDevice()), print_summary=False)
 
 
-def test_saved_tensors_of_such_graphs_stay_and_are_said_once_and_the_others_leave(tree: _Manager, caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_tensors_of_such_graphs_stay_and_are_said_once_and_the_others_leave(
+    tree: _Manager, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = PipelineOffloadManager.reset_instance(_manager())
     replayed, own = torch.rand(16), torch.rand(16)  # 64 bytes each
     tree.run(replayed)
@@ -121,20 +129,30 @@ def test_saved_tensors_of_such_graphs_stay_and_are_said_once_and_the_others_leav
         assert stats.spilled == 1 or step > 0  # after warm-up the plan keeps it, for its read comes at once
     (record,) = [record for record in caplog.records if record.name.startswith("offload.")]
     message = record.getMessage()
-    assert message.startswith("group 'block' of chunk s0m0: 64 bytes (1 tensor) of what it saves stays on the device")
+    assert message.startswith(
+        "group 'block' of chunk s0m0: 64 bytes (1 tensor) of what it saves stays on the device"
+    )
     assert 'mode="reduce-overhead"' in message
     assert '"max-autotune-no-cudagraphs"' in message
     PipelineOffloadManager.reset_instance()
 
 
 @pytest.mark.parametrize(
-    "asked", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="the next replay's bytes"))]
+    "asked",
+    [
+        True,
+        pytest.param(
+            False,
+            marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="the next replay's bytes"),
+        ),
+    ],
 )
 def test_tree_sees_that_the_bytes_are_still_needed_and_does_not_replay_over_them(
     tree: _Manager, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch keeps an output's storage object for the next replay, and counts references to learn whether its bytes are still needed. A
-    record that had let go of it would be told nothing, find the object alive, and read what the next replay has written."""
+    """torch keeps an output's storage object for the next replay, and counts references to learn whether its
+    bytes are still needed. A record that had let go of it would be told nothing, find the object alive, and
+    read what the next replay has written."""
     if not asked:
         monkeypatch.setattr(ReplayedMemory, "holds", lambda *_: False)
     manager = PipelineOffloadManager.reset_instance(_manager())

@@ -1,4 +1,5 @@
-"""The one pair of hooks and the stack of scopes: who owns a saved tensor, and that a scope takes out exactly what it put in."""
+"""The one pair of hooks and the stack of scopes: who owns a saved tensor, and that a scope takes out exactly
+what it put in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which saves share one copy, and which must not: one storage and version in one chunk is copied once; anything else is not the same."""
+"""Which saves share one copy, and which must not: one storage and version in one chunk is copied once;
+anything else is not the same."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_three_views_of_a_fused_projection_are_one_copy_of_their_union() -> None
     expected = gradients(attention, [x])
     with rig.group() as group:
         result = attention(x)
-        assert [transfer.nbytes for transfer in group.transfers] == [8 * 8 * 4]  # the softmax; views wait for the commit
+        # the softmax; views wait for the commit
+        assert [transfer.nbytes for transfer in group.transfers] == [8 * 8 * 4]
     rig.leave()
     found = torch.autograd.grad(result.sum(), [x])
     assert_equal_bits(expected, list(found))
@@ -167,7 +169,8 @@ def test_a_changed_tensor_is_not_the_same_one_under_a_version_of_another_count()
     found: list[Tensor] = []
     with rig.group():
         first = keep([], shared)
-        rig.device.synchronize(rig.device.record(rig.device.d2h))  # its copy has run, with the bytes of before
+        # its copy has run, with the bytes of before
+        rig.device.synchronize(rig.device.record(rig.device.d2h))
         shared.add_(1)
         second = keep(found, shared.data)
     expected = shared.clone()
@@ -180,7 +183,8 @@ def test_a_changed_tensor_is_not_the_same_one_under_a_version_of_another_count()
 
 
 def test_a_save_does_not_join_the_packed_copy_of_a_sparse_view() -> None:
-    """The packed copy has other bytes at the same offsets; a later save within its length was once handed that view instead of its own."""
+    """The packed copy has other bytes at the same offsets; a later save within its length was once handed
+    that view instead of its own."""
     rig = Rig()
     base = torch.randn(64, 64)
     expected = [base[:, ::4].clone(), base.view(-1)[:100].clone(), base[:, ::4].clone()]
@@ -199,7 +203,8 @@ def test_a_save_does_not_join_the_packed_copy_of_a_sparse_view() -> None:
 
 
 def test_a_new_storage_at_the_address_of_one_that_has_left_is_not_taken_for_it() -> None:
-    """Once its bytes have come back, a record no longer pins the address of the storage that was saved, and the table still names it."""
+    """Once its bytes have come back, a record no longer pins the address of the storage that was saved, and
+    the table still names it."""
     rig = Rig(device_limit_bytes=0)
     chunk = rig.chunk()
     found: list[Tensor] = []
@@ -218,7 +223,8 @@ def test_a_new_storage_at_the_address_of_one_that_has_left_is_not_taken_for_it()
 
 
 def test_a_receive_buffer_never_shares_a_copy() -> None:
-    """It is written from outside autograd, so its version says nothing: a buffer received into twice is copied twice."""
+    """It is written from outside autograd, so its version says nothing: a buffer received into twice is
+    copied twice."""
     rig = Rig()
     buffer = torch.full((ELEMENTS,), 1.0)
     rig.engine.register_external(buffer)

@@ -1,4 +1,5 @@
-"""Groups that stay, step after step: what is taken for known gives the same bits and the same counts, and what has changed is judged."""
+"""Groups that stay, step after step: what is taken for known gives the same bits and the same counts, and
+what has changed is judged."""
 
 from __future__ import annotations
 
@@ -82,18 +83,26 @@ def sines(count: int) -> Forward:
 
 def figures(manager: PipelineOffloadManager) -> list[tuple[object, ...]]:
     return [
-        (handler.id, group.name, group.total_offload_bytes, group.logical_bytes, group.total_tensor_count, group.slot_bytes)
+        (
+            handler.id,
+            group.name,
+            group.total_offload_bytes,
+            group.logical_bytes,
+            group.total_tensor_count,
+            group.slot_bytes,
+        )
         for handler in manager._handlers.values()
         for group in handler.groups
     ]
 
 
-# -- the same forward again ------------------------------------------------------------------------------------------------
+# -- the same forward again ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(("fraction", "piece_bytes"), [(0.0, 3 * NBYTES), (0.5, 1)])
 def test_known_saves_change_no_gradient_and_no_figure(
     fraction: float, piece_bytes: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step looks like to the planner, the table and the telemetry does not depend on whether its saves were known."""
+    """What a step looks like to the planner, the table and the telemetry does not depend on whether its saves
+    were known."""
     found = []
     for every in (1, JUDGED_EVERY):
         monkeypatch.setattr(chunk_module, "JUDGED_EVERY", every)
@@ -106,7 +115,9 @@ def test_known_saves_change_no_gradient_and_no_figure(
     assert found[0] == found[1]
 
 
-def test_each_group_looks_to_the_planner_as_it_did_when_it_was_judged(manager: PipelineOffloadManager, taken: list[int]) -> None:
+def test_each_group_looks_to_the_planner_as_it_did_when_it_was_judged(
+    manager: PipelineOffloadManager, taken: list[int]
+) -> None:
     def forward(x: Tensor) -> Tensor:
         y = group(lambda x: (x.sin() * x).view(8, 8).t().exp()[:, ::2].tanh(), x, "a")
         return group(lambda x: torch.cat(x.split(2, dim=1)).sin() * x.new_ones(()), y, "b")
@@ -120,7 +131,9 @@ def test_each_group_looks_to_the_planner_as_it_did_when_it_was_judged(manager: P
     assert seen[1:] == [seen[1]] * 4
 
 
-def test_a_storage_that_is_saved_twice_in_a_group_is_counted_once(manager: PipelineOffloadManager, taken: list[int]) -> None:
+def test_a_storage_that_is_saved_twice_in_a_group_is_counted_once(
+    manager: PipelineOffloadManager, taken: list[int]
+) -> None:
     def forward(x: Tensor) -> Tensor:
         return group(lambda x: x.sin() + x.cos() + x * x.view(ELEMENTS), x)
 
@@ -154,9 +167,11 @@ def test_what_a_group_that_leaves_saves_too_is_not_taken_for_known(taken: list[i
     assert len(set(moved[1:])) == 1
 
 
-# -- what has changed ------------------------------------------------------------------------------------------------------
+# -- what has changed ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", [0, 3, 5])
-@pytest.mark.parametrize("change", ["larger", "view", "dtype", "more", "fewer", "shared", "unshared", "parameter"])
+@pytest.mark.parametrize(
+    "change", ["larger", "view", "dtype", "more", "fewer", "shared", "unshared", "parameter"]
+)
 def test_a_changed_forward_is_judged_from_the_change_on_and_counted_as_it_is(
     change: str, place: int, manager: PipelineOffloadManager, taken: list[int]
 ) -> None:
@@ -198,9 +213,12 @@ def test_a_changed_forward_is_judged_from_the_change_on_and_counted_as_it_is(
             counts[changed].append((stats.saved, stats.device_bytes_peak))
         assert (manager.engine.transfers.device_bytes, manager.engine.transfers.in_flight()) == (0, (0, 0))
     assert taken[0] > 0
-    assert counts[False][:4] == [counts[False][0]] * 4, "judged in one step, known in the next, and so again after a change"
+    assert counts[False][:4] == [counts[False][0]] * 4, (
+        "judged in one step, known in the next, and so again after a change"
+    )
     assert counts[True][2] == counts[True][3]
-    for found in counts.values():  # in the step of a change, what is shared with a save before it may be counted twice
+    # in the step of a change, what is shared with a save before it may be counted twice
+    for found in counts.values():
         assert all(least <= again for least, again in zip(min(found), found[0], strict=True))
         assert max(saved for saved, _ in found) <= min(saved for saved, _ in found) + 1
 
@@ -250,8 +268,10 @@ def test_another_smallest_size_judges_anew(manager: PipelineOffloadManager, take
     assert (stats.saved, taken) == (0, [3])
 
 
-# -- reads -----------------------------------------------------------------------------------------------------------------
-def test_a_known_save_that_is_changed_in_place_is_found_out_by_its_read(manager: PipelineOffloadManager) -> None:
+# -- reads ---------------------------------------------------------------------------------------------------
+def test_a_known_save_that_is_changed_in_place_is_found_out_by_its_read(
+    manager: PipelineOffloadManager,
+) -> None:
     def forward(x: Tensor) -> Tensor:
         return group(lambda x: x.sin().sin(), x)
 
@@ -283,7 +303,9 @@ class Reads(torch.autograd.Function):
         return grads[0] * y, grads[0] * x
 
 
-def test_each_read_of_a_known_save_is_an_alias_of_its_own_in_every_pass(manager: PipelineOffloadManager, taken: list[int]) -> None:
+def test_each_read_of_a_known_save_is_an_alias_of_its_own_in_every_pass(
+    manager: PipelineOffloadManager, taken: list[int]
+) -> None:
     def forward(x: Tensor) -> Tensor:
         return group(lambda x: Reads.apply(x, x.sin()).tanh(), x)  # type: ignore[no-any-return]
 
@@ -301,7 +323,9 @@ def test_each_read_of_a_known_save_is_an_alias_of_its_own_in_every_pass(manager:
     assert taken[-1] == 5
 
 
-def test_known_saves_that_are_left_over_are_named_and_let_go_of(manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture) -> None:
+def test_known_saves_that_are_left_over_are_named_and_let_go_of(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(3):
         step(lambda x: group(sines(3), x))
     init_chunk_handler(None, None, 1)
@@ -323,7 +347,9 @@ def test_known_saves_that_are_left_over_are_named_and_let_go_of(manager: Pipelin
         y.sum().backward()
 
 
-def test_bytes_of_a_piece_go_with_their_nodes_and_its_count_with_the_last(manager: PipelineOffloadManager) -> None:
+def test_bytes_of_a_piece_go_with_their_nodes_and_its_count_with_the_last(
+    manager: PipelineOffloadManager,
+) -> None:
     for _ in range(3):
         step(lambda x: group(sines(3), x))
     init_chunk_handler(None, None, 1)
@@ -352,9 +378,10 @@ def test_bytes_of_a_piece_go_with_their_nodes_and_its_count_with_the_last(manage
     assert manager.engine.transfers.resident_bytes == 0
 
 
-# -- beside others ---------------------------------------------------------------------------------------------------------
+# -- beside others -------------------------------------------------------------------------------------------
 def last_of_five(forward: Callable[[Tensor, bool], Tensor]) -> tuple[Tensor, StepStats]:
-    """The fifth step, the only one of which `forward` is told so, when the first group of each chunk stays and the others leave."""
+    """The fifth step, the only one of which `forward` is told so, when the first group of each chunk stays
+    and the others leave."""
     with installed(build_manager(activation_offload_fraction=1.0)) as manager:
         assert manager is not None
         for number in range(5):
@@ -367,7 +394,8 @@ def last_of_five(forward: Callable[[Tensor, bool], Tensor]) -> tuple[Tensor, Ste
 def test_a_known_save_holds_back_the_forced_release_of_its_storage_by_another_group(
     taken: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The group that leaves saves the storage of a known save for the first time; freed by force, the other would read nothing."""
+    """The group that leaves saves the storage of a known save for the first time; freed by force, the other
+    would read nothing."""
 
     def forward(x: Tensor, release: bool) -> Tensor:
         saved: list[Tensor] = []
@@ -385,7 +413,9 @@ def test_a_known_save_holds_back_the_forced_release_of_its_storage_by_another_gr
     assert "another save still keeps it on the device" in caplog.text
 
 
-def test_a_storage_that_another_group_begins_to_save_is_counted_twice_at_most_and_never_less(taken: list[int]) -> None:
+def test_a_storage_that_another_group_begins_to_save_is_counted_twice_at_most_and_never_less(
+    taken: list[int],
+) -> None:
     def forward(x: Tensor, shared: bool) -> Tensor:
         saved: list[Tensor] = []
         y = group(lambda x: saved.append(x) or x.sin(), x, "kept")  # type: ignore[func-returns-value]
@@ -398,7 +428,9 @@ def test_a_storage_that_another_group_begins_to_save_is_counted_twice_at_most_an
     assert 2 * NBYTES <= stats.device_bytes_peak <= 3 * NBYTES
 
 
-def test_offloading_that_is_switched_off_takes_nothing(manager: PipelineOffloadManager, taken: list[int]) -> None:
+def test_offloading_that_is_switched_off_takes_nothing(
+    manager: PipelineOffloadManager, taken: list[int]
+) -> None:
     for _ in range(3):
         step(lambda x: group(sines(3), x))
     offload.disable_offload()

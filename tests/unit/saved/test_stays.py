@@ -23,9 +23,10 @@ def value() -> Tensor:
     return torch.randn(ELEMENTS)
 
 
-# -- what a read gives --------------------------------------------------------------------------------------------------------
+# -- what a read gives ---------------------------------------------------------------------------------------
 def test_each_read_gives_an_alias_of_its_own() -> None:
-    """What the engine keeps must not be what somebody else makes a part of a graph, resizes or gives other bytes."""
+    """What the engine keeps must not be what somebody else makes a part of a graph, resizes or gives other
+    bytes."""
     rig = Rig()
     x = value()
     expected = x.clone()
@@ -60,7 +61,9 @@ def test_a_wrapper_is_put_together_anew_for_each_read(leaves: bool) -> None:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_slots_from_the_one_that_stays_are_read_where_they_are_and_the_others_come_back(executor: str) -> None:
+def test_slots_from_the_one_that_stays_are_read_where_they_are_and_the_others_come_back(
+    executor: str,
+) -> None:
     rig = Rig(executor)  # type: ignore[arg-type]
     values = [value() for _ in range(4)]
     expected = [x.clone() for x in values]
@@ -78,12 +81,16 @@ def test_slots_from_the_one_that_stays_are_read_where_they_are_and_the_others_co
     assert found[4].data_ptr() == where[3] + 40
     del y, found
     stats = rig.end()
-    assert (stats.spilled, stats.spill_bytes, stats.restored) == (2, 2 * NBYTES, 2), "the second read finds what `found` holds"
+    assert (stats.spilled, stats.spill_bytes, stats.restored) == (2, 2 * NBYTES, 2), (
+        "the second read finds what `found` holds"
+    )
 
 
-# -- sharing ------------------------------------------------------------------------------------------------------------------
+# -- sharing -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("first_stays", [True, False])
-def test_a_storage_saved_by_a_group_that_stays_and_one_that_leaves_follows_the_first_in_each_chunk(first_stays: bool) -> None:
+def test_a_storage_saved_by_a_group_that_stays_and_one_that_leaves_follows_the_first_in_each_chunk(
+    first_stays: bool,
+) -> None:
     rig = Rig()
     x = value()
     expected = x.clone()
@@ -129,7 +136,7 @@ def test_a_tensor_that_stays_and_is_changed_before_it_leaves_again_is_two_record
     rig.end()
 
 
-# -- when the bytes go --------------------------------------------------------------------------------------------------------
+# -- when the bytes go ---------------------------------------------------------------------------------------
 def test_what_stays_and_is_never_read_goes_with_its_graph_without_the_garbage_collector() -> None:
     rig = Rig()
     x = torch.randn(ELEMENTS, requires_grad=True)

@@ -1,4 +1,5 @@
-"""Every kind of tensor that may leave comes back with the size, strides, dtype and bits that were saved; and what crosses the link.
+"""Every kind of tensor that may leave comes back with the size, strides, dtype and bits that were saved; and
+what crosses the link.
 
 `Keep` saves any tensor, differentiable or not, and hands what it reads back to the test.
 """
@@ -42,7 +43,11 @@ def keep(found: list[Tensor], *values: Tensor) -> Tensor:
 def round_trip(make: Callable[[], Tensor], rig: Rig) -> tuple[Tensor, Tensor]:
     """What was saved and what was read; nothing else holds it in between."""
     value = make()
-    saved = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype) if 0 not in value.stride() else None
+    saved = (
+        torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+        if 0 not in value.stride()
+        else None
+    )
     expected = value.clone() if saved is None else saved.copy_(value)
     found: list[Tensor] = []
     with rig.group():
@@ -138,13 +143,16 @@ def test_an_empty_tensor_stays() -> None:
     assert rig.end().saved == 0
 
 
-# -- what crosses the link ------------------------------------------------------------------------------------------------
+# -- what crosses the link -----------------------------------------------------------------------------------
 LINK: dict[str, tuple[Callable[[], Tensor], int]] = {
     # [name] -> (view, bytes): of float32, spans on 16 bytes
     "the whole of a matrix": (lambda: torch.randn(64, 64), 64 * 64 * 4),
     "three rows of it": (lambda: torch.randn(64, 64)[10:13], 3 * 64 * 4),
     "a column: gathered": (lambda: torch.randn(64, 64)[:, 5], 64 * 4),
-    "every fourth column, up to the storage's end: gathered": (lambda: torch.randn(64, 64)[:, ::4], 64 * 16 * 4),
+    "every fourth column, up to the storage's end: gathered": (
+        lambda: torch.randn(64, 64)[:, ::4],
+        64 * 16 * 4,
+    ),
     "a quarter of the columns: gathered": (lambda: torch.randn(64, 64)[:, :16], 64 * 16 * 4),
     "half of the columns: the flat span": (lambda: torch.randn(64, 64)[:, :32], (63 * 64 + 32) * 4),
     "every other column: the flat storage": (lambda: torch.randn(64, 64)[:, ::2], 64 * 64 * 4),
@@ -240,8 +248,8 @@ def test_a_gathered_view_that_finds_no_block_stays_gathered() -> None:
 
 
 def test_a_refused_view_that_grows_is_counted_out_as_it_was_counted_in() -> None:
-    """A half is refused at its commit, and a save of the next group makes it the whole. Its death took off more than it had put there, and
-    every later step seemed to lack less than it did."""
+    """A half is refused at its commit, and a save of the next group makes it the whole. Its death took off
+    more than it had put there, and every later step seemed to lack less than it did."""
     rig = Rig(budget=LocalHostBudget(0))
     base = torch.randn(64, 64)
     with rig.group():
@@ -263,7 +271,8 @@ def test_a_sparse_view_that_another_lane_wrote_leaves_flat() -> None:
     with rig.group(commit=False) as group, rig.device.use_lane(rig.device.new_compute_lane("second")):
         y = keep([], base[:, 5])
     rig.engine.store.commit(group)
-    assert rig.spilled_bytes == 63 * 256 + 16  # from the sixteen-byte line of its first element to that of its last
+    # from the sixteen-byte line of its first element to that of its last
+    assert rig.spilled_bytes == 63 * 256 + 16
     del y
     rig.end()
 
@@ -295,7 +304,11 @@ def test_a_group_counts_the_same_bytes_whether_its_sparse_views_leave_or_stay() 
         counts.append((group.nbytes, group.slot_bytes, group.logical_bytes))
         del y
         rig.end()
-    assert counts[0] == counts[1] == (64 * 16 * 4 + 80 + 32, {0: 64 * 16 * 4, 1: 80, 2: 32}, 64 * 16 * 4 + 80 + 32)
+    assert (
+        counts[0]
+        == counts[1]
+        == (64 * 16 * 4 + 80 + 32, {0: 64 * 16 * 4, 1: 80, 2: 32}, 64 * 16 * 4 + 80 + 32)
+    )
 
 
 def test_a_partial_view_of_a_group_that_stays_is_neither_gathered_nor_copied() -> None:

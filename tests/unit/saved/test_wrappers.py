@@ -1,4 +1,5 @@
-"""Tensors that are made of others: DTensor, jagged tensors, a handwritten wrapper, and the result of a collective that still runs."""
+"""Tensors that are made of others: DTensor, jagged tensors, a handwritten wrapper, and the result of a
+collective that still runs."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def local(value: Tensor | None) -> Tensor:
     return result
 
 
-# -- DTensor --------------------------------------------------------------------------------------------------------------
+# -- DTensor -------------------------------------------------------------------------------------------------
 def test_the_local_shard_of_a_dtensor_leaves_and_comes_back(mesh: DeviceMesh) -> None:
     """Its members are the shard and, in newer versions of torch, the mesh, which is no tensor."""
 
@@ -134,7 +135,8 @@ def test_the_shard_of_a_registered_or_opted_out_dtensor_stays(mesh: DeviceMesh) 
 
 
 def test_fully_sharded_layers_give_the_same_gradients_and_their_weights_stay(mesh: DeviceMesh) -> None:
-    """FSDP2 frees the unsharded weight after the forward and refills it before the backward, under the same storage."""
+    """FSDP2 frees the unsharded weight after the forward and refills it before the backward, under the same
+    storage."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)))
     for block in model:
@@ -160,7 +162,7 @@ def test_fully_sharded_layers_give_the_same_gradients_and_their_weights_stay(mes
     rig.end()
 
 
-# -- collectives ------------------------------------------------------------------------------------------------------------
+# -- collectives ---------------------------------------------------------------------------------------------
 def test_the_result_of_a_running_collective_is_waited_for_before_it_leaves(mesh: DeviceMesh) -> None:
     rig = Rig()
     value = torch.randn(ELEMENTS)
@@ -202,7 +204,7 @@ def test_a_gathered_tensor_may_be_saved_by_several_operations(mesh: DeviceMesh) 
     rig.end()
 
 
-# -- handwritten wrappers -----------------------------------------------------------------------------------------------------
+# -- handwritten wrappers ------------------------------------------------------------------------------------
 class Scaled(Tensor):
     """value * scale, kept as its two parts; as a float8 tensor is."""
 
@@ -227,12 +229,16 @@ class Scaled(Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.detach.default:
             return Scaled(args[0].data_part, args[0].scale_part)
-        plain = tree_map(lambda value: value.data_part.float() * value.scale_part if isinstance(value, Scaled) else value, args)
+        plain = tree_map(
+            lambda value: value.data_part.float() * value.scale_part if isinstance(value, Scaled) else value,
+            args,
+        )
         return function(*plain, **(kwargs or {}))
 
 
 class Opaque(Tensor):
-    """A wrapper that does not say what it is made of; its storage has a size and no bytes. Copying it ended the process."""
+    """A wrapper that does not say what it is made of; its storage has a size and no bytes. Copying it ended
+    the process."""
 
     hidden: Tensor
 

@@ -21,7 +21,13 @@ def context_of(name: str, **options: Any) -> RowContext:
     clear_gradients(stack, inputs, work.keep_gradients)
     layer_bytes = probe_saved_bytes(stack, inputs.of(0), 1)
     return RowContext(
-        workload=work, stack=stack, inputs=inputs, device=CPU, options=RowOptions(**options), layer_bytes=layer_bytes, resident_bytes=0
+        workload=work,
+        stack=stack,
+        inputs=inputs,
+        device=CPU,
+        options=RowOptions(**options),
+        layer_bytes=layer_bytes,
+        resident_bytes=0,
     )
 
 

@@ -1,4 +1,5 @@
-"""The benchmark's workloads, and one run of it on the CPU: a figure from a GPU is only as good as the script that printed it."""
+"""The benchmark's workloads, and one run of it on the CPU: a figure from a GPU is only as good as the script
+that printed it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from bench.workload import live_peak_chunks, workload
 from tests.unit.scripts.bench_rig import context_of
 
 
-# -- workloads ----------------------------------------------------------------------------------------------------------
+# -- workloads -----------------------------------------------------------------------------------------------
 def test_w2_is_three_forwards_then_turns_then_three_backwards() -> None:
     text = " ".join(f"{action.kind}{action.microbatch}" for action in workload("W2").actions)
     assert text == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
@@ -59,12 +60,28 @@ def test_two_stacks_are_built_of_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-# -- the command --------------------------------------------------------------------------------------------------------
+# -- the command ---------------------------------------------------------------------------------------------
 def test_several_limits_give_several_rows_and_w2_means_the_total(tmp_path: Path) -> None:
-    args = bench_stage.parse(["--rows", "ours_all,checkpoint", "--device-limit-gb", "50,22", "--piece-mb", "16", "--trace", "t.json"])
+    args = bench_stage.parse(
+        [
+            "--rows",
+            "ours_all,checkpoint",
+            "--device-limit-gb",
+            "50,22",
+            "--piece-mb",
+            "16",
+            "--trace",
+            "t.json",
+        ]
+    )
     requests = bench_stage.requests_for(args, "W2", tmp_path)
     assert [label for label, _ in requests] == ["nothing", "ours_all@50t", "ours_all@22t", "checkpoint"]
-    assert [request.options.total_limit_bytes for _, request in requests] == [None, 50_000_000_000, 22_000_000_000, None]
+    assert [request.options.total_limit_bytes for _, request in requests] == [
+        None,
+        50_000_000_000,
+        22_000_000_000,
+        None,
+    ]
     assert requests[1][1].options.piece_bytes == 16 << 20
     assert [request.trace is not None for _, request in requests] == [False, True, True, True]
     w1 = bench_stage.requests_for(args, "W1", tmp_path)[1][1]
@@ -84,7 +101,9 @@ def test_without_a_gpu_the_command_says_so_and_measures_nothing(capsys: pytest.C
     assert "need a CUDA GPU" in capsys.readouterr().out
 
 
-def test_tiny_run_prints_every_row_and_writes_every_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_run_prints_every_row_and_writes_every_sample(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.json"
     chosen = "checkpoint,selective,save_on_cpu,trl,megatron_all"
     threads = torch.get_num_threads()

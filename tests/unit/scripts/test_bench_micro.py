@@ -15,7 +15,9 @@ def step(few_us: float, many_us: float, collector_s: float = 0.0, full: int = 0)
     return _StepCost({4: few_us, 32: many_us}, {4: 2 * few_us, 32: 2 * many_us}, collector_s, full)
 
 
-def test_tiny_micro_prints_a_line_for_each_case_and_number_of_live_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_micro_prints_a_line_for_each_case_and_number_of_live_tensors(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     threads, listening = torch.get_num_threads(), list(gc.callbacks)
     try:
         assert bench_stage.main(["--tiny", "--micro", "--live", "8,16"]) == 0
@@ -23,7 +25,9 @@ def test_tiny_micro_prints_a_line_for_each_case_and_number_of_live_tensors(capsy
         torch.set_num_threads(threads)
     assert gc.callbacks == listening, "as they were before"
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [[case, n] for n in ("8", "16") for case in ("small", "kept", "moved")]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        [case, n] for n in ("8", "16") for case in ("small", "kept", "moved")
+    ]
     assert ["over them" in line for line in lines[1:]] == [False, False, True] * 2
     assert [" 0% left" in line for line in lines[1:]] == [True, True, False] * 2
 
@@ -40,7 +44,8 @@ def test_collections_are_counted_while_it_is_entered_and_no_longer() -> None:
 
 
 def test_cost_of_a_tensor_and_of_a_group_follow_from_two_sizes_of_groups() -> None:
-    # a tensor costs 3 us, a group 8: with four a group 3 + 8/4 = 5 over plain, with 32 a group 3 + 8/32 = 3.25; the same twice in backward
+    # a tensor costs 3 us, a group 8: with four a group 3 + 8/4 = 5 over plain, with 32 a group 3 + 8/32 =
+    # 3.25; the same twice in backward
     marked, plain = step(10 + 5, 10 + 3.25), step(10, 10)
     assert marked.tensor_us(plain) == pytest.approx((3, 6))
     assert marked.group_us(plain) == pytest.approx(8 + 16)

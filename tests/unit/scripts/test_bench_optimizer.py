@@ -23,7 +23,11 @@ def test_w4_has_as_many_parameters_as_the_stack_that_is_built() -> None:
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name.startswith(("ours", "gpu"))])
 def test_every_row_of_ours_runs_and_reports_what_the_table_prints(optimizer: str, dtype: str) -> None:
     for kind in ("alone", "training", "losses"):
-        result = run(OptimRequest(kind=kind, optimizer=optimizer, dtype=dtype, tiny=True, steps=2, warmup=1, microbatches=2))
+        result = run(
+            OptimRequest(
+                kind=kind, optimizer=optimizer, dtype=dtype, tiny=True, steps=2, warmup=1, microbatches=2
+            )
+        )
         assert result["status"] == "ok", result.get("traceback")
         assert {"active_peak", "reserved_peak", "pinned_bytes", "construct_s", "parameters"} <= result.keys()
         json.dumps(result)
@@ -43,14 +47,20 @@ def test_a_peer_that_is_not_installed_is_named_and_is_no_failure() -> None:
     assert run(OptimRequest(kind="alone", optimizer="no such", tiny=True))["status"] == "failed"
 
 
-def test_the_tiny_run_prints_every_part_and_writes_every_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_tiny_run_prints_every_part_and_writes_every_row(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     out = tmp_path / "rows.json"
-    code = bench_optimizer.main(["--tiny", "--parts", "alone,training,losses,growth", "--steps", "2", "--out", str(out)])
+    code = bench_optimizer.main(
+        ["--tiny", "--parts", "alone,training,losses,growth", "--steps", "2", "--out", str(out)]
+    )
     text = capsys.readouterr().out
     assert code == 0, text
     assert "overlap on and off: bitwise equal" in text
     assert "clipped by the global norm" in text
-    assert text.count("of 1 buckets started early") == 2, "where a backward starts steps, and where they are undone"
+    assert text.count("of 1 buckets started early") == 2, (
+        "where a backward starts steps, and where they are undone"
+    )
     rows = json.loads(out.read_text())["rows"]
     assert {row["request"]["kind"] for row in rows} == {"alone", "training", "losses", "rates"}
 

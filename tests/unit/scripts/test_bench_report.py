@@ -1,4 +1,5 @@
-"""What the benchmark makes of its samples: fingerprints of gradients, lanes of a trace, bounds and the table."""
+"""What the benchmark makes of its samples: fingerprints of gradients, lanes of a trace, bounds and the
+table."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from bench.workload import workload
 from tests.unit.scripts.bench_rig import LINK, context_of, prints_of
 
 
-# -- gradients ----------------------------------------------------------------------------------------------------------
+# -- gradients -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_fingerprint_sees_one_changed_element_and_a_swap(dtype: torch.dtype) -> None:
     tensor = torch.randn(1000, dtype=dtype)
@@ -39,9 +40,15 @@ def test_compare_says_bitwise_differs_or_not_finite() -> None:
     assert gradients.compare(reference, other)["verdict"] == "not finite"
 
 
-# -- lanes --------------------------------------------------------------------------------------------------------------
+# -- lanes ---------------------------------------------------------------------------------------------------
 def event(category: str, name: str, start: float, length: float, nbytes: int = 0) -> dict[str, Any]:
-    return {"cat": category, "name": name, "ts": start, "dur": length, "args": {"bytes": nbytes} if nbytes else {}}
+    return {
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": length,
+        "args": {"bytes": nbytes} if nbytes else {},
+    }
 
 
 def test_lanes_are_told_apart_and_overlap_counts_once() -> None:
@@ -59,7 +66,11 @@ def test_lanes_are_told_apart_and_overlap_counts_once() -> None:
     assert (step.span_ms, compute.busy_ms, compute.idle_ms) == (10.0, 7.0, 3.0)
     assert (d2h.busy_ms, d2h.nbytes, d2h.gigabytes_per_s) == (3.0, 150_000_000, pytest.approx(50.0))
     assert h2d.operations == 1
-    assert (step.compute_idle_while_h2d_ms, step.compute_idle_while_d2h_ms, step.all_idle_ms) == (1.0, 0.0, 2.0)
+    assert (step.compute_idle_while_h2d_ms, step.compute_idle_while_d2h_ms, step.all_idle_ms) == (
+        1.0,
+        0.0,
+        2.0,
+    )
     gap = compute.longest[0]
     assert (gap.start_ms, gap.length_ms, gap.others_ms) == (5.0, 3.0, {"d2h": 0.0, "h2d": 1.0})
     assert compute.busy_share[0] == pytest.approx(1.0)
@@ -69,12 +80,21 @@ def test_lanes_are_told_apart_and_overlap_counts_once() -> None:
 
 
 def test_trace_without_device_operations_is_said_so() -> None:
-    assert "no device operations" in lanes.render(lanes.summarise_events([event("cpu_op", "x", 0, 1)]), "r")[0]
+    assert (
+        "no device operations" in lanes.render(lanes.summarise_events([event("cpu_op", "x", 0, 1)]), "r")[0]
+    )
 
 
-# -- bounds and the table -----------------------------------------------------------------------------------------------
+# -- bounds and the table ------------------------------------------------------------------------------------
 def result_of(**fields: Any) -> dict[str, Any]:
-    base: dict[str, Any] = {"row": "ours_all", "status": "ok", "moves_all_groups": True, "engine": {}, "step_ms": 4000.0, "options": {}}
+    base: dict[str, Any] = {
+        "row": "ours_all",
+        "status": "ok",
+        "moves_all_groups": True,
+        "engine": {},
+        "step_ms": 4000.0,
+        "options": {},
+    }
     return base | fields
 
 
@@ -100,7 +120,8 @@ def test_one_pass_is_bound_by_the_bytes_that_the_engine_moved() -> None:
     baseline = baseline_of("W1", 590.0)
     result = result_of(engine={"spill_bytes": 30e9})
     report.add_bound(result, baseline, LINK)
-    assert result["bound_ms"] == pytest.approx(1200.0)  # 30 GB at 50 GB/s each way, both longer than the compute
+    # 30 GB at 50 GB/s each way, both longer than the compute
+    assert result["bound_ms"] == pytest.approx(1200.0)
     peer = result_of(row="trl")
     report.add_bound(peer, baseline, LINK)
     assert peer["bound_ms"] == pytest.approx(2 * 12 * 2.754 / 50 * 1e3)
@@ -117,14 +138,20 @@ def test_w2_bounds_are_those_of_the_published_program(total_gb: int, published: 
     link = {"d2h": 55.2e9, "h2d": 55.1e9, "duplex_d2h": 50.75e9, "duplex_h2d": 50.75e9}
     result = result_of(saved_limit_bytes=int((total_gb - 9) * 1e9))
     report.add_bound(result, baseline, link)
-    assert result["bound_ms"] / 3194 == pytest.approx(published, abs=0.02)  # how the step splits into passes is not published
+    # how the step splits into passes is not published
+    assert result["bound_ms"] / 3194 == pytest.approx(published, abs=0.02)
 
 
 def test_the_bound_of_a_selective_row_has_its_bytes_and_the_recompute_in_its_backwards() -> None:
     pytest.importorskip("scipy")
     baseline, selective = baseline_of("W2", 3194.0), baseline_of("W2", 3243.0) | {"row": "selective"}
     link = {"d2h": 55.2e9, "h2d": 55.1e9, "duplex_d2h": 50.75e9, "duplex_h2d": 50.75e9}
-    fields = {"row": "ours_selective", "moves_all_groups": False, "chunk_bytes": 14_100_000_000, "saved_limit_bytes": 10_000_000_000}
+    fields = {
+        "row": "ours_selective",
+        "moves_all_groups": False,
+        "chunk_bytes": 14_100_000_000,
+        "saved_limit_bytes": 10_000_000_000,
+    }
     result = result_of(**fields, bound_cap_bytes=13_000_000_000)
     report.add_bound(result, baseline, link, selective)
     assert result["bound_ms"] / 3194 == pytest.approx(1.10, abs=0.02)
@@ -136,9 +163,13 @@ def test_the_bound_of_a_selective_row_has_its_bytes_and_the_recompute_in_its_bac
 
 
 def test_a_row_that_did_not_run_is_printed_with_its_reason() -> None:
-    line = report.row_line({"row": "trl", "status": "not installed", "reason": "not installed: trl (No module named 'trl')"})
+    line = report.row_line(
+        {"row": "trl", "status": "not installed", "reason": "not installed: trl (No module named 'trl')"}
+    )
     assert line.split() == ["trl", *["not", "installed:", "trl", "(No", "module", "named", "'trl')"]]
-    assert "skipped: would pin" in report.row_line({"row": "save_on_cpu", "status": "skipped", "reason": "would pin 1 GB"})
+    assert "skipped: would pin" in report.row_line(
+        {"row": "save_on_cpu", "status": "skipped", "reason": "would pin 1 GB"}
+    )
 
 
 def test_rows_and_header_have_the_same_columns() -> None:
@@ -163,8 +194,16 @@ def test_rows_and_header_have_the_same_columns() -> None:
 def test_block_inputs_are_judged_by_checkpointing_and_have_no_copy_bound() -> None:
     baseline = baseline_of("W3", 3000.0)
     checkpoint = result_of(row="checkpoint", step_ms=3700.0, active_bytes=24e9)
-    result = result_of(row="ours_inputs", step_ms=3718.5, active_bytes=20e9, moves_all_groups=False, engine={"spill_bytes": 4e9})
+    result = result_of(
+        row="ours_inputs",
+        step_ms=3718.5,
+        active_bytes=20e9,
+        moves_all_groups=False,
+        engine={"spill_bytes": 4e9},
+    )
     report.add_bound(result, baseline, LINK)
     assert "bound_ms" not in result
     trl = result_of(row="trl_inputs", step_ms=3700.0, active_bytes=24e9)
-    assert report.notes_lines(trl, None, checkpoint) == ["  trl_inputs: 1.0000 of checkpoint's step, active 0.00 GB below it"]
+    assert report.notes_lines(trl, None, checkpoint) == [
+        "  trl_inputs: 1.0000 of checkpoint's step, active 0.00 GB below it"
+    ]

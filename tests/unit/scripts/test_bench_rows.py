@@ -1,4 +1,5 @@
-"""The rows of the benchmark: each computes the gradients of the row that does nothing, and speaks to its engine as it says."""
+"""The rows of the benchmark: each computes the gradients of the row that does nothing, and speaks to its
+engine as it says."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class FakeManager:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.stats = SimpleNamespace(saved=4, spill_bytes=5, host_bytes_held=7, host_bytes_lent_peak=6, stall_ms=0.5)
+        self.stats = SimpleNamespace(
+            saved=4, spill_bytes=5, host_bytes_held=7, host_bytes_lent_peak=6, stall_ms=0.5
+        )
         self.offload_summary_total_bytes = 9
 
     def register_parameters(self, module: torch.nn.Module) -> None:
@@ -90,7 +93,9 @@ class FakeOffload(SimpleNamespace):
         self.marks: list[str] = []
         self.config: SimpleNamespace | None = None
         self.OffloadConfig = lambda **fields: _Config(**fields)
-        self.PipelineOffloadManager = SimpleNamespace(reset_instance=lambda: self.manager.calls.append("reset"))
+        self.PipelineOffloadManager = SimpleNamespace(
+            reset_instance=lambda: self.manager.calls.append("reset")
+        )
 
     def configure(self, config: Any, device: str, print_summary: bool) -> FakeManager:
         self.config = config
@@ -123,10 +128,19 @@ def test_our_row_announces_every_action_in_order(fake: FakeOffload) -> None:
     context = context_of("W2", saved_limit_bytes=1000, max_spilling_bytes=10, piece_bytes=20)
     with rows.opened(ours.Ours(context)) as row:
         run_step(row, context.workload.actions, Clock(CPU))
-    expected = "register|order 16|F0 f0 F1 f1 F2 f2 F3 f3 B0 b0 F4 f4 B1 b1 F5 f5 B2 b2 F6 f6 B3 b3 F7 f7 B4 b4 B5 b5 B6 b6 B7 b7|end|reset"
-    assert fake.manager.calls == [call for part in expected.split("|") for call in (part.split(" ") if part[0] == "F" else [part])]
+    expected = (
+        "register|order 16|F0 f0 F1 f1 F2 f2 F3 f3 B0 b0 F4 f4 B1 b1 F5 f5 B2 b2 F6 f6 "
+        "B3 b3 F7 f7 B4 b4 B5 b5 B6 b6 B7 b7|end|reset"
+    )
+    assert fake.manager.calls == [
+        call for part in expected.split("|") for call in (part.split(" ") if part[0] == "F" else [part])
+    ]
     assert fake.config is not None
-    assert (fake.config.device_limit_bytes, fake.config.max_spilling_bytes, fake.config.piece_bytes) == (1000, 10, 20)
+    assert (fake.config.device_limit_bytes, fake.config.max_spilling_bytes, fake.config.piece_bytes) == (
+        1000,
+        10,
+        20,
+    )
     assert not hasattr(fake.config, "max_restoring_bytes")  # not given: the engine's own default
 
 
@@ -150,7 +164,14 @@ def test_our_rows_figures_come_from_the_manager(fake: FakeOffload) -> None:
     with rows.opened(ours.Ours(context_of("W1"))) as row:
         cost = timed_step(row, Clock(CPU))
     assert (cost.pinned_held, cost.pinned_lent_peak) == (7, 6)
-    assert cost.engine == {"saved": 4, "spill_bytes": 5, "host_bytes_held": 7, "host_bytes_lent_peak": 6, "stall_ms": 0.5, "table_bytes": 9}
+    assert cost.engine == {
+        "saved": 4,
+        "spill_bytes": 5,
+        "host_bytes_held": 7,
+        "host_bytes_lent_peak": 6,
+        "stall_ms": 0.5,
+        "table_bytes": 9,
+    }
 
 
 @pytest.mark.parametrize("name", ["W1", "W2"])
@@ -202,9 +223,12 @@ class _Identity(torch.autograd.Function):
 
 
 def test_a_mark_on_the_norms_input_does_not_change_the_order_of_its_gradients_sum() -> None:
-    """On the CPU RMSNorm reads its input twice, so a residual that passed by the mark was added last instead of first: other bits."""
+    """On the CPU RMSNorm reads its input twice, so a residual that passed by the mark was added last instead
+    of first: other bits."""
     reference = prints_of(rows.Nothing(context_of("W1")))
     marked = context_of("W1")
-    marks = SimpleNamespace(start=lambda t, _: _Identity.apply(t), commit=lambda t, _: _Identity.apply(t), hooks=nullcontext)
+    marks = SimpleNamespace(
+        start=lambda t, _: _Identity.apply(t), commit=lambda t, _: _Identity.apply(t), hooks=nullcontext
+    )
     marked.stack.mark(marks, GROUPS)
     assert gradients.compare(reference, prints_of(rows.Nothing(marked)))["verdict"] == "bitwise"

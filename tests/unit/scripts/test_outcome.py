@@ -43,7 +43,9 @@ def test_a_row_that_raises_has_a_status_and_a_reason(error: Exception, status: s
         ("import sys; sys.exit('out of luck')", "failed", "process ended with 1: out of luck"),
     ],
 )
-def test_a_process_that_dies_is_a_failed_row(tmp_path: Path, program: str, status: str, said: str | None) -> None:
+def test_a_process_that_dies_is_a_failed_row(
+    tmp_path: Path, program: str, status: str, said: str | None
+) -> None:
     script, out = tmp_path / "script.py", tmp_path / "row.json"
     script.write_text(program)
     out.write_text('{"status": "of the row before"}')

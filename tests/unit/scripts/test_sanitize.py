@@ -1,4 +1,5 @@
-"""The summary of a sanitizer's log: reports as torch itself words them, each with its operations, the engine's frames and its test."""
+"""The summary of a sanitizer's log: reports as torch itself words them, each with its operations, the
+engine's frames and its test."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def report_without(order: str, patch: pytest.MonkeyPatch) -> str:
     return "\n".join(str(error) for error in raised.value.errors)
 
 
-def test_a_report_is_told_by_its_operations_the_engine_s_frames_and_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_told_by_its_operations_the_engine_s_frames_and_its_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log = f"{PLAIN}{report_without('spill', monkeypatch)}\nFAILED\n{TWIN}PASSED\n"
     (report,) = reports_in(log.splitlines())
     assert report.test == PLAIN.strip()
@@ -44,11 +47,17 @@ def test_a_report_of_a_test_that_leaves_an_edge_out_is_expected(monkeypatch: pyt
     assert report.on_purpose
     assert report.test == TWIN.strip()
     assert summary_of([report])[0] == "1 x edge left out on purpose"
-    assert summary_of([report])[-1] == "torch's sanitizer: 1 reports, 0 of them touch the engine and have no explanation"
+    assert (
+        summary_of([report])[-1]
+        == "torch's sanitizer: 1 reports, 0 of them touch the engine and have no explanation"
+    )
 
 
-def test_a_report_is_explained_by_both_of_its_operations_and_not_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A view that an operator does not declare is harmless over a spill's source; beside anything else it would be a finding."""
+def test_a_report_is_explained_by_both_of_its_operations_and_not_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A view that an operator does not declare is harmless over a spill's source; beside anything else it
+    would be a finding."""
     (found,) = reports_in(f"{PLAIN}{report_without('spill', monkeypatch)}".splitlines())
     view = found.now._replace(operator="aten::_unsafe_view")
     assert found.alarming
@@ -59,12 +68,17 @@ def test_a_report_is_explained_by_both_of_its_operations_and_not_by_one(monkeypa
     assert not explained.alarming
     assert explained.of_engine
     assert summary_of([explained, found, explained])[0].startswith("2 x explained: the operator gives a view")
-    assert summary_of([explained, found])[-1] == "torch's sanitizer: 2 reports, 1 of them touch the engine and have no explanation"
+    assert (
+        summary_of([explained, found])[-1]
+        == "torch's sanitizer: 2 reports, 1 of them touch the engine and have no explanation"
+    )
 
 
 def test_a_clean_log_has_no_reports() -> None:
     assert list(reports_in(f"{PLAIN}PASSED\n3 passed in 1.00s\n".splitlines())) == []
-    assert summary_of([]) == ["torch's sanitizer: 0 reports, 0 of them touch the engine and have no explanation"]
+    assert summary_of([]) == [
+        "torch's sanitizer: 0 reports, 0 of them touch the engine and have no explanation"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +86,16 @@ def test_a_clean_log_has_no_reports() -> None:
     [
         ("2 passed\n========= ERROR SUMMARY: 0 errors", "compute-sanitizer: ERROR SUMMARY: 0 errors", True),
         (
-            "========= Invalid __global__ write of size 4 bytes\n=========     at fill+0x10\n========= ERROR SUMMARY: 1 error",
+            "========= Invalid __global__ write of size 4 bytes\n=========     at fill+0x10\n========= ERROR "
+            "SUMMARY: 1 error",
             "    1 x Invalid __global__ write of size 4 bytes",
             False,
         ),
-        ("========= Error: Device not supported.", "compute-sanitizer: not run, this device does not allow debugging", True),
+        (
+            "========= Error: Device not supported.",
+            "compute-sanitizer: not run, this device does not allow debugging",
+            True,
+        ),
         ("Killed", "compute-sanitizer: it ended without a summary; read the log", False),
     ],
 )

@@ -24,10 +24,16 @@ def cells(table: str) -> list[list[str]]:
 
 @pytest.mark.req("S2-4")
 def test_table_has_a_row_a_rank_a_column_a_group_and_totals_both_ways() -> None:
-    table = format_offload_summary_table({0: {"core_attn": 3 * MB, "mlp_act": MB // 2}, 1: {"core_attn": MB, "mlp_act": MB // 4}})
+    table = format_offload_summary_table(
+        {0: {"core_attn": 3 * MB, "mlp_act": MB // 2}, 1: {"core_attn": MB, "mlp_act": MB // 4}}
+    )
     assert table.splitlines()[0] == "Activation Offload Summary (MB)"
     assert table.splitlines()[1].split() == ["core_attn", "mlp_act", "Total"]
-    assert cells(table) == [["Rank_0", "3.00", "0.50", "3.50"], ["Rank_1", "1.00", "0.25", "1.25"], ["Total", "4.00", "0.75", "4.75"]]
+    assert cells(table) == [
+        ["Rank_0", "3.00", "0.50", "3.50"],
+        ["Rank_1", "1.00", "0.25", "1.25"],
+        ["Total", "4.00", "0.75", "4.75"],
+    ]
 
 
 @pytest.mark.req("S2-5")
@@ -76,12 +82,19 @@ def test_negative_bytes_are_refused_by_name() -> None:
 
 
 def summarise_on_one_rank(rank: int, world_size: int, folder: str) -> None:
-    """Three tables in one job: ranks with unlike names, ranks with nothing, and the last rank alone. Each rank's output goes to files."""
+    """Three tables in one job: ranks with unlike names, ranks with nothing, and the last rank alone. Each
+    rank's output goes to files."""
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=LIMIT_S)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", **options)
     last_rank_alone = dist.new_group([world_size - 1])
-    unlike: dict[str, int] = {"core_attn": 2 * MB, "mlp_act": MB} if rank == 0 else {"a_name_that_only_this_rank_has" * 20: MB}
-    for title, nbytes, group in [("unlike", unlike, None), ("nothing", {}, None), ("alone", {"moe_act": MB}, last_rank_alone)]:
+    unlike: dict[str, int] = (
+        {"core_attn": 2 * MB, "mlp_act": MB} if rank == 0 else {"a_name_that_only_this_rank_has" * 20: MB}
+    )
+    for title, nbytes, group in [
+        ("unlike", unlike, None),
+        ("nothing", {}, None),
+        ("alone", {"moe_act": MB}, last_rank_alone),
+    ]:
         out = io.StringIO()
         print_offload_summary_table(nbytes, process_group=group, file=out)
         Path(folder, f"{title}{rank}").write_text(out.getvalue())
@@ -92,10 +105,15 @@ def summarise_on_one_rank(rank: int, world_size: int, folder: str) -> None:
 def outputs_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each of two gloo ranks wrote, by title and rank: "unlike0", "unlike1", "nothing0", ..."""
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = mp.start_processes(summarise_on_one_rank, args=(2, str(folder)), nprocs=2, join=False, start_method="spawn")
+    ranks = mp.start_processes(
+        summarise_on_one_rank, args=(2, str(folder)), nprocs=2, join=False, start_method="spawn"
+    )
     try:
-        # True once all have ended well; a rank's exception is raised here; False if one is still running, that is, hangs.
-        assert ranks.join(timeout=LIMIT_S) or ranks.join(timeout=LIMIT_S), f"a rank still runs after {2 * LIMIT_S} s"
+        # True once all have ended well; a rank's exception is raised here; False if one is still running,
+        # that is, hangs.
+        assert ranks.join(timeout=LIMIT_S) or ranks.join(timeout=LIMIT_S), (
+            f"a rank still runs after {2 * LIMIT_S} s"
+        )
     finally:
         for process in ranks.processes:
             process.kill()
@@ -103,9 +121,16 @@ def outputs_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.mark.req("S2-3", "S2-5", "S2-7")
-def test_ranks_with_different_groups_make_one_table_on_the_first_rank(outputs_of_two_ranks: dict[str, str]) -> None:
+def test_ranks_with_different_groups_make_one_table_on_the_first_rank(
+    outputs_of_two_ranks: dict[str, str],
+) -> None:
     table = outputs_of_two_ranks["unlike0"]
-    assert table.splitlines()[1].split() == ["a_name_that_only_this_rank_has" * 20, "core_attn", "mlp_act", "Total"]
+    assert table.splitlines()[1].split() == [
+        "a_name_that_only_this_rank_has" * 20,
+        "core_attn",
+        "mlp_act",
+        "Total",
+    ]
     assert cells(table) == [
         ["Rank_0", "0.00", "2.00", "1.00", "3.00"],
         ["Rank_1", "1.00", "0.00", "0.00", "1.00"],

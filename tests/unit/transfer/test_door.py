@@ -54,7 +54,9 @@ def test_a_restore_whose_reader_waits_goes_ahead_although_it_is_denied() -> None
     x = torch.randn(256, requires_grad=True)
     program = lambda x: (x * 2).sin()  # noqa: E731
     assert_equal_bits(gradients(program, [x]), gradients(program, [x], rig))
-    assert [priority for _, direction, _, priority in door.asked if direction is Direction.H2D] == [Priority.REQUIRED]
+    assert [priority for _, direction, _, priority in door.asked if direction is Direction.H2D] == [
+        Priority.REQUIRED
+    ]
     assert rig.end().restored == 1
 
 
@@ -66,7 +68,9 @@ def test_a_prefetch_that_is_denied_moves_nothing() -> None:
     rig.leave()
     rig.chunks[0].complete()
     rig.engine.prefetch.pump(rig.chunks)
-    assert [priority for _, direction, _, priority in door.asked if direction is Direction.H2D] == [Priority.SPECULATIVE]
+    assert [priority for _, direction, _, priority in door.asked if direction is Direction.H2D] == [
+        Priority.SPECULATIVE
+    ]
     assert rig.restored_bytes == 0
     assert rig.transfers.in_flight() == (0, 0)
     del y

@@ -28,7 +28,8 @@ BASE = torch.arange(64 * 64, dtype=torch.float32).view(64, 64)
 VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, int]]] = {
     "whole": (lambda base: base, (0, 16384)),
     "rows": (lambda base: base[2:5], (512, 1280)),
-    "columns": (lambda base: base[:, :16], (0, 16192)),  # last element is 63 * 64 + 15: ends at byte 16,192, which is 16 * 1,012
+    # last element is 63 * 64 + 15: ends at byte 16,192, which is 16 * 1,012
+    "columns": (lambda base: base[:, :16], (0, 16192)),
     "every other row": (lambda base: base[::2], (0, 16128)),
     "every fourth column": (lambda base: base[:, ::4], (0, 16384)),  # ends at 16,372, widened to 16
     "transposed": (lambda base: base.t(), (0, 16384)),
@@ -80,7 +81,9 @@ def test_sixteen_bytes_hold_the_largest_element() -> None:
         (lambda: BASE[0, 0], False),
     ],
 )
-def test_a_view_overlaps_itself_where_two_elements_are_the_same_bytes(make: Callable[[], Tensor], overlaps: bool) -> None:
+def test_a_view_overlaps_itself_where_two_elements_are_the_same_bytes(
+    make: Callable[[], Tensor], overlaps: bool
+) -> None:
     assert overlaps_itself(layout_of(make())) is overlaps
 
 
@@ -110,7 +113,12 @@ def test_equal_layouts_are_one_object_and_others_are_not() -> None:
     layouts = Layouts()
     one = layouts.of(torch.empty(4, 6))
     assert layouts.of(torch.empty(4, 6)) is one
-    others = [torch.empty(6, 4), torch.empty(6, 4).t(), torch.empty(30)[2:26].view(4, 6), torch.empty(4, 6, dtype=torch.int32)]
+    others = [
+        torch.empty(6, 4),
+        torch.empty(6, 4).t(),
+        torch.empty(30)[2:26].view(4, 6),
+        torch.empty(4, 6, dtype=torch.int32),
+    ]
     assert one not in [layouts.of(tensor) for tensor in others]
     assert all(layouts.of(tensor) == layout_of(tensor) for tensor in others)
     assert len(layouts) == 1 + len(others)

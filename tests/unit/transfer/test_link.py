@@ -1,4 +1,5 @@
-"""The measurement of the link: how often it lines up with others, and what it does without host memory. The rates are the GPU tests'."""
+"""The measurement of the link: how often it lines up with others, and what it does without host memory. The
+rates are the GPU tests'."""
 
 from __future__ import annotations
 

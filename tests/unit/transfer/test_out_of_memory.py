@@ -1,6 +1,8 @@
-"""A device without room, and calls of it that fail half-way: nothing is lost, nothing leaks, and what can go on does.
+"""A device without room, and calls of it that fail half-way: nothing is lost, nothing leaks, and what can go
+on does.
 
-Whole steps that run out of memory are in tests/unit/groups/test_out_of_memory.py, and on a GPU in tests/gpu/test_out_of_memory.py.
+Whole steps that run out of memory are in tests/unit/groups/test_out_of_memory.py, and on a GPU in
+tests/gpu/test_out_of_memory.py.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ KIB = 1024
 
 
 class SmallDevice(SimDevice):
-    """A device of `capacity_bytes`, whose calls can be made to fail. copies_left, records_left: calls that still succeed; None: all."""
+    """A device of `capacity_bytes`, whose calls can be made to fail. copies_left, records_left: calls that
+    still succeed; None: all."""
 
     def __init__(self, executor: ExecutorName = "late") -> None:
         super().__init__(executor=executor, seed=3)
@@ -77,8 +80,10 @@ def save_all(rig: Rig, count: int, found: list[Tensor]) -> tuple[Tensor, list[Te
     return y, expected
 
 
-# -- a restore that finds no room ---------------------------------------------------------------------------------------------
-def test_a_prefetch_without_room_gives_up_and_asks_no_more_in_that_step(device: SmallDevice, caplog: pytest.LogCaptureFixture) -> None:
+# -- a restore that finds no room ----------------------------------------------------------------------------
+def test_a_prefetch_without_room_gives_up_and_asks_no_more_in_that_step(
+    device: SmallDevice, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = Rig(device=device)
     found: list[Tensor] = []
     y, expected = save_all(rig, 3, found)
@@ -87,7 +92,9 @@ def test_a_prefetch_without_room_gives_up_and_asks_no_more_in_that_step(device: 
     device.capacity_bytes = device.active_bytes()
     for _ in range(2):
         assert rig.transfers.restore(records[:1], Priority.SPECULATIVE) is None
-    assert device.asked == 1, "torch frees its cached blocks, and so blocks the host, each time that it finds no room"
+    assert device.asked == 1, (
+        "torch frees its cached blocks, and so blocks the host, each time that it finds no room"
+    )
     assert rig.states() == [RecordState.SPILLED] * 3
     assert (rig.transfers.restoring_bytes, rig.restored_bytes) == (0, 0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -107,7 +114,9 @@ def test_a_prefetch_without_room_gives_up_and_asks_no_more_in_that_step(device: 
     rig.end()
 
 
-def test_a_reader_without_room_gets_what_spills_in_flight_and_fetched_records_held(device: SmallDevice) -> None:
+def test_a_reader_without_room_gets_what_spills_in_flight_and_fetched_records_held(
+    device: SmallDevice,
+) -> None:
     rig = Rig(device=device)
     found: list[Tensor] = []
     y, expected = save_all(rig, 4, found)
@@ -119,7 +128,11 @@ def test_a_reader_without_room_gets_what_spills_in_flight_and_fetched_records_he
     assert (rig.transfers.spilling_bytes, rig.transfers.restoring_bytes) == (KIB, KIB)
     device.capacity_bytes = device.active_bytes()
     rig.transfers.restore([first], Priority.REQUIRED)
-    assert [first.state, second.state, third.state] == [RecordState.RESTORING, RecordState.SPILLED, RecordState.SPILLED]
+    assert [first.state, second.state, third.state] == [
+        RecordState.RESTORING,
+        RecordState.SPILLED,
+        RecordState.SPILLED,
+    ]
     assert (rig.transfers.spilling_bytes, rig.transfers.restoring_bytes) == (0, KIB)
     device.heal()
     y.backward()
@@ -146,11 +159,14 @@ def test_a_reader_that_no_room_can_be_made_for_raises_and_may_read_again_later(d
     rig.end()
 
 
-# -- calls that fail half-way ---------------------------------------------------------------------------------------------------
+# -- calls that fail half-way --------------------------------------------------------------------------------
 @pytest.mark.parametrize("fails", ["copies_left", "records_left"])
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_spill_that_fails_leaves_its_tensors_where_they_were_and_lends_nothing(device: SmallDevice, fails: str, after: int) -> None:
-    """A piece of four tensors; some copies were issued. `after` calls succeed: the event before the copies, or the one after them."""
+def test_a_spill_that_fails_leaves_its_tensors_where_they_were_and_lends_nothing(
+    device: SmallDevice, fails: str, after: int
+) -> None:
+    """A piece of four tensors; some copies were issued. `after` calls succeed: the event before the copies,
+    or the one after them."""
     rig = Rig(device=device, piece_bytes=1 << 20)
     kept = values(4)
     expected = [value.clone() for value in kept]

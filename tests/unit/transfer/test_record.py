@@ -1,4 +1,5 @@
-"""The state machine of a record: what is legal, what is refused and in which words, and what a dead record leaves behind."""
+"""The state machine of a record: what is legal, what is refused and in which words, and what a dead record
+leaves behind."""
 
 from __future__ import annotations
 
@@ -32,19 +33,25 @@ ALL = list(itertools.product(S, S))
 
 def record_in(state: RecordState, estate: deque[Remains] | None = None) -> Record:
     storage = torch.empty(4096, dtype=torch.uint8).untyped_storage()
-    record = Record(GroupId(ChunkId(1, 4), 2, "core_attn"), 0, 0, 4096, storage, deque() if estate is None else estate)
+    record = Record(
+        GroupId(ChunkId(1, 4), 2, "core_attn"), 0, 0, 4096, storage, deque() if estate is None else estate
+    )
     record.state = state
     return record
 
 
-@pytest.mark.parametrize(("start", "end"), [move for move in ALL if move in LEGAL], ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    ("start", "end"), [move for move in ALL if move in LEGAL], ids=lambda state: state.name
+)
 def test_a_legal_move_is_made(start: RecordState, end: RecordState) -> None:
     record = record_in(start)
     record.move_to(end)
     assert record.state is end
 
 
-@pytest.mark.parametrize(("start", "end"), [move for move in ALL if move not in LEGAL], ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    ("start", "end"), [move for move in ALL if move not in LEGAL], ids=lambda state: state.name
+)
 def test_any_other_move_is_refused_and_changes_nothing(start: RecordState, end: RecordState) -> None:
     record = record_in(start)
     with pytest.raises(RecordStateError, match=f"cannot move {start.name} -> {end.name}; legal from here: "):
@@ -56,7 +63,8 @@ def test_the_error_names_the_tensor_its_bytes_and_the_way_out() -> None:
     with pytest.raises(RecordStateError) as caught:
         record_in(S.SPILLING).move_to(S.RESTORED)
     assert str(caught.value) == (
-        "s1m4/core_attn#2[0] (4,096 bytes) cannot move SPILLING -> RESTORED; legal from here: RELEASED, RESIDENT, SPILLED"
+        "s1m4/core_attn#2[0] (4,096 bytes) cannot move SPILLING -> RESTORED; legal from here: RELEASED, "
+        "RESIDENT, SPILLED"
     )
     with pytest.raises(RecordStateError, match=re.escape("RELEASED -> SPILLING; legal from here: none")):
         record_in(S.RELEASED).move_to(S.SPILLING)
@@ -69,7 +77,9 @@ def test_every_state_may_end_and_none_comes_back_from_the_end() -> None:
     assert LEGAL_MOVES[S.RELEASED] == frozenset()
 
 
-@pytest.mark.parametrize("state", [state for state in S if state is not S.RELEASED], ids=lambda state: state.name)
+@pytest.mark.parametrize(
+    "state", [state for state in S if state is not S.RELEASED], ids=lambda state: state.name
+)
 def test_a_dying_record_leaves_its_state_and_its_bytes_to_the_engine(state: RecordState) -> None:
     estate: deque[Remains] = deque()
     record = record_in(state, estate)

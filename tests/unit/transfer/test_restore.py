@@ -1,4 +1,5 @@
-"""The way back: buffers, who waits for them, dropping and fetching again, and what a restore that nobody reads leaves behind."""
+"""The way back: buffers, who waits for them, dropping and fetching again, and what a restore that nobody
+reads leaves behind."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def gone(length: int, rig: Rig) -> Tensor:
     return y
 
 
-# -- read when asked ----------------------------------------------------------------------------------------------------
+# -- read when asked -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_each_tensor_comes_back_once_and_is_dropped_after_its_last_read(executor: ExecutorName) -> None:
     rig = Rig(executor, max_restoring_bytes=0)
@@ -71,7 +72,8 @@ def test_records_of_one_piece_are_fetched_under_one_event() -> None:
     y = gone(3, rig)
     rig.engine.prefetch.pump(rig.chunks)
     assert rig.transfers.in_flight() == (0, 1)
-    assert (rig.device.waits["allocate"], rig.device.waits["restore"]) == (1, 1)  # one spill, so one event to wait for
+    # one spill, so one event to wait for
+    assert (rig.device.waits["allocate"], rig.device.waits["restore"]) == (1, 1)
     assert rig.states() == 3 * [RecordState.RESTORING]
     y.sum().backward()
     assert rig.device.waits["read"] == 1
@@ -79,7 +81,7 @@ def test_records_of_one_piece_are_fetched_under_one_event() -> None:
     rig.end()
 
 
-# -- fetched ahead ------------------------------------------------------------------------------------------------------
+# -- fetched ahead -------------------------------------------------------------------------------------------
 def test_a_prefetch_fetches_what_is_read_next_within_its_cap() -> None:
     rig = Rig(max_restoring_bytes=2 * KIB)
     y = gone(5, rig)
@@ -151,7 +153,7 @@ def test_what_is_still_alive_is_not_fetched() -> None:
     assert (stats.spilled, stats.restored) == (1, 0)
 
 
-# -- lives --------------------------------------------------------------------------------------------------------------
+# -- lives ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_graph_dropped_while_its_tensors_come_back_leaves_nothing(executor: ExecutorName) -> None:
     rig = Rig(executor)
@@ -196,7 +198,7 @@ def test_blocks_given_back_by_a_finaliser_are_lent_again() -> None:
     rig.end()
 
 
-# -- dropping -----------------------------------------------------------------------------------------------------------
+# -- dropping ------------------------------------------------------------------------------------------------
 def test_a_dropped_tensor_is_fetched_again_without_a_second_spill() -> None:
     rig = Rig(max_restoring_bytes=0)
     y = gone(3, rig)
@@ -231,7 +233,7 @@ def test_a_dropped_tensor_that_somebody_still_holds_is_not_fetched_again() -> No
     assert (stats.spilled, stats.restored) == (1, 1)
 
 
-# -- lanes and threads --------------------------------------------------------------------------------------------------
+# -- lanes and threads ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_reader_on_another_compute_lane_gets_a_copy_of_its_own(executor: ExecutorName) -> None:
     rig = Rig(executor)
@@ -263,7 +265,8 @@ def test_that_copy_is_not_the_buffer_and_both_lanes_are_ordered() -> None:
         second = rig.engine.hooks.unpack(packed[1])
     assert_equal_bits([expected, expected], [first, second])
     assert first.data_ptr() != second.data_ptr()
-    assert rig.device.waits["settle"] == settled + 1  # the buffer goes back to the first lane, after the second has read it
+    # the buffer goes back to the first lane, after the second has read it
+    assert rig.device.waits["settle"] == settled + 1
     packed.clear()
     rig.end()
 
@@ -295,7 +298,7 @@ def test_a_reader_on_another_thread_reads_the_same_bits() -> None:
     rig.end()
 
 
-# -- audit --------------------------------------------------------------------------------------------------------------
+# -- audit ---------------------------------------------------------------------------------------------------
 def test_an_audit_passes_what_nobody_touched() -> None:
     rig = Rig(audit=True, max_restoring_bytes=0)
     y = gone(2, rig)
@@ -310,7 +313,10 @@ def test_an_audit_finds_a_host_copy_that_was_written_to() -> None:
     block = rig.records()[0].block
     assert block is not None
     block.extents[0][7] ^= 1  # one bit of 8,192
-    with pytest.raises(OffloadError, match=r"s0m0/group#0\[0\]: the 1,024 bytes in host memory are not the ones that were written there"):
+    with pytest.raises(
+        OffloadError,
+        match=r"s0m0/group#0\[0\]: the 1,024 bytes in host memory are not the ones that were written there",
+    ):
         y.sum().backward()
     del y
     rig.end()

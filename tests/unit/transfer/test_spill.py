@@ -1,4 +1,5 @@
-"""The way out: what is in flight under the caps, who waits, and what comes back to whom when a record dies on the way."""
+"""The way out: what is in flight under the caps, who waits, and what comes back to whom when a record dies on
+the way."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class NeverBlocks(SimDevice):
 
 
 def chain(x: Tensor, length: int) -> Tensor:
-    """Saves `length` tensors of the size of x: a sine saves its input, and only the first of them is held by somebody else."""
+    """Saves `length` tensors of the size of x: a sine saves its input, and only the first of them is held by
+    somebody else."""
     for _ in range(length):
         x = x.sin()
     return x
@@ -38,7 +40,7 @@ def leaf(kib: int = 1) -> Tensor:
     return torch.randn(kib * ELEMENTS, requires_grad=True)
 
 
-# -- caps ---------------------------------------------------------------------------------------------------------------
+# -- caps ----------------------------------------------------------------------------------------------------
 def test_past_the_spilling_cap_compute_waits_for_the_oldest_and_the_host_for_nothing() -> None:
     device = NeverBlocks()
     rig = Rig(device=device, max_spilling_bytes=2 * KIB)
@@ -77,7 +79,8 @@ def test_a_spilling_cap_of_zero_refuses_and_waits_for_nothing() -> None:
 
 
 def test_spills_that_were_refused_by_a_cap_pin_nothing_for_the_next_step() -> None:
-    """The step's end reserves what it was seen to lack; a cap of zero lacks no memory, and 64 MiB were pinned for nothing."""
+    """The step's end reserves what it was seen to lack; a cap of zero lacks no memory, and 64 MiB were pinned
+    for nothing."""
     rig = Rig(max_spilling_bytes=0)
     with rig.group():
         y = chain(leaf(), 3)
@@ -88,7 +91,8 @@ def test_spills_that_were_refused_by_a_cap_pin_nothing_for_the_next_step() -> No
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_saved_bytes_on_the_device_stay_under_the_limit_forward_and_backward(executor: ExecutorName) -> None:
-    """Room is made before bytes are added, so the peak is the limit itself, and with a limit of no use, one record."""
+    """Room is made before bytes are added, so the peak is the limit itself, and with a limit of no use, one
+    record."""
     for limit_kib, expected_kib in ((4, 4), (2, 2), (1, 1), (0, 1)):
         rig = Rig(executor, device_limit_bytes=limit_kib * KIB)
         x = leaf()
@@ -143,7 +147,7 @@ def test_limits_may_change_between_steps() -> None:
         assert rig.end().spilled == spilled
 
 
-# -- host blocks --------------------------------------------------------------------------------------------------------
+# -- host blocks ---------------------------------------------------------------------------------------------
 def test_without_a_host_block_a_tensor_stays_and_is_counted() -> None:
     rig = Rig(budget=LocalHostBudget(0))
     x = leaf()
@@ -169,7 +173,8 @@ def test_what_found_no_block_finds_one_in_the_next_step() -> None:
 @pytest.mark.req("S2-22")
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_block_is_written_again_only_after_its_last_copy(executor: ExecutorName) -> None:
-    """Six steps through the bytes of one: the checker of the simulated device raises where a copy is not waited for."""
+    """Six steps through the bytes of one: the checker of the simulated device raises where a copy is not
+    waited for."""
     rig = Rig(executor, seed=1, device_limit_bytes=0)
     x = leaf()
     program = lambda x: chain(x, 4)  # noqa: E731
@@ -183,7 +188,7 @@ def test_a_block_is_written_again_only_after_its_last_copy(executor: ExecutorNam
     assert len(held) == 1
 
 
-# -- pieces -------------------------------------------------------------------------------------------------------------
+# -- pieces --------------------------------------------------------------------------------------------------
 def test_a_group_larger_than_a_piece_leaves_in_several_transfers_before_its_commit() -> None:
     rig = Rig(piece_bytes=2 * KIB)
     with rig.group(commit=False) as group:
@@ -219,7 +224,7 @@ def test_a_second_commit_sends_nothing_twice() -> None:
     rig.end()
 
 
-# -- lives --------------------------------------------------------------------------------------------------------------
+# -- lives ---------------------------------------------------------------------------------------------------
 def test_the_source_lives_until_compute_is_ordered_after_its_copy() -> None:
     rig = Rig()
     with rig.group():
@@ -273,10 +278,11 @@ def test_a_tensor_that_dies_before_its_piece_is_full_never_leaves() -> None:
     assert (stats.saved, stats.kept) == (3, 3)
 
 
-# -- one storage, two chunks --------------------------------------------------------------------------------------------
+# -- one storage, two chunks ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_two_chunks_may_send_the_same_tensor_at_the_same_time(executor: ExecutorName) -> None:
-    """A mask or a table that every microbatch saves: the second spill was declared a new write of what the first one still read."""
+    """A mask or a table that every microbatch saves: the second spill was declared a new write of what the
+    first one still read."""
     table = torch.randn(ELEMENTS)
     leaves = [leaf() for _ in range(3)]
     rig = Rig(executor)
@@ -316,7 +322,7 @@ def test_bytes_that_two_copies_read_are_free_after_the_second() -> None:
     rig.end()
 
 
-# -- staying after all --------------------------------------------------------------------------------------------------
+# -- staying after all ---------------------------------------------------------------------------------------
 def reclaimed(**config: Any) -> tuple[Rig, Tensor]:
     """A rig whose one record was on its way out when a prefetch found that it is read next."""
     rig = Rig(**config)
@@ -374,8 +380,12 @@ def test_room_is_not_made_by_waiting_for_a_spill_that_holds_nothing() -> None:
     rig.end()
 
 
-@pytest.mark.parametrize(("limit_bytes", "state"), [(2 * KIB, RecordState.RESIDENT), (2 * KIB - 1, RecordState.SPILLING)])
-def test_a_tensor_on_its_way_out_stays_only_if_the_largest_still_fits_beside_what_stays(limit_bytes: int, state: RecordState) -> None:
+@pytest.mark.parametrize(
+    ("limit_bytes", "state"), [(2 * KIB, RecordState.RESIDENT), (2 * KIB - 1, RecordState.SPILLING)]
+)
+def test_a_tensor_on_its_way_out_stays_only_if_the_largest_still_fits_beside_what_stays(
+    limit_bytes: int, state: RecordState
+) -> None:
     rig, y = reclaimed(device_limit_bytes=limit_bytes, max_restoring_bytes=KIB)
     assert rig.states() == [state]
     y.sum().backward()
