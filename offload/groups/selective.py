@@ -5,26 +5,20 @@
 One invariant: keeping changes time and memory, never a bit. What was kept is what the operator returned, what
 was not is recomputed.
 
-# Note: [The life of a kept output]
-#   1. The forward mode sees the operator's call and remembers it, by operator and number: KeptCall, still on
-    the device.
-#   2. autograd saves something of the region: the recompute will come past the call, so its outputs go to the
-    group that was open when
-#      the operator ran, under their names, and leave like all of that group. No group was open: one named
-       `group`, for this region.
-#   3. Outputs after the last save of the region are let go when it ends: a recompute stops at that save and
-    never reads them. One that
-#      does not stop (early_stop=False) calls the operator again.
-#   4. Backward: the recompute mode numbers the calls from 0 in every pass and gives each kept one again,
-    through the same door as
-#      autograd's own reads. A second pass (retain_graph, a split backward) finds everything where the first
-       one did.
-#   5. The last node of the region dies, with it the recompute's contexts, their calls, handles and records.
-    No release waits for a read.
+# Note: [The life of a kept output] 1. The forward mode sees the operator's call and remembers it, by operator
+# and number: KeptCall, still on the device. 2. autograd saves something of the region: the recompute will
+# come past the call, so its outputs go to the group that was open when the operator ran, under their names,
+# and leave like all of that group. No group was open: one named `group`, for this region. 3. Outputs after
+# the last save of the region are let go when it ends: a recompute stops at that save and never reads them.
+# One that does not stop (early_stop=False) calls the operator again. 4. Backward: the recompute mode numbers
+# the calls from 0 in every pass and gives each kept one again, through the same door as autograd's own reads.
+# A second pass (retain_graph, a split backward) finds everything where the first one did. 5. The last node of
+# the region dies, with it the recompute's contexts, their calls, handles and records. No release waits for a
+# read.
 #
 # [Order: operator]
 # hazard  RAW: `d2h` copies an output that its operator's lane is still writing; step 2 may come while another
-compute lane is current.
+#         compute lane is current.
 # edge    the record gets the operator's lane, and [Order: spill] of transfer/engine.py waits for that one.
 # alive   the call that waits, then the record and its Transfer.
 # proof   tests/property/test_selective_edges.py

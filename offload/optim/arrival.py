@@ -7,8 +7,7 @@ forward that reads them past their modules is readers.py's.
 # [Order: weights back]
 # hazard  RAW: `compute` reads a weight before `h2d`, or the optimizer's lane, has written it.
 # edge    the bucket keeps the event of its return or step; the lane of the first user waits for it, each lane
-          once a step. Of a captured
-#         forward every replay is a user: replayed.py.
+#         once a step. Of a captured forward every replay is a user: replayed.py.
 # alive   the parameter is the model's.
 # proof   tests/property/test_optim_edges.py, edge "weights back"
 """

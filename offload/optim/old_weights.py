@@ -8,18 +8,18 @@ when compute is ordered behind all that the optimizer's lane does with it.
 
 # [Order: old weights]
 # hazard  allocator reuse: compute gets the memory of old weights while the optimizer's lane still copies into
-it.
+#         it.
 # edge    the bucket's step, recorded on the optimizer's lane, comes after the copy; the lane that allocated
-          the memory waits for it.
+#         the memory waits for it.
 # alive   the bucket, until then or until the host has seen the step pass. Its allocation is ordered by
-          "gradients made".
+#         "gradients made".
 # proof   tests/property/test_undo_edges.py, edge "old weights"
 #
 # [Order: undone]
 # hazard  RAW, allocator reuse: compute reads weights that the optimizer's lane is still putting back, or gets
-the memory they come from.
+#         the memory they come from.
 # edge    an event recorded on the optimizer's lane behind the last of them; compute, and the lane that
-          allocated, wait for it.
+#         allocated, wait for it.
 # alive   the bucket, until that wait is issued.
 # proof   tests/property/test_undo_edges.py, edge "undone"
 """

@@ -29,7 +29,7 @@ keeps the old weights.
 #
 # [Order: gradients made]
 # hazard  RAW and WAR: the optimizer's lane reads gradients that `compute` still writes, and writes weights
-that it still reads.
+#         that it still reads.
 # edge    the event recorded on compute when the step was asked for; the optimizer's lane waits for it.
 # alive   the bucket holds the gradients until its step's event has passed.
 # proof   tests/property/test_optim_edges.py, edge "gradients made"

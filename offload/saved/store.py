@@ -5,9 +5,9 @@ bytes.
 
 # Note: [What may share a copy]
 # A save joins a record only if the record's storage object is the same (not merely its address), a handle of
-the record lives, the # chunk is the same and the version has not moved. Storages written from outside
-autograd (receive buffers: their version stands still) # never join. So x saved for w1 and w3 is copied once,
-and a buffer received into twice is copied twice. Captured graphs share none.
+# the record lives, the chunk is the same and the version has not moved. Storages written from outside
+# autograd (receive buffers: their version stands still) never join. So x saved for w1 and w3 is copied once,
+# and a buffer received into twice is copied twice. Captured graphs share none.
 """
 
 from __future__ import annotations

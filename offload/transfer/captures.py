@@ -11,28 +11,27 @@ released.
 
 # [Order: capture]
 # hazard  WAR, RAW, allocator reuse: a captured copy or wait would have to come after work that was issued
-before the capture.
+#         before the capture.
 # edge    just before a capture begins the host synchronizes both copy lanes and every event kept with free
-          host bytes, and what was in
-#         flight is settled: all that came before has passed, and an event of before is not waited for.
+#         host bytes, and what was in flight is settled: all that came before has passed, and an event of
+#         before is not waited for.
 # alive   settled sources are free; restored buffers stay with their records.
 # proof   tests/property/test_captures.py, test_work_of_before_a_capture_has_passed_when_it_begins
 #
 # [Order: join]
 # hazard  RAW, WAR: what is replayed after a graph touches bytes that the graph's copies still read or write;
-CUDA refuses such a graph.
+#         CUDA refuses such a graph.
 # edge    before a capture ends its compute lane waits for the last point of each copy lane that is part of
-          it.
+#         it.
 # alive   the graph's region holds host blocks, its memory pool device buffers.
 # proof   tests/property/test_edges.py, edge "join"
 #
 # [Order: graphs]
 # hazard  RAW: a backward's graph reads a host block that its forward's graph writes. WAR: the forward's next
-replay writes it again.
+#         replay writes it again.
 # edge    each capture ends with its copy lanes joined (order "join"), and each copy comes after a point of
-          its own graph's
-#         compute lane: so graphs replayed in one lane, or ordered by their caller, have their copies ordered
-          too.
+#         its own graph's compute lane: so graphs replayed in one lane, or ordered by their caller, have their
+#         copies ordered too.
 # alive   the region holds the blocks; the private pool of the graphs holds device buffers at their addresses.
 # proof   tests/property/test_captures.py, test_graphs_replayed_on_lanes_that_nothing_orders_have_a_hazard
 """

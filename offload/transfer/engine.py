@@ -14,10 +14,9 @@ of is in in_flight.py.
 # [Order: reuse]
 # hazard  WAR: `h2d` still reads a host block for a restore while `d2h` writes it for the next spill.
 # edge    a block comes back to the arena with the event of its last copy; the next spill into its bytes makes
-          d2h wait for it.
+#         d2h wait for it.
 # alive   the arena owns the pinned bytes; the record holds the block from its spill to its death, or, held
-          back for its reader, to
-#         the settling of that spill.
+#         back for its reader, to the settling of that spill.
 # proof   tests/property/test_edges.py, edge "reuse"
 #
 # [Order: allocate]

@@ -14,7 +14,7 @@ its reader is sent on its way again, whose copy has never stopped.
 # [Order: settle]
 # hazard  allocator reuse: the source goes back to compute's allocator while `d2h` still reads it.
 # edge    settling makes the compute lane that owns the source wait for the spill's event before the last
-          reference goes.
+#         reference goes.
 # alive   the Transfer, until just after that wait.
 # proof   tests/property/test_edges.py, edge "settle"
 #
