@@ -49,7 +49,7 @@ ALONE = (
     "megatron",
 )
 TRAINING = ("gpu_fused", "ours", "ours_after_backward", "ours_half", "torchao_gradients", "megatron")
-CLIPPED = ("gpu_fused", "ours_after_backward", "ours_undoable", "ours_undone")
+CLIPPED = ("gpu_fused", "ours_after_backward")
 LOSSES = ("gpu_fused", "gpu_foreach", "ours_after_backward", "ours_no_overlap")
 
 
@@ -244,12 +244,6 @@ def run_training(bench: Bench) -> None:
                 rest += f"reserved {result['reserved_peak'] / max(1, result['active_peak']):.3f} of active  "
             if result["status"] == "ok" and "host_bytes" in result:
                 rest += f"host {result['host_bytes'] / result['parameters']:.2f} B a parameter"
-            if result["status"] == "ok" and (early := result["early"]):
-                rest += (
-                    f"  a step {early['started']:.1f} of {result['streamed_buckets']} buckets started early, "
-                    f"{early['no_room']:.1f} had no "
-                    f"room, {early['undone']:.1f} were undone"
-                )
             _line(name, result, rest)
 
 

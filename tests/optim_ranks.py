@@ -34,7 +34,6 @@ from offload import OffloadEngine
 from offload.device.sim import SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
-from tests.unit.optim.rig import room_for_all
 
 __all__ = [
     "RECIPE",
@@ -103,7 +102,6 @@ class Seen:
     places: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
-    early: tuple[int, int] = (0, 0)  # buckets that started in a backward, and of them those undone
     error: str = ""
 
 
@@ -255,8 +253,6 @@ def _train(
             given = {**options, "max_grad_norm": 0.05} if case.clip == "argument" else options
             optimizer = hybrid(model, engine, model=model if case.attached else None, **given)
             stack.callback(optimizer.close)
-            if optimizer.early_counts is not None and isinstance(engine.device, SimDevice):
-                room_for_all(optimizer)
             seen.places = {
                 name: optimizer.place_of(parameter).value for name, parameter in model.named_parameters()
             }
@@ -297,8 +293,6 @@ def _train(
             optimizer.zero_grad(set_to_none=not case.kept)
         if isinstance(optimizer, HybridDeviceOptimizer):
             optimizer.synchronize_parameters()
-            if (counts := optimizer.early_counts) is not None:
-                seen.early = counts.started, counts.undone
         found = {name: whole(parameter) for name, parameter in model.named_parameters()}
     seen.norms.append(norms)
     seen.scales.append(scales)

@@ -1,8 +1,7 @@
 """Who may read the weights, and when: the modules of a model, replays of its captured forwards, and whoever
 asks.
 
-One invariant: nobody that is known here reads a weight that is on its way, or one that a step which may be
-undone has written: it waits, or that step is undone first.
+One invariant: nobody that is known here reads a weight that is on its way: it waits.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from offload.optim.ranks import several_ranks
 from offload.optim.readers import Readers
 from offload.optim.replayed import ReplayedReads
 from offload.optim.stepping import HostedSteps
-from offload.optim.undo import EarlySteps, StepInBackward
 
 __all__ = ["AwaitedOptimizer"]
 
@@ -28,19 +26,18 @@ __all__ = ["AwaitedOptimizer"]
 class AwaitedOptimizer(Optimizer):
     """Its weights have readers, for heirs that step them.
 
-    _early: of a step that may be undone; None without. _names: of parameters, by id, for errors.
+    _names: of parameters, by id, for errors.
     """
 
     _engine: OffloadEngine
     _placed: Placement
     _steps: HostedSteps
-    _early: EarlySteps | None
     _model: nn.Module | None
     _names: dict[int, str]
     _arrivals: Arrivals | None
     _readers: Readers
     _replayed: ReplayedReads
-    _step_in_backward: StepInBackward
+    _step_in_backward: bool
     _overlap_backward: bool | None
 
     def _refuse_replicas(self, model: nn.Module) -> None:
@@ -48,7 +45,7 @@ class AwaitedOptimizer(Optimizer):
         gradients of one rank."""
         promise = (
             "step_in_backward"
-            if self._step_in_backward is True
+            if self._step_in_backward
             else "overlap_backward"
             if self._overlap_backward
             else None
@@ -87,8 +84,6 @@ class AwaitedOptimizer(Optimizer):
         self._readers.outside = frozenset(
             parameters_outside(model, [member.parameter for member in self._placed.members])
         )
-        if self._early is not None:
-            self._early.outside = self._readers.untold
 
     def _arrive(self, indices: Sequence[int] | None) -> None:
         """The current lane is about to read the weights of these parameters, None for all. Blocks the host
@@ -98,20 +93,16 @@ class AwaitedOptimizer(Optimizer):
         if self._engine.device.is_capturing():
             self._replayed.arrive(indices)
             return
-        if self._early is not None:
-            self._early.before_reading(indices)
         self._steps.arrive(indices)
 
     def _rest(self) -> None:
         """Bring everything to rest, after a whole step: the host may read and write weights, state and
         masters. Blocks the host."""
-        if self._early is not None:
-            self._early.before_reading(None)
         self._steps.settle_host()
 
     def synchronize_parameters(self) -> None:
-        """Let the current lane's work from here on see the new weights, or before step() the old ones. Blocks
-        the host until the step under way has been issued, or what of the next one started early is undone."""
+        """Let the current lane's work from here on see the new weights. Blocks the host until the step under
+        way has been issued."""
         self._arrive(None)
 
     def _refuse_in_capture(self, what: str) -> None:

@@ -1,9 +1,7 @@
 """The host memory of one section: master weights, gradients and moments, one unbroken range each, in as few
 blocks as their pinning allows.
 
-State that a step may have to leave as it was has two sides: a step reads one and writes the other
-(`of_side`). One invariant: the bytes of a section belong to it from its making to `close`; nothing is
-allocated in a step.
+One invariant: the bytes of a section belong to it from its making to `close`; nothing is allocated in a step.
 """
 
 from __future__ import annotations
@@ -17,13 +15,7 @@ from offload.errors import HostBudgetError
 from offload.memory.arena import Block, HostArena
 from offload.optim.buckets import ALIGN, Section
 
-__all__ = ["FlatSpec", "HostSection", "check_budget", "of_side"]
-
-
-def of_side(name: str, side: int) -> str:
-    """The flat that keeps `name` on side 0 or 1. Only sections made for steps that may be undone have a side
-    1."""
-    return f"{name} on the other side" if side else name
+__all__ = ["FlatSpec", "HostSection", "check_budget"]
 
 
 class FlatSpec:

@@ -49,7 +49,6 @@ from offload.optim.replayed import ReplayedReads
 from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
 from offload.optim.stepped import SteppedOptimizer
 from offload.optim.stepping import HostedSteps
-from offload.optim.undo import UNDOABLE, EarlySteps, StepInBackward, checked_mode
 
 __all__ = ["HybridDeviceOptimizer"]
 
@@ -76,7 +75,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         cpu_share: float | Literal["auto"] = "auto",
         bucket_bytes: int = 64 << 20,
         overlap_backward: bool | None = None,
-        step_in_backward: StepInBackward = False,
+        step_in_backward: bool = False,
         atomic_step: bool | None = None,
         max_grad_norm: float | None = None,
         cpu_threads: int | None = None,
@@ -103,12 +102,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             FSDP2 has reduced lands then, and the rest at step().
         step_in_backward: also step a bucket as soon as its gradients are final. A promise: step() follows,
             with the param groups as they are during the backward and the gradients as it made them, without
-            clipping. A promise that is broken is an error. "undoable": no promise; a step that does not count
-            after all (clipping, a step left out, changed groups or gradients, weights read before step()) is
-            undone exactly. Only streamed buckets start then, and only where their old weights fit under the
-            memory that the backward has freed; the others wait for step(), which blocks the host until the
-            backward has ended if there is clipping. State takes twice the host memory. A GradScaler changes
-            every gradient before step(): with one nothing is gained, see undo.py.
+            clipping. A promise that is broken is an error.
         atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the
             last whole step; without overlap and for 2 to 3 times the memory traffic. None: for classes other
             than torch's Adam, AdamW, SGD and Adagrad, whose fused kernels check everything before they write.
@@ -159,9 +153,14 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 "atomic_step=False overlaps it",
                 cpu_cls.__name__,
             )
-        self._step_in_backward = checked_mode(
-            step_in_backward, overlaps=self._overlaps, max_grad_norm=max_grad_norm, model=model
-        )
+        if not isinstance(step_in_backward, bool):
+            raise ValueError(f"step_in_backward is {step_in_backward!r}, must be False, or True (a promise)")
+        if step_in_backward and (not self._overlaps or max_grad_norm is not None):
+            raise ValueError(
+                "step_in_backward needs overlap, and no max_grad_norm: the norm is known only after the "
+                "backward; leave one out"
+            )
+        self._step_in_backward = step_in_backward
         self._overlap_backward = overlap_backward
         if model is not None:
             self._refuse_replicas(model)
@@ -178,7 +177,6 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 pin_params=pin_cpu_params,
                 masters_in_fp32=param_update_in_fp32,
                 overlap=self._overlaps,
-                two_sides=self._step_in_backward == UNDOABLE,
             ),
         )
         self._given_engine = engine
@@ -197,12 +195,6 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._model: nn.Module | None = None
         if model is not None:
             self.attach(model)
-        if self._early is not None and not self._placed.streamed.buckets:
-            logger.warning(
-                "step_in_backward=%r starts what is streamed, and nothing is; lower cpu_share, or leave it "
-                "out",
-                UNDOABLE,
-            )
 
     # -- building --------------------------------------------------------------------------------------------
     def _device_name(self) -> str:
@@ -218,16 +210,13 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._placed = Placement(engine, self._placing, share)
         self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
         self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
-        undoable = self._step_in_backward == UNDOABLE
-        self._early = EarlySteps(engine.device, self._steps, self._placed.streamed) if undoable else None
-        promises = self._step_in_backward is True
+        promises = self._step_in_backward
         self._landing = Landing(
             engine.device,
             self._steps,
             self._placed.copies,
             self._placed.refresh_changed,
             step_early=promises,
-            undoable=self._early,
             promised=bool(self._overlap_backward or promises),
         )
         self._clip: Tensor | None = None
@@ -371,9 +360,6 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     def begin_load(self, fraction: float | None, share: float | None, *, has_state: bool) -> None:
         """Come to rest, whatever was under way, and take over a measured share that was saved with the same
         fraction."""
-        if self._early is not None:
-            self._early.take_back("state is loaded")
-            self._early.forget()
         if self._steps.failed:
             self._steps.forgive()
         self._landing.early = {}
@@ -398,7 +384,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     def close(self) -> None:
         """End the workers and give the host memory back; an engine that was made here is closed too. Blocks
         the host."""
-        if not self._steps.failed or (self._early is not None and self._early.started):
+        if not self._steps.failed:
             try:
                 self._rest()
             except OffloadError as error:

@@ -3,8 +3,7 @@ request is stepped at once.
 
 A bucket goes when the gradients of all its parameters are final. One invariant: a landing is only a start.
 Whether it counts is asked at the step, of the gradient that is there then (`has_landed`); and a bucket that
-was stepped early, on a promise or to be undone if need be (undo.py), is asked for what has changed since
-(`broken`).
+was stepped early, on a promise, is asked for what has changed since (`broken`).
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from offload.optim.parameters import Managed, is_laid_out_as, local_of
 from offload.optim.parts import GroupCopies
 from offload.optim.ranks import may_be_reduced_in_place
 from offload.optim.stepping import HostBucket, HostedSteps
-from offload.optim.streamed_step import StreamedBucket
-from offload.optim.undo import EarlySteps
 
 __all__ = ["Landing"]
 
@@ -32,8 +29,7 @@ class Landing:
     """The gradients of one backward. Its `watch` calls it on the thread that runs the backward.
 
     refresh: makes masters follow weights that somebody wrote, once all is at rest. step_early: step each
-        bucket as soon as its gradients are final, on a promise. undoable: gets the streamed ones offered
-        instead.
+        bucket as soon as its gradients are final, on a promise.
     """
 
     def __init__(
@@ -44,7 +40,6 @@ class Landing:
         refresh: Callable[[Callable[[], None]], bool],
         *,
         step_early: bool,
-        undoable: EarlySteps | None,
         promised: bool,
     ) -> None:
         self._device = device
@@ -52,7 +47,6 @@ class Landing:
         self._copies = copies
         self._refresh = refresh
         self._step_early = step_early
-        self._undoable = undoable
         self.watch = BackwardWatch(self._is_final, promised=promised)
         self.early: dict[int, HostBucket] = {}  # stepped in this backward, by id
         self._begun = False
@@ -60,7 +54,7 @@ class Landing:
         self._final: dict[int, int] = {}  # by bucket's id: how many of its gradients are final
 
     def _is_final(self, member: Managed) -> None:
-        """Blocks the host only if the last step is not yet issued, or with undoable steps not yet made."""
+        """Blocks the host only if the last step is not yet issued."""
         parameter = member.parameter
         if parameter.grad is None or getattr(parameter, "decoupled_grad", None) is not None:
             return
@@ -75,11 +69,7 @@ class Landing:
                 # it fetches weights into the gradients' slots, so it comes before any landing
                 self._refresh(self._steps.settle_host)
                 self._copies.refresh()
-                if self._undoable is not None:
-                    self._undoable.begin()
             for bucket in self._steps.buckets_of[member.index]:
-                if self._undoable is not None and id(bucket) in self._undoable.started:
-                    self._undoable.refuse_second(member)
                 if id(bucket) in self.early:
                     raise OffloadError(
                         f"{member} got a gradient after its bucket had been stepped in this backward; use "
@@ -109,8 +99,6 @@ class Landing:
         if self._step_early:
             self.early[id(bucket)] = bucket
             self._steps.submit([bucket], self._steps.release([bucket]), HostScalars(), None)
-        elif self._undoable is not None and isinstance(bucket, StreamedBucket):
-            self._undoable.offer(bucket, gradients)
 
     # -- at the step -----------------------------------------------------------------------------------------
     def has_landed(self, bucket: HostBucket, gradients: Mapping[int, Tensor]) -> bool:

@@ -19,7 +19,7 @@ from offload.engine import OffloadEngine
 from offload.optim.buckets import Section, lay_out
 from offload.optim.classes import IMPLEMENTATION_KEYS, is_fused_adam, made_for_cpu, state_names
 from offload.optim.cpu_step import CpuBucket
-from offload.optim.host import FlatSpec, HostSection, check_budget, of_side
+from offload.optim.host import FlatSpec, HostSection, check_budget
 from offload.optim.mover import Mover
 from offload.optim.parameters import Managed, same_bits
 from offload.optim.streamed_step import Ring, StreamedBucket
@@ -40,8 +40,6 @@ class HostOptions:
     pin_params: bool
     masters_in_fp32: bool
     overlap: bool
-    two_sides: bool = False
-    """Of the streamed state: a step leaves the side that it reads as it is, so that it can be undone."""
 
     def master_dtype(self, member: Managed) -> torch.dtype:
         return (
@@ -328,7 +326,6 @@ class StreamedPart(_Part):
         self.buckets: list[StreamedBucket] = []
         self.ring: Ring | None = None
         self._pieces_of: dict[int, list[tuple[StreamedBucket, int]]] = {}
-        self._buckets_in: dict[int, list[StreamedBucket]] = {}  # by the section's id
         self._values: dict[int, dict[str, Any]] = {}
 
     def add(self, members: Sequence[Managed], group_of: Mapping[int, dict[str, Any]]) -> None:
@@ -357,10 +354,6 @@ class StreamedPart(_Part):
             ]
             if dtype != master:
                 specs.append(FlatSpec("master", master.itemsize, pinned=self.options.pin_params))
-            if self.options.two_sides:
-                specs += [
-                    FlatSpec(of_side(spec.name, 1), spec.element_bytes, pinned=spec.pinned) for spec in specs
-                ]
             plan.append((layout, specs))
         made: list[StreamedBucket] = []
         for section, (layout, _, master) in zip(
@@ -368,11 +361,12 @@ class StreamedPart(_Part):
         ):
             for cut in layout.buckets:
                 mover = Mover(self.engine, "optimizer", len(self.buckets) + len(made))
-                how = {"weights_on_host": self._weights_on_host, "two_sides": self.options.two_sides}
-                made.append(StreamedBucket(mover, section, cut, self.members, master, values, **how))
+                where = self._weights_on_host
+                made.append(
+                    StreamedBucket(mover, section, cut, self.members, master, values, weights_on_host=where)
+                )
         made.sort(key=lambda bucket: bucket.layout.pieces[0].parameter)
         for bucket in made:
-            self._buckets_in.setdefault(id(bucket.section), []).append(bucket)
             for place, member in enumerate(bucket.members):
                 self._pieces_of.setdefault(member.index, []).append((bucket, place))
         self.buckets.extend(made)
@@ -407,23 +401,6 @@ class StreamedPart(_Part):
                     device = self.engine.device
                     device.note_write(device.host, _flat(master).view(torch.uint8))
                     master.copy_(weights)
-
-    def moment(self, member: Managed, name: str) -> Tensor:
-        section, start = self.places[member.index]
-        side = self._one_side(section)
-        return member.shaped(
-            section.view(of_side(name, side), start, member.numel, self.options.master_dtype(member))
-        )
-
-    def _one_side(self, section: HostSection) -> int:
-        """Bring the buckets of a section, and so every parameter in it, to the side that most of them are on.
-        Blocks the host for a copy of the others; nothing of them may be in flight."""
-        mine = self._buckets_in[id(section)]
-        side = int(2 * sum(bucket.side for bucket in mine) > len(mine))
-        for bucket in mine:
-            if bucket.side != side:
-                bucket.change_sides()
-        return side
 
     def master(self, member: Managed) -> Tensor:
         return self.moment(member, "master")

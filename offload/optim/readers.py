@@ -33,12 +33,6 @@ class Readers:
         self._steps = 0
         self._warned = False
 
-    @property
-    def untold(self) -> frozenset[int]:
-        """Places of the weights of which a forward may be the reader without saying so, as far as is
-        known."""
-        return self.outside | self._past
-
     def ask(self, indices: Iterable[int]) -> None:
         self._asked.update(indices)
 

@@ -20,7 +20,6 @@ from offload.optim.landing import Landing
 from offload.optim.norms import ScalarDesk, clip_factor, total_norm
 from offload.optim.parameters import laid_out_as, settle_versions
 from offload.optim.stepping import HostBucket
-from offload.optim.undo import EarlyCounts
 
 __all__ = ["SteppedOptimizer"]
 
@@ -66,21 +65,13 @@ class SteppedOptimizer(AwaitedOptimizer):
         self._landing.distrust()
         return False
 
-    @property
-    def early_counts(self) -> EarlyCounts | None:
-        """How many buckets started in the backward, had no room there, or were undone; None without
-        step_in_backward="undoable"."""
-        return self._early.counts if self._early is not None else None
-
     # -- the step --------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. closure: evaluated once.
 
         With overlap and a model it returns when the work is issued; without a model it waits for the weights.
         Blocks the host while the last step is not yet issued, and for weights that somebody changed since.
-        With step_in_backward="undoable" and clipping, if a bucket was stepped in the backward, it blocks the
-        host until that has ended on the device: somebody has to know whether the norm clips. Raises
-        OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped;
+        Raises OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped;
         CaptureError in a graph under capture, unless nothing is offloaded.
         """
         self._refuse_in_capture("step()")
@@ -88,19 +79,12 @@ class SteppedOptimizer(AwaitedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._early is not None and self._steps.error is not None:
-            self._early.undo("a worker failed")
-        if not self._ahead:
+        if not self._landing.early:
             self._steps.settle()
         self._steps.raise_failure()
         with torch.no_grad():
             self._step()
         return loss
-
-    @property
-    def _ahead(self) -> bool:
-        """Whether some of the coming step is already under way; then the last one is settled."""
-        return bool(self._landing.early or (self._early is not None and self._early.started))
 
     def _step(self) -> None:
         gradients = self._gradients()
@@ -113,19 +97,14 @@ class SteppedOptimizer(AwaitedOptimizer):
         self._review(gradients)
         if self._overlaps:
             self._steps.start_workers()
-        if not self._ahead:
+        if not self._landing.early:  # else some of the step is under way, and the last one is settled
             self._steps.settle()
             if self._placed.refresh_changed(self._steps.settle_host):
                 self._landing.forget()
             self._placed.copies.refresh()
         factor = self._factor()
         if self._overlaps:
-            stepped_early = self._landing.early
-            if self._early is not None:
-                stepped_early = self._early.decided(factor)
-                if not stepped_early:
-                    self._steps.settle()
-            self._step_overlapped(gradients, flats, factor, stepped_early)
+            self._step_overlapped(gradients, flats, factor, self._landing.early)
         else:
             scalars = (
                 self._desk.send(factor) if factor is not None and self._placed.cpu.buckets else HostScalars()
@@ -147,28 +126,13 @@ class SteppedOptimizer(AwaitedOptimizer):
         self._landing.watch.end_step()
 
     def _review(self, gradients: Mapping[int, Tensor]) -> None:
-        """Early steps that cannot count any more are undone, or are an error."""
-        landing, early = self._landing, self._early
+        """Early steps that cannot count any more are an error."""
+        landing = self._landing
         if landing.early:
             clips = self._clip is not None or self.max_grad_norm is not None
             broken = "clipping was asked for" if clips else landing.broken(landing.early.values(), gradients)
             if broken is not None:
                 self._break(broken)
-        if early is None or not early.final:
-            return
-        if (written := landing.written(early.started.values())) is not None:
-            count = len(early.started)
-            early.take_back(written, weights=False)
-            self._steps.fail(
-                f"{written} after {count} buckets had been stepped in the backward; two writers cannot be "
-                "merged. Load the last weights "
-                "and state, and call synchronize_parameters() before writing weights between backward and "
-                "step(): it undoes those steps"
-            )
-        why = landing.broken(early.final, gradients)
-        if why is None and any(member.changed_outside() for member in self._placed.members):
-            why = "weights were written"
-        early.review(why)
 
     def _gradients(self) -> dict[int, Tensor]:
         """By parameter. Collective where a DTensor's gradient lies otherwise than its parameter."""
@@ -235,13 +199,8 @@ class SteppedOptimizer(AwaitedOptimizer):
             for bucket in steps.in_order
             if id(bucket) not in early and any(m.index in flats for m in bucket.members)
         ]
-        asks = self._early is not None and self._early.asks
-        on_host = asks or any(isinstance(bucket, CpuBucket) for bucket in chosen)
+        on_host = any(isinstance(bucket, CpuBucket) for bucket in chosen)
         scalars = self._desk.send(factor) if factor is not None and on_host else HostScalars()
-        if self._early is not None:
-            if asks:
-                self._early.ask(scalars)
-            self._early.forget()
         for bucket in chosen:
             mine = {member.index: flats[member.index] for member in bucket.members if member.index in flats}
             if not self._landing.has_landed(bucket, gradients):
@@ -255,8 +214,6 @@ class SteppedOptimizer(AwaitedOptimizer):
             steps.arrive(
                 self._readers.unasked([member for member in self._placed.members if member.index in flats])
             )
-            if self._early is not None:
-                self._early.outside = self._readers.untold
 
     # -- masters ---------------------------------------------------------------------------------------------
     def update_fp32_param_by_new_param(self) -> None:
@@ -273,9 +230,6 @@ class SteppedOptimizer(AwaitedOptimizer):
         the gradients."""
         if self._landing.early:
             self._break("zero_grad was called without step()")
-        if self._early is not None:
-            self._early.undo("zero_grad was called without step()")
-            self._early.forget()
         self._landing.forget()
         self._landing.watch.start_over()
         if not set_to_none and self._steps.in_order:

@@ -104,9 +104,6 @@ class HostedSteps:
         streamed buckets' state waiting behind them on d2h.
         """
         device = self._engine.device
-        given = {id(bucket) for bucket in buckets}
-        # of a step of them that was undone
-        self._arrived = {key for key in self._arrived if key[0] not in given}
         for bucket in buckets:
             bucket.done.clear()
         self._pending += buckets
@@ -249,8 +246,6 @@ class HostedSteps:
             device.wait(lane, event, "weights back")
             for part in bucket.weights():
                 device.note_read(lane, part.view(torch.uint8))
-            if isinstance(bucket, StreamedBucket):
-                bucket.drop_old()
             self._arrived.add(key)
 
     @property

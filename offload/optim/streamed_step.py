@@ -6,9 +6,6 @@ directions of the link and the optimizer's own lane work at once. For float32 we
 are the masters and only the moments travel: 8 bytes an element each way. One invariant: the host's bytes of a
 bucket are read by `h2d` only after `d2h` wrote them in the step before.
 
-A step that may be undone (undo.py) reads one side of the bucket's state and writes the other, counts too, and
-keeps the old weights.
-
 # [Order: state in]
 # hazard  RAW: `h2d` reads a bucket's state that `d2h` has not finished writing in the last step.
 # edge    the bucket keeps the event of its state's way out; h2d waits for it before the state's way in.
@@ -54,9 +51,8 @@ from torch.optim.adam import adam
 from offload.device import CopyPair, Device, Event, Lane
 from offload.optim.buckets import Bucket, Piece
 from offload.optim.classes import state_names
-from offload.optim.host import HostSection, of_side
+from offload.optim.host import HostSection
 from offload.optim.mover import Mover
-from offload.optim.old_weights import OldWeights
 from offload.optim.parameters import Managed
 
 __all__ = ["RING_SLOTS", "Ring", "StreamedBucket"]
@@ -119,7 +115,6 @@ class StreamedBucket:
     group_of: the param group of each parameter, whose values are read at every step.
     weights_on_host: weights and gradients live there too, as FSDP2's CPUOffloadPolicy keeps them, and travel
         with the state.
-    two_sides: the section has both sides. side: the one that the state of the last whole step is on.
     """
 
     def __init__(
@@ -132,7 +127,6 @@ class StreamedBucket:
         group_of: Mapping[int, dict[str, Any]],
         *,
         weights_on_host: bool = False,
-        two_sides: bool = False,
     ) -> None:
         self.mover = mover
         self.device = mover.device
@@ -142,12 +136,8 @@ class StreamedBucket:
         self.master_dtype = master_dtype
         self.groups = [group_of[piece.parameter] for piece in layout.pieces]
         where = mover.device.torch_device
-        self._counts = [
-            [torch.zeros((), dtype=torch.float32, device=where) for _ in layout.pieces]
-            for _ in range(1 + two_sides)
-        ]
-        self.side = 0
-        self.old: OldWeights | None = None
+        self.steps = [torch.zeros((), dtype=torch.float32, device=where) for _ in layout.pieces]
+        """Counts of each piece, on the device."""
         self.has_master = section.has("master")
         self.weights_on_host = weights_on_host
         self.stepped: Event | None = None
@@ -155,26 +145,14 @@ class StreamedBucket:
         self.done = threading.Event()
         self.done.set()
         self._gradients: list[tuple[int, Tensor, Tensor]] = []  # place, gradient, weights
-        self._from = self._to = 0  # sides of the step that is asked for
-
-    @property
-    def steps(self) -> list[Tensor]:
-        """Counts of each piece, on the device."""
-        return self._counts[self.side]
 
     def names(self) -> tuple[str, ...]:
         """The flats that travel."""
         moments = state_names({"amsgrad": any(group["amsgrad"] for group in self.groups)})
         return (*moments, "master") if self.has_master else moments
 
-    def hold(self, gradients: Mapping[int, Tensor], old: OldWeights | None = None) -> None:
-        """Step these when told to. gradients: flat, by parameter; one that is missing is not stepped.
-
-        old: room for the weights, for a step that may be undone: it leaves the side that counts as it is.
-        """
-        self.old = old
-        self._from = self.side
-        self._to = self.side if old is None else 1 - self.side
+    def hold(self, gradients: Mapping[int, Tensor]) -> None:
+        """Step these when told to. gradients: flat, by parameter; one that is missing is not stepped."""
         self._gradients = []
         for place, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
             gradient = gradients.get(member.index)
@@ -198,44 +176,7 @@ class StreamedBucket:
         ):
             return False
         self._gradients = []
-        if self._to == self.side:
-            self.old = None
         return True
-
-    def keep(self) -> None:
-        """The step that may be undone will not be: its side counts from now on, though the step may still be
-        on its way."""
-        self.side = self._to
-
-    def drop_old(self) -> None:
-        """The bucket's weights have been waited for: nobody needs the old ones. Order: [Order: old
-        weights]."""
-        if self.old is not None:
-            assert self.stepped is not None
-            self.old.order(self.device, self.stepped)
-            self.old = None
-
-    def put_back(self, *, weights: bool) -> None:
-        """Forget the step, which is done, or never began. weights: on the current lane, the optimizer's, put
-        the old ones back."""
-        if weights and self.old is not None and self.old.taken:
-            self.old.put_back(self.device)
-        self._to = self.side
-
-    def change_sides(self) -> None:
-        """Have the state on the other side. Blocks the host for the copy; nothing of the bucket may be in
-        flight."""
-        for name in self.names():
-            here, there = (self._host_bytes(name, side) for side in (self.side, 1 - self.side))
-            self.device.note_read(self.device.host, here)
-            self.device.note_write(self.device.host, there)
-            there.copy_(here)
-        for mine, other in zip(self._counts[self.side], self._counts[1 - self.side], strict=True):
-            other.copy_(mine)
-        self.side = self._from = self._to = 1 - self.side
-
-    def _host_bytes(self, name: str, side: int) -> Tensor:
-        return self.section.slot(of_side(name, side), self.layout.start, self.layout.numel)
 
     def step(self, ring: Ring, released: Event, factor: Tensor | None) -> None:
         """State in, step, state out: the job of a worker, or of the calling thread. factor: a device scalar
@@ -244,8 +185,6 @@ class StreamedBucket:
         Blocks the host: never. Order: [Order: ring], [Order: state in], [Order: state here], [Order:
         gradients made], [Order: state out].
         """
-        if self.old is not None and self.old.given_up():
-            return
         device, layout = self.device, self.layout
         slot = ring.take()
         names = self.names()
@@ -255,8 +194,9 @@ class StreamedBucket:
             device.wait(device.h2d, self.left, "state in")
         size = {name: self.master_dtype.itemsize * layout.numel for name in names}
         there = {name: slot.flats[name].narrow(0, 0, size[name]) for name in names}
-        inward: list[CopyPair] = [(there[name], self._host_bytes(name, self._from)) for name in names]
-        outward: list[CopyPair] = [(self._host_bytes(name, self._to), there[name]) for name in names]
+        host = {name: self.section.slot(name, layout.start, layout.numel) for name in names}
+        inward: list[CopyPair] = [(there[name], host[name]) for name in names]
+        outward: list[CopyPair] = [(host[name], there[name]) for name in names]
         if self.weights_on_host:
             device.wait(device.h2d, released, "gradients made")
             for place, gradient, weights in self._gradients:
@@ -276,8 +216,6 @@ class StreamedBucket:
             with device.use_lane(ring.lane), torch.no_grad():
                 for name in names:
                     device.note_write(ring.lane, there[name])
-                if self.old is not None:
-                    self.old.take(device)
                 self._compute(there, slot, factor)
                 self.stepped = device.record(ring.lane)
             device.wait(device.d2h, self.stepped, "state out")
@@ -300,9 +238,6 @@ class StreamedBucket:
     def _compute(self, there: Mapping[str, Tensor], slot: _Slot, factor: Tensor | None) -> None:
         """On the ring's lane: one call of torch's Adam for each param group in the bucket."""
         device = self.device
-        counts = self._counts[self._to]
-        if self._to != self._from:
-            torch._foreach_copy_(counts, self._counts[self._from])
         groups: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
         for place, gradient, weights in self._gradients:
             if self.weights_on_host:
@@ -346,7 +281,7 @@ class StreamedBucket:
                 part("exp_avg"),
                 part("exp_avg_sq"),
                 part("max_exp_avg_sq") if amsgrad else [],
-                [counts[place] for place, _, _ in chosen],
+                [self.steps[place] for place, _, _ in chosen],
                 fused=True,
                 amsgrad=amsgrad,
                 beta1=group["betas"][0],

@@ -160,15 +160,13 @@ def _training(request: OptimRequest) -> dict[str, Any]:
     made.wait()
     clock.drain()
     clock.reset_peaks()
-    before = made.counts()
     began = time.perf_counter()
     for number in range(request.steps):
         _one_step(request, model, made, request.warmup + number)
     made.wait()
     clock.drain()
     step_ms = (time.perf_counter() - began) * 1e3 / request.steps
-    early = {key: (count - before[key]) / request.steps for key, count in made.counts().items()}
-    return {"step_ms": step_ms, "early": early} | _facts(model, made, clock)
+    return {"step_ms": step_ms} | _facts(model, made, clock)
 
 
 def _losses(request: OptimRequest) -> dict[str, Any]:

@@ -113,8 +113,6 @@ class Made:
     """Make the current stream wait for all new weights."""
     pinned_bytes: Callable[[], int] = lambda: 0
     clip: Callable[[nn.Module], Any] | None = None
-    counts: Callable[[], dict[str, int]] = dict
-    """Buckets that started in a backward so far, by what became of them."""
     needs_backward: bool = False
     """It steps what its hooks saw in a backward, and no gradient that is simply there."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -126,10 +124,9 @@ def _ours(
     fraction: float = 1.0,
     attached: bool = True,
     max_norm: float = 1.0,
-    rests: bool = True,
     **options: Any,
 ) -> Made:
-    """max_norm: where a row clips. rests: after a step that was undone the next ones do not start early."""
+    """max_norm: where a row clips."""
     from offload import OffloadEngine
     from offload.groups.tracing import import_compiler
     from offload.optim import HybridDeviceOptimizer
@@ -171,12 +168,6 @@ def _ours(
         pinned_bytes=lambda: engine.arena.held_bytes,
         clip=lambda _: optimizer.clip_grad_norm_(max_norm),
     )
-    if optimizer.early_counts is not None:
-        counts = optimizer.early_counts
-        made.counts = lambda: {"started": counts.started, "no_room": counts.no_room, "undone": counts.undone}
-        if not rests:
-            assert optimizer._early is not None
-            optimizer._early.quiet_steps = 0
     made.facts = {
         "cpu_share": optimizer.cpu_share,
         "host_bytes": optimizer.host_bytes,
@@ -221,8 +212,6 @@ def _megatron(model: nn.Module, fraction: float) -> Made:
 OURS: dict[str, dict[str, Any]] = {
     "ours": {"step_in_backward": True},
     "ours_after_backward": {},
-    "ours_undoable": {"step_in_backward": "undoable", "max_norm": 1e9},
-    "ours_undone": {"step_in_backward": "undoable", "max_norm": 1e-9, "rests": False},
     "ours_half": {"fraction": 0.5, "step_in_backward": True},
     "ours_no_overlap": {"attached": False, "overlap_cpu_optimizer_d2h_h2d": False},
     "ours_alone": {"attached": False},
@@ -230,9 +219,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours_alone_cpu": {"attached": False, "cpu_share": 1.0},
     "ours_alone_streamed": {"attached": False, "cpu_share": 0.0},
 }
-"""Rows of ours, by how the optimizer is made. Not attached to the model, step() waits for every weight. Where
-rows are clipped, ours_undoable never is in truth, so that every step that started early counts; ours_undone
-always is, and every such step is undone."""
+"""Rows of ours, by how the optimizer is made. Not attached to the model, step() waits for every weight."""
 
 OTHERS: dict[str, Callable[[nn.Module], Made]] = {
     "gpu_fused": lambda model: _gpu(model, fused=True),

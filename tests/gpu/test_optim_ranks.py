@@ -66,13 +66,6 @@ CASES = {
         microbatches=2,
         slow=True,
     ),
-    "shards, undoable, clipped": Case(
-        over="shards",
-        options={**STREAMED, "step_in_backward": "undoable"},
-        microbatches=2,
-        clip="own",
-        slow=True,
-    ),
     "shards, bad on one rank, scaled": Case(
         over="shards", options=BOTH, expected=UNOVERLAPPED, scaler=True, bad=True, slow=True
     ),

@@ -28,7 +28,6 @@ CPU, STREAMED, BOTH = {"cpu_share": 1.0}, {"cpu_share": 0.0}, {"cpu_share": 0.5}
 ALONE: dict[str, Any] = {"overlap_cpu_optimizer_d2h_h2d": False}
 TRUE: dict[str, Any] = {"overlap_backward": True}
 EARLY: dict[str, Any] = {"step_in_backward": True}
-UNDOABLE: dict[str, Any] = {"step_in_backward": "undoable"}
 
 REPLICAS = {
     **{
@@ -75,11 +74,6 @@ SHARDS = {
     },
     "shards, overlap off": Case(over="shards", options={**BOTH, **ALONE}),
     "shards, stepped in the backward": Case(over="shards", options={**BOTH, **EARLY}),
-    "shards, undoable": Case(over="shards", options={**BOTH, **UNDOABLE}, microbatches=2),
-    "shards, undoable, undone": Case(
-        over="shards", options={**STREAMED, **UNDOABLE}, clip="own", microbatches=2
-    ),
-    "replicas, undoable": Case(over="replicas", options={**STREAMED, **UNDOABLE}, clip="own"),
     "shards, promised": Case(over="shards", options={**BOTH, **TRUE}),
     "shards, fetched ahead": Case(over="shards", options=CPU, prefetch=True),
     "shards, a layer called alone": Case(over="shards", options=CPU, called_alone=True),
@@ -170,20 +164,6 @@ def test_without_an_edge_or_a_rule_it_is_a_hazard_or_other_bits(
             assert "hazard" in rank[name].error
         else:
             assert rank[name].differing != []
-
-
-def test_shards_start_in_the_backward_and_are_undone_on_every_rank_and_replicas_wait(
-    seen: list[dict[str, Seen]],
-) -> None:
-    """A replica's gradient is reduced after its hook, so none of its buckets may start; what every step clips
-    is undone in every step."""
-    for rank in seen:
-        started, undone = rank["shards, undoable"].early
-        assert started > 0
-        assert undone == 0
-        started, undone = rank["shards, undoable, undone"].early
-        assert started == undone > 0
-        assert rank["replicas, undoable"].early == (0, 0)
 
 
 def test_replicas_gradients_leave_at_step_and_it_is_announced(seen: list[dict[str, Seen]]) -> None:

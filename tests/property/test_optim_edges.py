@@ -22,7 +22,6 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError, OffloadError
 from offload.optim import HybridDeviceOptimizer
 from tests.property.test_edges import edge_titles
-from tests.property.test_undo_edges import EDGES as UNDO_EDGES
 from tests.unit.optim.rig import assert_same_bits, backward, net, weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,4 +174,4 @@ def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_scenario() -> 
     texts = [path.read_text() for path in SOURCES]
     noted = [title for text in texts for title in re.findall(r"^ *# \[Order: (.+)\]$", text, re.MULTILINE)]
     assert sorted(noted) == sorted(set(noted)), "two notes of one title"
-    assert set(noted) == edge_titles(texts) == {*EDGES, *UNDO_EDGES}
+    assert set(noted) == edge_titles(texts) == set(EDGES)

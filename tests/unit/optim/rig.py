@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
 from offload.optim import HybridDeviceOptimizer
-from offload.optim.undo import EarlySteps
 
 WIDTH = 33
 
@@ -95,12 +94,3 @@ def assert_same_bits(mine: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), (
             f"tensor {place} differs by {(one - two).abs().max()}"
         )
-
-
-def room_for_all(optimizer: HybridDeviceOptimizer) -> EarlySteps:
-    """Let every streamed bucket find room for its old weights, and start again right after a step that was
-    undone: the simulated device knows of no activations whose memory they could take."""
-    assert optimizer._early is not None
-    optimizer._early._most_bytes = 1 << 60
-    optimizer._early.quiet_steps = 0
-    return optimizer._early

@@ -58,9 +58,6 @@ def test_the_tiny_run_prints_every_part_and_writes_every_row(
     assert code == 0, text
     assert "overlap on and off: bitwise equal" in text
     assert "clipped by the global norm" in text
-    assert text.count("of 1 buckets started early") == 2, (
-        "where a backward starts steps, and where they are undone"
-    )
     rows = json.loads(out.read_text())["rows"]
     assert {row["request"]["kind"] for row in rows} == {"alone", "training", "losses", "rates"}
 
