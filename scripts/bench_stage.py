@@ -4,6 +4,7 @@ run, one GPU.
 
     python scripts/bench_stage.py --workload W1                 every default row of W1
     python scripts/bench_stage.py --workload W2 --rows ours_all --device-limit-gb 40 --profile-summary
+    python scripts/bench_stage.py --workload W5 --profile       small operators: the host's time, by function
     python scripts/bench_stage.py --micro                       host cost a saved tensor
     python scripts/bench_stage.py --tiny                        the whole script on a CPU and the simulated
                                                                 device, for its own sake
@@ -33,15 +34,15 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
 
 import torch  # noqa: E402
 
-from bench import child, micro, report  # noqa: E402
+from bench import child, micro, profiling, report  # noqa: E402
 from bench.child import DEFAULT_ROWS, LIMITED_ROWS, ROWS, RowRequest  # noqa: E402
 from bench.outcome import outcome_of_process  # noqa: E402
 from bench.rows import RowOptions  # noqa: E402
 
 GB = 1e9
 LIVE = "100,1000,10000"
-_DEFAULT_LIMITS_GB = {"W1": (3.0,), "W2": (50.0, 40.0, 32.0, 22.0), "W3": (3.0,)}
-_LIMIT_MEANS = {"W1": "saved", "W2": "total", "W3": "saved"}
+_DEFAULT_LIMITS_GB = {"W1": (3.0,), "W2": (50.0, 40.0, 32.0, 22.0), "W3": (3.0,), "W5": (0.0,)}
+_LIMIT_MEANS = {"W1": "saved", "W2": "total", "W3": "saved", "W5": "saved"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -58,7 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--device-limit-gb",
         help=(
             f"comma-separated GB of 1e9 for {' and '.join(LIMITED_ROWS)}, a row each; 0 is no "
-            "limit (W1: 3; W2: 50,40,32,22)"
+            "limit (W1: 3; W2: 50,40,32,22; W5: 0)"
         ),
     )
     parser.add_argument(
@@ -96,7 +97,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int)
     parser.add_argument("--sequence", type=int)
-    parser.add_argument("--samples", type=int, help="timed steps a row (W1 10, W2 and W3 5)")
+    parser.add_argument("--samples", type=int, help="timed steps a row (W1 10, the others 5)")
     parser.add_argument("--warmup", type=int, help="steps between the first and the timed ones")
     parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
     parser.add_argument("--no-isolate", action="store_true", help="run the rows in this process")
@@ -113,6 +114,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--profile-summary",
         action="store_true",
         help="how busy compute, d2h and h2d were in one profiled step of each row but nothing",
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="functions of the host that take most of two steady steps, by cProfile, for each row",
     )
     parser.add_argument(
         "--micro", action="store_true", help="host cost a saved tensor instead of the workloads"
@@ -177,6 +183,7 @@ def requests_for(args: argparse.Namespace, workload: str, folder: Path) -> list[
                 reference=str(folder / f"reference-{workload}.pt"),
                 trace=_trace_path(args.trace, workload, label) if args.trace is not None and chosen else None,
                 profile=args.profile_summary and chosen,
+                host_profile=args.profile,
                 label=label,
             )
             rows.append((label, request))
@@ -245,8 +252,9 @@ def run_workload(
             selective = result
         report.add_bound(result, baseline, link, selective)
         print(report.row_line(result), flush=True)
-        notes += report.notes_lines(result, baseline, checkpoint)
+        notes += report.notes_lines(result, baseline, checkpoint) + report.host_lines(result, baseline)
         notes += result["lanes"]["text"] if "lanes" in result else []
+        notes += profiling.profile_lines(result) if "host_profile" in result else []
         results.append(result)
         write(args, record)
     left_out = [name for name in ROWS if name not in {request.row for _, request in requests}]

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from bench import gradients, lanes, links, ours, peers, rows
-from bench.measure import Clock, clear_gradients, run_step, summarise, timed_step
+from bench import gradients, lanes, links, ours, peers, profiling, rows
+from bench.measure import Clock, clear_gradients, host_step, median, run_step, summarise, timed_step
 from bench.outcome import outcome
 from bench.rows import Row, RowContext, RowOptions, SkippedError
 from bench.workload import Inputs, Stack, probe_saved_bytes, tiny, workload
@@ -34,6 +34,7 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "save_on_cpu": rows.SaveOnCpu,
     "ours_attention": ours.ours_attention,
     "ours_all": ours.Ours,
+    "ours_kept": ours.OursKept,
     "ours_inputs": ours.OursBlockInputs,
     "ours_selective": ours.OursSelective,
     "trl": peers.TrlRow,
@@ -64,6 +65,15 @@ DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
         "megatron_all",
     ),
     "W3": ("nothing", "checkpoint", "ours_inputs", "trl_inputs"),
+    "W5": (
+        "nothing",
+        "checkpoint",
+        "ours_attention",
+        "ours_all",
+        "ours_kept",
+        "megatron_attention",
+        "megatron_all",
+    ),
 }
 LIMITED_ROWS = ("ours_all", "ours_selective")
 """Rows that run once for each device limit."""
@@ -88,6 +98,9 @@ class RowRequest:
     """File of the baseline's gradient prints: written by the row "nothing", read by the others."""
     trace: str | None = None
     profile: bool = False
+    """Lanes of one step under torch's profiler."""
+    host_profile: bool = False
+    """The host's functions in steady steps under cProfile."""
     label: str = ""
     """The row's name in the table, with its limit."""
 
@@ -191,6 +204,11 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
         timed_step(row, clock)
     result = summarise(first, [timed_step(row, clock) for _ in range(samples)])
     result["pinned"] = result["pinned_held"]
+    if work.host_samples:
+        costs = [host_step(row, clock) for _ in range(work.host_samples)]
+        result["issue_ms"], result["issue_collector_ms"] = (median(part) for part in zip(*costs, strict=True))
+    if request.host_profile:
+        result["host_profile"] = profiling.profile_host(row, clock)
     if request.trace is not None or request.profile:
         result["lanes"] = _profiled(request, row, clock)
     if request.gradients and request.reference is not None:

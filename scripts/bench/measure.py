@@ -9,9 +9,10 @@ and the device drained between steps only.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,7 +22,17 @@ from bench.rows import Row
 from bench.workload import Inputs, Stack, Workload
 from offload.policy.actions import Action
 
-__all__ = ["Clock", "StepCost", "clear_gradients", "median", "run_step", "summarise", "timed_step"]
+__all__ = [
+    "Clock",
+    "Collector",
+    "StepCost",
+    "clear_gradients",
+    "host_step",
+    "median",
+    "run_step",
+    "summarise",
+    "timed_step",
+]
 
 
 class Clock:
@@ -68,6 +79,30 @@ class Clock:
         }
 
 
+class Collector:
+    """What Python's cyclic collector has done since this was entered, as it says itself. seconds: in it, on
+    any thread. full: collections of everything that is alive."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.full = 0
+        self._began = 0.0
+
+    def _tell(self, phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began
+            self.full += about["generation"] == 2
+
+    def __enter__(self) -> Collector:
+        gc.callbacks.append(self._tell)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        gc.callbacks.remove(self._tell)
+
+
 @dataclass(slots=True)
 class StepCost:
     """One step. Milliseconds and bytes."""
@@ -96,13 +131,17 @@ def clear_gradients(stack: Stack, inputs: Inputs, keep: bool) -> None:
             tensor.grad.zero_()
 
 
-def run_step(row: Row, actions: Sequence[Action], clock: Clock) -> list[tuple[str, Any, Any]]:
+def run_step(
+    row: Row, actions: Sequence[Action], clock: Clock, before_action: Callable[[], None] | None = None
+) -> list[tuple[str, Any, Any]]:
     """Issue one step; nothing here waits. Returns (kind, start, end) of each action."""
     inputs = row.context.inputs
     outputs: dict[int, torch.Tensor] = {}
     marks: list[tuple[str, Any, Any]] = []
     row.begin_step()
     for kind, _, microbatch in actions:
+        if before_action is not None:
+            before_action()
         start = clock.mark()
         if kind == "F":
             outputs[microbatch] = row.forward(microbatch, inputs.of(microbatch))
@@ -138,6 +177,29 @@ def timed_step(row: Row, clock: Clock) -> StepCost:
         pinned_lent_peak=pinned.lent_peak,
         engine=row.stats(),
     )
+
+
+def host_step(row: Row, clock: Clock) -> tuple[float, float]:
+    """(milliseconds of one step's Python calls, what the cyclic collector took of them).
+
+    The device is drained before each action, off the clock: an action of W5 is shorter than the launch queue,
+    so no call waits for a kernel. What is over the calls of the row nothing is the host's price of the row.
+    """
+    work = row.context.workload
+    clear_gradients(row.context.stack, row.context.inputs, work.keep_gradients)
+    clock.drain()
+    spent, began = 0.0, time.perf_counter()
+
+    def drained() -> None:
+        nonlocal spent, began
+        spent += time.perf_counter() - began
+        clock.drain()
+        began = time.perf_counter()
+
+    with Collector() as collector:
+        run_step(row, work.actions, clock, drained)
+        drained()
+    return spent * 1e3, collector.seconds * 1e3
 
 
 def median(values: Sequence[float]) -> float:

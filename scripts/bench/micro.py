@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 
-from bench.measure import Clock, median
+from bench.measure import Clock, Collector, median
 
-__all__ = ["Collector", "MicroCost", "measure_micro", "micro_lines"]
+__all__ = ["MicroCost", "measure_micro", "micro_lines"]
 
 _FEW, _MANY = 4, 32
 """Tensors a group."""
@@ -59,30 +59,6 @@ _PAIRS_S = 4.0  # no pair is begun after so many seconds, but for the least
 _CASES = ("small", "kept", "moved")
 """small: below the smallest size that may leave. kept: could leave, the plan keeps it (fraction 0). moved:
 leaves and comes back."""
-
-
-class Collector:
-    """What Python's cyclic collector has done since this was entered, as it says itself. seconds: in it, on
-    any thread. full: collections of everything that is alive."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.full = 0
-        self._began = 0.0
-
-    def _tell(self, phase: str, about: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-        else:
-            self.seconds += time.perf_counter() - self._began
-            self.full += about["generation"] == 2
-
-    def __enter__(self) -> Collector:
-        gc.callbacks.append(self._tell)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        gc.callbacks.remove(self._tell)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

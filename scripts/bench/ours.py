@@ -34,6 +34,7 @@ __all__ = [
     "OurMarks",
     "Ours",
     "OursBlockInputs",
+    "OursKept",
     "OursSelective",
     "host_reserve_bytes",
     "ours_attention",
@@ -123,16 +124,14 @@ class Ours(Row):
     def _movable_layer_bytes(self) -> int:
         return sum(self.context.layer_bytes[name].movable_bytes for name in self.groups)
 
-    def _configure(self) -> Any:
-        import offload
-
-        options, work = self.context.options, self.context.workload
-        live = self._movable_layer_bytes() * work.shape.layers * live_peak_chunks(work.actions)
+    def _given(self) -> dict[str, Any]:
+        """The fields of the engine's configuration, None where its own default holds."""
+        options = self.context.options
         reserve = options.host_reserve_bytes
         if reserve is None:
-            reserve = host_reserve_bytes(live, options.host_limit_bytes)
+            reserve = host_reserve_bytes(self._live_movable_bytes(), options.host_limit_bytes)
         self._skip_if_pinned_exceeds(reserve, "what is live at once")
-        given: dict[str, Any] = {
+        return {
             "device_limit_bytes": self.limit_bytes,
             "max_spilling_bytes": options.max_spilling_bytes,
             "max_restoring_bytes": options.max_restoring_bytes,
@@ -141,6 +140,15 @@ class Ours(Row):
             "host_limit_bytes": options.host_limit_bytes,
             "host_reserve_bytes": reserve,
         }
+
+    def _live_movable_bytes(self) -> int:
+        work = self.context.workload
+        return self._movable_layer_bytes() * work.shape.layers * live_peak_chunks(work.actions)
+
+    def _configure(self) -> Any:
+        import offload
+
+        given = self._given()
         config = offload.OffloadConfig(**{name: value for name, value in given.items() if value is not None})
         began = time.perf_counter()
         manager = offload.configure(
@@ -148,7 +156,11 @@ class Ours(Row):
         )
         self.reserve_ms = (time.perf_counter() - began) * 1e3
         manager.register_parameters(self.context.stack)
-        self.notes = {"config": asdict(config), "live_movable_bytes": live, "groups": list(self.groups)}
+        self.notes = {
+            "config": asdict(config),
+            "live_movable_bytes": self._live_movable_bytes(),
+            "groups": list(self.groups),
+        }
         return manager
 
     def begin_step(self) -> None:
@@ -190,6 +202,17 @@ class Ours(Row):
 
 def ours_attention(context: RowContext) -> Row:
     return Ours(context, ATTENTION_GROUPS)
+
+
+class OursKept(Ours):
+    """All groups marked and all of them kept by plan: the host's price of looking at what is saved."""
+
+    def __init__(self, context: RowContext) -> None:
+        super().__init__(context)
+        self.moves_all_groups = False
+
+    def _given(self) -> dict[str, Any]:
+        return super()._given() | {"activation_offload_fraction": 0.0, "host_reserve_bytes": 0}
 
 
 class OursBlockInputs(Ours):

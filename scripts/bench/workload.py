@@ -1,12 +1,15 @@
 """The block stack and the step orders that every row runs: the same weights, the same bytes, the same
 actions.
 
-Three workloads, after the ones that activation offload is usually judged by:
+Four workloads, after the ones that activation offload is usually judged by:
 
     W1  one forward and one backward, 12 layers, sequence 16384, gradients freed before each step
-    W2  rank 0 of 4 under 1F1B, 8 microbatches, 8 layers, sequence 16384, gradients allocated throughout,
-    emulated on one device W3  one forward and one backward, 8 layers, sequence 65536, gradients allocated
-    throughout
+    W2  rank 0 of 4 under 1F1B on one device, 8 microbatches, 8 layers, sequence 16384, gradients stay
+    W3  one forward and one backward, 8 layers, sequence 65536, gradients stay
+    W5  small operators: rank 0 of 4 under 1F1B, 16 microbatches, 16 layers of hidden 2048, ffn 5632, 16 query
+        and 4 key/value heads of 128, sequence 2048, gradients stay. A forward saves 2.35 GB, a step 37.6 GB
+
+(W4 is the optimizer's, in optim_work.py.)
 
 One invariant: the marks in a block cover every tensor that autograd saves in it, and without marks the block
 is plain torch.
@@ -67,6 +70,8 @@ class Workload:
     """Gradients stay allocated and are zeroed; otherwise they are freed before each step."""
     samples: int
     warmup: int
+    host_samples: int = 0
+    """Steps after the timed ones whose Python calls are timed with the device drained before each action."""
 
 
 _ONE_PASS = one_f_one_b(0, 1, 1)
@@ -95,6 +100,15 @@ _WORKLOADS = {
         samples=5,
         warmup=1,
     ),
+    "W5": Workload(
+        name="W5",
+        shape=StackShape(layers=16, sequence=2048, hidden=2048, ffn=5632, heads=16, kv_heads=4),
+        actions=one_f_one_b(0, 4, 16),
+        keep_gradients=True,
+        samples=5,
+        warmup=7,
+        host_samples=5,
+    ),
 }
 
 
@@ -113,7 +127,8 @@ def tiny(name: str, *, layers: int | None = None, sequence: int | None = None) -
     shape = StackShape(
         layers=layers or 2, sequence=sequence or 32, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16
     )
-    return replace(workload(name), shape=shape, samples=2, warmup=1)
+    found = workload(name)
+    return replace(found, shape=shape, samples=2, warmup=1, host_samples=min(1, found.host_samples))
 
 
 def live_peak_chunks(actions: Sequence[Action]) -> int:

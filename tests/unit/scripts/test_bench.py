@@ -132,3 +132,30 @@ def test_total_limit_below_what_is_resident_is_a_skipped_row_not_a_crash() -> No
     result = child.run(replace(request, samples=1))
     assert result["status"] == "skipped"
     assert "leaves nothing for saved tensors" in result["reason"]
+
+
+def test_a_tiny_w5_prints_the_hosts_time_of_each_row_and_where_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, threads = tmp_path / "out.json", torch.get_num_threads()
+    arguments = ["--tiny", "--workload", "W5", "--rows", "ours_all,ours_kept", "--device-limit-gb", "0"]
+    try:
+        assert bench_stage.main([*arguments, "--layers", "1", "--profile", "--out", str(out)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    text = capsys.readouterr().out
+    results = {result["row"]: result for result in json.loads(out.read_text())["results"]}
+    assert {result["gradients"]["verdict"] for result in results.values()} == {"bitwise", "reference"}
+    moved, kept = results["ours_all"]["engine"], results["ours_kept"]["engine"]
+    assert moved["saved"] == kept["saved"] == kept["kept"] > 0
+    assert 0.9 < moved["spilled"] / moved["saved"] <= 1  # what is saved last and read at once may stay
+    assert f"us a saved tensor ({moved['saved']:.0f})" in text
+    assert f"a group ({7 * 16})" in text
+    for result in results.values():
+        assert 0 <= result["issue_collector_ms"] < result["issue_ms"]
+        profile = result["host_profile"]
+        assert sum(profile["classes"].values()) <= profile["wall_ms"]
+        has_offload = profile["classes"]["Python of offload"] > 0
+        assert has_offload == (result["row"] != "nothing")
+    # without a cap the bound is the link's, or the baseline's step
+    assert results["ours_all"]["bound_ms"] == results["nothing"]["step_ms"]
