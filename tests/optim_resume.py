@@ -37,11 +37,9 @@ SPLITS: dict[str, dict[str, Any] | None] = {
     "half": {"offload_fraction": 0.5, "cpu_share": 1.0},
     "cpu": {"cpu_share": 1.0},
     "streamed": {"cpu_share": 0.0},
-    "measured": {},
     "apart": {},
 }
-"""Options of the optimizer that saves, or loads. Apart: a share of its own on each rank, as measured before
-ranks agreed."""
+"""Options of the optimizer that saves, or loads. Apart: a share of its own on each rank."""
 SHARDS = Case(over="shards")
 FIRST, ALL = 2, 4
 

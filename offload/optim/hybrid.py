@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -72,7 +72,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         *,
         engine: OffloadEngine | None = None,
         model: nn.Module | None = None,
-        cpu_share: float | Literal["auto"] = "auto",
+        cpu_share: float | None = None,
         bucket_bytes: int = 64 << 20,
         overlap_backward: bool | None = None,
         step_in_backward: bool = False,
@@ -94,8 +94,8 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             CPU parameters).
         model: whose modules wait for their own weights. None: step() waits for all of them.
         cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device.
-            "auto" measures it once, where both classes are torch's Adam or AdamW, and is 1 elsewhere. The
-            state dict says what was chosen.
+            None is 0 where both classes are torch's Adam or AdamW, and 1 elsewhere, where nothing can be
+            streamed.
         bucket_bytes: master weights of one bucket.
         overlap_backward: let gradients land as the backward makes them. True is a promise: they are final
             then, and nothing reduces them later. None: promises that of one rank; with several, only what
@@ -114,7 +114,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         Raises ValueError or HostBudgetError before anything has moved.
         """
         check_fraction("offload_fraction", offload_fraction)
-        if cpu_share != "auto":
+        if cpu_share is not None:
             check_fraction("cpu_share", cpu_share)
         check_bytes("bucket_bytes", bucket_bytes, least=1024)
         if cpu_threads is not None and (
@@ -166,7 +166,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             self._refuse_replicas(model)
         self._placing = PlacingOptions(
             offload_fraction=self.offload_fraction,
-            cpu_share=cpu_share if cpu_share == "auto" else float(cpu_share),
+            cpu_share=cpu_share if cpu_share is None else float(cpu_share),
             cpu_cls=cpu_cls,
             gpu_cls=gpu_cls,
             kwargs=self.sub_optimizer_kwargs,
@@ -188,7 +188,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
         )
         self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
-        self._build(None if cpu_share == "auto" else float(cpu_share))
+        self._build()
         self._replayed = ReplayedReads(self._engine, self._arrive, self._rest, self._is_met)
         self._readers = Readers()
         self._arrivals: Arrivals | None = None
@@ -204,10 +204,9 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                     return str(parameter.device)
         return "sim"
 
-    def _build(self, share: float | None) -> None:
-        """share: of the host; None measures it."""
+    def _build(self) -> None:
         engine = self._engine
-        self._placed = Placement(engine, self._placing, share)
+        self._placed = Placement(engine, self._placing)
         self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
         self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
         promises = self._step_in_backward
@@ -270,9 +269,9 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         return self._engine
 
     @property
-    def cpu_share(self) -> float | None:
-        """Of the offloaded elements, what the host steps; None if that was never asked or measured."""
-        return self._placed.share
+    def cpu_share(self) -> float:
+        """Of the offloaded elements, what the host steps."""
+        return self._placed.cpu_share
 
     @property
     def host_bytes(self) -> int:
@@ -357,21 +356,14 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         """State that has the shape of its parameter."""
         return (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
-    def begin_load(self, fraction: float | None, share: float | None, *, has_state: bool) -> None:
-        """Come to rest, whatever was under way, and take over a measured share that was saved with the same
-        fraction."""
+    def begin_load(self, *, has_state: bool) -> None:
+        """Come to rest, whatever was under way."""
         if self._steps.failed:
             self._steps.forgive()
         self._landing.early = {}
         self._steps.settle_host()
         self._landing.forget()
         self._has_state = has_state
-        is_asked_for = self._placing.cpu_share == "auto" and fraction == self.offload_fraction
-        if is_asked_for and share is not None and share != self._placed.share:
-            self._close_parts()  # placed anew: the state that is lost is about to be loaded
-            self._build(share)
-            if self._model is not None:
-                self.attach(self._model)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

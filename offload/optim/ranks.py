@@ -1,5 +1,4 @@
-"""What an optimizer has to know of the other ranks: whether there are any, whose a gradient still is, and the
-one number they agree on.
+"""What an optimizer has to know of the other ranks: whether there are any, and whose a gradient still is.
 
 One invariant: nothing here waits for another rank, so a rank that has failed, or has no optimizer, holds up
 none. What a step does together with others (a norm over shards) it does in the order of the param groups, the
@@ -8,21 +7,13 @@ same on every rank.
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.optim.parameters import Managed, local_of
+from offload.optim.parameters import local_of
 
-__all__ = ["agreed_share", "is_split", "may_be_reduced_in_place", "reduced_before_its_hook", "several_ranks"]
-
-_asked: Counter[str] = Counter()
-"""Times that this process asked for a share, by what it asked for: ranks that build the same optimizers in
-the same order count alike."""
+__all__ = ["is_split", "may_be_reduced_in_place", "reduced_before_its_hook", "several_ranks"]
 
 
 def several_ranks() -> bool:
@@ -52,16 +43,3 @@ def is_split(parameter: Tensor) -> bool:
         return False
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     return any(not place.is_replicate() and mesh.size(at) > 1 for at, place in enumerate(placements))
-
-
-def agreed_share(measured: float, offloaded: Sequence[Managed]) -> float:
-    """The share that the first of the ranks with the same parameters measured: replicas that are stepped in
-    different places get different bits. Blocks the host for one round trip to the job's store.
-    """
-    if not several_ranks():
-        return measured
-    shapes = [(member.name, tuple(member.parameter.shape), str(member.dtype)) for member in offloaded]
-    what = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
-    _asked[what] += 1
-    store = dist.distributed_c10d._get_default_store()
-    return float(store.compare_set(f"offload/optim/cpu_share/{what}/{_asked[what]}", "", repr(measured)))

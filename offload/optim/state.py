@@ -5,9 +5,7 @@ continuation also needs.
     "cpu_share", "layout", ...}}
 
 Across ranks it is what torch.distributed.checkpoint expects: the state of a DTensor is a DTensor of the same
-placements, its shard on the host. That library passes on "state" and "param_groups" alone, and takes no group
-keys that the loader has not: a share that was measured does not come along, and a run that is to go on with
-its bits gives it as cpu_share.
+placements, its shard on the host. That library passes on "state" and "param_groups" alone.
 
 One invariant: what is loaded is checked whole, names and shapes, before the first byte is changed.
 """
@@ -64,8 +62,7 @@ def load_state(optimizer: HybridDeviceOptimizer, given: Mapping[str, Any]) -> No
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         loaded = hook(optimizer, loaded) or loaded
     order = _matched(optimizer, loaded)
-    said = loaded.get("hybrid") or {"offload_fraction": None, "cpu_share": None}
-    optimizer.begin_load(said["offload_fraction"], said["cpu_share"], has_state=any(loaded["state"].values()))
+    optimizer.begin_load(has_state=any(loaded["state"].values()))
     for group, saved in zip(optimizer.param_groups, deepcopy(loaded["param_groups"]), strict=True):
         names = group.get("param_names")
         group.update({key: value for key, value in saved.items() if key != "params"})
@@ -75,8 +72,7 @@ def load_state(optimizer: HybridDeviceOptimizer, given: Mapping[str, Any]) -> No
         for key, member in order.items():
             state = dict(loaded["state"].get(key, {}))
             master = state.pop(MASTER, None)
-            # placed anew, perhaps, since it was matched
-            optimizer.placed.load(optimizer.placed.members[member.index], state, master)
+            optimizer.placed.load(member, state, master)
     optimizer.placed.copies.refresh()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)

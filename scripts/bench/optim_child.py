@@ -5,7 +5,7 @@ alone      gradients are there, the device is idle: time from step() until the n
 training   accumulated microbatches; consecutive steps are timed together, since a step of ours ends in the
            next one's forward
 losses     of some steps, and a print of the weights at the end
-rates      the CPU optimizer beside copies both ways, and the bound that follows
+rates      copies both ways at once, and the bound that follows
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import gc
 import json
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -183,42 +183,25 @@ def _losses(request: OptimRequest) -> dict[str, Any]:
 
 
 def _rates(request: OptimRequest) -> dict[str, Any]:
-    """What bounds a step with all state off the device: from rates measured with both lanes at work, with the
-    CPU and without."""
+    """The bound of a step with all state off the device: streamed bytes over the rate of both lanes."""
     from offload import OffloadEngine
-    from offload.optim.places import OffloadRates, best_cpu_share
-    from offload.optim.split import measure
+    from offload.policy.actions import Rates
 
     if request.tiny:
-        rates = OffloadRates(
-            cpu_elements_per_s=3.3e9,
-            d2h_bytes_per_s=40e9,
-            h2d_bytes_per_s=40e9,
-            d2h_alone_bytes_per_s=50e9,
-            h2d_alone_bytes_per_s=50e9,
-        )
+        rates = Rates(d2h_bytes_per_s=50e9, h2d_bytes_per_s=50e9, duplex_bytes_per_s=100e9)
     else:
         engine = OffloadEngine(device="cuda")
-        half = None if request.dtype == "float32" else getattr(torch, request.dtype)
-        measured = [measure(engine, threads=request.threads, half=half) for _ in range(3)]
-        rates = OffloadRates(
-            **{
-                part.name: median([getattr(one, part.name) for one in measured])
-                for part in fields(OffloadRates)
-            }
-        )
-    # the weights on the device are the masters: moments travel, or gradients out and weights in
-    if request.dtype == "float32":
-        share, seconds = best_cpu_share(
-            rates, cpu_out_bytes=4, cpu_in_bytes=4, streamed_out_bytes=8, streamed_in_bytes=8
-        )
-    else:  # masters travel with the moments
-        share, seconds = best_cpu_share(
-            rates, cpu_out_bytes=2, cpu_in_bytes=2, streamed_out_bytes=12, streamed_in_bytes=12
-        )
+        engine.reserve_host(256 << 20)
+        measured = [engine.measure_link() for _ in range(3)]
+        rates = sorted(
+            (one for one in measured if one is not None), key=lambda one: one.duplex_bytes_per_s or 0
+        )[1]
+        engine.close()
+    # in float32 the weights on the device are the masters and two moments travel; else masters travel too
+    bytes_each_way = 8 if request.dtype == "float32" else 12
+    assert rates.duplex_bytes_per_s is not None
     return {
-        "rates": asdict(rates),
-        "best_cpu_share": share,
-        "bound_ms_per_g": seconds * 1e12,
+        "rates": {name.removesuffix("_bytes_per_s"): value for name, value in asdict(rates).items()},
+        "bound_ms_per_g": 2 * bytes_each_way * 1e12 / rates.duplex_bytes_per_s,
         "parameters": request.shape.parameters,
     }

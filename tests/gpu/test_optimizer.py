@@ -304,16 +304,6 @@ def test_parameters_on_the_host_are_stepped_there() -> None:
         optimizer.close()
 
 
-def test_the_split_is_measured_in_steps_of_a_twentieth_and_said_in_the_state_dict() -> None:
-    parameter = nn.Parameter(torch.zeros(40 << 20, device=DEVICE))
-    optimizer = HybridDeviceOptimizer([parameter], 1.0, **RECIPE)
-    assert optimizer.cpu_share is not None
-    assert 0 <= optimizer.cpu_share <= 1
-    assert round(optimizer.cpu_share * 20) == pytest.approx(optimizer.cpu_share * 20)
-    assert optimizer.state_dict()["hybrid"]["cpu_share"] == optimizer.cpu_share
-    optimizer.close()
-
-
 def test_the_cores_near_the_gpu_are_cores_of_this_process() -> None:
     engine = OffloadEngine(device="cuda")
     assert engine.device.near_cores

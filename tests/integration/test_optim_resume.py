@@ -16,8 +16,8 @@ PAIRS = (
     ("half", "streamed"),
     ("streamed", "cpu"),
     ("cpu", "on the device"),
-    ("on the device", "measured"),
-    ("apart", "measured"),
+    ("on the device", "streamed"),
+    ("apart", "streamed"),
 )
 WAYS = ("whole", "whole on rank 0", "shards", "flat", "files", "own")
 RUNS = {

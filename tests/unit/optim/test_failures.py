@@ -327,7 +327,7 @@ def test_an_optimizer_that_is_dropped_leaves_no_thread_and_no_hook_that_does_any
     gc.collect()
     before = threading.active_count()
     model = net()
-    optimizer: Optimizer | None = hybrid(model, offload_fraction=1.0, model=model)
+    optimizer: Optimizer | None = hybrid(model, offload_fraction=1.0, cpu_share=0.5, model=model)
     assert optimizer is not None
     train(model, optimizer, 2)
     assert threading.active_count() == before + 2

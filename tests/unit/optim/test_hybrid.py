@@ -205,7 +205,7 @@ def test_the_first_parameters_leave_and_sub_optimizers_are_the_cpus_then_the_gpu
 
 @pytest.mark.req("S3-30", "S3-31")
 def test_fraction_0_has_no_cpu_optimizer_and_fraction_1_no_gpu_optimizer() -> None:
-    none, every = hybrid(net(), offload_fraction=0.0), hybrid(net(), offload_fraction=1.0)
+    none, every = (hybrid(net(), offload_fraction=fraction, cpu_share=0.5) for fraction in (0.0, 1.0))
     assert none.cpu_optimizers == []
     assert none.gpu_optimizer is not None
     assert every.gpu_optimizer is None
@@ -262,7 +262,12 @@ def test_closing_gives_every_byte_back_and_leaves_no_thread(masters: bool) -> No
     before = threading.active_count()
     model = net(torch.bfloat16)
     optimizer = hybrid(
-        model, offload_fraction=1.0, param_update_in_fp32=masters, model=model, max_grad_norm=1.0
+        model,
+        offload_fraction=1.0,
+        cpu_share=0.5,
+        param_update_in_fp32=masters,
+        model=model,
+        max_grad_norm=1.0,
     )
     train(model, optimizer, 3)
     assert threading.active_count() == before + 2

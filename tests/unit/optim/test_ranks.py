@@ -18,7 +18,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from offload.optim import ranks
 from offload.optim.parameters import is_laid_out_as
-from tests.unit.optim.rig import hybrid, net
 
 
 @pytest.fixture
@@ -28,9 +27,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_without_a_process_group_there_is_one_rank_whose_measure_counts() -> None:
+def test_without_a_process_group_there_is_one_rank() -> None:
     assert not ranks.several_ranks()
-    assert ranks.agreed_share(0.35, []) == 0.35
 
 
 @pytest.mark.usefixtures("alone")
@@ -92,19 +90,3 @@ def test_a_gradient_laid_out_otherwise_is_seen() -> None:
     assert is_laid_out_as(sharded, sharded)
     assert not is_laid_out_as(sharded, replicated)
     assert is_laid_out_as(torch.ones(4), torch.ones(4))
-
-
-def test_ranks_take_the_share_of_the_first_and_another_share_for_other_parameters() -> None:
-    store = dist.HashStore()
-    with (
-        mock.patch.object(ranks, "several_ranks", return_value=True),
-        mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store),
-    ):
-        members = list(hybrid(net(), offload_fraction=1.0, cpu_share=1.0).members)
-        answers = []
-        for share in (0.35, 0.7):  # two ranks, each asking twice
-            ranks._asked.clear()
-            answers.append([ranks.agreed_share(share, members), ranks.agreed_share(2 * share, members)])
-            ranks._asked.clear()
-        assert answers == [[0.35, 0.7], [0.35, 0.7]]
-        assert ranks.agreed_share(0.7, members[:2]) == 0.7

@@ -163,20 +163,6 @@ def test_a_state_dict_is_a_copy_that_later_steps_leave_alone() -> None:
     )
 
 
-def test_a_measured_split_is_taken_over_from_the_state_dict() -> None:
-    model = net()
-    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=0.25)
-    train(model, optimizer, 2)
-    other = net()
-    other.load_state_dict(model.state_dict())
-    loader = hybrid(other, offload_fraction=1.0, model=other)
-    assert loader.cpu_share == 0.5
-    loader.load_state_dict(optimizer.state_dict())
-    assert loader.cpu_share == 0.25
-    assert loader.placed.describe() == optimizer.placed.describe()
-    assert_same_bits(train(other, loader, 2, first=2), train(model, optimizer, 2, first=2))
-
-
 def test_groups_are_loaded_and_reach_the_sub_optimizers() -> None:
     model = net()
     optimizer = hybrid(model, offload_fraction=0.5, lr=0.5, betas=(0.5, 0.6))
