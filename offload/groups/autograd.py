@@ -1,12 +1,14 @@
 """The marks in autograd's graph: identities whose backward tells the manager where the step is.
 
-Each returns `tensor.detach()`: the same storage and version counter, but not a view, so that a later in-place
-operation or `detach_` works as on any tensor (torch-facts: a Function that returns its input returns a view,
-which refuses both).
+One invariant: a marked tensor is its input also for a write in place, through either of them. So a commit's
+output, of which `detach_` may be asked at the end of a pipeline stage, is the input itself, with the mark as
+its last operation. Every other marked tensor is a view of its input that autograd replays as any view. A
+tensor subclass, or a layout that has no views, gets an alias, whose writes its input's graph does not see.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +25,39 @@ __all__ = [
 
 
 def apply_mark(mark: type[torch.autograd.Function], tensor: torch.Tensor, *arguments: object) -> torch.Tensor:
-    """`mark.apply`, typed."""
-    marked: torch.Tensor = mark.apply(tensor, *arguments)
+    """`mark.apply`, as an identity."""
+    if not _has_views(tensor):
+        alias: torch.Tensor = mark.apply(tensor, *arguments)
+        return alias
+    version = tensor._version
+    marked: torch.Tensor
+    # a dispatch mode (a selective checkpoint) sees no operator that a recompute would not call again
+    with torch._C._DisableTorchDispatch() if torch._C._len_torch_dispatch_stack() else nullcontext():
+        marked = mark.apply(tensor, *arguments)
+    if marked is tensor:  # nothing was written
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    elif marked._is_view():
+        # else torch refuses a write to it: its history would replace that of the mark, an identity
+        torch._C._autograd._set_creation_meta(
+            marked,
+            torch._C._autograd._get_creation_meta(tensor)
+            if tensor._is_view()
+            else torch._C._autograd.CreationMeta.DEFAULT,
+        )
     return marked
+
+
+def _has_views(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_inference()
+    )
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if _has_views(tensor) else tensor.detach()
 
 
 class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
@@ -37,7 +69,7 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.cpu_offload_handler = cpu_offload_handler
         cpu_offload_handler.on_group_start_forward(name)
-        return tensor.detach()
+        return _same(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -60,7 +92,9 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
         ctx.backward_chunk = cur_forward_chunk
         ctx.group = name
         cur_forward_chunk.commit(name, forced_released_tensors, delay_offload)
-        return tensor.detach()
+        if tensor.requires_grad and not (tensor.is_leaf or tensor._is_view()) and _has_views(tensor):
+            ctx.mark_dirty(tensor)
+        return _same(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
@@ -75,7 +109,7 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, event: Any) -> torch.Tensor:
         ctx.event = event
-        return tensor.detach()
+        return _same(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
