@@ -49,39 +49,58 @@ def main(arguments: list[str], ranks: Ranks) -> int:
 
 
 def train(job: Job, options: Options, rank: Rank) -> None:
-    """All arms of the run, and on rank 0 what there is to say about them."""
+    """All runs, and on rank 0 what there is to say about them."""
     reporter = Reporter(options) if rank.ranks.rank == 0 else None
-    off, on = Arm("offload off"), Arm("offload on" if options.offloads else "training")
+    runs = planned(options)
+    on = [run for run in runs if run.offloads]
     try:
-        if options.compare:
-            job.manager.disable_offload()
-            run_arm(off, job, options, rank, reporter)
-            job.manager.enable_offload()
-            job.start_again()
-        if options.offloads:
-            job.reserve_host()
-        run_arm(on, job, options, rank, reporter)
+        for run in runs:
+            if run is not runs[0]:
+                job.start_again()
+            if run.offloads:
+                job.manager.enable_offload()
+            else:
+                job.manager.disable_offload()
+            if run is on[0] and options.offloads:
+                job.reserve_host()
+            run_steps(run, job, options, rank, reporter, table=run is on[0] and options.offloads)
+        job.manager.enable_offload()
         stayed = job.gathered(job.saved_bytes_if_all_stayed()) if options.compare else []
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(f"after {len(on.steps)} of {options.steps} steps") from interrupt
+        made = sum(len(run.steps) for run in runs)
+        raise KeyboardInterrupt(f"after {made} of {options.steps * len(runs)} steps") from interrupt
     finally:
         if reporter is not None:
             reporter.end()
     if reporter is not None:
-        print(summary(options, on, job.text.source))
+        print(summary(options, on[-1], job.text.source))
         if options.compare:
-            print(comparison(off, on, stayed))
+            print(comparison(options, [run for run in runs if not run.offloads], on, stayed))
 
 
-def run_arm(arm: Arm, job: Job, options: Options, rank: Rank, reporter: Reporter | None) -> None:
-    """The steps of one arm."""
+def planned(options: Options) -> list[Arm]:
+    """The runs to be made. A comparison's arms take turns at going first: off on, on off, off on, so that a
+    machine that grows warm or busy is not taken for the price of offload."""
+    if not options.compare:
+        return [Arm("offload on" if options.offloads else "training")]
+    pairs = [
+        [Arm("offload off", offloads=False, run=run), Arm("offload on", run=run)]
+        for run in range(options.compare)
+    ]
+    return [arm for run, pair in enumerate(pairs) for arm in (pair if run % 2 == 0 else reversed(pair))]
+
+
+def run_steps(
+    arm: Arm, job: Job, options: Options, rank: Rank, reporter: Reporter | None, *, table: bool
+) -> None:
+    """The steps of one run. table: print the engine's summary table after its first."""
     if reporter is not None:
         reporter.begin(arm)
     for step in range(options.steps):
         figures = job.gathered(job.train(step))
         if reporter is not None:
             reporter.step(arm, figures)
-        if step == 0 and options.offloads and arm.name == "offload on":
+        if step == 0 and table:
             if reporter is not None:
                 reporter.clear_for_table()
             print_offload_summary_table(job.manager.offload_summary_bytes, process_group=rank.group)

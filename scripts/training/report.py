@@ -23,14 +23,17 @@ from training.options import Options
 
 __all__ = ["Arm", "Reporter", "comparison", "summary"]
 
-MB = 1 << 20
+MIB = 1 << 20  # every figure of bytes that this script prints, as the engine's summary table
 
 
 @dataclass(slots=True)
 class Arm:
-    """The steps of one run, with offload or without; every rank's figures of each."""
+    """One run of one arm, with offload or without: its steps, with every rank's figures of each."""
 
     name: str
+    offloads: bool = True
+    run: int = 0
+    """Which run of this arm, where a comparison makes several."""
     steps: list[list[RankFigures]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
 
@@ -44,10 +47,13 @@ class Arm:
 
     @property
     def typical_seconds(self) -> float:
-        """The median, without the first step, which also builds things."""
-        return statistics.median(
-            self.seconds(step) for step in range(min(1, len(self.steps) - 1), len(self.steps))
-        )
+        """The median step of the slowest rank of each."""
+        return self.typical_seconds_of(range(len(self.steps[0])))
+
+    def typical_seconds_of(self, ranks: Sequence[int]) -> float:
+        """The median step of the slowest of these ranks, without the first step, which also builds things."""
+        steps = self.steps[1:] or self.steps
+        return statistics.median(max(step[rank].seconds for rank in ranks) for step in steps)
 
     def most(self, rank: int, name: str) -> int:
         """The largest of one of the engine's figures over the steps."""
@@ -70,13 +76,14 @@ class Reporter:
 
     def begin(self, arm: Arm) -> None:
         """A bar for the steps of this arm."""
-        self._bar = tqdm(total=self.options.steps, desc=arm.name, unit="step", dynamic_ncols=True)
+        runs = f" {arm.run + 1}/{self.options.compare}" if self.options.compare else ""
+        self._bar = tqdm(total=self.options.steps, desc=arm.name + runs, unit="step", dynamic_ncols=True)
 
     def step(self, arm: Arm, figures: list[RankFigures]) -> None:
         """One step is over on all ranks."""
         arm.steps.append(figures)
         index = len(arm.steps) - 1
-        self._write(arm.name, index, figures)
+        self._write(arm, index, figures)
         if self._bar is not None:
             self._bar.set_postfix_str(_postfix(arm, index, self.options.tokens), refresh=False)
             self._bar.update()
@@ -101,12 +108,13 @@ class Reporter:
         if self._bar is not None:
             self._bar.clear()
 
-    def _write(self, arm: str, step: int, figures: list[RankFigures]) -> None:
+    def _write(self, arm: Arm, step: int, figures: list[RankFigures]) -> None:
         if self._file is None:
             return
         line = {
             "step": step,
-            "arm": arm,
+            "arm": arm.name,
+            "run": arm.run,
             "loss": known([rank.loss for rank in figures]),
             "seconds": max(rank.seconds for rank in figures),
             "tokens": self.options.tokens,
@@ -122,15 +130,15 @@ def _postfix(arm: Arm, step: int, tokens: int) -> str:
     figures = arm.steps[step]
     active = [rank.active_bytes for rank in figures if rank.active_bytes is not None]
     peak = (
-        f"peak {_mb(max(active))}"
+        f"peak {_mib(max(active))}"
         if active
-        else f"saved {_mb(max(rank.engine['device_bytes_peak'] for rank in figures))}"
+        else f"saved {_mib(max(rank.engine['device_bytes_peak'] for rank in figures))}"
     )
     offloaded = sum(rank.engine["spill_bytes"] for rank in figures)
     stall = max(rank.engine["stall_ms"] for rank in figures)
     return (
         f"loss {arm.loss(step):.3f}, {tokens / arm.seconds(step):,.0f} tokens/s, {peak}, "
-        f"offloaded {_mb(offloaded)}, stall {stall:.1f} ms"
+        f"offloaded {_mib(offloaded)}, stall {stall:.1f} ms"
     )
 
 
@@ -164,7 +172,7 @@ def _optimizer(arm: Arm) -> list[str]:
     if not any(last):
         return []
     each = ", ".join(
-        f"rank {rank} {100 * of['fraction']:.0f}%: {_mb(of['host_bytes'])}"
+        f"rank {rank} {100 * of['fraction']:.0f}%: {_mib(of['host_bytes'])}"
         + (f", {100 * of['cpu_share']:.0f}% of it stepped by the host" if of["cpu_share"] is not None else "")
         for rank, of in enumerate(last)
     )
@@ -175,90 +183,85 @@ def _offloaded(options: Options, arm: Arm, ranks: Sequence[int]) -> list[str]:
     if not options.offloads:
         return ["offloaded  nothing, as --offload-modules none asks"]
     last = [figures.engine for figures in arm.steps[-1]]
-    if not any(engine["spill_bytes"] for engine in last):
-        why = (
-            "no saved tensor has that many elements"
-            if not any(engine["saved"] for engine in last)
-            else "all of them stayed"
-        )
-        return [
-            f"offloaded  nothing: {why} (--min-offloaded-tensor-size {options.min_elements:,}, "
-            f"--offload-fraction {options.fraction:g})"
-        ]
-    each = ", ".join(f"rank {rank} {_mb(last[rank]['spill_bytes'])}" for rank in ranks)
+    if why := _why_nothing_left(options, arm):
+        return [f"offloaded  nothing: {why}"]
+    each = ", ".join(f"rank {rank} {_mib(last[rank]['spill_bytes'])}" for rank in ranks)
     left, came_back = (sum(engine[name] for engine in last) for name in ("spill_bytes", "restore_bytes"))
     slowest = max(last, key=lambda engine: float(engine["stall_ms"]))
     simulated = ", on a simulated link" if arm.steps[-1][0].active_bytes is None else ""
     lines = [
-        f"offloaded  {_mb(left)} a step ({each}), {_mb(came_back)} fetched back",
+        f"offloaded  {_mib(left)} a step ({each}), {_mib(came_back)} fetched back",
         f"stall      {slowest['stall_ms']:.1f} ms in {slowest['stall_count']} waits of the slowest "
         f"rank{simulated}",
-        f"device     at most {_mb(max(arm.most(rank, 'device_bytes_peak') for rank in ranks))} of saved "
+        f"device     at most {_mib(max(arm.most(rank, 'device_bytes_peak') for rank in ranks))} of saved "
         "activations at once"
         + "".join(
-            f"; {_mb(active)} active, {_mb(reserved)} reserved"
+            f"; {_mib(active)} active, {_mib(reserved)} reserved"
             for active, reserved in [_device_peaks(arm)]
             if active is not None
         ),
-        f"host       {_mb(sum(engine['host_bytes_held'] for engine in last))} held, of which at most "
-        f"{_mb(sum(arm.most(rank, 'host_bytes_lent_peak') for rank in ranks))} were lent",
+        f"host       {_mib(sum(engine['host_bytes_held'] for engine in last))} held, of which at most "
+        f"{_mib(sum(arm.most(rank, 'host_bytes_lent_peak') for rank in ranks))} were lent",
     ]
     refused = sum(engine["refused_bytes"] for engine in last)
     if refused:
         lines.append(
-            f"stayed     {_mb(refused)} of the last step should have left and found no room on the host"
+            f"stayed     {_mib(refused)} of the last step should have left and found no room on the host"
         )
     return lines
 
 
-def comparison(off: Arm, on: Arm, saved_if_all_stayed: Sequence[int]) -> str:
+def _why_nothing_left(options: Options, arm: Arm) -> str:
+    """Why the last step moved nothing; empty if it moved something."""
+    last = [figures.engine for figures in arm.steps[-1]]
+    if any(engine["spill_bytes"] for engine in last):
+        return ""
+    saved = any(engine["saved"] for engine in last)
+    return (
+        f"{'all of them stayed' if saved else 'no saved tensor has that many elements'} "
+        f"(--min-offloaded-tensor-size {options.min_elements:,}, --offload-fraction {options.fraction:g})"
+    )
+
+
+def comparison(
+    options: Options, off: Sequence[Arm], on: Sequence[Arm], saved_if_all_stayed: Sequence[int]
+) -> str:
     """Time and the three memory figures, side by side, a row for each rank and arm.
 
-    saved_if_all_stayed: by rank; what the engine counts when nothing leaves, since it counts nothing while it
-        is off.
+    off, on: the runs of each arm, as many of one as of the other; run i of both were neighbours in time.
+    saved_if_all_stayed: bytes by rank; what the engine counts when nothing leaves, since it counts nothing
+        while it is off.
     """
     rows: list[list[str]] = []
-    for rank in range(len(on.steps[-1])):
-        for arm in (off, on):
-            last = arm.steps[-1][rank]
-            step = statistics.median(
-                figures[rank].seconds for figures in arm.steps[min(1, len(arm.steps) - 1) :]
-            )
-            saved = saved_if_all_stayed[rank] if arm is off else arm.most(rank, "device_bytes_peak")
+    for rank in range(len(on[0].steps[-1])):
+        for runs in (off, on):
+            # The host's blocks outlive the first run with offload, so memory is that of each arm's first run.
+            last = runs[0].steps[-1][rank]
+            times = [run.typical_seconds_of([rank]) * 1e3 for run in runs]
+            saved = saved_if_all_stayed[rank] if runs is off else runs[0].most(rank, "device_bytes_peak")
             rows.append(
                 [
                     f"rank {rank}",
-                    arm.name,
-                    f"{step * 1e3:,.1f}",
-                    _mb_or_dash(last.active_bytes),
-                    _mb_or_dash(last.reserved_bytes),
-                    f"{last.engine['host_bytes_held'] / MB:,.1f}",
-                    f"{saved / MB:,.1f}",
+                    runs[0].name,
+                    f"{statistics.median(times):,.1f}",
+                    f"{min(times):,.1f} to {max(times):,.1f}",
+                    _mib_or_dash(last.active_bytes),
+                    _mib_or_dash(last.reserved_bytes),
+                    f"{last.engine['host_bytes_held'] / MIB:,.1f}",
+                    f"{saved / MIB:,.1f}",
                 ]
             )
     table = tabulate(
         rows,
-        headers=["", "", "step ms", "active MB", "reserved MB", "pinned MB", "saved MB"],
-        colalign=("left", "left", *["right"] * 5),
+        headers=["", "", "step ms", "of all runs", "active MiB", "reserved MiB", "pinned MiB", "saved MiB"],
+        colalign=("left", "left", *["right"] * 6),
         disable_numparse=True,
     )
-    differing = [step for step in range(len(on.steps)) if on.loss(step) != off.loss(step)]
-    losses = (
-        f"the losses differ from step {differing[0] + 1} on"
-        if differing
-        else f"the losses of all {len(on.steps)} steps are equal, bit for bit"
-    )
-    on_cpu = on.steps[-1][0].active_bytes is None
-    if differing and not on_cpu:
-        losses += (
-            ", as attention's on a GPU do from run to run (--verify takes one that is the same every time)"
-        )
-    notes = [
-        f"A step takes {on.typical_seconds / off.typical_seconds:.2f} times as long with offload; {losses}."
-    ]
+    on_cpu = on[0].steps[-1][0].active_bytes is None
+    notes = [_ratio(options, off, on), _losses([*off, *on], on_cpu=on_cpu)]
     notes.append(
         '"saved" is the engine\'s own count of saved activations on the device at once; without '
-        'offload, of the same ones.'
+        "offload, of the same ones."
     )
     if on_cpu:
         notes.append(
@@ -268,6 +271,27 @@ def comparison(off: Arm, on: Arm, saved_if_all_stayed: Sequence[int]) -> str:
     return "\n".join([table, *notes])
 
 
+def _ratio(options: Options, off: Sequence[Arm], on: Sequence[Arm]) -> str:
+    """How much longer a step takes with offload, by pairs of neighbouring runs."""
+    ratios = [
+        offloading.typical_seconds / plain.typical_seconds for plain, offloading in zip(off, on, strict=True)
+    ]
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs of runs"
+    said = f"{statistics.median(ratios):.2f} times as long ({spread})"
+    if why := _why_nothing_left(options, on[0]):
+        return f"Nothing was offloaded in either arm: {why}. So {said} is how far equal runs differ."
+    return f"A step takes {said} with offload."
+
+
+def _losses(runs: Sequence[Arm], *, on_cpu: bool) -> str:
+    steps = range(len(runs[0].steps))
+    differing = [step for step in steps if len({run.loss(step) for run in runs}) > 1]
+    if not differing:
+        return f"The losses of all {len(steps)} steps are equal in all {len(runs)} runs, bit for bit."
+    why = "" if on_cpu else ", as attention's on a GPU do from run to run (--verify takes one that does not)"
+    return f"The losses differ from step {differing[0] + 1} on{why}."
+
+
 def _device_peaks(arm: Arm) -> tuple[int | None, int | None]:
     last = arm.steps[-1]
     if last[0].active_bytes is None or last[0].reserved_bytes is None:
@@ -275,9 +299,9 @@ def _device_peaks(arm: Arm) -> tuple[int | None, int | None]:
     return max(rank.active_bytes or 0 for rank in last), max(rank.reserved_bytes or 0 for rank in last)
 
 
-def _mb(nbytes: int | None) -> str:
-    return f"{(nbytes or 0) / MB:,.1f} MB"
+def _mib(nbytes: int | None) -> str:
+    return f"{(nbytes or 0) / MIB:,.1f} MiB"
 
 
-def _mb_or_dash(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / MB:,.1f}"
+def _mib_or_dash(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / MIB:,.1f}"

@@ -20,7 +20,8 @@ from parallel.transformer import END_OF_TEXT
 
 __all__ = ["Text", "read_text"]
 
-_MOST_BYTES = 4 << 20  # enough that a short run sees nothing twice
+_MIB = 1 << 20
+_MOST_BYTES = 4 * _MIB  # enough that a short run sees nothing twice
 _HELD_OUT = 0.05
 
 
@@ -54,14 +55,15 @@ def read_text(files: Iterable[Path], *, tokens: int) -> Text:
     parts: list[np.ndarray] = []
     nbytes = 0
     for path in chosen or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        content = np.frombuffer(path.read_bytes()[: _MOST_BYTES - nbytes], dtype=np.uint8)
+        with path.open("rb") as file:
+            content = np.frombuffer(file.read(_MOST_BYTES - nbytes), dtype=np.uint8)
         parts += [content.astype(np.int16), np.array([END_OF_TEXT], dtype=np.int16)]
         nbytes += content.size
         if nbytes >= _MOST_BYTES:
-            source = f"the first {nbytes / 1e6:.1f} MB of {source}"
+            source = f"the first {nbytes / _MIB:.1f} MiB of {source}"
             break
     else:
-        source = f"{source}, {nbytes / 1e6:.1f} MB"
+        source = f"{source}, {nbytes / _MIB:.1f} MiB"
     joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.int16)
     held_out = max(tokens + 2, int(joined.size * _HELD_OUT))
     if joined.size - held_out < tokens + 2:

@@ -6,16 +6,11 @@ pytest tests/integration/test_train_optimizer.py
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_train import ALONE, SMALL, run
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from training.options import fraction_without_room, read_options  # noqa: E402
+from tests.integration.test_train import SMALL, run
 
 
 def losses(arguments: list[str], path: Path, *, ranks: int | None = None) -> list[float]:
@@ -39,23 +34,8 @@ def test_the_job_learns_as_with_the_optimizer_on_the_device(
 
 def test_activations_leave_at_the_same_time_without_changing_a_bit_of_the_losses() -> None:
     code, output, errors = run(
-        [*SMALL, "--steps", "4", "--optimizer-offload-fraction", "1", "--compare"], ranks=2
+        [*SMALL, "--steps", "4", "--optimizer-offload-fraction", "1", "--compare", "2"], ranks=2
     )
     assert code == 0, errors + output
-    assert "the losses of all 4 steps are equal, bit for bit" in output
+    assert "The losses of all 4 steps are equal in all 4 runs, bit for bit" in output
     assert "optimizer  its state on the host (rank 0 100%:" in output
-
-
-@pytest.mark.parametrize("wrong", ["1.5", "most"])
-def test_a_fraction_that_is_none_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match=f"{wrong} must be a number from 0 to 1, or auto"):
-        read_options([f"--optimizer-offload-fraction={wrong}"], ALONE)
-
-
-def test_auto_is_what_finds_no_room() -> None:
-    gb = 10**9
-    assert fraction_without_room(state_bytes=10 * gb, other_bytes=20 * gb, device_bytes=100 * gb) == 0.0
-    assert fraction_without_room(state_bytes=10 * gb, other_bytes=85 * gb, device_bytes=100 * gb) == 0.5
-    assert fraction_without_room(state_bytes=10 * gb, other_bytes=84 * gb, device_bytes=100 * gb) == 0.4
-    assert fraction_without_room(state_bytes=10 * gb, other_bytes=95 * gb, device_bytes=100 * gb) == 1.0
-    assert fraction_without_room(state_bytes=0, other_bytes=95 * gb, device_bytes=100 * gb) == 0.0

@@ -1,0 +1,243 @@
+"""The command line of scripts/train.py: what can be given, and the values that are refused by themselves.
+
+One invariant: arguments that were read destroy no file and are numbers that the run can use. Paths are
+looked at here, before a process group or a GPU is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from parallel.schedules import SCHEDULES
+from parallel.transformer import GROUP_NAMES, PRESETS
+
+__all__ = ["DTYPES", "read_arguments"]
+
+DTYPES = ("bfloat16", "float32")
+TELEMETRY_BEGINS = b'{"step": '
+"""How a file of --telemetry begins; the only files that are written over."""
+
+MOST = 2**31 - 1
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("layers", "dim", "heads", "kv_heads", "ffn", "sequence"), (1, MOST)),
+    **dict.fromkeys(("steps", "batch", "microbatches", "virtual_stages"), (1, MOST)),
+    "eval_every": (0, MOST),
+    "seed": (0, 2**32 - 1),  # a batch is drawn from (seed << 32) + step, which torch takes as 64 bits
+    "device_limit_mb": (1, MOST),
+    "min_offloaded_tensor_size": (0, 2**63 - 1),
+    "timeout": (1, 1e6),  # seconds; torch counts nanoseconds in 64 bits
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing its usage, so that several ranks say one line together."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists the options)")
+
+
+def read_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Parse, and refuse what cannot be used. Raises ValueError or an OSError that names the remedy."""
+    given = _parser().parse_args(arguments)
+    for name, (least, most) in RANGES.items():
+        value = getattr(given, name)
+        if value is not None and not least <= value <= most:  # so that nan is refused too
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}; it must be at least {least:,} and at most {most:,}"
+            )
+    if given.lr is not None and not 0 < given.lr < 10:
+        raise ValueError(f"--lr is {given.lr}; it must be above 0, and usually is below 0.01")
+    if not given.offload_modules.replace(",", " ").strip():
+        raise ValueError(
+            f"--offload-modules {given.offload_modules!r} names no mark; give all, none, or some of "
+            f"{', '.join(GROUP_NAMES)}"
+        )
+    if given.compare == 1:
+        raise ValueError("--compare 1 would show no spread; give at least 2 runs of each arm")
+    if given.verify and given.compare:
+        raise ValueError(
+            "--verify runs every step twice, so --compare would have nothing to time; run them one after the "
+            "other"
+        )
+    for path in given.data:
+        _check_readable(path)
+    if given.telemetry is not None:
+        _check_writable(given.telemetry, given.data)
+    return given
+
+
+def _check_readable(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--data {path}: there is no such file; give the path of a text file, or leave --data out"
+        )
+    if not os.access(path, os.R_OK):
+        raise PermissionError(f"--data {path}: this user may not read it")
+
+
+def _check_writable(path: Path, data: list[Path]) -> None:
+    """Refuse what cannot be written, and any file that holds something other than earlier telemetry."""
+    said = f"--telemetry {path}"
+    if path.is_dir():
+        raise IsADirectoryError(f"{said} is a folder; give the name of a file in it")
+    folder = path.resolve().parent  # of the file itself, where the path is a link
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{said}: there is no folder {folder}; make it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise PermissionError(f"{said}: this user may not write it")
+    if not path.is_file():
+        return
+    if same := [other for other in data if path.samefile(other)]:
+        raise ValueError(f"{said} is the same file as --data {same[0]}, which it would destroy; give another")
+    with path.open("rb") as file:
+        begins = file.read(len(TELEMETRY_BEGINS))
+    if begins not in (b"", TELEMETRY_BEGINS):
+        raise FileExistsError(
+            f"{said} holds something else than telemetry; give another name, or remove the file"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train.py",
+        description=(
+            "Train a small GPT on text, byte by byte, over pipeline ranks; its saved "
+            "activations travel to host memory and back."
+        ),
+        epilog=(
+            "Start several ranks with torchrun: torchrun --nproc-per-node 2 scripts/train.py "
+            "--preset tiny --steps 20. MiB is 1,048,576 bytes, and so is the MB of the engine's summary table."
+        ),
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--preset", choices=sorted(PRESETS), default="tiny", help="sizes below, unless given (default: tiny)"
+    )
+    for name, meaning in (
+        ("layers", "transformer layers"),
+        ("dim", "width of the residual stream"),
+        ("heads", "query heads"),
+        ("kv-heads", "key and value heads"),
+        ("ffn", "width inside the MLP"),
+        ("sequence", "tokens of a sequence"),
+    ):
+        model.add_argument(f"--{name}", type=int, metavar="N", help=meaning)
+    model.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of parameters and activations (default: float32)",
+    )
+
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="text to learn (default: Python's own standard library)",
+    )
+    training.add_argument("--steps", type=int, default=20, metavar="N", help="default: 20")
+    training.add_argument("--batch", type=int, metavar="N", help="sequences a microbatch")
+    training.add_argument("--microbatches", type=int, metavar="N", help="microbatches a step")
+    training.add_argument("--lr", type=float, help="learning rate of AdamW")
+    training.add_argument("--seed", type=int, default=0, help="of parameters and batches (default: 0)")
+    training.add_argument(
+        "--eval-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="loss on held-out text every N steps (default: never)",
+    )
+
+    pipeline = parser.add_argument_group("pipeline")
+    pipeline.add_argument(
+        "--schedule", default="1f1b", metavar="NAME", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b)"
+    )
+    pipeline.add_argument(
+        "--virtual-stages",
+        type=int,
+        metavar="N",
+        help="stages a rank (default: 1, or 2 where the schedule interleaves)",
+    )
+    pipeline.add_argument(
+        "--device",
+        choices=["auto", "cuda", "cpu"],
+        default="auto",
+        help="auto takes GPUs where there are any",
+    )
+    pipeline.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds to wait for another rank (default: 300)",
+    )
+
+    offload = parser.add_argument_group("offload")
+    offload.add_argument(
+        "--offload-modules",
+        default="all",
+        metavar="A,B",
+        help=f"all, none, or some of {', '.join(GROUP_NAMES)} (default: all)",
+    )
+    offload.add_argument(
+        "--min-offloaded-tensor-size", type=int, metavar="N", help="elements; smaller saved tensors stay"
+    )
+    offload.add_argument(
+        "--offload-fraction",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="share of the groups that leaves, 0 to 1 (default: 1)",
+    )
+    offload.add_argument(
+        "--device-limit-mb", type=int, metavar="MIB", help="saved activations on the device at once, in MiB"
+    )
+
+    offload.add_argument(
+        "--optimizer-offload-fraction",
+        type=_fraction_or_auto,
+        metavar="F",
+        help=(
+            "share of the optimizer's state on the host, 0 to 1; auto: what finds no room on "
+            "the device (default: all stays)"
+        ),
+    )
+
+    proof = parser.add_argument_group("proof")
+    proof.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every step's gradients with those without offload, bit for bit",
+    )
+    proof.add_argument(
+        "--compare",
+        type=int,
+        nargs="?",
+        const=3,
+        default=0,
+        metavar="N",
+        help=(
+            "run the same steps N times without offload and N times with it, by turns, and show time and "
+            "memory side by side (3 where N is left out)"
+        ),
+    )
+    proof.add_argument("--telemetry", type=Path, metavar="FILE", help="write one line of JSON a step")
+    return parser
+
+
+def _fraction_or_auto(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = -1.0
+    if not 0 <= fraction <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a number from 0 to 1, or auto")
+    return fraction

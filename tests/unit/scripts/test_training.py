@@ -1,0 +1,260 @@
+"""What scripts/train.py is asked for: refused before anything starts, or run; and what its comparison says.
+
+pytest tests/unit/scripts/test_training.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.launch import Ranks
+from parallel.transformer import GROUP_NAMES
+from scripts.train import planned
+from training.job import RankFigures
+from training.options import Options, fraction_without_room, read_options
+from training.report import Arm, Reporter, comparison
+from training.text import read_text
+
+ALONE = Ranks(0, 1, 0, 1)
+TWO = Ranks(0, 2, 0, 2)
+
+# ---- what it refuses ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--offload-modules", "core_attn,attention"],
+            rf"no layer has the mark 'attention'; the marks are {GROUP_NAMES[0]}, .*{GROUP_NAMES[-1]}",
+        ),
+        (["--offload-modules", "attn_proj"], "choose core_attn too"),
+        (["--data", "no/such/file"], "--data no/such/file: there is no such file"),
+        (["--telemetry", "no/such/folder/steps.jsonl"], "there is no folder .*no/such/folder"),
+        (
+            ["--schedule", "1f1b", "--microbatches", "1"],
+            "1f1b needs a microbatch for every stage: 1 for 2 stages",
+        ),
+        (
+            ["--schedule", "dualpipev", "--microbatches", "3"],
+            "dualpipev needs a microbatch for every stage: 3 for 4 stages",
+        ),
+        (["--schedule", "interleaved1f1b", "--microbatches", "5"], "take --microbatches 4 or 6"),
+        (["--schedule", "zbv", "--virtual-stages", "3"], "zbv gives a rank two stages"),
+        (["--schedule", "chimera"], "no schedule is called 'chimera'; there are gpipe, "),
+        (["--schedule", "loopedbfs", "--virtual-stages", "3"], "4 layers cannot be cut into 6 stages"),
+        (["--heads", "3"], "dim 128 over 3 heads"),
+        (["--offload-fraction", "1.5"], "activation_offload_fraction is 1.5"),
+        (["--min-offloaded-tensor-size", "-1"], "--min-offloaded-tensor-size is -1; it must be at least 0"),
+        (["--device-limit-mb", "0"], "--device-limit-mb is 0; it must be at least 1"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--steps", "many"], "invalid int value: 'many'"),
+        (["--verify", "--compare"], "run them one after the other"),
+        (["--compare", "1"], "give at least 2 runs of each arm"),
+        (["--seed", "4294967296"], "--seed is 4294967296; it must be at least 0 and at most 4,294,967,295"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--timeout", "nan"], "--timeout is nan; it must be at least 1"),
+        (["--timeout", "inf"], "--timeout is inf"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--dim", str(10**25)], "it must be at least 1 and at most 2,147,483,647"),
+        (
+            ["--offload-modules", ","],
+            "--offload-modules ',' names no mark; give all, none, or some of attn_norm",
+        ),
+        (["--offload-modules", ""], "names no mark"),
+        (["--compare", "--offload-modules", "none"], "--compare needs something that is offloaded"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(arguments: list[str], said: str) -> None:
+    with pytest.raises((ValueError, OSError), match=said):
+        read_options(arguments, TWO)
+
+
+@pytest.mark.parametrize("wrong", ["1.5", "most"])
+def test_a_fraction_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match=f"{wrong} must be a number from 0 to 1, or auto"):
+        read_options([f"--optimizer-offload-fraction={wrong}"], ALONE)
+
+
+def test_auto_is_what_finds_no_room() -> None:
+    gb = 10**9
+    assert fraction_without_room(state_bytes=10 * gb, other_bytes=20 * gb, device_bytes=100 * gb) == 0.0
+    assert fraction_without_room(state_bytes=10 * gb, other_bytes=85 * gb, device_bytes=100 * gb) == 0.5
+    assert fraction_without_room(state_bytes=10 * gb, other_bytes=84 * gb, device_bytes=100 * gb) == 0.4
+    assert fraction_without_room(state_bytes=10 * gb, other_bytes=95 * gb, device_bytes=100 * gb) == 1.0
+    assert fraction_without_room(state_bytes=0, other_bytes=95 * gb, device_bytes=100 * gb) == 0.0
+
+
+# ---- files ----
+
+
+def test_telemetry_that_is_the_data_is_refused_under_every_name(tmp_path: Path) -> None:
+    """Once it was opened for writing after the text had been read, and the text was gone."""
+    data = tmp_path / "words.txt"
+    data.write_text("some words " * 1000)
+    (tmp_path / "symbolic").symlink_to(data)
+    os.link(data, tmp_path / "hard")
+    for name in ("words.txt", "symbolic", "hard", "./../" + tmp_path.name + "/words.txt"):
+        with pytest.raises(
+            ValueError, match=r"is the same file as --data .*words.txt, which it would destroy"
+        ):
+            read_options(["--data", str(data), "--telemetry", str(tmp_path / name)], ALONE)
+
+
+def test_telemetry_writes_over_earlier_telemetry_only(tmp_path: Path) -> None:
+    """The file is as it was until the run has started."""
+    notes, empty, earlier = tmp_path / "notes", tmp_path / "empty", tmp_path / "earlier"
+    notes.write_text("what I wanted to keep")
+    empty.touch()
+    reporter = Reporter(read_options(["--telemetry", str(earlier)], ALONE))
+    reporter.step(Arm("training"), [figures(1.0)])
+    reporter.end()
+    written = earlier.read_text()
+    with pytest.raises(FileExistsError, match="notes holds something else than telemetry; give another name"):
+        read_options(["--telemetry", str(notes)], ALONE)
+    for allowed in (empty, earlier, tmp_path / "new", Path(os.devnull)):
+        assert read_options(["--telemetry", str(allowed)], ALONE).telemetry == allowed
+    assert written
+    assert earlier.read_text() == written
+
+
+def test_telemetry_that_is_a_folder_or_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="is a folder; give the name of a file in it"):
+        read_options(["--telemetry", str(tmp_path)], ALONE)
+    (tmp_path / "link").symlink_to(tmp_path / "absent" / "steps.jsonl")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*absent; make it first"):
+        read_options(["--telemetry", str(tmp_path / "link")], ALONE)
+
+
+def test_files_without_permission_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = tmp_path / "closed"
+    closed.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may do everything
+    with pytest.raises(PermissionError, match=r"--data .*closed: this user may not read it"):
+        read_options(["--data", str(closed)], ALONE)
+    with pytest.raises(PermissionError, match=r"--telemetry .*closed: this user may not write it"):
+        read_options(["--telemetry", str(closed)], ALONE)
+
+
+def test_of_a_large_file_only_the_first_four_mib_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file of 1 TB, which no host could read whole."""
+    large, never = tmp_path / "large", tmp_path / "never"
+    with large.open("wb") as file:
+        file.truncate(10**12)
+    never.touch()
+    opened: list[Any] = []
+    open_ = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *mode: opened.append(path) or open_(path, *mode))
+    text = read_text([large, never], tokens=16)
+    assert text.learned.numel() + text.held_out.numel() == (4 << 20) + 1
+    assert text.source == "the first 4.0 MiB of 2 files"
+    assert opened == [large]
+
+
+def test_text_too_short_for_a_sequence_is_refused(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("to be or not to be")
+    with pytest.raises(ValueError, match="18 bytes of text are too few for sequences of 32 tokens"):
+        read_text([short], tokens=32)
+
+
+def test_given_text_is_what_is_learned(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("a" * 300)
+    second.write_text("b" * 300)
+    text = read_text([first, second], tokens=16)
+    assert set(text.learned.tolist()) == {ord("a"), ord("b"), 256}
+    inputs, targets = text.batch(4, 16, seed=0, step=3)
+    assert inputs.shape == targets.shape == (4, 16)
+    assert inputs[:, 1:].equal(targets[:, :-1])
+    assert inputs.equal(text.batch(4, 16, seed=0, step=3)[0])
+    assert not inputs.equal(text.batch(4, 16, seed=0, step=4)[0]) or not targets.equal(
+        text.batch(4, 16, seed=0, step=4)[1]
+    )
+
+
+def test_defaults_of_every_preset_and_schedule_can_be_run() -> None:
+    for preset in ("tiny", "small", "medium", "large"):
+        for schedule in (
+            "gpipe",
+            "1f1b",
+            "interleaved1f1b",
+            "loopedbfs",
+            "interleavedzerobubble",
+            "zbv",
+            "dualpipev",
+        ):
+            for ranks in (ALONE, TWO):
+                options = read_options(["--preset", preset, "--schedule", schedule], ranks)
+                assert options.microbatches >= 4
+                assert options.offloads
+
+
+# ---- the comparison ----
+
+
+def figures(seconds: float, *, loss: float = 1.0, spill_bytes: int = 5 << 20) -> RankFigures:
+    engine = {
+        "spill_bytes": spill_bytes,
+        "saved": 4,
+        "host_bytes_held": 8 << 20,
+        "device_bytes_peak": 3 << 20,
+        "stall_ms": 0.0,
+    }
+    return RankFigures(loss=loss, seconds=seconds, active_bytes=None, reserved_bytes=None, engine=engine)
+
+
+def compared(off: list[float], on: list[float], options: Options, **changes: Any) -> str:
+    """The comparison of runs of one step each, which took so many seconds."""
+    runs = [
+        [
+            Arm(name, offloads=name == "on", run=run, steps=[[figures(seconds, **changes)]])
+            for run, seconds in enumerate(times)
+        ]
+        for name, times in (("off", off), ("on", on))
+    ]
+    return comparison(options, runs[0], runs[1], [7 << 20])
+
+
+def test_arms_of_a_comparison_take_turns_at_going_first() -> None:
+    """Where the arm without offload always went first, once, 0.91 was measured for two equal arms."""
+    runs = planned(read_options(["--compare"], ALONE))
+    assert [(run.offloads, run.run) for run in runs] == [
+        (False, 0),
+        (True, 0),
+        (True, 1),
+        (False, 1),
+        (False, 2),
+        (True, 2),
+    ]
+    assert len(planned(read_options(["--compare", "5"], ALONE))) == 10
+    assert [run.name for run in planned(read_options([], ALONE))] == ["offload on"]
+    assert [run.name for run in planned(read_options(["--offload-modules", "none"], ALONE))] == ["training"]
+
+
+def test_comparison_gives_the_median_of_the_pairs_and_their_spread() -> None:
+    text = compared([1.0, 2.0, 1.0], [1.1, 2.0, 1.5], read_options(["--compare"], ALONE))
+    assert "A step takes 1.10 times as long (1.00 to 1.50 in 3 pairs of runs) with offload." in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("rank 0")]
+    assert rows[0][2:7] == ["off", "1,000.0", "1,000.0", "to", "2,000.0"]
+    assert rows[1][2:7] == ["on", "1,500.0", "1,100.0", "to", "2,000.0"]
+    assert rows[0][-1] == "7.0"
+    assert rows[1][-1] == "3.0"
+    assert "The losses of all 1 steps are equal in all 6 runs, bit for bit." in text
+
+
+def test_comparison_says_when_nothing_was_offloaded_in_either_arm() -> None:
+    options = read_options(["--compare", "2", "--offload-fraction", "0"], ALONE)
+    text = compared([1.0, 1.0], [0.9, 1.0], options, spill_bytes=0)
+    assert (
+        "Nothing was offloaded in either arm: all of them stayed (--min-offloaded-tensor-size 4,096, "
+        "--offload-fraction 0). So 0.95 times as long (0.90 to 1.00 in 2 pairs of runs) is how far "
+        "equal runs differ."
+    ) in text
+    assert "A step takes" not in text
