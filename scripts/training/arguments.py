@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         epilog=(
             "Start several ranks with torchrun: torchrun --nproc-per-node 2 scripts/train.py "
-            "--preset tiny --steps 20. MiB is 1,048,576 bytes, and so is the MB of the engine's summary table."
+            "--preset tiny --steps 20. MiB is 1,048,576 bytes; so is MB in the engine's table."
         ),
     )
     model = parser.add_argument_group("model")
