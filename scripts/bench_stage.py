@@ -18,12 +18,7 @@ memory.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +31,8 @@ import torch  # noqa: E402
 
 from bench import child, micro, profiling, report  # noqa: E402
 from bench.child import DEFAULT_ROWS, LIMITED_ROWS, ROWS, RowRequest  # noqa: E402
-from bench.outcome import outcome_of_process  # noqa: E402
 from bench.rows import RowOptions  # noqa: E402
+from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  # noqa: E402
 
 GB = 1e9
 LIVE = "100,1000,10000"
@@ -101,10 +96,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, help="steps between the first and the timed ones")
     parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
     parser.add_argument("--no-isolate", action="store_true", help="run the rows in this process")
-    parser.add_argument("--row-timeout-s", type=float, default=300.0)
-    parser.add_argument(
-        "--budget-s", type=float, help="start no row after this many seconds; rows left out are printed"
-    )
     parser.add_argument(
         "--trace",
         metavar="FILE",
@@ -124,14 +115,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--micro", action="store_true", help="host cost a saved tensor instead of the workloads"
     )
     parser.add_argument("--live", default=LIVE, help="live tensors for --micro (%(default)s)")
-    parser.add_argument("--out", metavar="FILE", help="write every figure and sample as JSON")
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        help="tiny shapes on the CPU and the simulated device: proves the script, measures nothing",
-    )
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--child-out", help=argparse.SUPPRESS)
+    add_run_options(parser, row_timeout_s=300.0)
     parsed = parser.parse_args(arguments)
     unknown = [name for name in (parsed.rows or "").split(",") if name and name not in ROWS]
     if unknown:
@@ -195,95 +179,45 @@ def _trace_path(given: str, workload: str, label: str) -> str:
     return str(path.with_name(f"{path.stem}.{workload}.{label}{path.suffix or '.json'}").resolve())
 
 
-def run_row(args: argparse.Namespace, request: RowRequest, folder: Path) -> dict[str, Any]:
-    """One row's result, from a fresh process unless told otherwise; a process that dies is a failed row."""
-    if args.no_isolate or args.tiny:
-        return child.run(request)
-    # cuBLAS reads this once, when the process first uses it
-    environment = {
-        **os.environ,
-        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
-    }
-    about = {"row": request.row, "workload": request.workload}
-    return outcome_of_process(
-        Path(__file__).resolve(),
-        request.to_json(),
-        folder / "row.json",
-        about,
-        timeout_s=args.row_timeout_s,
-        environment=environment,
-    )
-
-
-def run_workload(
-    args: argparse.Namespace, workload: str, link: dict[str, Any] | None, folder: Path, record: dict[str, Any]
-) -> None:
+def run_workload(run: Run, workload: str, link: dict[str, Any]) -> None:
     """Run and print one workload's rows."""
-    baseline: dict[str, Any] | None = None
-    checkpoint: dict[str, Any] | None = None
-    selective: dict[str, Any] | None = None
-    requests = requests_for(args, workload, folder)
-    results: list[dict[str, Any]] = record["results"]
+    args = run.args
+    done: dict[str, dict[str, Any]] = {}
+    requests = requests_for(args, workload, run.folder)
     notes: list[str] = []
     for label, request in requests:
-        result: dict[str, Any]
-        if args.budget_s is not None and time.monotonic() - record["began"] > args.budget_s:
-            result = {
-                "row": request.row,
-                "workload": workload,
-                "status": "not run",
-                "reason": f"--budget-s {args.budget_s:.0f} is spent",
-            }
-        else:
-            result = run_row(args, request, folder)
-        result["label"] = label
+        result = {"row": request.row, "workload": workload, "label": label}
+        result |= run.measure(request, child.run, here=args.no_isolate or args.tiny)
+        if result["status"] == "ok":
+            done[request.row] = result
+        baseline = done.get("nothing")
         if request.row == "nothing":
-            baseline = result if result["status"] == "ok" else None
-            for line in (
-                report.facts_lines(result, request.options.working_set_bytes)
-                if baseline
-                else [f"{workload}: no baseline"]
-            ):
-                print(line)
-            print(report.header_line())
-        if request.row == "checkpoint" and result["status"] == "ok":
-            checkpoint = result
-        if request.row == "selective" and result["status"] == "ok":
-            selective = result
-        report.add_bound(result, baseline, link, selective)
+            print(
+                *(
+                    report.facts_lines(result, request.options.working_set_bytes)
+                    if baseline
+                    else [f"{workload}: no baseline"]
+                ),
+                report.header_line(),
+                sep="\n",
+            )
+        report.add_bound(result, baseline, link, done.get("selective"))
         print(report.row_line(result), flush=True)
-        notes += report.notes_lines(result, baseline, checkpoint) + report.host_lines(result, baseline)
+        notes += report.notes_lines(result, baseline, done.get("checkpoint"))
+        notes += report.host_lines(result, baseline)
         notes += result["lanes"]["text"] if "lanes" in result else []
         notes += profiling.profile_lines(result) if "host_profile" in result else []
-        results.append(result)
-        write(args, record)
+        run.keep(result)
     left_out = [name for name in ROWS if name not in {request.row for _, request in requests}]
-    for line in notes:
-        print(line)
-    print(f"  not among this run's rows: {', '.join(left_out)}", flush=True)
+    print(*notes, f"  not among this run's rows: {', '.join(left_out)}", sep="\n", flush=True)
 
 
-def write(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    """After every row, so that a run that is cut short leaves what it has."""
-    if args.out:
-        Path(args.out).write_text(
-            json.dumps({key: value for key, value in record.items() if key != "began"}, indent=1, default=str)
-        )
-
-
-def run_micro(args: argparse.Namespace, record: dict[str, Any]) -> int:
-    record["hardware"] = child.hardware()
-    if not args.tiny and not record["hardware"]["cuda"]:
-        print(
-            "no CUDA device: these figures need a GPU; --tiny --micro runs the arithmetic on the simulated "
-            "device"
-        )
-        return 2
-    lives = [10, 40] if args.tiny and args.live == LIVE else [int(text) for text in args.live.split(",")]
-    record["micro"] = micro.measure_micro(lives, tiny=args.tiny)
-    for line in micro.micro_lines(record["micro"]):
-        print(line)
-    write(args, record)
+def run_micro(run: Run) -> int:
+    lives = run.args.live
+    if run.args.tiny and lives == LIVE:
+        lives = "10,40"
+    run.record["micro"] = micro.measure_micro([int(text) for text in lives.split(",")], tiny=run.args.tiny)
+    print(*run.header_lines(hardware()), *micro.micro_lines(run.record["micro"]), sep="\n")
     return 0
 
 
@@ -292,50 +226,24 @@ def main(arguments: list[str] | None = None) -> int:
     if args.tiny:
         torch.set_num_threads(1)  # operations this small only lose by threads
     if args.child is not None:
-        Path(args.child_out).write_text(json.dumps(child.run(RowRequest.from_json(args.child)), default=str))
-        return 0
-    record: dict[str, Any] = {
-        "began": time.monotonic(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["bench_stage.py", *(sys.argv[1:] if arguments is None else arguments)],
-        "results": [],
-    }
-    if args.micro:
-        return run_micro(args, record)
-    with tempfile.TemporaryDirectory(prefix="bench-stage-") as name:
-        folder = Path(name)
-        measured = run_row(
-            args, RowRequest(row="links", workload="W1", options=RowOptions(), tiny=args.tiny), folder
-        )
-        record["hardware"], link = measured.get("hardware", {}), measured.get("links", {})
+        return answer_child(args.child, child.run)
+    if not args.tiny and not torch.cuda.is_available():
+        print(NEEDS_GPU)
+        return 2
+    with Run(__file__, args, arguments) as run:
+        if args.micro:
+            return run_micro(run)
+        here = args.no_isolate or args.tiny
+        request = RowRequest(row="links", workload="W1", options=RowOptions(), tiny=args.tiny)
+        measured = run.measure(request, child.run, here=here)
         if measured["status"] != "ok":
-            reason = measured.get("reason", "")
-            print(
-                f"{reason}: these figures need a CUDA GPU; --tiny runs the arithmetic on the CPU and the "
-                "simulated device"
-            )
+            print(f"the link was not measured: {measured['reason']}")
             return 2
-        record["links"] = link
-        about = record["hardware"]
-        versions = f"torch {about['torch']}, Python {about['python']}"
-        print(f"{about.get('gpu', 'no GPU (tiny)')}, {versions}, {about['cpus']} cores, {record['date']}")
-        if args.tiny:
-            print(
-                "TINY: CPU and simulated device; link rates are stand-ins and no figure below is a "
-                "measurement"
-            )
-        print(
-            f"link GB/s: d2h {link['d2h'] / GB:.1f}, h2d {link['h2d'] / GB:.1f}; both at once "
-            f"{link['duplex_d2h'] / GB:.1f} + "
-            f"{link['duplex_h2d'] / GB:.1f} = {(link['duplex_d2h'] + link['duplex_h2d']) / GB:.1f}"
-        )
-        print(report.HEADER)
+        link = run.record["links"] = measured["links"]
+        print(*run.header_lines(measured["hardware"]), report.link_line(link), report.HEADER, sep="\n")
         for workload in ("W1", "W2") if args.workload == "all" else (args.workload,):
-            run_workload(args, workload, link, folder, record)
-        print(f"{time.monotonic() - record['began']:.0f} s in all", flush=True)
-        write(args, record)
-    bad = [result["label"] for result in record["results"] if result["status"] == "failed"]
-    return 1 if bad else 0
+            run_workload(run, workload, link)
+        return run.end()
 
 
 if __name__ == "__main__":

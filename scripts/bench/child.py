@@ -1,9 +1,7 @@
 """One row from start to end in this process: build the stack, run the steps, check the gradients, return
 plain numbers.
 
-The parent starts a fresh process for each row, because the caching allocator, the pinned pool and the
-libraries' handles of one row would change the next. One invariant: `run` always returns a dictionary with a
-status (outcome.py).
+One invariant: `run` always returns a dictionary with a status (run.py).
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,11 +18,11 @@ import torch
 
 from bench import gradients, lanes, links, ours, peers, profiling, rows
 from bench.measure import Clock, clear_gradients, host_step, median, run_step, summarise, timed_step
-from bench.outcome import outcome
-from bench.rows import Row, RowContext, RowOptions, SkippedError
+from bench.rows import Row, RowContext, RowOptions
+from bench.run import SkippedError, hardware, outcome
 from bench.workload import Inputs, Stack, probe_saved_bytes, tiny, workload
 
-__all__ = ["DEFAULT_ROWS", "LIMITED_ROWS", "ROWS", "RowRequest", "hardware", "run"]
+__all__ = ["DEFAULT_ROWS", "LIMITED_ROWS", "ROWS", "RowRequest", "run"]
 
 ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "nothing": rows.Nothing,
@@ -103,36 +100,6 @@ class RowRequest:
     """The host's functions in steady steps under cProfile."""
     label: str = ""
     """The row's name in the table, with its limit."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RowRequest:
-        fields = json.loads(text)
-        fields["options"] = RowOptions(**fields["options"])
-        return cls(**fields)
-
-
-def hardware() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cuda = torch.cuda.is_available()
-    found = {
-        "cuda": cuda,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-        or os.environ.get("PYTORCH_ALLOC_CONF")
-        or "default",
-    }
-    if cuda:
-        found |= {
-            "gpu": torch.cuda.get_device_name(),
-            "gpu_bytes": torch.cuda.get_device_properties(0).total_memory,
-            "runtime": torch.version.cuda,
-        }
-    return found
 
 
 def run(request: RowRequest) -> dict[str, Any]:

@@ -8,9 +8,11 @@ numbers; only the optimizer differs.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.rows import NotInstalledError
+from bench.ours import OurMarks
+from bench.run import NotInstalledError
 
-__all__ = ["ADAMW", "OPTIMIZERS", "OURS", "FusedStack", "Made", "OptimShape", "make_optimizer"]
+__all__ = [
+    "ADAMW",
+    "OPTIMIZERS",
+    "OURS",
+    "FusedStack",
+    "LeavingActivations",
+    "Made",
+    "OptimShape",
+    "make_optimizer",
+    "spelled",
+]
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -45,6 +58,7 @@ class _Block(nn.Module):
     def __init__(self, shape: OptimShape, **where: Any) -> None:
         super().__init__()
         self.heads = shape.heads
+        self.marks: OurMarks | None = None
         self.attn_norm = nn.RMSNorm(shape.hidden, eps=1e-5, **where)
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=False, **where)
         self.output = nn.Linear(shape.hidden, shape.hidden, bias=False, **where)
@@ -53,6 +67,17 @@ class _Block(nn.Module):
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False, **where)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.marks is None:
+            x = self._attended(x)
+        else:
+            x = self.marks.start(x, "attention")
+            with self.marks.hooks():
+                attended = self._attended(x)
+            x = self.marks.commit(attended, "attention")
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+    def _attended(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
         q, k, v = self.qkv(self.attn_norm(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = (
@@ -60,9 +85,7 @@ class _Block(nn.Module):
             .transpose(1, 2)
             .reshape(batch, sequence, hidden)
         )
-        x = x + self.output(attended)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.output(attended)
 
 
 class FusedStack(nn.Module):
@@ -113,69 +136,113 @@ class Made:
     """Make the current stream wait for all new weights."""
     pinned_bytes: Callable[[], int] = lambda: 0
     clip: Callable[[nn.Module], Any] | None = None
+    close: Callable[[], None] = lambda: None
     needs_backward: bool = False
     """It steps what its hooks saw in a backward, and no gradient that is simply there."""
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+def spelled(overlap: str, model: nn.Module, accepted: Collection[str]) -> dict[str, Any]:
+    """The optimizer's keyword arguments for what shall overlap its step, as this version accepts them."""
+    modules = {} if overlap == "step" else {"model": model}
+    if "overlap" in accepted:
+        return {"overlap": overlap, **modules}
+    return {**modules, "step_in_backward": overlap == "backward"}
+
+
 def _ours(
-    model: nn.Module,
-    *,
-    fraction: float = 1.0,
-    attached: bool = True,
-    max_norm: float = 1.0,
-    **options: Any,
+    model: nn.Module, engine: Any, *, fraction: float = 1.0, overlap: str = "step", **options: Any
 ) -> Made:
-    """max_norm: where a row clips."""
-    from offload import OffloadEngine
-    from offload.groups.tracing import import_compiler
-    from offload.optim import HybridDeviceOptimizer
+    """engine: whose lanes and host memory are used; None makes one."""
+    from offload import HybridDeviceOptimizer, OffloadEngine
 
     cuda = next(model.parameters()).device.type == "cuda"
-    engine = OffloadEngine(device="cuda" if cuda else "sim")
-    pinning: list[float] = []
-    contiguous = engine.arena.contiguous
-
-    def timed(nbytes: int) -> Any:
-        asked = time.perf_counter()
-        try:
-            return contiguous(nbytes)
-        finally:
-            pinning.append(time.perf_counter() - asked)
-
-    # torch's optimizers import it when the first one of a process is built: 3 s that are nobody's
-    # construction
-    import_compiler()
-    engine.arena.contiguous = timed  # type: ignore[method-assign]
+    engine = OffloadEngine(device="cuda" if cuda else "sim") if engine is None else engine
+    importlib.import_module(
+        "torch._dynamo"
+    )  # torch's first optimizer imports it: 3 s of nobody's construction
     began = time.perf_counter()
+    accepted = inspect.signature(HybridDeviceOptimizer.__init__).parameters
     optimizer = HybridDeviceOptimizer(
         model.parameters(),
         fraction,
         engine=engine,
-        model=model if attached else None,
         fused=cuda or None,
+        **spelled(overlap, model, accepted),
         **ADAMW,
         **options,
     )
     if cuda:
         torch.cuda.synchronize()
-    took = time.perf_counter() - began
     made = Made(
         optimizer,
-        construct_s=took,
+        construct_s=time.perf_counter() - began,
         no_sync=optimizer.no_sync,
         wait=optimizer.synchronize_parameters,
         pinned_bytes=lambda: engine.arena.held_bytes,
-        clip=lambda _: optimizer.clip_grad_norm_(max_norm),
+        clip=lambda _: optimizer.clip_grad_norm_(1.0),
+        close=optimizer.close,
     )
-    made.facts = {
-        "cpu_share": optimizer.cpu_share,
-        "host_bytes": optimizer.host_bytes,
-        "pin_s": sum(pinning),
-        "ring_bytes": optimizer.ring_bytes,
-        "streamed_buckets": len(optimizer.placed.streamed.buckets),
-    }
+    made.facts = {name: getattr(optimizer, name) for name in ("cpu_share", "host_bytes", "ring_bytes")}
     return made
+
+
+class LeavingActivations:
+    """The attention of every block in a group that leaves, on the default engine, one chunk a microbatch."""
+
+    def __init__(self, model: FusedStack, microbatches: int) -> None:
+        import offload
+
+        shape = model.shape
+        cuda = next(model.parameters()).device.type == "cuda"
+        # what a block's attention saves: at most 8 tensors of the hidden states' size and 4 bytes an element
+        chunk_bytes = shape.layers * 8 * shape.sequence * shape.hidden * 4
+        config = offload.OffloadConfig(
+            host_reserve_bytes=chunk_bytes, min_offloaded_tensor_size=1 << 20 if cuda else 1
+        )
+        self._manager = offload.configure(config, device="cuda" if cuda else "sim", print_summary=False)
+        self._manager.register_parameters(model)
+        self._actions = [(kind, 0, number) for number in range(microbatches) for kind in ("F", "B")]
+        self._model = model
+        self._mark(OurMarks())
+
+    @property
+    def engine(self) -> Any:
+        return self._manager.engine
+
+    def begin_step(self) -> None:
+        self._manager.set_order(self._actions)
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        self._manager.begin_chunk(0, microbatch)
+        yield
+        self._manager.end_forward(0, microbatch)
+
+    @contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        self._manager.begin_backward(0, microbatch, "B")
+        yield
+        self._manager.end_backward(0, microbatch, "B")
+
+    def end_step(self) -> None:
+        self._manager.step_end()
+
+    def figures(self) -> dict[str, float]:
+        """Of the last step: its bytes each way, the device's stalls in ms, the pinned bytes."""
+        stats = self._manager.stats
+        return {name: getattr(stats, name) for name in ("spill_bytes", "stall_ms", "host_bytes_held")}
+
+    def close(self) -> None:
+        import offload
+
+        self._mark(None)
+        offload.PipelineOffloadManager.reset_instance()
+
+    def _mark(self, marks: OurMarks | None) -> None:
+        for block in self._model.blocks:
+            assert isinstance(block, _Block)
+            block.marks = marks
 
 
 def _gpu(model: nn.Module, **how: Any) -> Made:
@@ -192,7 +259,7 @@ def _torchao(model: nn.Module, **options: Any) -> Made:
     return Made(optimizer, construct_s=time.perf_counter() - began, needs_backward=True)
 
 
-def _megatron(model: nn.Module, fraction: float) -> Made:
+def _megatron(model: nn.Module) -> Made:
     try:
         from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     except ImportError as error:
@@ -200,7 +267,7 @@ def _megatron(model: nn.Module, fraction: float) -> Made:
     began = time.perf_counter()
     optimizer = HybridDeviceOptimizer(
         list(model.parameters()),
-        offload_fraction=fraction,
+        offload_fraction=1.0,
         cpu_optimizer_cls=torch.optim.AdamW,
         gpu_optimizer_cls=torch.optim.AdamW,
         overlap_cpu_optimizer_d2h_h2d=True,
@@ -210,30 +277,26 @@ def _megatron(model: nn.Module, fraction: float) -> Made:
 
 
 OURS: dict[str, dict[str, Any]] = {
-    "ours": {"step_in_backward": True},
-    "ours_after_backward": {},
-    "ours_half": {"fraction": 0.5, "step_in_backward": True},
-    "ours_no_overlap": {"attached": False, "overlap_cpu_optimizer_d2h_h2d": False},
-    "ours_alone": {"attached": False},
-    "ours_alone_half": {"fraction": 0.5, "attached": False},
-    "ours_alone_cpu": {"attached": False, "cpu_share": 1.0},
-    "ours_alone_streamed": {"attached": False, "cpu_share": 0.0},
+    "ours_step": {"overlap": "step"},
+    "ours_forward": {"overlap": "forward"},
+    "ours_backward": {"overlap": "backward"},
+    "ours_half": {"fraction": 0.5},
+    "ours_cpu": {"cpu_share": 1.0},
+    "ours_no_overlap": {"overlap_cpu_optimizer_d2h_h2d": False},
 }
-"""Rows of ours, by how the optimizer is made. Not attached to the model, step() waits for every weight."""
+"""Rows of ours, by how the optimizer is made."""
 
 OTHERS: dict[str, Callable[[nn.Module], Made]] = {
     "gpu_fused": lambda model: _gpu(model, fused=True),
-    "gpu_foreach": lambda model: _gpu(model, foreach=True),
     "torchao": _torchao,
     "torchao_gradients": lambda model: _torchao(model, offload_gradients=True),
-    "megatron": lambda model: _megatron(model, 1.0),
-    "megatron_half": lambda model: _megatron(model, 0.5),
+    "megatron": lambda model: _megatron(model),
 }
 
 
 OPTIMIZERS = (*OURS, *OTHERS)
 
 
-def make_optimizer(name: str, model: nn.Module, options: dict[str, Any]) -> Made:
-    """options: further keyword arguments, for rows of ours."""
-    return _ours(model, **{**OURS[name], **options}) if name in OURS else OTHERS[name](model)
+def make_optimizer(name: str, model: nn.Module, options: dict[str, Any], engine: Any = None) -> Made:
+    """options: further keyword arguments, for rows of ours. engine: for rows of ours; None makes one."""
+    return _ours(model, engine, **{**OURS[name], **options}) if name in OURS else OTHERS[name](model)

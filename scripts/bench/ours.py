@@ -22,11 +22,11 @@ from bench.rows import (
     Row,
     RowContext,
     RowOptions,
-    SkippedError,
     checkpointed,
     kept_operators,
     stack_call,
 )
+from bench.run import SkippedError
 from bench.workload import ATTENTION_GROUPS, BLOCK_INPUT, GROUPS, Marks, live_peak_chunks
 
 __all__ = [

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from bench.rows import NotInstalledError, Row, RowContext, SkippedError, checkpointed, stack_call
+from bench.rows import Row, RowContext, checkpointed, stack_call
+from bench.run import NotInstalledError, SkippedError
 from bench.workload import ATTENTION_GROUPS, GROUPS
 
 __all__ = ["MegatronRow", "TrlCheckpointRow", "TrlRow", "megatron_attention"]

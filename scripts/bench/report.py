@@ -19,6 +19,7 @@ __all__ = [
     "header_line",
     "host_lines",
     "layer_saved_bytes",
+    "link_line",
     "notes_lines",
     "row_line",
     "work_list",
@@ -51,6 +52,14 @@ HEADER = (
 def header_line() -> str:
     return " ".join(
         f"{name:<{width}}" if at == 0 else f"{name:>{width}}" for at, (name, width) in enumerate(_COLUMNS)
+    )
+
+
+def link_line(link: Mapping[str, Any]) -> str:
+    out, back, both_out, both_back = (link[name] / GB for name in ("d2h", "h2d", "duplex_d2h", "duplex_h2d"))
+    return (
+        f"link GB/s: d2h {out:.1f}, h2d {back:.1f}; both at once {both_out:.1f} + {both_back:.1f} = "
+        f"{both_out + both_back:.1f}"
     )
 
 

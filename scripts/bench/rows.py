@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from bench.run import SkippedError
 from bench.workload import GroupBytes, Inputs, Stack, Workload, live_peak_chunks
 
 __all__ = [
     "CheckpointRow",
-    "NotInstalledError",
     "Nothing",
     "Pinned",
     "Row",
@@ -29,7 +29,6 @@ __all__ = [
     "RowOptions",
     "SaveOnCpu",
     "SelectiveCheckpoint",
-    "SkippedError",
     "checkpointed",
     "kept_operators",
     "opened",
@@ -37,14 +36,6 @@ __all__ = [
 ]
 
 GB = 1e9
-
-
-class NotInstalledError(Exception):
-    """The library that this row needs is not importable."""
-
-
-class SkippedError(Exception):
-    """The row was not run, for a reason other than a missing library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

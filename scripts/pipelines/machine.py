@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from bench import links
-from bench.child import hardware
 from bench.measure import Clock
+from bench.run import hardware
 from bench.workload import Stack, probe_saved_bytes
 from offload import OffloadConfig, PipelineOffloadManager
 from parallel.host import line_up, reserve_host_together

@@ -10,7 +10,7 @@ import torch
 
 import bench_optimizer
 from bench.optim_child import OptimRequest, run
-from bench.optim_work import OPTIMIZERS, TINY, FusedStack, OptimShape
+from bench.optim_work import OPTIMIZERS, TINY, FusedStack, OptimShape, spelled
 
 
 def test_w4_has_as_many_parameters_as_the_stack_that_is_built() -> None:
@@ -22,7 +22,7 @@ def test_w4_has_as_many_parameters_as_the_stack_that_is_built() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name.startswith(("ours", "gpu"))])
 def test_every_row_of_ours_runs_and_reports_what_the_table_prints(optimizer: str, dtype: str) -> None:
-    for kind in ("alone", "training", "losses"):
+    for kind in ("alone", "training"):
         result = run(
             OptimRequest(
                 kind=kind, optimizer=optimizer, dtype=dtype, tiny=True, steps=2, warmup=1, microbatches=2
@@ -33,12 +33,23 @@ def test_every_row_of_ours_runs_and_reports_what_the_table_prints(optimizer: str
         json.dumps(result)
 
 
-def test_overlap_on_and_off_have_the_same_losses_and_bits() -> None:
+def test_what_overlaps_the_step_and_what_leaves_beside_it_does_not_change_a_bit() -> None:
+    cells = [("ours_step", ""), ("ours_forward", ""), ("ours_backward", ""), ("ours_no_overlap", "")]
     rows = [
-        run(OptimRequest(kind="losses", optimizer=name, tiny=True, steps=4, microbatches=2))
-        for name in ("ours", "ours_after_backward", "ours_no_overlap")
+        run(OptimRequest(kind="training", optimizer=name, groups=groups, tiny=True, steps=3, microbatches=2))
+        for name, groups in [*cells, ("ours_forward", "one"), ("ours_forward", "two")]
     ]
-    assert len({json.dumps([row["losses"], row["bits"]]) for row in rows}) == 1
+    assert [row["status"] for row in rows] == ["ok"] * len(rows), [row.get("reason") for row in rows]
+    assert len({json.dumps(row["bits"]) for row in rows}) == 1
+    assert all(row["groups"]["spill_bytes"] > 0 for row in rows[-2:])
+
+
+def test_the_overlap_is_asked_for_as_the_optimizer_spells_it() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert spelled("step", model, ["overlap", "model"]) == {"overlap": "step"}
+    assert spelled("backward", model, ["overlap", "model"]) == {"overlap": "backward", "model": model}
+    assert spelled("backward", model, ["model"]) == {"model": model, "step_in_backward": True}
+    assert spelled("forward", model, ["model"]) == {"model": model, "step_in_backward": False}
 
 
 def test_a_peer_that_is_not_installed_is_named_and_is_no_failure() -> None:
@@ -51,18 +62,16 @@ def test_the_tiny_run_prints_every_part_and_writes_every_row(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "rows.json"
-    code = bench_optimizer.main(
-        ["--tiny", "--parts", "alone,training,losses,growth", "--steps", "2", "--out", str(out)]
-    )
+    code = bench_optimizer.main(["--tiny", "--steps", "2", "--warmup", "1", "--out", str(out)])
     text = capsys.readouterr().out
     assert code == 0, text
-    assert "overlap on and off: bitwise equal" in text
-    assert "clipped by the global norm" in text
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["request"]["kind"] for row in rows} == {"alone", "training", "losses", "rates"}
+    for said in ("clipped by the global norm", "ours_forward + groups, 2 pairs", "all state streamed"):
+        assert said in text
+    rows = json.loads(out.read_text())["results"]
+    assert {row["request"]["kind"] for row in rows} == {"alone", "training", "rates"}
 
 
 def test_unknown_rows_and_parts_are_refused() -> None:
-    for wrong in (["--rows", "ours,nobody"], ["--parts", "everything"]):
+    for wrong in (["--rows", "ours_step,nobody"], ["--parts", "everything"]):
         with pytest.raises(SystemExit):
             bench_optimizer.parse(wrong)

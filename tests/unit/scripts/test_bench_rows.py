@@ -13,7 +13,8 @@ import torch
 
 from bench import gradients, ours, rows
 from bench.measure import Clock, run_step, timed_step
-from bench.rows import RowOptions, SkippedError
+from bench.rows import RowOptions
+from bench.run import SkippedError
 from bench.workload import ATTENTION_GROUPS, GROUPS
 from tests.unit.scripts.bench_rig import CPU, context_of, prints_of
 

@@ -1,0 +1,224 @@
+"""A run of a benchmark: its rows, each in a process of its own, and the record of them.
+
+The caching allocator, the pinned pool and the libraries' handles of one row would change the next, hence the
+processes. Two invariants: whatever happens to a row, its result is a dictionary with a status and, unless
+that is "ok", the reason; and the record is written after every row, so a run that is cut short leaves what it
+has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pickle
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = [
+    "NotInstalledError",
+    "Run",
+    "SkippedError",
+    "add_run_options",
+    "answer_child",
+    "hardware",
+    "outcome",
+    "outcome_of_process",
+]
+
+_STDERR_CHARACTERS = 4000
+NEEDS_GPU = "these figures need a CUDA GPU; --tiny runs the script on the CPU and the simulated device"
+
+
+class NotInstalledError(Exception):
+    """The library that this row needs is not importable."""
+
+
+class SkippedError(Exception):
+    """The row was not run, for a reason other than a missing library."""
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, row_timeout_s: float) -> None:
+    parser.add_argument(
+        "--row-timeout-s",
+        type=float,
+        default=row_timeout_s,
+        help="a row that takes longer is ended and has failed (%(default)s)",
+    )
+    parser.add_argument(
+        "--budget-s", type=float, help="start no row after this many seconds; rows left out are printed"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write every figure and sample as JSON, after every row"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="tiny shapes on the CPU and the simulated device: proves the script, measures nothing",
+    )
+    parser.add_argument("--child", metavar="FOLDER", help=argparse.SUPPRESS)
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cuda = torch.cuda.is_available()
+    found = {
+        "cuda": cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        or os.environ.get("PYTORCH_ALLOC_CONF")
+        or "default",
+    }
+    if cuda:
+        found |= {
+            "gpu": torch.cuda.get_device_name(),
+            "gpu_bytes": torch.cuda.get_device_properties(0).total_memory,
+            "runtime": torch.version.cuda,
+        }
+    return found
+
+
+def outcome(about: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """`about`, and what `measure` returns or why it did not."""
+    began = time.perf_counter()
+    result: dict[str, Any] = {**about}
+    try:
+        result |= measure()
+        result["status"] = "ok"
+    except NotInstalledError as error:
+        result |= {"status": "not installed", "reason": str(error)}
+    except SkippedError as error:
+        result |= {"status": "skipped", "reason": str(error)}
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        result |= {
+            "status": "failed",
+            "reason": f"{type(error).__name__}: {first_line}",
+            "traceback": traceback.format_exc(),
+        }
+    result["process_s"] = time.perf_counter() - began
+    return result
+
+
+def outcome_of_process(
+    script: Path, request: Any, folder: Path, *, timeout_s: float, launcher: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What `script --child folder` answers to the request; a process that dies or takes too long has failed.
+
+    launcher: a command that starts the script several times, instead of this Python.
+    """
+    (folder / "request.pickle").write_bytes(pickle.dumps(request))
+    answer = folder / "result.json"
+    answer.unlink(missing_ok=True)
+    # cuBLAS reads this once, when a process first uses it: the rows that compare gradients need it
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    command = [*(launcher or [sys.executable]), str(script), "--child", str(folder)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": "failed", "reason": f"took longer than --row-timeout-s {timeout_s:.0f}"}
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    died = {"status": "failed", "reason": f"process ended with {done.returncode}: {last}"}
+    result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else died
+    result["stderr"] = done.stderr[-_STDERR_CHARACTERS:]
+    return result
+
+
+def answer_child(folder: str, run: Callable[[Any], dict[str, Any]]) -> int:
+    """The other side of `outcome_of_process`: measure what is asked for, in this process."""
+    request = pickle.loads((Path(folder) / "request.pickle").read_bytes())
+    (Path(folder) / "result.json").write_text(json.dumps(run(request), default=str))
+    return 0
+
+
+class Run:
+    """The rows of one run, kept and written as they come. A context: its folder ends with it."""
+
+    def __init__(self, script: str, args: argparse.Namespace, arguments: list[str] | None) -> None:
+        self.script = Path(script).resolve()
+        self.args = args
+        self.began = time.monotonic()
+        self.results: list[dict[str, Any]] = []
+        self.record: dict[str, Any] = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": [self.script.name, *(sys.argv[1:] if arguments is None else arguments)],
+            "results": self.results,
+        }
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-")
+        self.folder = Path(self._folder.name)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.write()
+        self._folder.cleanup()
+
+    def measure(
+        self,
+        request: Any,
+        run: Callable[[Any], dict[str, Any]],
+        *,
+        here: bool = False,
+        launcher: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """What `run` makes of the request: in this process if `here`, else in one of its own, or in those
+        that `launcher` starts."""
+        if self.spent:
+            return {"status": "not run", "reason": f"--budget-s {self.args.budget_s:.0f} is spent"}
+        if here:
+            return run(request)
+        return outcome_of_process(
+            self.script, request, self.folder, timeout_s=self.args.row_timeout_s, launcher=launcher
+        )
+
+    @property
+    def spent(self) -> bool:
+        return self.args.budget_s is not None and self.elapsed_s > self.args.budget_s
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    def keep(self, result: dict[str, Any]) -> dict[str, Any]:
+        self.results.append(result)
+        self.write()
+        return result
+
+    def write(self) -> None:
+        if self.args.out:
+            Path(self.args.out).write_text(json.dumps(self.record, indent=1, default=str))
+
+    def header_lines(self, about: Mapping[str, Any]) -> list[str]:
+        """about: `hardware()` of the process that measures."""
+        self.record["hardware"] = dict(about)
+        gpu = about.get("gpu", "no GPU (tiny)")
+        lines = [
+            f"{gpu}, torch {about['torch']}, Python {about['python']}, {about['cpus']} cores, "
+            f"{self.record['date']}"
+        ]
+        if self.args.tiny:
+            lines.append(
+                "TINY: CPU and simulated device; link rates are stand-ins and no figure below is a "
+                "measurement"
+            )
+        return lines
+
+    def end(self) -> int:
+        """Print how long it took; the exit code."""
+        print(f"{self.elapsed_s:.0f} s in all", flush=True)
+        return 1 if any(result["status"] == "failed" for result in self.results) else 0

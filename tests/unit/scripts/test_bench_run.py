@@ -1,0 +1,75 @@
+"""A row that cannot be measured is a row with a reason, in this process and in one of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.run import NotInstalledError, Run, SkippedError, answer_child, outcome, outcome_of_process
+
+
+def test_figures_are_added_to_what_the_row_is_about() -> None:
+    result = outcome({"row": "ours"}, lambda: {"step_ms": 3.0})
+    assert result.pop("process_s") >= 0
+    assert result == {"row": "ours", "step_ms": 3.0, "status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (NotInstalledError("trl is not here"), "not installed", "trl is not here"),
+        (SkippedError("no CUDA device here"), "skipped", "no CUDA device here"),
+        (ValueError("first\nsecond"), "failed", "ValueError: first"),
+        (ValueError(), "failed", "ValueError: "),
+    ],
+)
+def test_a_row_that_raises_has_a_status_and_a_reason(error: Exception, status: str, reason: str) -> None:
+    def measure() -> dict[str, Any]:
+        raise error
+
+    result = outcome({"row": "ours"}, measure)
+    assert (result["row"], result["status"], result["reason"]) == ("ours", status, reason)
+    assert ("traceback" in result) == (status == "failed")
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "said"),
+    [
+        ("open(sys.argv[2] + '/result.json', 'w').write('{\"status\": \"ok\"}')", "ok", None),
+        ("sys.exit('out of luck')", "failed", "process ended with 1: out of luck"),
+        ("time.sleep(600)", "failed", "took longer than --row-timeout-s 1"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_a_failed_row(
+    tmp_path: Path, program: str, status: str, said: str | None
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys, time; {program}")
+    (tmp_path / "result.json").write_text('{"status": "of the row before"}')
+    result = outcome_of_process(script, {}, tmp_path, timeout_s=1.0 if "sleep" in program else 60.0)
+    assert (result["status"], result.get("reason")) == (status, said)
+
+
+def test_a_child_answers_what_it_was_asked(tmp_path: Path) -> None:
+    (tmp_path / "request.pickle").write_bytes(pickle.dumps({"row": "nothing"}))
+    assert answer_child(str(tmp_path), lambda request: {"status": "ok", "said": request["row"]}) == 0
+    assert json.loads((tmp_path / "result.json").read_text()) == {"status": "ok", "said": "nothing"}
+
+
+def test_rows_after_the_budget_are_told_and_what_ran_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    args = argparse.Namespace(budget_s=100.0, out=str(out), tiny=True, row_timeout_s=1.0)
+    with Run("bench_stage.py", args, ["--tiny"]) as run:
+        run.keep(run.measure({}, lambda request: {"status": "ok"}, here=True))
+        assert json.loads(out.read_text())["results"] == [{"status": "ok"}]
+        run.began -= 101.0
+        late = run.measure({}, lambda request: {"status": "ok"}, here=True)
+        assert late == {"status": "not run", "reason": "--budget-s 100 is spent"}
+        run.keep({"status": "failed"})
+        assert run.end() == 1
+    assert json.loads(out.read_text())["command"] == ["bench_stage.py", "--tiny"]
