@@ -31,7 +31,6 @@ from offload.policy.keeps import (
     summary_bytes,
 )
 from offload.policy.lookahead import ActionKey
-from offload.policy.recent import RecentPeak
 
 __all__ = ["PlanSettings", "SeenStep", "StepPlanner"]
 
@@ -40,14 +39,13 @@ logger = logging.getLogger(__name__)
 _LEAST_PIECES = 2  # in flight in one direction: one that is copied, one that waits behind it
 
 REMEMBERED_STEPS = 1000
-"""Steps that host memory is kept for after one that wanted it, and at most twice as many. An evaluation or a
-longest sequence that comes more often finds its memory each time; one that came once holds it for a quarter
-of an hour to an hour of usual steps, not for ever."""
+"""Steps that host memory is kept for after the last one that wanted it. An evaluation or a longest sequence
+that comes more often finds its memory each time; one that came once holds it for a quarter of an hour of
+usual steps, not for ever."""
 
-_WORTH_A_TRIM = 8
-"""Part of the held bytes: what is forgotten goes back to the system once it is an eighth. The peaks of random
-lengths differ by a little from one thousand steps to the next, and what goes back is refused to the first
-step that wants it again."""
+_ALMOST = 8
+"""A step that wants all of the remembered bytes but an eighth counts as wanting them: peaks of random lengths
+differ by as much, and memory that was given back is refused to the first step that wants it again."""
 
 _WORTH_A_RELEASE = 32
 """Part of the reserved device bytes: below it, blocks of the wrong sizes cost less than asking the driver for
@@ -114,19 +112,15 @@ class StepPlanner:
         self._trimmed = self._trimmed_shape = False  # ever, and since the shape of the step is this one
         # device memory that is cached: at the next step's begin, and since the plan
         self._release_due = self._released_shape = False
-        # host bytes, since some were given back for the first time
-        self._wanted = RecentPeak(REMEMBERED_STEPS)
+        self._wanted_bytes = 0  # on the host, by a step since some were given back for the first time
+        self._steps_since_wanted = 0
 
     def after_step(self, seen: SeenStep) -> bool:
         """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward
         plans nothing."""
         self.pass_over(seen)
-        if (
-            self._trimmed
-            and self._wanted.add(self._engine.last_stats.host_bytes_wanted_peak)
-            and self._holds_forgotten()
-        ):
-            self._trimmed_shape = False
+        if self._trimmed:
+            self._remember(self._engine.last_stats.host_bytes_wanted_peak)
         if not seen.backward_order:
             return False
         # nothing in it depends on what the plan kept, or each plan would look like a new shape to the next
@@ -204,24 +198,29 @@ class StepPlanner:
         self._looked_cut_short = signature
         return not again or len(seen.chunks) > len(seen.backward_order)
 
+    def _remember(self, wanted_bytes: int) -> None:
+        """Count what a step wanted on the host. The most that a step has wanted is forgotten if none has come
+        near it for REMEMBERED_STEPS; the next settled step gives the difference back."""
+        self._steps_since_wanted += 1
+        if wanted_bytes >= self._wanted_bytes - self._wanted_bytes // _ALMOST:
+            wanted_bytes = max(wanted_bytes, self._wanted_bytes)
+        elif self._steps_since_wanted > REMEMBERED_STEPS:
+            self._trimmed_shape = False
+        else:
+            return
+        self._wanted_bytes = wanted_bytes
+        self._steps_since_wanted = 0
+
     def _trim(self) -> None:
-        """Give back what a steady step of this shape does not use, but for what any of the last steps has
-        wanted (REMEMBERED_STEPS): memory given back each time would be pinned, and the tensors that want it
-        refused, each time that the longer shape returns. Not while a step lacks any."""
+        """Give back what neither a steady step of this shape uses nor any of the last steps has wanted. Given
+        back each time, it would be pinned, and the tensors that want it refused, each time that the longer
+        shape returns. Not while a step lacks any."""
         arena, stats = self._engine.arena, self._engine.last_stats
         if stats.refused:
             return
         # pieces go whole: with one to spare, what a step needs stays and is not pinned again
-        arena.trim(max(self._wanted.value, stats.host_bytes_wanted_peak) + arena.registration_bytes)
+        arena.trim(max(self._wanted_bytes, stats.host_bytes_wanted_peak) + arena.registration_bytes)
         self._trimmed = self._trimmed_shape = True
-
-    def _holds_forgotten(self) -> bool:
-        """Whether enough is held that only steps have wanted which are forgotten."""
-        held_bytes = self._engine.arena.held_bytes
-        return (
-            held_bytes - self._wanted.value - self._engine.arena.registration_bytes
-            >= held_bytes // _WORTH_A_TRIM
-        )
 
     def plan_now(self, seen: SeenStep) -> None:
         """End warm-up with what this step was seen to do so far."""
