@@ -35,8 +35,9 @@ from offload.saved.prefetch import Prefetcher
 from offload.saved.staying import KnownForward, StayingSaves
 from offload.saved.store import TensorStore
 from offload.telemetry.records import StepStats
+from offload.transfer.admission import Admission, CapsAdmission, Limits
 from offload.transfer.captures import CapturedRegion
-from offload.transfer.door import Door, Limits
+from offload.transfer.copier import Copier
 from offload.transfer.engine import TransferEngine
 from offload.transfer.link import LINK_TEST_BYTES, measure_rates
 from offload.transfer.record import RecordState
@@ -57,8 +58,8 @@ class OffloadEngine:
     """One per process and device.
 
     config: checked limits. device: None takes CUDA where there is a GPU, else the simulated device. budget:
-        host bytes that all ranks of this host may pin together; None counts this process alone. door: asked
-        before every transfer; None grants within the caps.
+        host bytes that all ranks of this host may pin together; None counts this process alone. admission:
+        asked before every copy; None grants within the caps.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class OffloadEngine:
         *,
         device: Device | str | None = None,
         budget: HostBudget | None = None,
-        door: Door | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.config = checked_config(config)
         self.device: Device = select_device(device) if device is None or isinstance(device, str) else device
@@ -77,9 +78,8 @@ class OffloadEngine:
             budget = LocalHostBudget(limit if limit is not None else default_host_limit_bytes())
         self.arena = HostArena(self.device, budget=budget)
         self.limits = _limits(self.config)
-        self.transfers = TransferEngine(
-            self.device, self.arena, self.limits, door=door, audit=self.config.audit
-        )
+        self.copier = Copier(self.device, admission if admission is not None else CapsAdmission(self.limits))
+        self.transfers = TransferEngine(self.arena, self.limits, self.copier, audit=self.config.audit)
         self.externals = ExternalStorages()
         self.store = TensorStore(
             self.device, self.transfers, self.externals, piece_bytes=self.config.piece_bytes
@@ -135,7 +135,7 @@ class OffloadEngine:
 
         line_up: called three times, before each measurement: a barrier over ranks that measure together.
         """
-        self.rates = measure_rates(self.device, self.arena, line_up)
+        self.rates = measure_rates(self.copier, self.arena, line_up)
         self.arena.reset_peak()
         return self.rates
 

@@ -7,9 +7,21 @@ first tensor.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["ChunkId", "GroupId", "SlotId"]
+__all__ = ["ChunkId", "GroupId", "Owner", "SlotId", "owner_of"]
+
+
+class Owner(NamedTuple):
+    """Whose copy it is: the client of the engine that asked for it, and that client's own name for the bytes.
+    Both are to be printed: ("groups", "s1m4/core_attn"), ("optim", "bucket 12")."""
+
+    client: str
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.client}/{self.label}"
 
 
 class ChunkId(NamedTuple):
@@ -41,3 +53,9 @@ class SlotId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.group}[{self.slot}]"
+
+
+@lru_cache(maxsize=4096)
+def owner_of(group: GroupId) -> Owner:
+    """The owner of a group's copies. One object for each group of a step, since a copy asks for it."""
+    return Owner("groups", f"{group.chunk}/{group.name}")

@@ -12,7 +12,7 @@ import torch
 
 from offload.device import Event, Lane
 from offload.errors import StaleHandleError
-from offload.ids import ChunkId
+from offload.ids import ChunkId, Owner
 from offload.memory.tensor_pool import GPUTensorPool
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class HandCopies:
         self.d2h_stream: Lane = d2h_stream if d2h_stream is not None else engine.device.d2h
         self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
         self._manager = manager
+        self._copies = engine.copier.of(Owner("by hand", str(chunk_id)))
 
     def offload(
         self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True
@@ -87,8 +88,7 @@ class HandCopies:
         source = flat.view(torch.uint8)
         device.note_write(compute, source)
         device.wait(self.d2h_stream, device.record(compute), "spill")
-        device.copy(self.d2h_stream, [(host.view(-1).view(torch.uint8), source)])
-        event = device.record(self.d2h_stream)
+        event = self._copies.send([(host.view(-1).view(torch.uint8), source)], self.d2h_stream)
         device.wait(compute, event, "settle")
         return OffloadState(
             src_tensor.device, host, use_cpu_pool, src_tensor.stride(), event, self.engine.step
@@ -116,8 +116,7 @@ class HandCopies:
         compute = device.compute
         device.wait(self.h2d_stream, device.record(compute), "allocate")
         device.wait(self.h2d_stream, state.event, "restore")
-        device.copy(self.h2d_stream, [(home, host.view(-1).view(torch.uint8))])
-        event = device.record(self.h2d_stream)
+        event = self._copies.fetch([(home, host.view(-1).view(torch.uint8))], self.h2d_stream)
         device.wait(compute, event, "read")
         device.note_read(compute, home)
         if non_blocking is False:

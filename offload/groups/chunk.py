@@ -29,7 +29,7 @@ from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
 from offload.saved.handles import Handle, Passed
 from offload.saved.staying import JUDGED_EVERY
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from offload.transfer.record import Record, RecordState
 
 if TYPE_CHECKING:

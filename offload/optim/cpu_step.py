@@ -32,8 +32,8 @@ from offload.device import CopyPair, Event
 from offload.optim.buckets import Bucket, Piece
 from offload.optim.classes import is_fused_adam, state_names
 from offload.optim.host import HostSection
-from offload.optim.mover import Mover
 from offload.optim.parameters import Managed, same_bits
+from offload.transfer.copier import OwnedCopies
 
 __all__ = ["CpuBucket", "HostScalars"]
 
@@ -61,7 +61,7 @@ class CpuBucket:
 
     def __init__(
         self,
-        mover: Mover,
+        copies: OwnedCopies,
         section: HostSection,
         layout: Bucket,
         members: Mapping[int, Managed],
@@ -70,8 +70,8 @@ class CpuBucket:
         whole: bool,
         wide: bool,
     ) -> None:
-        self.mover = mover
-        self.device = mover.device
+        self.copies = copies
+        self.device = copies.device
         self.section = section
         self.layout = layout
         self.members = [members[piece.parameter] for piece in layout.pieces]
@@ -150,8 +150,7 @@ class CpuBucket:
         """
         device = self.device
         device.wait(device.d2h, made, "land")
-        self.mover.send(self._outward)
-        self.landed = device.record(device.d2h)
+        self.landed = self.copies.send(self._outward)
 
     def has_landed(self) -> bool:
         """Whether the host has the gradients held. Blocks the host: never."""
@@ -217,8 +216,7 @@ class CpuBucket:
                 device.note_write(device.host, weights)
             pairs.append((home.view(torch.uint8), weights.view(torch.uint8)))
         device.wait(device.h2d, released, "weights out")
-        self.mover.fetch(pairs)
-        self.returned = device.record(device.h2d)
+        self.returned = self.copies.fetch(pairs)
 
     def step(self, released: Event, scalars: HostScalars, scratch: Tensor | None) -> None:
         """Everything between landing and return, for an optimizer of this bucket alone: the job of a
@@ -249,7 +247,7 @@ class CpuBucket:
             arriving.append((place, landing))
         if pairs:
             device.wait(device.d2h, device.record(device.compute), "land")
-            self.mover.send(pairs)
+            self.copies.send(pairs)
         return arriving
 
     def take_masters(self, arriving: Sequence[tuple[int, Tensor]]) -> None:

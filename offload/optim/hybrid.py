@@ -35,10 +35,10 @@ from torch.optim import AdamW, Optimizer
 from offload.config import check_bytes, check_fraction
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
+from offload.ids import Owner
 from offload.optim.arrival import Arrivals
 from offload.optim.classes import checked_class, defaults_of
 from offload.optim.landing import Landing
-from offload.optim.mover import Mover
 from offload.optim.norms import ScalarDesk
 from offload.optim.parameters import Managed
 from offload.optim.parts import HostOptions
@@ -208,7 +208,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         engine = self._engine
         self._placed = Placement(engine, self._placing)
         self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
-        self._desk = ScalarDesk(Mover(engine, "optimizer", 0), engine.arena)
+        self._desk = ScalarDesk(engine.copier.of(Owner("optim", "clip factor")), engine.arena)
         promises = self._step_in_backward
         self._landing = Landing(
             engine.device,

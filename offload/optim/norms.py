@@ -15,8 +15,8 @@ from torch import Tensor
 from offload.device import Event
 from offload.memory.arena import Block, HostArena
 from offload.optim.cpu_step import HostScalars
-from offload.optim.mover import Mover
 from offload.optim.parameters import local_of
+from offload.transfer.copier import OwnedCopies
 
 __all__ = ["ScalarDesk", "clip_factor", "total_norm"]
 
@@ -63,18 +63,16 @@ class ScalarDesk:
 
     # [Order: factor]
     # hazard  RAW: `d2h` copies the factor that `compute` is still making; then a worker reads what `d2h` is
-    still writing. Allocator reuse:
-    #         where nothing is stepped no worker waits for the copy, and the next factor takes the place of
-              one that it still reads.
+    #         still writing. Allocator reuse: where nothing is stepped no worker waits for the copy, and the
+    #         next factor takes the place of one that it still reads.
     # edge    d2h waits for an event recorded on compute; the worker synchronizes the event of the copy;
-              compute waits for it before
-    #         the desk lets go of that factor.
+    #         compute waits for it before the desk lets go of that factor.
     # alive   the desk holds the device's number until the next one.
     # proof   tests/property/test_optim_edges.py, edge "factor"
     """
 
-    def __init__(self, mover: Mover, arena: HostArena) -> None:
-        self._mover = mover
+    def __init__(self, copies: OwnedCopies, arena: HostArena) -> None:
+        self._copies = copies
         self._block: Block | None = None
         self._arena = arena
         self._source: Tensor | None = None
@@ -84,17 +82,17 @@ class ScalarDesk:
     def send(self, factor: Tensor) -> HostScalars:
         """factor: float32, 0-dim, on the device. Blocks the host: never, but for its memory at the first
         call."""
-        device = self._mover.device
+        device = self._copies.device
         if self._block is None:
             self._block = self._arena.contiguous(8)
         landing = self._block.extents[0].narrow(0, 4 * self._turn, 4)
         self._turn = 1 - self._turn
         source = factor.detach().reshape(1).view(torch.uint8)
         device.wait(device.d2h, device.record(device.compute), "factor")
-        self._mover.send([(landing, source)])
+        sent = self._copies.send([(landing, source)])
         if self._sent is not None:
             device.wait(device.compute, self._sent, "factor")
-        self._sent = device.record(device.d2h)
+        self._sent = sent
         self._source = source
         return HostScalars(landing.view(torch.float32)[0], self._sent)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.engine import OffloadEngine
+from offload.ids import Owner
 from offload.optim.buckets import Section, lay_out
 from offload.optim.classes import IMPLEMENTATION_KEYS, is_fused_adam, made_for_cpu, state_names
 from offload.optim.cpu_step import CpuBucket
 from offload.optim.host import FlatSpec, HostSection, check_budget
-from offload.optim.mover import Mover
 from offload.optim.parameters import Managed, same_bits
 from offload.optim.streamed_step import Ring, StreamedBucket
 
@@ -198,10 +198,10 @@ class CpuPart(_Part):
         made: list[CpuBucket] = []
         for section, (layout, dtype, master) in zip(sections, layouts, strict=True):
             for cut in layout.buckets:
-                mover = Mover(self.engine, "optimizer", len(self.buckets) + len(made))
+                owner = Owner("optim", f"bucket {len(self.buckets) + len(made)}")
                 made.append(
                     CpuBucket(
-                        mover,
+                        self.engine.copier.of(owner),
                         section,
                         cut,
                         self.members,
@@ -360,10 +360,10 @@ class StreamedPart(_Part):
             self._make(plan, "the streamed parameters"), layouts, strict=True
         ):
             for cut in layout.buckets:
-                mover = Mover(self.engine, "optimizer", len(self.buckets) + len(made))
+                copies = self.engine.copier.of(Owner("optim", f"bucket {len(self.buckets) + len(made)}"))
                 where = self._weights_on_host
                 made.append(
-                    StreamedBucket(mover, section, cut, self.members, master, values, weights_on_host=where)
+                    StreamedBucket(copies, section, cut, self.members, master, values, weights_on_host=where)
                 )
         made.sort(key=lambda bucket: bucket.layout.pieces[0].parameter)
         for bucket in made:

@@ -52,8 +52,8 @@ from offload.device import CopyPair, Device, Event, Lane
 from offload.optim.buckets import Bucket, Piece
 from offload.optim.classes import state_names
 from offload.optim.host import HostSection
-from offload.optim.mover import Mover
 from offload.optim.parameters import Managed
+from offload.transfer.copier import OwnedCopies
 
 __all__ = ["RING_SLOTS", "Ring", "StreamedBucket"]
 
@@ -119,7 +119,7 @@ class StreamedBucket:
 
     def __init__(
         self,
-        mover: Mover,
+        copies: OwnedCopies,
         section: HostSection,
         layout: Bucket,
         members: Mapping[int, Managed],
@@ -128,14 +128,14 @@ class StreamedBucket:
         *,
         weights_on_host: bool = False,
     ) -> None:
-        self.mover = mover
-        self.device = mover.device
+        self.copies = copies
+        self.device = copies.device
         self.section = section
         self.layout = layout
         self.members = [members[piece.parameter] for piece in layout.pieces]
         self.master_dtype = master_dtype
         self.groups = [group_of[piece.parameter] for piece in layout.pieces]
-        where = mover.device.torch_device
+        where = copies.device.torch_device
         self.steps = [torch.zeros((), dtype=torch.float32, device=where) for _ in layout.pieces]
         """Counts of each piece, on the device."""
         self.has_master = section.has("master")
@@ -209,9 +209,7 @@ class StreamedBucket:
                 inward.append((of_slot[1].view(torch.uint8), gradient.view(torch.uint8)))
                 outward.append((weights.view(torch.uint8), of_slot[0].view(torch.uint8)))
         try:
-            self.mover.fetch(inward)
-            arrived = device.record(device.h2d)
-            device.wait(ring.lane, arrived, "state here")
+            device.wait(ring.lane, self.copies.fetch(inward), "state here")
             device.wait(ring.lane, released, "gradients made")
             with device.use_lane(ring.lane), torch.no_grad():
                 for name in names:
@@ -219,8 +217,7 @@ class StreamedBucket:
                 self._compute(there, slot, factor)
                 self.stepped = device.record(ring.lane)
             device.wait(device.d2h, self.stepped, "state out")
-            self.mover.send(outward)
-            self.left = slot.free = device.record(device.d2h)
+            self.left = slot.free = self.copies.send(outward)
         except BaseException:  # some of it was issued: gradients, slot and state are free after that
             device.wait(ring.lane, device.record(device.h2d), "state here")
             self.stepped = device.record(ring.lane)

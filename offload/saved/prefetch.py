@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from offload.ids import ChunkId
 from offload.saved.chunk import SavedChunk
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from offload.transfer.engine import TransferEngine
 from offload.transfer.record import Transfer
 

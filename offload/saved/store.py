@@ -21,7 +21,7 @@ from offload.errors import StaleHandleError
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.handles import Handle, modified
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from offload.transfer.engine import TransferEngine
 from offload.transfer.layout import (
     Layouts,

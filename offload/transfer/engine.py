@@ -1,5 +1,4 @@
-"""Where saved tensors are copied: groups of records out to the host in pieces, and back. The optimizer's
-copies are optim/mover.py's.
+"""Saved tensors out to the host in pieces of records, and back.
 
 One invariant: a copy comes after the last writer and the last reader of the bytes on both its sides, and a
 piece that fails half-way leaves every record in the state that it was in. How the bytes of a copy are let go
@@ -49,13 +48,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from offload.device import CopyPair, Device, Event, Lane
+from offload.device import CopyPair, Event, Lane
 from offload.errors import OffloadError
+from offload.ids import Owner, owner_of
 from offload.memory.arena import Block, HostArena
+from offload.transfer.admission import Direction, Lease, Limits, Priority
 from offload.transfer.captures import CaptureSide
-from offload.transfer.door import CapsDoor, Denied, Direction, Door, Limits, Priority
+from offload.transfer.copier import Copier
 from offload.transfer.layout import bytes_of
-from offload.transfer.ranges import copy_in_range
 from offload.transfer.record import Record, RecordState, Transfer
 
 __all__ = ["TransferEngine"]
@@ -66,21 +66,13 @@ logger = logging.getLogger(__name__)
 class TransferEngine(CaptureSide):
     """Moves records. It never asks why; callers hold the engine's lock.
 
-    device: whose lanes the copies run on. arena: lends the host blocks. limits: caps in bytes, read at every
-    call, so they may change between steps. door: asked before every transfer.
+    arena: lends the host blocks. limits: caps in bytes, read at every call, so they may change between steps.
+    copier: issues the copies, on the lanes of its device.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        arena: HostArena,
-        limits: Limits,
-        *,
-        door: Door | None = None,
-        audit: bool = False,
-    ) -> None:
-        super().__init__(device, arena, limits)
-        self.door: Door = door if door is not None else CapsDoor(limits)
+    def __init__(self, arena: HostArena, limits: Limits, copier: Copier, *, audit: bool = False) -> None:
+        super().__init__(copier.device, arena, limits)
+        self.copier = copier
         self.audit = audit
         self._warned_no_room = False
 
@@ -89,9 +81,9 @@ class TransferEngine(CaptureSide):
         """Send the records' bytes to the host, as one piece under one event. Blocks the host: never.
 
         records: saved on one lane, which need not be the current one. RESIDENT ones leave; others are passed
-            over. One that gets no host block, or that the door denies, stays RESIDENT and is counted as
-            refused. So does one saved on the other side of a capture's
-            boundary: a graph copies what was computed in it.
+            over. One that gets no host block stays RESIDENT and is counted as refused; so do all of a piece
+            that admission denies, and one saved on the other side of a capture's boundary: a graph copies
+            what was computed in it.
         Returns the transfer in flight, None if nothing left. Raises CaptureError in a capture that no region
         watches.
         Order: [Order: spill], [Order: reuse].
@@ -100,19 +92,32 @@ class TransferEngine(CaptureSide):
         if self.estate:
             self.bury()
         device, d2h, capture = self.device, self.device.d2h, self.capture
+        due: list[Record] = []
+        nbytes = 0
+        for record in records:
+            if record.state is not RecordState.RESIDENT:
+                continue
+            if record.capture is not capture:
+                self._refuse(record, for_want_of_memory=False)
+                continue
+            due.append(record)
+            nbytes += record.nbytes
+        if not due:
+            return None
+        owner = owner_of(due[0].group)
+        lease = self.copier.ask(nbytes, Direction.D2H, owner, Priority.BACKGROUND)
+        if lease is None:
+            for record in due:
+                self._refuse(record, for_want_of_memory=False)
+            return None
         leaving: list[Record] = []
         blocks: list[Block] = []
         nbytes = 0
         try:
-            for record in records:
-                if record.state is not RecordState.RESIDENT:
-                    continue
-                denied = record.capture is not capture or isinstance(
-                    self.door.admit(record.nbytes, Direction.D2H, record.group, Priority.BACKGROUND), Denied
-                )
-                block = None if denied else self.arena.take(record.nbytes)
+            for record in due:
+                block = self.arena.take(record.nbytes)
                 if block is None:
-                    self._refuse(record, for_want_of_memory=not denied)
+                    self._refuse(record, for_want_of_memory=True)
                     continue
                 blocks.append(block)
                 leaving.append(record)
@@ -122,16 +127,19 @@ class TransferEngine(CaptureSide):
                     capture.blocks.append(block)
                     capture.records.append(weakref.ref(record))
             if not leaving:
+                lease.done(None)
                 return None
             compute = leaving[0].lane or device.compute
-            sources, event = self._copy_out(leaving, blocks, compute)
+            sources, event = self._copy_out(leaving, blocks, compute, lease, owner, nbytes)
         except BaseException:
             # all records stay; some copies may have been issued. In a capture the region has the blocks
+            broken_off = None
             if blocks and capture is None:
                 broken_off = device.record(d2h)
                 device.wait(records[0].lane or device.compute, broken_off, "settle")
                 for block in blocks:
                     self.arena.give_back(block, broken_off)
+            lease.done(broken_off)
             raise
         transfer = Transfer(tuple(map(weakref.ref, leaving)), sources, compute, event, nbytes, capture)
         del sources  # the transfer's alone: it may be settled below
@@ -153,7 +161,13 @@ class TransferEngine(CaptureSide):
         return transfer
 
     def _copy_out(
-        self, leaving: Sequence[Record], blocks: Sequence[Block], compute: Lane
+        self,
+        leaving: Sequence[Record],
+        blocks: Sequence[Block],
+        compute: Lane,
+        lease: Lease,
+        owner: Owner,
+        nbytes: int,
     ) -> tuple[tuple[torch.Tensor, ...], Event]:
         """Issue the copies of a spill: (their sources, the event after them)."""
         device, d2h = self.device, self.device.d2h
@@ -180,8 +194,7 @@ class TransferEngine(CaptureSide):
                 pairs.append((block.extents[0], source))
             else:
                 pairs.extend(_parts(block, source))
-        copy_in_range(device, d2h, pairs, "spill", leaving[0].group.name)
-        event = device.record(d2h)
+        event = self.copier.copy(lease, Direction.D2H, owner, pairs, nbytes)
         for key in keys:
             self._sources[key] = self._sources.get(key, 0) + 1
         return tuple(sources), event
@@ -209,7 +222,7 @@ class TransferEngine(CaptureSide):
         """Fetch SPILLED records back as one piece under one event. Blocks the host: never.
 
         Each gets a new storage of its `nbytes`, allocated on compute. Readers go through `ready`.
-        Returns None, with nothing moved, if the door, the device limit or a full device denies a speculative
+        Returns None, with nothing moved, if admission, the device limit or a full device denies a speculative
             restore; a required one goes ahead, and raises torch.OutOfMemoryError where the device has no room
             for it at all. In a capture a speculative one is denied until its graph has read something of the
             same forward: it may need nothing of another.
@@ -231,21 +244,26 @@ class TransferEngine(CaptureSide):
         if capture is not None:
             for record in records:
                 self._check_saved_in_capture(record)
-        granted = not isinstance(self.door.admit(nbytes, Direction.H2D, records[0].group, priority), Denied)
-        if not (granted or required):
-            return None
-        if not self._make_room(nbytes, may_settle) and not required:
+        owner = owner_of(records[0].group)
+        lease = self.copier.ask(nbytes, Direction.H2D, owner, priority)
+        if lease is None:
             return None
         device, h2d = self.device, self.device.h2d
         compute = device.compute
-        homes = self._homes(records, required=required)
+        homes: list[torch.Tensor] | None = None
+        try:
+            if self._make_room(nbytes, may_settle) or required:
+                homes = self._homes(records, required=required)
+        finally:
+            if homes is None:
+                lease.done(None)
         if homes is None:
             return None
         if capture is not None:
             capture.forked[h2d] = None
             capture.records.extend(weakref.ref(record) for record in records)
         try:
-            event = self._copy_in(records, homes, compute)
+            event = self._copy_in(records, homes, compute, lease, owner, nbytes)
         except BaseException:  # none is restored; some copies may have been issued
             for record in records:
                 if record.event is not None:
@@ -254,6 +272,7 @@ class TransferEngine(CaptureSide):
             device.wait(compute, broken_off, "abandon")
             for record in records:
                 record.event = broken_off
+            lease.done(broken_off)
             raise
         transfer = Transfer(tuple(map(weakref.ref, records)), tuple(homes), compute, event, nbytes, capture)
         for record, home in zip(records, homes, strict=True):
@@ -307,7 +326,15 @@ class TransferEngine(CaptureSide):
         self._drop_furthest(self.restoring_bytes)
         return [self.device.empty(record.nbytes) for record in records]
 
-    def _copy_in(self, records: Sequence[Record], homes: Sequence[torch.Tensor], compute: Lane) -> Event:
+    def _copy_in(
+        self,
+        records: Sequence[Record],
+        homes: Sequence[torch.Tensor],
+        compute: Lane,
+        lease: Lease,
+        owner: Owner,
+        nbytes: int,
+    ) -> Event:
         """Issue the copies of a restore; the event after them."""
         device, h2d, capture = self.device, self.device.h2d, self.capture
         device.wait(h2d, device.record(compute), "allocate")
@@ -334,8 +361,7 @@ class TransferEngine(CaptureSide):
                 pairs.append((home, record.block.extents[0]))
             else:
                 pairs.extend((part, extent) for extent, part in _parts(record.block, home))
-        copy_in_range(device, h2d, pairs, "restore", records[0].group.name)
-        return device.record(h2d)
+        return self.copier.copy(lease, Direction.H2D, owner, pairs, nbytes)
 
     def ready(self, record: Record) -> torch.UntypedStorage:
         """The restored storage of a RESTORING or RESTORED record, safe to read on the calling thread's

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from offload.device import Device, Lane
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
-from offload.transfer.door import Limits
+from offload.transfer.admission import Limits
 from offload.transfer.record import Record, RecordState, Remains, Transfer, living
 from offload.transfer.stalls import Stall, total_ms
 

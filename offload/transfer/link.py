@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from offload.device import CopyPair, Device, Lane
+from offload.device import CopyPair, Device, Event, Lane
+from offload.ids import Owner
 from offload.memory.arena import HostArena
 from offload.policy.actions import Rates
+from offload.transfer.copier import Copier
 
 __all__ = ["LINK_TEST_BYTES", "measure_rates"]
 
@@ -19,7 +21,7 @@ LINK_TEST_BYTES = 2 * _COPY_BYTES
 
 
 def measure_rates(
-    device: Device, arena: HostArena, line_up: Callable[[], None] | None = None
+    copier: Copier, arena: HostArena, line_up: Callable[[], None] | None = None
 ) -> Rates | None:
     """Bytes per second out, in, and both at once; None where the arena cannot lend two blocks of 64 MiB.
 
@@ -28,6 +30,7 @@ def measure_rates(
     Blocks the host for about 30 ms: for before step 1. Nothing else may use the lanes meanwhile.
     """
     line_up = line_up if line_up is not None else _alone
+    device, link = copier.device, copier.of(Owner("engine", "link"))
     blocks = [arena.take(_COPY_BYTES), arena.take(_COPY_BYTES)]
     out, back = blocks
     try:
@@ -41,9 +44,10 @@ def measure_rates(
         inward = list(zip(home.split([part.numel() for part in back.extents]), back.extents, strict=True))
         for lane in (device.d2h, device.h2d):
             device.wait(lane, device.record(device.compute), "allocate")
-        d2h_s = _seconds(device, [(device.d2h, outward)], line_up)
-        h2d_s = _seconds(device, [(device.h2d, inward)], line_up)
-        both_s = _seconds(device, [(device.d2h, outward), (device.h2d, inward)], line_up)
+        out_work, in_work = (device.d2h, link.send, outward), (device.h2d, link.fetch, inward)
+        d2h_s = _seconds(device, [out_work], line_up)
+        h2d_s = _seconds(device, [in_work], line_up)
+        both_s = _seconds(device, [out_work, in_work], line_up)
         moved = _COPIES * _COPY_BYTES
         if min(d2h_s, h2d_s, both_s) <= 0:
             return None
@@ -62,17 +66,20 @@ def _alone() -> None:
     """Nobody to line up with."""
 
 
-def _seconds(device: Device, work: list[tuple[Lane, list[CopyPair]]], line_up: Callable[[], None]) -> float:
+_Work = tuple[Lane, Callable[[list[CopyPair]], Event], list[CopyPair]]
+
+
+def _seconds(device: Device, work: list[_Work], line_up: Callable[[], None]) -> float:
     """Device time of `_COPIES` rounds on each lane, side by side: the longest lane's."""
     spans = []
-    for lane, pairs in work:
-        device.copy(lane, pairs)
+    for _, copy, pairs in work:
+        copy(pairs)
     line_up()
-    starts = [device.record(lane, timed=True) for lane, _ in work]
+    starts = [device.record(lane, timed=True) for lane, _, _ in work]
     for _ in range(_COPIES):
-        for lane, pairs in work:
-            device.copy(lane, pairs)
-    for (lane, _), start in zip(work, starts, strict=True):
+        for _, copy, pairs in work:
+            copy(pairs)
+    for (lane, _, _), start in zip(work, starts, strict=True):
         end = device.record(lane, timed=True)
         device.synchronize(end)
         spans.append(device.elapsed_ms(start, end) / 1000)

@@ -26,7 +26,7 @@ from offload import (
     offload_hooks,
 )
 from offload.device.cuda import CudaDevice
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from offload.transfer.record import RecordState
 from tests.gpu.workbench import DEVICE, assert_same_bits, installed
 

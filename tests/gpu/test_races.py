@@ -26,7 +26,7 @@ from offload import OffloadConfig, OffloadEngine
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from tests.gpu.widened import POISON, WidenedDevice, sleep
 from tests.gpu.workbench import DEVICE, Program, Result, assert_same_bits, build_manager
 

@@ -13,7 +13,7 @@ from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine, StepStats
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from offload.transfer.record import RecordState
 from tests.gpu.widened import WidenedDevice, cycles_of, sleep
 from tests.gpu.workbench import DEVICE, bits

@@ -26,7 +26,7 @@ from offload.errors import HazardError
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTES = ROOT / "offload" / "transfer"

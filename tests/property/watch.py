@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from offload import OffloadEngine, StepStats
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from offload.transfer.layout import WeakStorage, bytes_of
 from offload.transfer.record import Record, RecordState, Transfer
 

@@ -29,7 +29,7 @@ from offload import (
     step_end,
 )
 from offload.device.sim import SimDevice, SimGraph
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from offload.transfer.record import Record, Transfer
 from tests.unit.groups.stack import EXECUTORS, ROWS, WIDTH, Stack, build_manager, build_stages, installed
 

@@ -23,7 +23,7 @@ from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import StepStats
-from offload.transfer.door import Door
+from offload.transfer.admission import Admission
 from offload.transfer.record import Record, RecordState
 
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random", "clock")
@@ -64,13 +64,14 @@ class Rig:
         *,
         seed: int = 0,
         device: SimDevice | None = None,
-        door: Door | None = None,
+        admission: Admission | None = None,
         budget: HostBudget | None = None,
         **config: int | None,
     ) -> None:
         self.device = SimDevice(executor=executor, seed=seed) if device is None else device
         settings: dict[str, int | None] = {"piece_bytes": 1, **config}
-        self.engine = OffloadEngine(OffloadConfig(**settings), device=self.device, door=door, budget=budget)  # type: ignore[arg-type]
+        checked = OffloadConfig(**settings)  # type: ignore[arg-type]
+        self.engine = OffloadEngine(checked, device=self.device, admission=admission, budget=budget)
         self.transfers = self.engine.transfers
         self.chunks: list[SavedChunk] = []
         self.groups: list[SavedGroup] = []

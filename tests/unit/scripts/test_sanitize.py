@@ -37,7 +37,7 @@ def test_a_report_is_told_by_its_operations_the_engine_s_frames_and_its_test(
     assert not report.on_purpose
     lines = summary_of([report, report])
     assert lines[0] == "2 x TOUCHES THE ENGINE"
-    assert "offload/transfer/ranges.py:copy_in_range < offload/transfer/engine.py:_copy_out" in lines[1]
+    assert "offload/transfer/copier.py:copy < offload/transfer/engine.py:_copy_out" in lines[1]
     assert lines[-1].startswith("torch's sanitizer: 2 reports, 2 of them touch the engine")
 
 

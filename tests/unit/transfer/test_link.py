@@ -10,8 +10,11 @@ from offload.device.sim import SimDevice
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
 from offload.transfer import link
+from offload.transfer.admission import CapsAdmission, Limits
+from offload.transfer.copier import Copier
 
 KIB = 1024
+LIMITS = Limits(device_limit_bytes=None, max_spilling_bytes=None, max_restoring_bytes=0)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +26,7 @@ def test_measuring_lines_up_before_each_of_its_three_parts_and_lends_nothing_aft
     device = SimDevice()
     arena = HostArena(device, budget=LocalHostBudget(1 << 30))
     lent: list[int] = []
-    link.measure_rates(device, arena, lambda: lent.append(arena.lent_bytes))
+    link.measure_rates(Copier(device, CapsAdmission(LIMITS)), arena, lambda: lent.append(arena.lent_bytes))
     assert lent == [128 * KIB] * 3
     assert arena.lent_bytes == 0
 
@@ -32,7 +35,7 @@ def test_a_rank_without_host_memory_lines_up_as_often_as_the_others() -> None:
     device = SimDevice()
     arena = HostArena(device, budget=LocalHostBudget(0))
     times: list[int] = []
-    assert link.measure_rates(device, arena, lambda: times.append(1)) is None
+    assert link.measure_rates(Copier(device, CapsAdmission(LIMITS)), arena, lambda: times.append(1)) is None
     assert len(times) == 3
 
 

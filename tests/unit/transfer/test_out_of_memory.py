@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.device import CopyPair, Event, Lane
 from offload.device.sim import ExecutorName, SimDevice
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from offload.transfer.record import RecordState
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep

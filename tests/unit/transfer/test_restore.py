@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError, OffloadError
-from offload.transfer.door import Priority
+from offload.transfer.admission import Priority
 from offload.transfer.record import RecordState
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 
