@@ -2,17 +2,15 @@
 """What offload costs and saves in a real pipeline: torch's schedules over NCCL, a GPU for each rank, and the
 link they share.
 
-    torchrun --nproc-per-node 2 scripts/bench_pipeline.py --verify --out pipeline.json
-    torchrun --nproc-per-node 4 scripts/bench_pipeline.py --schedules 1f1b,zbv --saved-limit-gb 30,15
-    --budget-s 300
-    torchrun --nproc-per-node 2 scripts/bench_pipeline.py --tiny --verify        gloo and the simulated
-                                                                                 device, for the script's own
-                                                                                 sake
+    python scripts/bench_pipeline.py --verify --out pipeline.json
+    python scripts/bench_pipeline.py --ranks 4 --schedules 1f1b,zbv --saved-limit-gb 30,15 --budget-s 300
+    python scripts/bench_pipeline.py --ranks 2 --tiny --verify    gloo and the simulated device, for the
+                                                                  script's own sake
 
 The model is derived from the GPU's memory so that 1F1B only just fits with nothing offloaded; the calculation
-is printed. Rows run in processes of their own, so that one that runs out of memory is a row of the table and
-not the end of it. One invariant: rows come in the order of their value, and what a run that is cut short has
-measured is printed and written.
+is printed. torchrun starts the ranks anew for every row, so that one that runs out of memory is a row of the
+table and not the end of it. One invariant: rows come in the order of their value, and what a run that is cut
+short has measured is printed and written.
 """
 
 from __future__ import annotations
@@ -20,9 +18,10 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 _SCRIPTS = Path(__file__).resolve().parent
 for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
@@ -31,14 +30,12 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
 
 import torch  # noqa: E402
 
-from parallel.launch import Ranks, choose_device, launched, ranks_from_environment, run_rank  # noqa: E402
+from bench.run import NEEDS_GPU, Run, add_run_options, answer_child  # noqa: E402
+from parallel.launch import ranks_from_environment, run_rank  # noqa: E402
 from parallel.schedules import check_counts, schedule_named  # noqa: E402
-from pipelines.launches import meeting_store  # noqa: E402
-from pipelines.record import Run  # noqa: E402
-from pipelines.report import equal_gradients  # noqa: E402
-from pipelines.requests import KINDS, SCHEDULE_NAMES, JobShape, Request, rows_of  # noqa: E402
-from pipelines.sets import run_isolated  # noqa: E402
-from pipelines.worker import run_rows, run_worker  # noqa: E402
+from pipelines import child, report  # noqa: E402
+from pipelines.memory import BlockFacts  # noqa: E402
+from pipelines.requests import KINDS, SCHEDULE_NAMES, JobShape, Request, RowRequest, complete, rows_of  # noqa: E402
 
 GB = 1e9
 HOST_GB_A_GPU = 110.0
@@ -49,11 +46,12 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (--help lists the options)")
 
 
-def parse(arguments: list[str], ranks: Ranks) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse and check. Raises ValueError that says what to give instead."""
     parser = _Parser(
         prog="bench_pipeline.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--ranks", type=int, help="processes, one a GPU (all GPUs; 2 with --tiny)")
     parser.add_argument(
         "--schedules",
         default=",".join(SCHEDULE_NAMES),
@@ -96,27 +94,15 @@ def parse(arguments: list[str], ranks: Ranks) -> argparse.Namespace:
         help=f"pinned by all ranks of this host together ({HOST_GB_A_GPU:g} a rank)",
     )
     parser.add_argument(
-        "--budget-s", type=float, help="start no row after this many seconds; rows left out are printed"
-    )
-    parser.add_argument(
-        "--row-timeout-s",
-        type=float,
-        default=200.0,
-        help="a row without an end for so long has hung (%(default)s)",
-    )
-    parser.add_argument(
         "--timeout-s", type=float, default=120.0, help="what a message between ranks may take (%(default)s)"
     )
-    parser.add_argument("--out", metavar="FILE", help="write every figure and sample as JSON")
-    parser.add_argument(
-        "--tiny", action="store_true", help="tiny shapes on gloo and the simulated device: measures nothing"
-    )
-    parser.add_argument(
-        "--isolate",
-        action=argparse.BooleanOptionalAction,
-        help="rows in processes of their own (not with --tiny)",
-    )
+    parser.add_argument("--isolate", action="store_true", help="a launch for each row with --tiny, too")
+    add_run_options(parser, row_timeout_s=300.0)
     args = parser.parse_args(arguments)
+    if args.child is not None:
+        return args
+    if args.ranks is None:
+        args.ranks = 2 if args.tiny else max(1, torch.cuda.device_count())
     args.schedule_list = [schedule_named(name).name for name in args.schedules.split(",") if name]
     args.row_list = [name for name in args.rows.split(",") if name]
     unknown = [name for name in args.row_list if name not in KINDS[1:-1]]
@@ -126,26 +112,25 @@ def parse(arguments: list[str], ranks: Ranks) -> argparse.Namespace:
             if unknown
             else "--schedules is empty"
         )
-    args.microbatches = args.microbatches if args.microbatches is not None else max(2, 2 * ranks.world)
+    args.microbatches = args.microbatches if args.microbatches is not None else max(2, 2 * args.ranks)
     args.sequence = args.sequence if args.sequence is not None else (32 if args.tiny else 8192)
-    for name in ("layers", "sequence", "samples"):
+    for name in ("ranks", "layers", "sequence", "samples"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}; it must be at least 1")
     for name in args.schedule_list:
         spec = schedule_named(name)
         virtual = spec.default_virtual_stages
-        check_counts(spec, ranks=ranks.world, virtual_stages=virtual, microbatches=args.microbatches)
+        check_counts(spec, ranks=args.ranks, virtual_stages=virtual, microbatches=args.microbatches)
         if args.layers is not None and args.layers % virtual:
             raise ValueError(
                 f"--layers {args.layers} cannot be cut into the {virtual} virtual stages of {name}; give a "
                 "multiple"
             )
-    args.isolate = (not args.tiny) if args.isolate is None else args.isolate
     return args
 
 
-def request_of(args: argparse.Namespace, ranks: Ranks, began: float) -> Request:
+def request_of(args: argparse.Namespace) -> Request:
     limits = (
         [round(float(text) * GB) for text in args.saved_limit_gb.split(",")] if args.saved_limit_gb else []
     )
@@ -159,71 +144,75 @@ def request_of(args: argparse.Namespace, ranks: Ranks, began: float) -> Request:
         tiny=args.tiny,
         verify_layers=1 if args.tiny else 2,
     )
-    host_gb = (
-        args.host_limit_gb
-        if args.host_limit_gb is not None
-        else (1.0 if args.tiny else HOST_GB_A_GPU * ranks.local_world)
-    )
+    host_gb = args.host_limit_gb or (1.0 if args.tiny else HOST_GB_A_GPU * args.ranks)
     return Request(
         rows=rows_of(args.schedule_list, args.row_list, limits, verify=args.verify),
         shape=shape,
         device="cpu" if args.tiny else "cuda",
         host_limit_bytes=round(host_gb * GB),
         timeout_s=args.timeout_s,
-        deadline=None if args.budget_s is None else began + args.budget_s,
     )
 
 
-def run_here(request: Request, ranks: Ranks, run: Run | None) -> None:
-    """All rows in this process."""
-    device = choose_device(request.device, ranks)
-    with launched(ranks, device, timeout=request.timeout_s) as rank:
-        run_rows(request, rank, run.add if run is not None else _ignore, _ignore)
-
-
-def _ignore(_: Any) -> None:
-    """Not the first rank, or nobody watches."""
-
-
-def main(arguments: list[str], ranks: Ranks) -> int:
-    began = time.time()
-    args = parse(arguments, ranks)
-    if args.tiny:
-        torch.set_num_threads(1)  # operations this small only lose by threads
-    elif not torch.cuda.is_available():
-        raise ValueError(
-            "these figures need a CUDA GPU for each rank; --tiny runs the script on gloo and the simulated "
-            "device"
-        )
-    request = request_of(args, ranks, began)
-    launcher = f"torchrun --nproc-per-node {ranks.local_world}" if ranks.under_torchrun else "python"
-    command = " ".join([launcher, "scripts/bench_pipeline.py", *arguments])
-    run = Run(request, ranks, command, began=began, out=args.out) if ranks.rank == 0 else None
-    if run is not None:
-        print("\n".join(run.header()), flush=True)
-    if args.isolate:
-        run_isolated(request, ranks, run, script=Path(__file__).resolve(), silence_s=args.row_timeout_s)
-    else:
-        run_here(request, ranks, run)
-    if run is None:
-        return 0
-    print("\n".join(run.report()), flush=True)
-    run.write()
-    wrong = [result for result in run.results if result["status"] == "failed"]
-    wrong += [
-        result for result in run.results if result["row"]["kind"] == "verify" and not equal_gradients(result)
+def measure(run: Run, request: Request, rows: Sequence[RowRequest]) -> list[dict[str, Any]]:
+    """The rows' results from one launch of all ranks."""
+    for path in run.folder.glob("failure-*.json"):
+        path.unlink()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(run.args.ranks)]
+    asked = replace(request, rows=tuple(rows))
+    result = child.with_failures(run.measure(asked, _no_rank_here, launcher=launcher), run.folder)
+    results: list[dict[str, Any]] = result.get("rows") or [
+        {"row": asdict(row), "label": row.label, **result} for row in rows
     ]
-    return 1 if any(result["status"] not in ("not run", "skipped") for result in wrong) else 0
+    for found in results:
+        print(report.progress_line(found, run.elapsed_s), flush=True)
+        run.keep(found)
+    return results
 
 
-def start() -> NoReturn:
-    """This process as the command line says: a rank's launcher, or the worker that a launcher starts."""
-    ranks = ranks_from_environment()
-    if len(sys.argv) > 1 and sys.argv[1] == "--worker":
-        request = Request.from_json(sys.argv[2])
-        run_worker(request, ranks, functools.partial(meeting_store, ranks, request.name, request.timeout_s))
-    run_rank(functools.partial(main, sys.argv[1:], ranks), ranks)
+def _no_rank_here(request: Any) -> dict[str, Any]:
+    raise AssertionError("torchrun starts the ranks")
+
+
+def run_rows(run: Run, request: Request) -> None:
+    """The machine first, from whose figures comes what was left open; then a launch a row."""
+    links = measure(run, request, request.rows[:1])[0]
+    if links["status"] != "ok":
+        print("without the link's rates and the block's figures no other row can run")
+        return
+    facts, world = links["ranks"][0], run.args.ranks
+    rows, shape = complete(request.rows[1:], request.shape, BlockFacts(**facts["block"]), world)
+    request = replace(request, shape=shape, facts=facts)
+    print(*run.header_lines(facts["hardware"]), *report.calculation_lines(facts, shape, world), sep="\n")
+    # what is tiny holds too little to be in its own way, and a launch takes longer than a row
+    for part in [rows] if run.args.tiny and not run.args.isolate else [(row,) for row in rows]:
+        if part:
+            measure(run, request, part)
+    print(*report.report_lines(run.results, shape), sep="\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    if args.child is not None:
+        ranks = ranks_from_environment()
+        if args.tiny or not torch.cuda.is_available():
+            torch.set_num_threads(1)  # operations this small only lose by threads
+        answer = functools.partial(child.run, ranks=ranks, folder=args.child)
+        run_rank(lambda: answer_child(args.child, answer), ranks)
+    if not args.tiny and not torch.cuda.is_available():
+        print(NEEDS_GPU)
+        return 2
+    with Run(__file__, args, arguments) as run:
+        run_rows(run, request_of(args))
+        code = run.end()
+    compared = [result for result in run.results if result["row"]["kind"] == "verify"]
+    wrong = [result for result in compared if result["status"] == "ok" and not report.equal_gradients(result)]
+    return 1 if wrong else code
 
 
 if __name__ == "__main__":
-    start()
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        sys.exit(str(error))

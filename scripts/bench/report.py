@@ -21,6 +21,7 @@ __all__ = [
     "layer_saved_bytes",
     "link_line",
     "notes_lines",
+    "rates_of",
     "row_line",
     "work_list",
 ]
@@ -68,6 +69,15 @@ def layer_saved_bytes(result: Mapping[str, Any]) -> int:
     return sum(int(group["nbytes"]) for group in result.get("layer_bytes", {}).values())
 
 
+def rates_of(link: Mapping[str, Any]) -> Rates:
+    """links.py's figures as a plan takes them."""
+    return Rates(
+        d2h_bytes_per_s=link["d2h"],
+        h2d_bytes_per_s=link["h2d"],
+        duplex_bytes_per_s=float(link["duplex_d2h"]) + float(link["duplex_h2d"]),
+    )
+
+
 def work_list(baseline: Mapping[str, Any], chunk_bytes: int) -> list[Work]:
     """The step as the bound takes it: the baseline's compute and the bytes of a whole chunk."""
     seconds = {"F": baseline["forward_ms"] * 1e-3, "B": baseline["backward_ms"] * 1e-3}
@@ -110,11 +120,7 @@ def add_bound(
         )
         result["bound_of"] = f"moving {moved / GB:.2f} GB in one pass"
     else:
-        rates = Rates(
-            d2h_bytes_per_s=link["d2h"],
-            h2d_bytes_per_s=link["h2d"],
-            duplex_bytes_per_s=link["duplex_d2h"] + link["duplex_h2d"],
-        )
+        rates = rates_of(link)
         cap = result.get("bound_cap_bytes", result.get("saved_limit_bytes"))
         if cap is None:
             _add_uncapped_bound(result, baseline, rates, chunk_bytes * len(baseline["actions"]) // 2)

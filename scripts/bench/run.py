@@ -138,10 +138,13 @@ def outcome_of_process(
     return result
 
 
-def answer_child(folder: str, run: Callable[[Any], dict[str, Any]]) -> int:
-    """The other side of `outcome_of_process`: measure what is asked for, in this process."""
+def answer_child(folder: str, run: Callable[[Any], dict[str, Any] | None]) -> int:
+    """The other side of `outcome_of_process`: measure what is asked for, in this process. run: returns None
+    where another of several processes has the answer."""
     request = pickle.loads((Path(folder) / "request.pickle").read_bytes())
-    (Path(folder) / "result.json").write_text(json.dumps(run(request), default=str))
+    result = run(request)
+    if result is not None:
+        (Path(folder) / "result.json").write_text(json.dumps(result, default=str))
     return 0
 
 

@@ -1,5 +1,4 @@
-"""What a run asks of the machine before its first step: the link alone and shared, the engine's own rates,
-one block of the model.
+"""What a run asks of the machine before its first step: the link alone and shared, one block of the model.
 
 One invariant: every rank makes the same calls in the same order, so what is measured together is together,
 and what is measured alone is measured while the others wait.
@@ -8,7 +7,7 @@ and what is measured alone is measured while the others wait.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -20,29 +19,20 @@ from bench import links
 from bench.measure import Clock
 from bench.run import hardware
 from bench.workload import Stack, probe_saved_bytes
-from offload import OffloadConfig, PipelineOffloadManager
-from parallel.host import line_up, reserve_host_together
+from parallel.host import line_up
 from parallel.launch import Rank
 from pipelines.memory import BlockFacts
 from pipelines.requests import JobShape, Request
 
 __all__ = ["empty_device", "machine_facts", "rates_json"]
 
-LINK_RESERVE_BYTES = 256 << 20
-"""Enough for the two blocks that the engine measures with."""
 
-MakeManager = Callable[[OffloadConfig], PipelineOffloadManager]
-
-
-def machine_facts(
-    request: Request, rank: Rank, make_manager: MakeManager, min_elements: int
-) -> dict[str, Any]:
+def machine_facts(request: Request, rank: Rank, min_elements: int) -> dict[str, Any]:
     """This rank's figures; `usable_bytes` is the fullest device's, the same on every rank. Blocks for some
     seconds."""
     found: dict[str, Any] = {
         "hardware": hardware(),
         "rates": [_rates_of_set(rank, members) for members in _sets(rank.ranks.world)],
-        "engine": _engine_rates(request, rank, make_manager),
         "block": asdict(_block_facts(request.shape, rank, min_elements)),
     }
     usable: list[Any] = [None] * rank.ranks.world
@@ -80,25 +70,6 @@ def _rates_of_set(rank: Rank, members: Sequence[int]) -> dict[str, Any]:
         for _ in range(links.LINE_UPS):
             together()
     return {"ranks": list(members), "rates": rates_json(mine)}
-
-
-def _engine_rates(request: Request, rank: Rank, make_manager: MakeManager) -> dict[str, Any]:
-    """What OffloadEngine measures for its plan: each rank while the others wait, then all of them
-    together."""
-    if rank.device.type == "cpu":
-        return {"alone": None, "together": None}
-    manager = make_manager(OffloadConfig(host_limit_bytes=request.host_limit_bytes))
-    manager.reserve_host(LINK_RESERVE_BYTES, measure=False)
-    alone: dict[str, Any] | None = None
-    for turn in range(rank.ranks.world):
-        line_up(rank.group)
-        if turn == rank.ranks.rank:
-            alone = rates_json(manager.engine.measure_link())
-    reserve_host_together(manager, LINK_RESERVE_BYTES, rank.group)
-    together = rates_json(manager.engine.rates)
-    manager.close()
-    PipelineOffloadManager.OFFLOAD_MGR = None
-    return {"alone": alone, "together": together}
 
 
 def _block_facts(shape: JobShape, rank: Rank, min_elements: int) -> BlockFacts:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = ["BlockFacts", "Need", "most_layers", "need_lines", "need_of"]
 
@@ -37,10 +36,6 @@ class BlockFacts:
     backward_ms: float
     groups: Mapping[str, Mapping[str, int]]
     """Bytes of each group: nbytes, movable_bytes."""
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> BlockFacts:
-        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

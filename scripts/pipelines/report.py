@@ -13,15 +13,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-__all__ = [
-    "delta_lines",
-    "equal_gradients",
-    "link_lines",
-    "progress_line",
-    "rates_lines",
-    "steps_lines",
-    "verify_lines",
-]
+from pipelines.bounds import rank_bounds_ms
+from pipelines.memory import BlockFacts, need_lines, need_of
+from pipelines.requests import JobShape
+
+__all__ = ["calculation_lines", "equal_gradients", "progress_line", "report_lines"]
 
 GB, MB = 1e9, 1e6
 TIMED = ("nothing", "ours", "attention", "delta")
@@ -70,42 +66,63 @@ def progress_line(result: Mapping[str, Any], began_s: float) -> str:
     return line + f" (row took {result['row_s']:.0f} s)"
 
 
+def calculation_lines(facts: Mapping[str, Any], shape: JobShape, world: int) -> list[str]:
+    """How many layers fit, and why."""
+    assert shape.layers is not None
+    block = BlockFacts(**facts["block"])
+    live = min(world, shape.microbatches)
+    need = need_of(block, layers=shape.layers, live=live, optimizer_bytes=shape.optimizer_bytes)
+    return need_lines(
+        block,
+        need,
+        sequence=shape.sequence,
+        optimizer_bytes=shape.optimizer_bytes,
+        ranks=world,
+        microbatches=shape.microbatches,
+    )
+
+
+def report_lines(results: Sequence[Mapping[str, Any]], shape: JobShape) -> list[str]:
+    """All that is said once the rows have run."""
+    links = results[0]
+    lines = ["", *link_lines(links), "", *steps_lines(results, shape.microbatches * shape.sequence), ""]
+    lines += verify_lines(results)
+    for result in results:
+        if result["row"]["kind"] == "delta":
+            lines += ["", *delta_lines(result)]
+    return [*lines, *bounds_lines(results, links["ranks"])]
+
+
+def bounds_lines(results: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Least step times of the ranks, for the limited rows of the first schedule."""
+    timed = [result for result in results if result["row"]["kind"] in TIMED and result["status"] == "ok"]
+    schedule = timed[0]["row"]["schedule"] if timed else ""
+    rows = [result for result in timed if result["row"]["schedule"] == schedule]
+    baseline = next((result for result in rows if result["row"]["kind"] == "nothing"), None)
+    lines = []
+    for result in rows:
+        if result["row"]["kind"] != "ours":
+            continue
+        try:
+            bounds = ", ".join(f"{ms:.0f}" for ms in rank_bounds_ms(result, baseline, links))
+        except ImportError as error:
+            return [str(error)]
+        lines.append(
+            f"{result['label']}: bound of each rank's actions end to end, without the waits for its "
+            f"neighbours: {bounds} ms"
+        )
+    return lines
+
+
 def link_lines(result: Mapping[str, Any]) -> list[str]:
-    """GB/s by the set of ranks that copied at once; and what the engine measured for its plan."""
-    rows = []
+    """GB/s by the set of ranks that copied at once."""
+    lines = ["link, GB/s of each rank: out, back, both at once"]
     for at, entry in enumerate(result["ranks"][0]["rates"]):
         copying = entry["ranks"]
-        rates = {rank: result["ranks"][rank]["rates"][at]["rates"] for rank in copying}
-        for name, fields in (
-            ("out", ("d2h",)),
-            ("back", ("h2d",)),
-            ("both at once", ("duplex_d2h", "duplex_h2d")),
-        ):
-            each = [sum(rates[rank][field] for field in fields) / GB for rank in copying]
-            shown = " ".join(f"{rate:.1f}" for rate in each)
-            rows.append([_ranks(copying), name, shown, f"{sum(each):.1f}"])
-    lines = [
-        "link, GB/s",
-        tabulate(
-            rows, headers=["ranks copying", "direction", "each rank", "together"], disable_numparse=True
-        ),
-    ]
-    engines = [rank["engine"] for rank in result["ranks"]]
-    if all(engine["alone"] and engine["together"] for engine in engines):
-        shown_rates = [
-            [
-                f"rank {rank}",
-                how,
-                *(f"{engine[how][f'{name}_bytes_per_s'] / GB:.1f}" for name in ("d2h", "h2d", "duplex")),
-            ]
-            for rank, engine in enumerate(engines)
-            for how in ("alone", "together")
-        ]
-        lines += [
-            "the engine's own measurement (6 copies of 64 MiB), GB/s; rows are planned with what is measured "
-            "together",
-            tabulate(shown_rates, headers=["", "measured", "out", "back", "both"], disable_numparse=True),
-        ]
+        rates = [result["ranks"][rank]["rates"][at]["rates"] for rank in copying]
+        fields = (("d2h",), ("h2d",), ("duplex_d2h", "duplex_h2d"))
+        each = [" ".join(f"{sum(rate[n] for n in names) / GB:.1f}" for rate in rates) for names in fields]
+        lines.append(f"  ranks {', '.join(map(str, copying))}: {'; '.join(each)}")
     return lines
 
 
@@ -205,48 +222,6 @@ def _rank_cells(rank: Mapping[str, Any], scale: float) -> list[str]:
     ]
 
 
-def rates_lines(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What shared rates change, a line for each limited row and rank."""
-    if not comparisons:
-        return []
-    rows = []
-    for entry in comparisons:
-        numbers = [
-            f"{name}_ms"
-            for name in (
-                "compute",
-                "bound_lone",
-                "bound_shared",
-                "plan_lone",
-                "plan_shared",
-                "plan_lone_on_shared",
-            )
-        ]
-        moved = [f"{entry[f'plan_{name}_moved_bytes'] / GB:.1f}" for name in ("lone", "shared")]
-        times = [f"{entry[name]:.0f}" for name in (*numbers, "measured_ms")]
-        rows.append([entry["label"], str(entry["rank"]), *times, *moved])
-    headers = [
-        "row",
-        "rank",
-        "compute",
-        "bound lone",
-        "bound shared",
-        "plan lone",
-        "plan shared",
-        "lone on shared",
-    ]
-    headers += ["measured", "moved lone", "moved shared"]
-    return [
-        "what the rates mean, ms and GB: a rank's actions end to end, without the waits for its neighbours "
-        "that the measured step has.",
-        "lone: this GPU copies alone; shared: all copy. lone on shared: the plan made with lone rates, "
-        "simulated on the shared link",
-        tabulate(
-            rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))
-        ),
-    ]
-
-
 def delta_lines(result: Mapping[str, Any]) -> list[str]:
     """The ranks' peaks before and after the delta, and whether they are flatter."""
     if result["status"] != "ok":
@@ -318,7 +293,3 @@ def _verdict(result: Mapping[str, Any]) -> str:
         f"bitwise equal on every rank: {tensors} tensors in {ranks[0]['steps']} steps, "
         f"{left} saved tensors left"
     )
-
-
-def _ranks(copying: Sequence[int]) -> str:
-    return str(copying[0]) if len(copying) == 1 else f"{copying[0]} to {copying[-1]}"

@@ -1,19 +1,29 @@
 """What is to be measured, in the order of its value: rows, and the shape that all of them share.
 
-One invariant: a request is plain data that survives JSON, so a process of its own runs exactly what this one
-would.
+One invariant: what the command line leaves open, layers and limits, is derived once, from the figures of one
+block, before the first row that needs it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.workload import StackShape
+from parallel.schedules import schedule_named
+from pipelines.memory import BlockFacts, most_layers, need_of
 
-__all__ = ["DELTA_FRACTION", "KINDS", "SCHEDULE_NAMES", "JobShape", "Request", "RowRequest", "rows_of"]
+__all__ = [
+    "DELTA_FRACTION",
+    "KINDS",
+    "SCHEDULE_NAMES",
+    "JobShape",
+    "Request",
+    "RowRequest",
+    "complete",
+    "rows_of",
+]
 
 SCHEDULE_NAMES = ("1f1b", "interleaved1f1b", "zbv", "dualpipev")
 KINDS = ("links", "nothing", "ours", "attention", "delta", "verify")
@@ -73,13 +83,10 @@ class JobShape:
             )
         return StackShape(layers=layers, sequence=self.sequence)
 
-    def with_(self, **changes: Any) -> JobShape:
-        return replace(self, **changes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What one set of processes does."""
+    """What the processes of one launch do, one of each rank."""
 
     rows: tuple[RowRequest, ...]
     shape: JobShape
@@ -88,27 +95,8 @@ class Request:
     """Pinned by all ranks of the host together."""
     timeout_s: float
     """What a message between ranks may take."""
-    deadline: float | None = None
-    """Unix time after which no row starts."""
     facts: dict[str, Any] | None = None
-    """What an earlier set of processes measured of the machine; None measures it first."""
-    out: str | None = None
-    """Folder for results and signs of life."""
-    name: str = ""
-    """Different for each set of processes: they meet in the launcher's store under it."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Request:
-        fields = json.loads(text)
-        fields["rows"] = tuple(RowRequest(**row) for row in fields["rows"])
-        fields["shape"] = JobShape(**fields["shape"])
-        return cls(**fields)
-
-    def with_(self, **changes: Any) -> Request:
-        return replace(self, **changes)
+    """What `links` measured of the machine: every row but that one needs it."""
 
 
 def rows_of(
@@ -144,3 +132,29 @@ def rows_of(
         for row in ordered
         if row.kind in kinds or row.kind == "links" or (row.kind == "verify" and verify)
     )
+
+
+def complete(
+    rows: Sequence[RowRequest], shape: JobShape, facts: BlockFacts, ranks: int
+) -> tuple[tuple[RowRequest, ...], JobShape]:
+    """The rows and the shape with the layers and the limits that were left open."""
+    live = min(ranks, shape.microbatches)
+    layers = shape.layers
+    if layers is None:
+        stages = max(schedule_named(row.schedule).default_virtual_stages for row in rows)
+        layers = stages * 2
+        if not shape.tiny:
+            layers = most_layers(facts, live=live, optimizer_bytes=shape.optimizer_bytes, multiple=stages)
+    saved_bytes = need_of(facts, layers=layers, live=live, optimizer_bytes=0).saved_bytes
+    done = (
+        row
+        if row.limit_share is None
+        else replace(row, limit_share=None, saved_limit_bytes=_rounded(row.limit_share * saved_bytes))
+        for row in rows
+    )
+    return tuple(done), replace(shape, layers=layers)
+
+
+def _rounded(nbytes: float) -> int:
+    """To whole GB where that changes little."""
+    return round(nbytes / 1e9) * 10**9 if nbytes > 20e9 else round(nbytes)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bench.gradients import deterministic, fingerprint
 from bench.measure import median
 from bench.ours import STAT_FIELDS
+from bench.run import SkippedError
 from bench.workload import ATTENTION_GROUPS, GROUPS
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from parallel.host import line_up, reserve_host_together
@@ -27,24 +28,19 @@ from parallel.schedules import schedule_named
 from pipelines.job import PipelineJob
 from pipelines.machine import empty_device, machine_facts, rates_json
 from pipelines.memory import BlockFacts
-from pipelines.requests import DELTA_FRACTION, JobShape, Request, RowRequest
+from pipelines.requests import DELTA_FRACTION, Request, RowRequest
 
-__all__ = ["Bench", "SkippedError", "delta_of"]
-
-
-class SkippedError(Exception):
-    """No rank runs this row, and why."""
+__all__ = ["Bench", "delta_of"]
 
 
 class Bench:
     """One rank's side of every row.
 
-    facts: what `links` measured, as JSON holds it; until it has run only that row can.
+    The request's facts are what `links` measured; without them only that row can run.
     """
 
     def __init__(self, request: Request, rank: Rank) -> None:
         self.request, self.rank = request, rank
-        self.facts: dict[str, Any] = request.facts if request.facts is not None else {}
         self.simulated = rank.device.type == "cpu"
         self.min_elements = 1 if request.shape.tiny else 1 << 20
 
@@ -61,8 +57,7 @@ class Bench:
         return kinds[row.kind](row)
 
     def _links(self, row: RowRequest) -> dict[str, Any]:
-        self.facts = machine_facts(self.request, self.rank, self._manager, self.min_elements)
-        return self.facts
+        return machine_facts(self.request, self.rank, self.min_elements)
 
     # -- steps -----------------------------------------------------------------------------------------------
     def _nothing(self, row: RowRequest) -> dict[str, Any]:
@@ -263,22 +258,19 @@ class Bench:
 
     def _limit_bytes(self, row: RowRequest) -> int:
         if row.saved_limit_bytes is None:
-            raise ValueError(f"{row.label} has no limit in bytes; the launcher turns shares into bytes first")
+            raise ValueError(f"{row.label} has no limit in bytes: shares are turned into bytes first")
         return row.saved_limit_bytes
 
     @property
     def _block(self) -> BlockFacts:
-        return BlockFacts.from_json(self.facts["block"])
+        assert self.request.facts is not None
+        return BlockFacts(**self.request.facts["block"])
 
     @property
     def _layers(self) -> int:
         layers = self.request.shape.layers
-        assert layers is not None, "the worker derives it before the first row that needs it"
+        assert layers is not None, "derived before the first row that needs it"
         return layers
-
-    def with_shape(self, shape: JobShape) -> None:
-        """From now on rows are of this shape."""
-        self.request = self.request.with_(shape=shape)
 
 
 def delta_of(peaks: Sequence[float]) -> int:

@@ -1,34 +1,23 @@
-"""The pipeline benchmark's arithmetic and its launchers; tests/integration/test_bench_pipeline.py runs all of
+"""The pipeline benchmark's arithmetic; tests/integration/test_bench_pipeline.py runs all of
 it over two ranks."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import textwrap
-import threading
-import time
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import bench_pipeline
-from offload.policy.actions import Rates, one_f_one_b
-from parallel.launch import Ranks
-from pipelines import report
-from pipelines.bounds import compare_rates, compute_seconds, rates_of
-from pipelines.launches import Ending, Launcher
+from offload.policy.actions import one_f_one_b
+from pipelines import child, report
+from pipelines.bounds import compute_seconds, rank_bounds_ms
 from pipelines.memory import BlockFacts, most_layers, need_lines, need_of
-from pipelines.record import Run
-from pipelines.requests import JobShape, Request, RowRequest, rows_of
+from pipelines.requests import JobShape, complete, rows_of
 from pipelines.rows import delta_of
-from pipelines.sets import after_set, within_budget
-from pipelines.worker import OUT_OF_MEMORY, complete
 
-TWO, ALONE = Ranks(0, 2, 0, 2), Ranks(0, 1, 0, 1)
 GB = 10**9
 FACTS: dict[str, Any] = {
     "usable_bytes": 100 * GB,
@@ -43,7 +32,7 @@ FACTS: dict[str, Any] = {
         "mlp_act": {"nbytes": GB, "movable_bytes": GB},
     },
 }
-BLOCK = BlockFacts.from_json(FACTS)
+BLOCK = BlockFacts(**FACTS)
 
 
 # -- what is asked for ---------------------------------------------------------------------------------------
@@ -73,15 +62,11 @@ def test_rows_that_were_not_asked_for_are_left_out_but_the_link_is_always_measur
     assert [row.kind for row in rows_of(["1f1b"], [], [], verify=True)] == ["links", "verify"]
 
 
-def test_request_survives_json() -> None:
-    request = bench_pipeline.request_of(
-        bench_pipeline.parse(["--budget-s", "100", "--layers", "6"], TWO), TWO, began=1000.0
-    )
-    assert Request.from_json(request.to_json()) == request
-    assert request.deadline == 1100.0
+def test_request_has_what_the_command_line_says() -> None:
+    request = bench_pipeline.request_of(bench_pipeline.parse(["--ranks", "2", "--layers", "6"]))
     assert request.host_limit_bytes == 220 * GB
-    assert request.shape.layers == 6
-    assert request.shape.microbatches == 4
+    assert (request.shape.layers, request.shape.microbatches) == (6, 4)
+    assert pickle.loads(pickle.dumps(request)) == request
 
 
 @pytest.mark.parametrize(
@@ -98,17 +83,16 @@ def test_request_survives_json() -> None:
 )
 def test_what_cannot_be_run_is_refused_before_anything_starts(arguments: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        bench_pipeline.parse(arguments, TWO)
+        bench_pipeline.parse(["--ranks", "2", *arguments])
 
 
 def test_shape_and_limits_that_were_left_open_come_from_the_figures_of_a_block() -> None:
-    rows = list(rows_of(["1f1b", "zbv"], ["ours"], [], verify=False))
+    rows = rows_of(["1f1b", "zbv"], ["ours"], [], verify=False)
     done, shape = complete(rows, JobShape(microbatches=4), BLOCK, 2)
     assert shape.layers == most_layers(BLOCK, live=2, optimizer_bytes=12, multiple=2) == 10
     # of 2 microbatches x 10 layers x 2 GB
     assert [row.saved_limit_bytes for row in done] == [None, 20 * GB, 20 * GB, 10 * GB]
-    again, same = complete(done, shape, BLOCK, 2)
-    assert (again, same) == (done, shape)
+    assert complete(done, shape, BLOCK, 2) == (done, shape)
 
 
 # -- memory --------------------------------------------------------------------------------------------------
@@ -129,7 +113,7 @@ def test_most_layers_is_the_last_multiple_that_fits() -> None:
     )
     assert fits <= 0.97 * BLOCK.usable_bytes < too_much
     assert layers % 2 == 0
-    small = BlockFacts.from_json(FACTS | {"usable_bytes": 1})
+    small = BlockFacts(**(FACTS | {"usable_bytes": 1}))
     assert most_layers(small, live=2, optimizer_bytes=12, multiple=2) == 2
 
 
@@ -161,19 +145,20 @@ def test_delta_lifts_the_last_rank_to_the_first(peaks: list[float], delta: int) 
 # -- bounds --------------------------------------------------------------------------------------------------
 
 
-def test_shared_rates_cost_time_and_a_plan_is_never_below_its_bound() -> None:
+def test_the_bound_of_a_rank_has_the_rates_of_all_ranks_copying() -> None:
     pytest.importorskip("scipy")
     actions = one_f_one_b(0, 2, 4)
-    compute_s = compute_seconds(actions, BLOCK, 4, None)
-    assert compute_s == [4 * (0.010 if action.kind == "F" else 0.020) for action in actions]
-    lone = rates_of({"d2h": 50e9, "h2d": 50e9, "duplex_d2h": 50e9, "duplex_h2d": 50e9})
-    shared = Rates(d2h_bytes_per_s=20e9, h2d_bytes_per_s=20e9, duplex_bytes_per_s=30e9)
-    found = compare_rates(actions, compute_s, BLOCK, 4, 4 * GB, lone, shared)
-    assert found["compute_ms"] == pytest.approx(480)
-    assert found["compute_ms"] <= found["bound_lone_ms"] < found["bound_shared_ms"]
-    for name in ("lone", "shared"):
-        assert found[f"plan_{name}_ms"] >= found[f"bound_{name}_ms"] * (1 - 1e-6)
-    assert found["plan_lone_on_shared_ms"] >= found["bound_shared_ms"] * (1 - 1e-6)
+    rank = {"actions": [list(action) for action in actions], "layers": 4}
+    lone = {"d2h": 50e9, "h2d": 50e9, "duplex_d2h": 50e9, "duplex_h2d": 50e9}
+    slow = {"d2h": 20e9, "h2d": 20e9, "duplex_d2h": 15e9, "duplex_h2d": 15e9}
+    result = {"ranks": [rank], "row": {"saved_limit_bytes": 4 * GB}}
+
+    def bound_ms(shared: dict[str, float]) -> float:
+        rates = [{"ranks": [0], "rates": lone}, {"ranks": [0, 1], "rates": shared}]
+        return rank_bounds_ms(result, None, [{"block": FACTS, "rates": rates}])[0]
+
+    compute_ms = 4 * 4 * (10.0 + 20.0)
+    assert compute_ms <= bound_ms(lone) < bound_ms(slow)
 
 
 def test_measured_times_replace_those_of_a_block_by_action() -> None:
@@ -292,160 +277,16 @@ def test_verdict_is_good_only_if_something_left_and_nothing_differs(
     assert report.equal_gradients(result) == (not change)
 
 
-# -- launchers -----------------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------
 
 
-def launched_pair(folder: Path, first: str, second: str, *, silence_s: float = 30.0) -> list[Ending]:
-    """Two launchers, each on a thread, each with a little program; what the first learns of both."""
-    store = dist.HashStore()
-    found: dict[int, list[Ending]] = {}
-
-    def launch(rank: int, program: str) -> None:
-        launcher = Launcher(Ranks(rank, 2, rank, 2), store, folder, silence_s=silence_s)
-        found[rank] = launcher.run("set0", [sys.executable, "-c", textwrap.dedent(program)], dict(os.environ))
-
-    threads = [
-        threading.Thread(target=launch, args=(rank, program)) for rank, program in enumerate((first, second))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-        assert not thread.is_alive()
-    return found[0]
-
-
-HANGS = "import time; time.sleep(600)"
-
-
-def test_good_ends_are_told_to_the_first_launcher(tmp_path: Path) -> None:
-    endings = launched_pair(tmp_path, "pass", "pass")
-    assert endings == [Ending(code=0), Ending(code=0)]
-
-
-def test_process_that_fails_ends_the_one_that_waits_for_it(tmp_path: Path) -> None:
-    failure = {
-        "out_of_memory": True,
-        "reason": "OutOfMemoryError: tried",
-        "active_bytes": 139 * GB,
-        "reserved_bytes": 140 * GB,
-    }
-    fails = f"""
-        import json, pathlib, sys
-        pathlib.Path({str(tmp_path / "failure-set0-1.json")!r}).write_text({json.dumps(failure)!r})
-        sys.exit({OUT_OF_MEMORY})
-    """
-    endings = launched_pair(tmp_path, HANGS, fails)
-    assert endings[1] == Ending(code=OUT_OF_MEMORY, reason="OutOfMemoryError: tried", failure=failure)
-    assert endings[0].reason == "ended because another rank had failed"
-    assert not endings[0].ended_by_itself
-
-
-def test_process_that_is_killed_says_its_last_word_and_ends_the_other(tmp_path: Path) -> None:
-    dies = "import os, sys; sys.stderr.write('almost there\\n'); sys.stderr.flush(); os.kill(os.getpid(), 9)"
-    endings = launched_pair(tmp_path, dies, HANGS)
-    assert endings[0] == Ending(code=-9, reason="ended with -9: almost there", said="almost there")
-    assert endings[1].code == -9
-
-
-def test_silence_ends_a_process_and_a_sign_of_life_puts_it_off(tmp_path: Path) -> None:
-    signs = tmp_path / "signs-set0-0.txt"
-    shows_life = (
-        f"import time\nfor n in range(4):\n    time.sleep(0.5)\n    open({str(signs)!r}, "
-        "'a').write('x')\ntime.sleep(600)"
-    )
-    endings = launched_pair(tmp_path, shows_life, "pass", silence_s=1.5)
-    assert endings[0].reason == "ended after 2 s without a sign of life"
-    assert endings[1].code == 0
-    assert signs.read_text() == "xxxx", "the last came later than one silence after the start"
-
-
-# -- sets of processes ---------------------------------------------------------------------------------------
-
-
-def run_of(rows: tuple[RowRequest, ...], deadline: float | None = None) -> Run:
-    shape = JobShape(layers=2, microbatches=4)
-    request = Request(
-        rows=rows, shape=shape, device="cpu", host_limit_bytes=GB, timeout_s=1.0, deadline=deadline
-    )
-    return Run(request, TWO, "torchrun", began=0.0)
-
-
-def test_row_that_filled_a_device_is_told_and_the_rest_goes_on_in_a_new_set() -> None:
-    rows = (RowRequest(kind="links"), RowRequest(kind="nothing"), RowRequest(kind="attention"))
-    run = run_of(rows)
-    full = {
-        "out_of_memory": True,
-        "reason": "OutOfMemoryError",
-        "active_bytes": 139 * GB,
-        "reserved_bytes": 140 * GB,
-    }
-    endings = [
-        Ending(code=OUT_OF_MEMORY, reason="OutOfMemoryError", failure=full),
-        Ending(code=-9, reason="ended because another failed"),
-    ]
-    assert after_set(run, list(rows), endings, taken=1) == [rows[2]]
-    told = run.results[-1]
-    assert (told["label"], told["status"]) == ("1f1b nothing", "out of memory")
-    assert told["reason"] == "rank 0: out of memory with 139.0 GB active, 140.0 GB reserved"
-
-
-def test_set_of_the_rows_that_are_left_runs_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One stage a rank could have a layer more than two; what is left after a failure must not decide it
-    anew."""
-    rows = rows_of(["1f1b", "zbv"], ["nothing", "ours"], [], verify=False)
-    request = Request(
-        rows=rows, shape=JobShape(microbatches=4), device="cpu", host_limit_bytes=GB, timeout_s=1.0
-    )
-    run = Run(request, TWO, "torchrun", began=0.0)
-    monkeypatch.setattr(Run, "facts", {"block": FACTS | {"usable_bytes": 95 * GB}})
-    only_1f1b = [row for row in rows if row.schedule == "1f1b"]
-    assert complete(only_1f1b, request.shape, run._block, 2)[1].layers == 11
-    assert run.shape.layers == 10
-    assert [row.saved_limit_bytes for row in run.completed(only_1f1b) if row.kind == "ours"] == [
-        20 * GB,
-        10 * GB,
-    ]
-
-
-def test_failed_row_blames_the_rank_that_ended_by_itself() -> None:
-    rows = (RowRequest(kind="nothing"), RowRequest(kind="attention"))
-    run = run_of(rows)
-    endings = [
-        Ending(code=-9, reason="ended because another rank had failed"),
-        Ending(code=1, reason="ValueError: no"),
-    ]
-    assert after_set(run, list(rows), endings, taken=0) == [rows[1]]
-    assert (run.results[-1]["status"], run.results[-1]["reason"]) == ("failed", "rank 1: ValueError: no")
-
-
-def test_warnings_of_a_set_that_ended_well_are_repeated_once_each() -> None:
-    run = run_of((RowRequest(kind="nothing"),))
-    endings = [Ending(code=0), Ending(code=0, said="cannot grow\ncannot grow\nlate")]
-    assert after_set(run, [RowRequest(kind="nothing")], endings, taken=1) == []
-    assert run.notes == ["rank 1 said: cannot grow", "rank 1 said: late"]
-
-
-def test_without_the_links_figures_no_other_row_is_tried() -> None:
-    rows = (RowRequest(kind="links"), RowRequest(kind="nothing"))
-    run = run_of(rows)
-    assert (
-        after_set(
-            run, list(rows), [Ending(code=1, reason="no NCCL"), Ending(code=1, reason="no NCCL")], taken=0
-        )
-        == []
-    )
-    assert run.notes == ["without the link's rates and the block's figures no other row can run"]
-
-
-def test_rows_after_the_budget_are_told_and_no_set_is_started_for_them() -> None:
-    rows = (RowRequest(kind="nothing"), RowRequest(kind="attention"))
-    run = run_of(rows, deadline=time.time() - 1)
-    assert within_budget(run, list(rows)) == []
-    assert [result["status"] for result in run.results] == ["not run", "not run"]
-    assert within_budget(run_of(rows, deadline=time.time() + 60), list(rows)) == list(rows)
-
-
-def test_alone_there_is_a_pipeline_of_one_rank() -> None:
-    args = bench_pipeline.parse(["--schedules", "1f1b"], ALONE)
-    assert args.microbatches == 2
+def test_a_launch_that_failed_has_the_reason_of_the_rank_whose_device_was_full(tmp_path: Path) -> None:
+    died = {"status": "failed", "reason": "process ended with 1: ====="}
+    assert child.with_failures(died, tmp_path) == died
+    lost = {"status": "failed", "reason": "rank 0: connection closed by peer", "at": 1.0}
+    full = {"status": "out of memory", "reason": "rank 1: out of memory with 139.0 GB active", "at": 2.0}
+    for rank, failure in enumerate((lost, full)):
+        (tmp_path / f"failure-{rank}.json").write_text(json.dumps(failure))
+    found = child.with_failures(died, tmp_path)
+    assert (found["status"], found["reason"]) == (full["status"], full["reason"])
+    assert child.with_failures({"status": "ok"}, tmp_path) == {"status": "ok"}
