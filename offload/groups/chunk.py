@@ -11,6 +11,7 @@ holds of this step.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -178,6 +179,12 @@ class ChunkOffloadHandler(HandCopies):
             self._started.append((name, group))
             return group
 
+    def note_mark(self, *tensors: torch.Tensor) -> None:
+        """The tensors that the innermost open group's start was given and returned."""
+        group = self.innermost_open()
+        if group is not None:
+            group.marks = tuple(map(weakref.ref, tensors))
+
     def mute(self, name: str) -> None:
         """A group that is started while nothing may be offloaded: its commit must find its start."""
         self._started.append((name, None))
@@ -274,7 +281,9 @@ class ChunkOffloadHandler(HandCopies):
         # what the plan keeps is not released either, and that is nobody's mistake
         if forced and saved.leaves:
             records = self.saved.living() if self._manager is None else self._manager.living_records()
-            release(forced, saved, records, self.engine.transfers)
+            marks = [mark() for group in self.groups for mark in group.marks]
+            marked = [tensor for tensor in marks if tensor is not None]
+            release(forced, saved, records, self.engine.transfers, marked)
 
     def read_together(self, records: Sequence[Record]) -> None:
         """A recompute will read these saves of this chunk, first to last, before it computes."""

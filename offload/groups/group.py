@@ -6,6 +6,8 @@ One invariant: a group object is recorded once and used again in every step; wha
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from offload.device import Device, Event, Lane
@@ -29,8 +31,8 @@ class OffloadTensorGroup:
     slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
     regions: by slot, the number of the checkpoint region whose recompute reads it. known: how its saves
     looked the last time that it stayed and was noted. since: autograd's number of the first node after its
-    start. replayed: of saved tensors that stay because CUDA graphs of torch.compile own their memory, bytes
-    by address.
+    start. marks: the tensors that its start was given and returned. replayed: of saved tensors that stay
+    because CUDA graphs of torch.compile own their memory, bytes by address.
     stays: the plan keeps it on the device. committed: its end was marked. sent: what it saved until then has
     been sent, which a delayed commit does later.
     """
@@ -49,6 +51,7 @@ class OffloadTensorGroup:
         self.saved: SavedGroup | None = None
         self.known: KnownForward | None = None
         self.since = 0
+        self.marks: tuple[weakref.ref[torch.Tensor], ...] = ()
         self.replayed: dict[int, int] = {}
         self.committed = False
         self.sent = False

@@ -34,6 +34,7 @@ from offload.groups.autograd import (
 )
 from offload.groups.graphs import check_event, record_forward
 from offload.groups.manager import PipelineOffloadManager
+from offload.groups.release import without_output
 from offload.groups.tracing import untraced
 from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
 from offload.saved.hooks import InstalledScope
@@ -174,7 +175,8 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
             muted.mute(name)
     else:
         manager.engine.transfers.check_capture(f"group {name!r}")
-        tensor = apply_mark(FineGrainedOffloadingGroupStartFunction, tensor, handler, name)
+        given, tensor = tensor, apply_mark(FineGrainedOffloadingGroupStartFunction, tensor, handler, name)
+        handler.note_mark(given, tensor)
     if hooks:
         manager.open_until_commit(name)
     return tensor
@@ -192,7 +194,8 @@ def group_commit(
     tensor: an output of the group's layers, or a tuple or list whose first element is one; an empty one
         passes through.
     forced_released_tensors: freed once they are copied, although Python still holds them; compute waits for
-        the copy.
+        the copy. One that anything else still needs stays, with a warning; an operator on one that was freed
+        raises OffloadError.
     delay_offload: send at `flush_delayed_groups` instead of now.
     Raises GroupOrderError if no such group is open. Blocks the host: never.
     """
@@ -225,7 +228,7 @@ def group_commit(
         tensor,
         handler,
         name,
-        forced_released_tensors,
+        without_output(forced_released_tensors, tensor, name),
         delay_offload,
     )
 

@@ -1,21 +1,23 @@
 """Tensors whose storage is freed by force once their group has left, although Python still holds them.
 
-One invariant: what is freed was copied to the host whole, by this group, and no save of any chunk keeps it on
-the device.
+One invariant: what is freed was copied to the host whole, by this group, and nobody but Python's references
+to the listed tensors holds it: no save of any chunk, no other graph, no view.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 
+from offload.errors import OffloadError
 from offload.saved.chunk import SavedGroup
 from offload.transfer.engine import TransferEngine
 from offload.transfer.record import Record, RecordState
 
-__all__ = ["checked_tensors", "release"]
+__all__ = ["ReleasedTensor", "checked_tensors", "release", "without_output"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,44 +38,136 @@ def checked_tensors(tensors: object) -> list[torch.Tensor]:
     return list(tensors)
 
 
+def without_output(
+    tensors: list[torch.Tensor] | None, output: torch.Tensor, name: str
+) -> list[torch.Tensor] | None:
+    """`tensors` but for those that share the storage of the group's output, which its caller reads next; a
+    warning names them."""
+    if tensors is None:
+        return None
+    own, checked = output.untyped_storage()._cdata, checked_tensors(tensors)
+    kept = [tensor for tensor in checked if tensor.untyped_storage()._cdata != own]
+    if len(kept) < len(checked):
+        logger.warning(
+            "group %r: %s tensor(s) of forced_released_tensors share the storage of the group's output, of "
+            "shape %s, which is read after the commit: they stay; take them off the list",
+            name,
+            len(checked) - len(kept),
+            tuple(output.shape),
+        )
+    return kept
+
+
 def release(
-    tensors: list[torch.Tensor], saved: SavedGroup, records: Iterable[Record], transfers: TransferEngine
+    tensors: list[torch.Tensor],
+    saved: SavedGroup,
+    records: Iterable[Record],
+    transfers: TransferEngine,
+    marked: Iterable[torch.Tensor] = (),
 ) -> None:
     """Free the storage of `tensors`, where that is safe; a warning says where it is not. Compute waits for
     the copies, the host does not.
 
+    A tensor that is freed becomes a `ReleasedTensor`: Python may still hold it, and an operator that reads it
+    raises.
     saved: the group that they left with. records: every living one that may share a storage with them.
+    marked: inputs and outputs of marks: what Python holds of them is released with a tensor of their storage.
     """
     own = set(saved.living())
     sharing: dict[int, list[Record]] = {}
     for record in records:
         for key in record.storage_keys():
             sharing.setdefault(key, []).append(record)
+    listed: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() == 0:
-            continue  # a view of one that was released just now
-        sharers = sharing.get(storage._cdata, [])
+        if tensor.untyped_storage().nbytes():
+            listed.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    for tensor in marked:
+        if tensor.untyped_storage()._cdata in listed:
+            listed[tensor.untyped_storage()._cdata].append(tensor)
+    for key, aliases in listed.items():
+        sharers = sharing.get(key, [])
         if any(record in own and saved.keeps(record.slot) for record in sharers):
             continue  # the plan keeps this part of the group
-        copied = any(record in own and record.nbytes == storage.nbytes() for record in sharers)
-        if not copied or any(record.state is RecordState.RESIDENT for record in sharers):
-            why = (
-                "another save still keeps it on the device"
-                if copied
-                else "this group has not copied all of its storage to the host"
-            )
+        storage = aliases[0].untyped_storage()
+        why = None
+        if not any(record in own and record.nbytes == storage.nbytes() for record in sharers):
+            why = "this group has not copied all of its storage to the host"
+        elif any(record.state is RecordState.RESIDENT for record in sharers):
+            why = "another save still keeps it on the device"
+        else:
+            for record in sharers:
+                if record.transfer is not None:
+                    transfers.settle_spill(record.transfer)
+            if _is_held(aliases):
+                why = (
+                    "a graph that saved it outside of the hooks, or a view that is not on the list, still "
+                    "holds it"
+                )
+        if why is not None:
             logger.warning(
                 "group %s: a tensor of shape %s (%s bytes of storage) was to be released, but %s; it stays. "
                 "Save all of it inside the "
                 "group, or take it off forced_released_tensors",
                 saved.id,
-                tuple(tensor.shape),
+                tuple(aliases[0].shape),
                 f"{storage.nbytes():,}",
                 why,
             )
             continue
-        for record in sharers:
-            if record.transfer is not None:
-                transfers.settle_spill(record.transfer)
         storage.resize_(0)
+        for tensor in aliases:
+            if type(tensor) is torch.Tensor:
+                tensor.__class__ = ReleasedTensor
+                cast(ReleasedTensor, tensor).released_by = str(saved.id)
+
+
+def _is_held(aliases: list[torch.Tensor]) -> bool:
+    """Whether anything but Python's own references to `aliases`, of one storage, and the engine holds it."""
+    known = {id(tensor): tensor for tensor in aliases}
+    for tensor in aliases:
+        if tensor._base is not None:
+            known.setdefault(id(tensor._base), tensor._base)
+    for tensor in known.values():
+        expected = 1 + (tensor.is_leaf and tensor.requires_grad)  # of Python, and of AccumulateGrad
+        expected += sum(other._base is tensor for other in known.values())
+        if tensor._use_count() > expected:  # type: ignore[attr-defined]
+            return True
+    storage = aliases[0].untyped_storage()  # one reference of its own
+    return torch._C._storage_Use_Count(storage._cdata) > 1 + len(known)
+
+
+class ReleasedTensor(torch.Tensor):
+    """A tensor whose storage was freed by a group's commit. What needs no bytes may be asked of it: its
+    shape, its gradient, a hook. An operator on it raises OffloadError. Given other `data`, it is a plain
+    tensor again."""
+
+    released_by: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name == "__set__" or (name == "__get__" and attribute not in _ALIASES) or name in _WITHOUT_BYTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if (name, attribute) == ("__set__", "data"):
+                args[0].__class__ = torch.Tensor
+            return result
+        released = next((value for value in args if isinstance(value, cls)), "a released tensor")
+        raise OffloadError(
+            f"{name} on {released!r}: its bytes left with the group and come back for the backward only; "
+            "take it off forced_released_tensors, or use it before the commit"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"a tensor of shape {tuple(self.shape)} that group {self.released_by} released"
+
+
+_ALIASES = frozenset(["data", "T", "mT", "H", "mH", "real", "imag"])
+_ABOUT_ITSELF = ("size", "stride", "dim", "numel", "element_size", "storage_offset", "is_contiguous")
+_OF_ITS_STORAGE = ("untyped_storage", "data_ptr", "get_device", "is_floating_point", "is_complex", "__hash__")
+_OF_ITS_GRADIENT = ("grad", "backward", "retain_grad", "register_hook", "requires_grad_")
+_WITHOUT_BYTES = frozenset((*_ABOUT_ITSELF, *_OF_ITS_STORAGE, *_OF_ITS_GRADIENT))

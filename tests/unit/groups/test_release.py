@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload import PipelineOffloadManager
+from offload import OffloadError, PipelineOffloadManager, group_commit, group_start, offload_hooks
 from tests.unit.groups.handlers import begun, group_of
 from tests.unit.groups.stack import EXECUTORS, build_manager, installed
 
@@ -150,3 +150,88 @@ def test_forced_release_takes_a_list_of_tensors_only_and_closes_nothing_else(
         ):
             handler.on_group_commit_forward(wrong)  # type: ignore[arg-type]
     assert handler.innermost_open() is group
+
+
+# -- what somebody else still needs --------------------------------------------------------------------------
+# Each of these freed the storage all the same, and the process died of the next read of it.
+def started(manager: PipelineOffloadManager) -> tuple[torch.Tensor, torch.Tensor]:
+    """An activation and its square, saved by group "g", which is open."""
+    begun(manager)
+    x = group_start(torch.randn(64, requires_grad=True), "g")
+    a = x * 2
+    with offload_hooks():
+        return a, a * a
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.req("S2-75")
+def test_what_a_graph_outside_of_the_hooks_saved_too_stays(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = started(manager)
+    original = a.detach().clone()
+    outside = a * a
+    with caplog.at_level(logging.WARNING, "offload"):
+        b = group_commit(b, "g", [a])
+    assert "a graph that saved it outside of the hooks" in said(caplog)[0]
+    (gradient,) = torch.autograd.grad((b + outside).sum(), a)
+    assert torch.equal(gradient, 4 * original)
+
+
+@pytest.mark.req("S2-75")
+def test_what_a_graph_saved_as_its_output_or_a_view_still_shows_stays(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun(manager)
+    x = group_start(torch.randn(64, requires_grad=True), "g")
+    saved_by_its_maker = x.exp()
+    viewed = x * 2
+    view = viewed[:8]
+    with offload_hooks():
+        b = saved_by_its_maker.square() + viewed.square()
+    with caplog.at_level(logging.WARNING, "offload"):
+        b = group_commit(b, "g", [saved_by_its_maker, viewed])
+    assert len(said(caplog)) == 2
+    assert torch.equal(view, x[:8] * 2)
+    b.sum().backward()
+
+
+@pytest.mark.req("S2-75")
+def test_the_committed_tensor_itself_stays(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = started(manager)
+    with offload_hooks():
+        e = b.exp()
+    with caplog.at_level(logging.WARNING, "offload"):
+        e = group_commit(e, "g", [e, a])
+    assert (
+        "group 'g': 1 tensor(s) of forced_released_tensors share the storage of the group's output"
+        in (said(caplog)[0])
+    )
+    assert a.untyped_storage().nbytes() == 0
+    assert e.detach().sum() > 0
+    e.sum().backward()
+
+
+@pytest.mark.req("S2-74")
+def test_an_operator_on_a_released_tensor_is_an_error_that_names_the_group(
+    manager: PipelineOffloadManager,
+) -> None:
+    a, b = started(manager)
+    marked = group_start(a, "h")  # Python's other name for it
+    group_commit(marked * 1, "h")
+    b = group_commit(b, "g", [a])
+    assert (a.shape, a.untyped_storage().nbytes()) == ((64,), 0)
+    for held in (a, marked):
+        with pytest.raises(OffloadError, match=r"of shape \(64,\) that group s0m0/g#0 released"):
+            held + 1
+    assert "group s0m0/g#0 released" in repr(a)
+    a.retain_grad()  # as Megatron's schedule asks of a stage's input, which a group may have released
+    b.sum().backward()
+    assert a.grad is not None
+    a.data = torch.ones(2)
+    assert torch.equal(a.detach() + 1, torch.tensor([2.0, 2.0]))
