@@ -192,3 +192,18 @@ def test_7_a_scaler_that_only_unscales_has_its_gradients_counted(overlap: Overla
         return copies(model)
 
     assert_same(loop, SGD, overlap=overlap, shares=(1.0,))
+
+
+# -- found by random programs --------------------------------------------------------------------------------
+@EARLY
+@pytest.mark.parametrize("overlap", EXACT)
+def test_a_gradient_of_another_layout_lives_until_it_has_left(overlap: Overlap) -> None:
+    """It was laid out anew in a tensor that nobody kept: its memory was another's before the copy out ran."""
+
+    def transposes(model: TwoLosses, number: int) -> None:
+        torch.stack(model.losses(number)).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.t().contiguous().t()
+
+    assert_same(loop_with(transposes), overlap=overlap)

@@ -158,6 +158,21 @@ def test_9_state_written_in_place_counts() -> None:
     assert_same(loop_with(writes_state_in_place), executors=("late",))
 
 
+@PART
+def test_9_a_parameter_that_never_had_a_gradient_has_no_state() -> None:
+    """It had moments of zeros, and a step of 0, in `state` and in checkpoints."""
+
+    def loop(make: Any) -> list[Tensor]:
+        model = net()
+        optimizer = make(model)
+        model[0](torch.ones(1, 24)).sum().backward()
+        optimizer.step()
+        has_state = [len(optimizer.state.get(each, {})) for each in model.parameters()]
+        return [torch.tensor([*has_state, len(optimizer.state), *optimizer.state_dict()["state"]])]
+
+    assert_same(loop, executors=("late",))
+
+
 def saved_by(cls: type[Optimizer], **options: Any) -> dict[str, Any]:
     model = net()
     optimizer = torchs(model, cls, **options)
