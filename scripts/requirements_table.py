@@ -1,10 +1,14 @@
 """Keep the state column of docs/requirements.md true to the tests: python scripts/requirements_table.py
 [--check].
 
-A row is *proved* if a test carries its number, `@pytest.mark.req("S2-13")`, or if its proof column names a
-script of this repository; *built* if the code is there and nothing proves it yet; else *open*. One invariant:
-only tests and scripts make a row proved, never a hand; and a test that is expected to fail is no proof, so a
-mark on one is refused. The library half (read_rows, read_marks) is what the tests of the table use.
+A row is *proved* if a test carries its number, `@pytest.mark.req("S2-13")`; *built* if the code is there and
+nothing proves it yet; else *open*. A row whose text says what is "Not yet:" there is *partly* proved at most.
+A row of which no proof is run by the README's test command, scripts/test.sh on a machine without a GPU, says
+where one is run: "proved on a GPU", "proved with Megatron", "proved in the slow run".
+
+One invariant: only tests make a row proved, never a hand. A mark on what is expected to fail, is always
+skipped, or skips itself for a reason that this file does not know, is refused. The library half (read_rows,
+read_marks) is what the tests of the table use.
 """
 
 from __future__ import annotations
@@ -13,18 +17,37 @@ import argparse
 import ast
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "requirements.md"
-STATES = ("open", "built", "proved")
+STATES = ("open", "built", "partly", "proved")
 ROW = re.compile(
     r"^\| (?P<number>(?:S[0-4]|W|Q)-\d+) \| (?P<text>[^|]+) \| (?P<state>[^|]*) \|(?P<proof>[^|]*)\|$"
 )
-SCRIPT = re.compile(r"scripts/[\w.]+\.(?:py|sh)")
+NOT_YET = "Not yet:"
+CONDITIONS = {
+    "megatron": "with Megatron",
+    "not torch.cuda.is_available()": "on a GPU",
+    # true of the machine that the README's command is for
+    "torch.accelerator.is_available()": "",
+    "torch.cuda.is_available()": "",
+    "sys.platform": "",
+    "shutil.which": "",
+    "hasattr": "",  # a version of torch
+}
+"""By what the condition of a skipif says: where such a test is run, "" where the README's command runs it."""
+
+
+class Proof(NamedTuple):
+    """A test that carries a requirement's number."""
+
+    test: str
+    needs: str = ""
+    """What the README's test command lacks to run it, as "on a GPU"; "" if it does run it."""
 
 
 class Row(NamedTuple):
@@ -62,73 +85,103 @@ def read_rows(table: Path = TABLE) -> dict[str, Row]:
     return rows
 
 
-def read_marks(tests: Path = ROOT / "tests") -> dict[str, list[str]]:
-    """Names of the tests by the requirement that they carry. A mark outside any function, as in `pytestmark`,
-    counts for its file.
+def read_marks(tests: Path = ROOT / "tests") -> dict[str, list[Proof]]:
+    """The tests by the requirement that they carry. A mark outside any function, as in `pytestmark`, counts
+    for its file.
 
-    Raises ValueError for a mark on what is expected to fail: on a function or class beside `xfail`, below a
-    class or in a file that has it, or on one parameter set beside it. A function of which some parameter sets
-    fail still proves by the others.
+    Raises ValueError for a mark on what proves nothing: on a function or class beside `xfail` or `skip`,
+    below a class or in a file that has it, on one parameter set beside it, or beside a skip whose condition
+    is unknown. A function of which some parameter sets fail still proves by the others.
     """
-    marks: dict[str, list[str]] = defaultdict(list)
+    marks: dict[str, list[Proof]] = defaultdict(list)
     for path in sorted(tests.rglob("test_*.py")):
-        for number, test, fails in _marks_in(ast.parse(path.read_text(), str(path)), path.name, fails=False):
-            if fails:
-                said = f"{test} is expected to fail and carries req({number!r}), so it proves nothing"
-                raise ValueError(f"{path.name}: {said}; remove one mark")
-            if test not in marks[number]:
-                marks[number].append(test)
+        for number, proof in _File(path).marks():
+            if proof not in marks[number]:
+                marks[number].append(proof)
     return dict(marks)
 
 
-def _marks_in(node: ast.AST, test: str, *, fails: bool) -> Iterator[tuple[str, str, bool]]:
-    """(requirement, test, whether that test is expected to fail) of every mark below `node`."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        test = node.name
-        fails = fails or any(_is_xfail(decorator) for decorator in node.decorator_list)
-    elif isinstance(node, ast.Module):
-        own = [
-            line.value
-            for line in node.body
-            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark"
-        ]
-        fails = any(
-            _is_xfail(mark)
-            for value in own
-            for mark in (value.elts if isinstance(value, ast.List | ast.Tuple) else [value])
-        )
-    elif isinstance(node, ast.Call):
-        if ast.unparse(node.func).endswith("mark.req"):
-            yield from (
-                (str(argument.value), test, fails)
-                for argument in node.args
-                if isinstance(argument, ast.Constant)
+class _File:
+    """One file of tests."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.tree = path, ast.parse(path.read_text(), str(path))
+        # marks that have a name, such as ON_LINUX = pytest.mark.skipif(...); the last assignment is the one
+        self.named = {
+            ast.unparse(line.targets[0]): line.value
+            for line in self.tree.body
+            if isinstance(line, ast.Assign)
+        }
+
+    def marks(self) -> Iterator[tuple[str, Proof]]:
+        """(requirement, its proof) of every mark."""
+        yield from self._below(self.tree, self.path.name, self._members(self.named.get("pytestmark")))
+
+    def _below(self, node: ast.AST, test: str, around: list[ast.expr]) -> Iterator[tuple[str, Proof]]:
+        """around: the other marks that hold here: the file's, a class's, the function's own."""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            test, around = node.name, [*around, *node.decorator_list, *_skips_in(node)]
+        elif isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            if function.endswith("mark.req"):
+                needs = " ".join(sorted({self._needs(mark, test) for mark in around} - {""}))
+                for argument in node.args:
+                    if isinstance(argument, ast.Constant):
+                        yield str(argument.value), Proof(test, needs)
+            elif function.endswith("pytest.param"):
+                given = [keyword.value for keyword in node.keywords if keyword.arg == "marks"]
+                around = [*around, *(mark for value in given for mark in self._members(value))]
+        for child in ast.iter_child_nodes(node):
+            yield from self._below(child, test, around)
+
+    def _members(self, value: ast.expr | None) -> list[ast.expr]:
+        if value is None:
+            return []
+        return list(value.elts) if isinstance(value, ast.List | ast.Tuple) else [value]
+
+    def _needs(self, mark: ast.expr, test: str) -> str:
+        """Where a test with this mark is run. ValueError if nowhere, or nobody knows."""
+        mark = self.named.get(ast.unparse(mark), mark)
+        name = ast.unparse(mark.func if isinstance(mark, ast.Call) else mark)
+        said = ast.unparse(mark)
+        who = f"{self.path.name}: {test}"
+        if name.endswith(("mark.xfail", "mark.skip")):
+            fails = "is expected to fail" if name.endswith("xfail") else "is always skipped"
+            raise ValueError(f"{who} {fails} and carries a req mark, so it proves nothing; remove one mark")
+        if name.endswith(("mark.gpu", "mark.gpus")):
+            return "on a GPU"
+        if name.endswith("mark.slow"):
+            return "in the slow run"
+        if name.endswith(("mark.skipif", "needs_megatron", "pytest.skip", "pytest.importorskip")):
+            for part, needs in CONDITIONS.items():
+                if part in said:
+                    return needs
+            raise ValueError(
+                f"{who} carries a req mark and skips itself by {said}; say in CONDITIONS of "
+                f"{Path(__file__).name} where it is run"
             )
-        elif ast.unparse(node.func).endswith("pytest.param"):
-            given = [keyword.value for keyword in node.keywords if keyword.arg == "marks"]
-            fails = fails or any(_is_xfail(part) for value in given for part in ast.walk(value))
-    for child in ast.iter_child_nodes(node):
-        yield from _marks_in(child, test, fails=fails)
+        return ""
 
 
-def _is_xfail(mark: ast.AST) -> bool:
-    """`pytest.mark.xfail`, called or not. Strict or not: what may fail proves nothing either."""
-    return ast.unparse(mark.func if isinstance(mark, ast.Call) else mark).endswith("mark.xfail")
+def _skips_in(node: ast.AST) -> list[ast.expr]:
+    """The calls by which a function may skip itself."""
+    if isinstance(node, ast.ClassDef):
+        return []
+    calls = (inner for inner in ast.walk(node) if isinstance(inner, ast.Call))
+    return [call for call in calls if ast.unparse(call.func) in ("pytest.skip", "pytest.importorskip")]
 
 
-def named_scripts(row: Row) -> list[str]:
-    """The scripts that the proof column names and that exist."""
-    return [name for name in SCRIPT.findall(row.proof) if (ROOT / name).is_file()]
-
-
-def refreshed(row: Row, tests: list[str]) -> Row:
-    """The row with the state and the proof that these tests, and the scripts it names, give it."""
-    scripts = named_scripts(row)
-    if not tests and not scripts:
+def refreshed(row: Row, proofs: list[Proof]) -> Row:
+    """The row with the state and the proof that these tests give it."""
+    if not proofs:
         # It was proved once, so the code is there: its test has gone, or lost the mark.
-        return row._replace(state="built", proof="") if row.state == "proved" else row
-    more = [f"+{len(tests) - 1}"] if len(tests) > 1 else []
-    return row._replace(state="proved", proof=" ".join([*tests[:1], *more, *scripts]))
+        return row._replace(state=row.state if row.state in ("open", "built") else "built", proof="")
+    # The README's command comes first: what it runs is the proof that a reader can have.
+    proofs = sorted(proofs, key=lambda proof: proof.needs != "")
+    state = "partly" if NOT_YET in row.text else "proved"
+    needs = "" if proofs[0].needs == "" else " or ".join(sorted({proof.needs for proof in proofs}))
+    more = [f"+{len(proofs) - 1}"] if len(proofs) > 1 else []
+    return row._replace(state=f"{state} {needs}".strip(), proof=" ".join([proofs[0].test, *more]))
 
 
 def main() -> int:
@@ -140,7 +193,7 @@ def main() -> int:
 
     rows, marks = read_rows(), read_marks()
     if unknown := sorted(set(marks) - set(rows)):
-        named = ", ".join(f"{number} ({marks[number][0]})" for number in unknown)
+        named = ", ".join(f"{number} ({marks[number][0].test})" for number in unknown)
         print(f"no row in {TABLE.name} for {named}; correct the mark or add the row")
         return 1
     new = {number: refreshed(row, marks.get(number, [])) for number, row in rows.items()}
@@ -150,7 +203,8 @@ def main() -> int:
             str(new[row.number]) if (row := parse(line)) else line for line in TABLE.read_text().splitlines()
         ]
         TABLE.write_text("\n".join(lines) + "\n")
-    counts = ", ".join(f"{sum(row.state == state for row in new.values())} {state}" for state in STATES)
+    states = Counter(row.state for row in new.values())
+    counts = ", ".join(f"{states[state]} {state}" for state in sorted(states))
     verb = "would change" if check_only else "changed"
     print(f"{len(rows)} requirements: {counts}; {len(changed)} {verb} {' '.join(changed)}".rstrip())
     return 1 if changed and check_only else 0

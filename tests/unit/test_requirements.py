@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.requirements_table import STATES, Row, named_scripts, parse, read_marks, read_rows, refreshed
+from scripts.requirements_table import NOT_YET, STATES, Proof, Row, parse, read_marks, read_rows, refreshed
 
 # The sources' last numbers; every block starts at 1 and has no gap.
 LAST_NUMBER = {"S0": 73, "S1": 60, "S2": 105, "S3": 96, "S4": 48, "W": 15, "Q": 6}
@@ -18,32 +18,27 @@ def test_every_number_of_every_block_has_a_row() -> None:
     }
 
 
-def test_every_state_is_one_of_three() -> None:
-    assert {number: row.state for number, row in read_rows().items() if row.state not in STATES} == {}
-
-
-def test_every_proved_row_has_a_test_or_a_script() -> None:
+def test_the_states_and_proofs_are_what_the_marks_of_the_tests_give() -> None:
+    """As `scripts/requirements_table.py --check` says it. So a proof that needs a GPU or Megatron says so."""
     marks = read_marks()
-    unproved = [
-        number
+    wrong = {
+        number: str(refreshed(row, marks.get(number, [])))
         for number, row in read_rows().items()
-        if row.state == "proved" and number not in marks and not named_scripts(row)
-    ]
-    assert unproved == [], "run scripts/requirements_table.py"
+        if refreshed(row, marks.get(number, [])) != row
+    }
+    assert wrong == {}, "run scripts/requirements_table.py"
+
+
+def test_every_state_begins_with_one_of_four_and_only_what_is_proved_says_where() -> None:
+    for number, row in read_rows().items():
+        state, _, where = row.state.partition(" ")
+        assert state in STATES, number
+        assert not where or state in ("partly", "proved"), number
+        assert not (state == "proved" and NOT_YET in row.text), number
 
 
 def test_every_mark_names_a_row() -> None:
     assert {number: tests for number, tests in read_marks().items() if number not in read_rows()} == {}
-
-
-def test_no_test_proves_a_row_that_is_still_open() -> None:
-    rows = read_rows()
-    open_but_marked = {
-        number: tests
-        for number, tests in read_marks().items()
-        if number in rows and rows[number].state == "open"
-    }
-    assert open_but_marked == {}, "run scripts/requirements_table.py"
 
 
 def test_a_row_is_written_as_it_was_read() -> None:
@@ -70,14 +65,14 @@ def test_marks_are_found_on_functions_classes_parameters_and_files(tmp_path: Pat
         "    def test_three(self, n): ...\n"
     )
     assert read_marks(tmp_path) == {
-        "S0-1": ["test_marks.py"],
-        "S0-2": ["test_one"],
-        "S0-3": ["test_one", "test_three"],
-        "S0-4": ["TestTwo"],
+        "S0-1": [Proof("test_marks.py")],
+        "S0-2": [Proof("test_one")],
+        "S0-3": [Proof("test_one"), Proof("test_three")],
+        "S0-4": [Proof("TestTwo")],
     }
 
 
-EXPECTED_TO_FAIL = {
+PROVES_NOTHING = {
     "a function": (
         "@pytest.mark.req('S0-2')\n@pytest.mark.xfail(strict=True, reason='not yet')\ndef test_one(): ...\n"
     ),
@@ -89,19 +84,20 @@ EXPECTED_TO_FAIL = {
     "the file": (
         "pytestmark = [pytest.mark.gpu, pytest.mark.xfail]\n@pytest.mark.req('S0-2')\ndef test_one(): ...\n"
     ),
+    "always skipped": "@pytest.mark.skip(reason='later')\n@pytest.mark.req('S0-2')\ndef test_one(): ...\n",
     "a parameter set": "@pytest.mark.parametrize('n', [1, pytest.param(2, marks=[pytest.mark.xfail, "
     "pytest.mark.req('S0-2')])])\n"
     "def test_one(n): ...\n",
 }
 
 
-@pytest.mark.parametrize("where", EXPECTED_TO_FAIL)
-def test_a_mark_on_what_is_expected_to_fail_is_refused(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", PROVES_NOTHING)
+def test_a_mark_on_what_is_expected_to_fail_or_skipped_is_refused(where: str, tmp_path: Path) -> None:
     """Such a mark once made a row proved by the very test that showed that it does not hold."""
-    (tmp_path / "test_wrong.py").write_text(EXPECTED_TO_FAIL[where])
+    (tmp_path / "test_wrong.py").write_text(PROVES_NOTHING[where])
     with pytest.raises(
         ValueError,
-        match=r"test_wrong.py: test_one is expected to fail and carries req\('S0-2'\).*; remove one mark",
+        match=r"test_wrong.py: test_one is (expected to fail|always skipped) and carries .*; remove one mark",
     ):
         read_marks(tmp_path)
 
@@ -115,23 +111,76 @@ def test_parameter_sets_that_pass_prove_although_another_is_expected_to_fail(tmp
         "@pytest.mark.xfail(strict=True)\n"
         "def test_twin(): ...\n"
     )
-    assert read_marks(tmp_path) == {"S0-2": ["test_one"], "S0-3": ["test_one"]}
+    assert read_marks(tmp_path) == {"S0-2": [Proof("test_one")], "S0-3": [Proof("test_one")]}
+
+
+WHERE = {
+    "": "@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='/proc')\n",
+    "on a GPU": "@pytest.mark.gpus(2)\n",
+    "in the slow run": "@pytest.mark.slow\n",
+    "with Megatron": "@needs_megatron\n",
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_proof_says_what_the_usual_run_lacks_for_it(where: str, tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(f"{WHERE[where]}@pytest.mark.req('S0-2')\ndef test_one(): ...\n")
+    assert read_marks(tmp_path) == {"S0-2": [Proof("test_one", where)]}
+
+
+def test_a_whole_file_on_a_gpu_and_a_mark_with_a_name_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(
+        "pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures('a')]\n"
+        "SLOW = pytest.mark.slow\n"
+        "@pytest.mark.req('S0-2')\ndef test_one(): ...\n"
+        "@SLOW\n@pytest.mark.req('S0-3')\ndef test_two(): ...\n"
+    )
+    assert read_marks(tmp_path) == {
+        "S0-2": [Proof("test_one", "on a GPU")],
+        "S0-3": [Proof("test_two", "in the slow run on a GPU")],
+    }
 
 
 @pytest.mark.parametrize(
-    ("state", "proof", "tests", "expected"),
+    "skips",
     [
-        ("open", "", [], ("open", "")),
-        ("built", "", [], ("built", "")),
-        ("open", "", ["test_a", "test_b", "test_c"], ("proved", "test_a +2")),
-        ("proved", "test_gone", [], ("built", "")),
-        ("open", "scripts/test.sh", [], ("proved", "scripts/test.sh")),
-        ("open", "scripts/absent.py", [], ("open", "scripts/absent.py")),
-        ("proved", "test_old scripts/test.sh", ["test_new"], ("proved", "test_new scripts/test.sh")),
+        "@pytest.mark.skipif(full_moon(), reason='')\n{}def test_one(): ...\n",
+        "{}def test_one():\n    pytest.skip('?')\n",
     ],
 )
-def test_state_follows_the_marks_and_the_named_scripts(
-    state: str, proof: str, tests: list[str], expected: tuple[str, str]
+def test_a_proof_that_skips_itself_for_an_unknown_reason_is_refused(skips: str, tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(skips.format("@pytest.mark.req('S0-2')\n"))
+    with pytest.raises(
+        ValueError, match=r"test_one carries a req mark and skips itself by .*; say in CONDITIONS"
+    ):
+        read_marks(tmp_path)
+
+
+GPU, USUAL = Proof("test_gpu", "on a GPU"), Proof("test_usual")
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "proofs", "expected"),
+    [
+        ("text", "open", [], ("open", "")),
+        ("text", "built", [], ("built", "")),
+        ("text", "proved", [], ("built", "")),
+        ("text", "proved on a GPU", [], ("built", "")),
+        ("text", "open", [USUAL, USUAL, USUAL], ("proved", "test_usual +2")),
+        ("text", "proved", [GPU], ("proved on a GPU", "test_gpu")),
+        ("text", "open", [GPU, USUAL], ("proved", "test_usual +1")),
+        (
+            "text",
+            "open",
+            [Proof("test_m", "with Megatron"), GPU],
+            ("proved on a GPU or with Megatron", "test_m +1"),
+        ),
+        ("text. Not yet: experts.", "proved", [USUAL], ("partly", "test_usual")),
+        ("text. Not yet: experts.", "open", [GPU], ("partly on a GPU", "test_gpu")),
+    ],
+)
+def test_state_follows_the_marks(
+    text: str, state: str, proofs: list[Proof], expected: tuple[str, str]
 ) -> None:
-    row = refreshed(Row("S0-1", "text", state, proof), tests)
+    row = refreshed(Row("S0-1", text, state, "test_old"), proofs)
     assert (row.state, row.proof) == expected
