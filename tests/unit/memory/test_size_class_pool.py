@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -109,13 +110,15 @@ def test_an_unknown_buffer_and_a_second_release_are_errors() -> None:
 
 
 @pytest.mark.req("S0-31")
-@pytest.mark.parametrize("nbytes", [1, 1000, MIB - 1, 5 * MIB])
+@pytest.mark.parametrize("nbytes", [1, 1000, MIB - 1, 5 * MIB, 65 * MIB, 201 * MIB + 3])
 def test_bytes_round_trip(nbytes: int) -> None:
+    """Through a slab each: the classes of 64 and 256 MiB serve too, not only plain memory behind them."""
     backend = CPUSpillBackend()
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    source = torch.arange(1 << 10).to(torch.uint8).repeat(-(-nbytes // (1 << 10)))[:nbytes]
     buffer = backend.allocate(nbytes)
     buffer.copy_(source)
     assert torch.equal(buffer, source)
+    assert (backend.pool_hits, backend.pool_misses) == (1, 0)
 
 
 @pytest.mark.req("S0-32")
@@ -168,10 +171,12 @@ def test_a_slab_is_not_lent_again_before_its_last_copy_has_ended() -> None:
 @pytest.mark.req("S0-38")
 def test_reset_takes_leftover_buffers_back() -> None:
     backend = CPUSpillBackend((1,), 2)
+    fallbacks = []
     for _ in range(10):
         backend.allocate(10)
-        backend.allocate(4 * MIB)
+        fallbacks.append(weakref.ref(backend.allocate(4 * MIB)))
         backend.reset()
+        assert all(fallback() is None for fallback in fallbacks), "no 4 MB stay from step to step"
     assert backend.free_slabs == {MIB: 2}
     assert (backend.pool_hits, backend.pool_misses) == (10, 10)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +40,25 @@ def test_defaults_differ_between_the_two_names() -> None:
     gpu, host = GPUTensorPool(), TensorPool()
     assert (gpu.device.type, gpu.pin_memory) == ("cuda", False)
     assert (host.device.type, host.pin_memory) == ("cpu", True)
+    assert isinstance(host, GPUTensorPool)
     host.free(host.allocate((2, 2)))
+
+
+@pytest.mark.req("S2-8", "S3-2")
+def test_a_pool_makes_its_tensors_where_and_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with an accelerator, seen at what torch is asked for."""
+    asked: list[tuple[str, bool]] = []
+    plain = torch.empty
+
+    def empty(shape: tuple[int, ...], *, device: torch.device, pin_memory: bool, **options: Any) -> Any:
+        asked.append((device.type, pin_memory))
+        return plain(shape, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for pool in (GPUTensorPool(), TensorPool(), GPUTensorPool("cpu"), GPUTensorPool("cuda", True)):
+        pool.allocate((2, 2))
+    assert asked == [("cuda", False), ("cpu", True), ("cpu", False), ("cuda", False)]
 
 
 @pytest.mark.req("S2-9", "S2-10")
@@ -96,20 +118,33 @@ def test_any_shape_and_dtype_can_be_lent(
 
 @pytest.mark.req("S2-13")
 def test_the_cost_of_allocate_and_free_does_not_grow_with_the_pool() -> None:
-    """No list is walked: every container that the pool keeps is only asked for membership, by id."""
-    pool = GPUTensorPool("cpu")
+    """No container that the pool keeps is walked: dictionaries are asked for one id, and of lists and queues
+    only the ends are touched."""
+    pool = GPUTensorPool("cpu", event_device=FakeDevice().protocol)
     tensors = [pool.allocate((1,)) for _ in range(50)]
 
-    class Unwalked(dict):  # type: ignore[type-arg]
-        def __iter__(self) -> None:  # type: ignore[override]
-            raise AssertionError("walked")
+    def walked(*_: object) -> Any:
+        raise AssertionError("walked")
 
-        keys = values = items = __iter__  # type: ignore[assignment]
+    def unwalked(kind: type) -> type:
+        ways = ["__iter__", "__reversed__", "keys", "values", "items", "copy", "index", "count", "remove"]
+        if kind is not dict:
+            ways.append("__contains__")
+        return type("Unwalked", (kind,), {way: walked for way in ways if hasattr(kind, way)})
 
     (sub_pool,) = pool._pools.values()
-    sub_pool.all, sub_pool.lent = Unwalked(sub_pool.all), Unwalked(sub_pool.lent)
-    for tensor in tensors:
-        pool.free(tensor)
+    for owner, name in (
+        (sub_pool, "all"),
+        (sub_pool, "lent"),
+        (sub_pool.free, "_ready"),
+        (sub_pool.free, "_pending"),
+    ):
+        container = getattr(owner, name)
+        setattr(owner, name, unwalked(type(container))(container))
+    event = FakeEvent()
+    event.passed = True
+    for position, tensor in enumerate(tensors):
+        pool.free(tensor, after=event if position % 2 else None)
     assert {id(pool.allocate((1,))) for _ in range(50)} == {id(tensor) for tensor in tensors}
 
 
@@ -231,10 +266,39 @@ def test_a_dropped_pool_gives_its_blocks_back(arena: HostArena) -> None:
 
 
 @pytest.mark.req("S2-21")
-def test_a_pool_whose_constructor_failed_is_dropped_quietly(arena: HostArena) -> None:
+def test_a_pool_whose_constructor_failed_is_dropped_quietly(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in a finalizer is only printed: it is seen where Python would print it."""
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     with pytest.raises(ValueError, match="cannot back a pool on cuda"):
         GPUTensorPool("cuda", arena=arena)
     gc.collect()
+    assert unraisable == []
+
+
+AT_EXIT = """
+import torch
+from offload.memory.arena import HostArena
+from offload.memory.budget import LocalHostBudget
+from offload.memory.tensor_pool import TensorPool
+from tests.unit.memory.fakes import FakeDevice
+sizes = {"slab_bytes": 1 << 20, "registration_bytes": 1 << 20}
+arena = HostArena(FakeDevice().protocol, budget=LocalHostBudget(1 << 20), **sizes)
+pool = TensorPool(arena=arena)
+lent = pool.allocate((4,))
+pool.free(pool.allocate((8,)))
+pool.itself = pool  # only the interpreter's last collection finds it
+"""
+
+
+@pytest.mark.req("S2-21")
+def test_a_pool_that_lives_until_the_interpreter_ends_says_nothing() -> None:
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", AT_EXIT]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.req("S2-22")
