@@ -58,6 +58,14 @@ def test_last_virtual_stage_is_queued_at_once_and_the_others_after_it_in_reverse
     assert all(not staged for staged in queue.stages)
 
 
+@pytest.mark.req("S2-49")
+def test_stages_that_grew_even_are_queued_before_the_last_stages_next_chunk() -> None:
+    """The last stage came first, so the others only caught up with it: nobody looked until its next chunk."""
+    queue = filled("2012", 3)
+    assert " ".join(map(str, queue.chunks)) == "s2m0 s1m0 s0m0 s2m1"
+    assert [list(map(str, staged)) for staged in queue.stages] == [[], [], ["s2m1"]]
+
+
 @pytest.mark.req("S2-35")
 def test_flush_waits_until_the_first_and_the_last_stage_have_equally_many() -> None:
     queue: VirtualPipelineQueue[Chunk] = VirtualPipelineQueue()

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload import PipelineOffloadManager, init_chunk_handler, step_end
+from offload import ChunkOffloadHandler, PipelineOffloadManager, init_chunk_handler, step_end
 from offload.device.sim import SimDevice
+from offload.ids import ChunkId
 from tests.unit.groups.stack import (
     EXECUTORS,
     HELD,
@@ -120,6 +121,18 @@ def test_callback_by_hand_ends_warm_up_prints_and_wants_as_many_backwards_as_for
         assert not manager.is_warmup
         assert manager.offload_summary_bytes == {"a": 256}
         assert "Activation Offload Summary (MB)" in capsys.readouterr().out
+
+
+@pytest.mark.req("S2-38")
+def test_callback_by_hand_refuses_more_backwards_than_forwards(manager: PipelineOffloadManager) -> None:
+    for _ in range(2):
+        init_chunk_handler(None, None, 1)
+        save_one(leaf()).sum().backward()
+    assert manager.cur_forward_chunk() is not None
+    manager.push(ChunkOffloadHandler(1, engine=manager.engine, chunk_id=ChunkId(0, 7), manager=manager))
+    with pytest.raises(AssertionError, match="2 forward chunks and 3 backward chunks are cached"):
+        manager.post_warmup_callback()
+    assert manager.is_warmup
 
 
 def test_step_end_plans_where_the_callback_would_assert(manager: PipelineOffloadManager) -> None:

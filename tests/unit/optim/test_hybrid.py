@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import threading
 from typing import Any
@@ -224,6 +225,20 @@ def test_with_overlap_there_is_an_optimizer_a_bucket_and_without_one_in_all() ->
 
 @pytest.mark.req("S3-29")
 def test_the_arguments_and_their_defaults_are_megatrons() -> None:
+    parameters = inspect.signature(HybridDeviceOptimizer).parameters.values()
+    positional = [
+        (one.name, one.default) for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    assert positional == [
+        ("params", inspect.Parameter.empty),
+        ("offload_fraction", 0.5),
+        ("cpu_optimizer_cls", None),
+        ("gpu_optimizer_cls", None),
+        ("param_update_in_fp32", False),
+        ("pin_cpu_grads", True),
+        ("pin_cpu_params", True),
+        ("overlap_cpu_optimizer_d2h_h2d", True),
+    ]
     model = net()
     optimizer = HybridDeviceOptimizer(
         model.parameters(), 0.5, Adam, Adam, False, True, True, True, lr=1e-3, betas=(0.8, 0.9)

@@ -140,6 +140,11 @@ def test_unknown_mark_is_refused_with_the_known_ones_and_attn_proj_needs_core_at
         ValueError, match=r"no layer has the mark 'attention', 'mpl_act'; the marks are attn_norm, .*mlp_fc2"
     ):
         group_names("mpl_act,core_attn,attention")
+    for unknown in ("attention", "expert_fc1", "moe_act", "all"):
+        with pytest.raises(ValueError, match=f"no layer has the mark '{unknown}'; the marks are attn_norm"):
+            group_names(f"core_attn,{unknown}")
+        with pytest.raises(ValueError, match=f"no layer has the mark '{unknown}'"):
+            SMALL.with_(offload_modules=frozenset({unknown}))
     with pytest.raises(ValueError, match="choose core_attn too"):
         SMALL.with_(offload_modules=frozenset({"attn_proj"}))
     assert group_names(" core_attn , attn_proj") == {"core_attn", "attn_proj"}

@@ -203,6 +203,33 @@ def test_what_is_never_read_is_freed_without_the_garbage_collector(executor: Exe
         gc.enable()
 
 
+@pytest.mark.req("S4-45")
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_graph_that_outlives_its_step_unread_holds_no_memory(executor: ExecutorName) -> None:
+    """Two steps, so that neither ends with what the other left."""
+    rig = Rig(executor)
+    kept = []
+    for _ in range(2):
+        with rig.group():
+            kept.append(chain(leaf()))
+        storages = [WeakStorage(record.storage()) for record in rig.records()]  # type: ignore[arg-type]
+        rig.leave()
+        rig.end()  # nothing lent, nothing in flight, nothing counted
+        assert [storage.storage() for storage in storages[:-1]] == (CHAIN_SAVES - 1) * [None]
+    for y in kept:
+        with pytest.raises(StaleHandleError, match="was saved in a step that has ended"):
+            y.sum().backward()
+
+
+@pytest.mark.req("S4-45")
+def test_without_gradients_nothing_is_saved_at_all() -> None:
+    rig = Rig()
+    with rig.group(), torch.no_grad():
+        chain(leaf())
+    assert (rig.saved, rig.sizes, rig.spilled_bytes) == (0, [], 0)
+    rig.end()
+
+
 @pytest.mark.parametrize("min_elements", [0, 10_000], ids=["offloaded", "passed through"])
 def test_a_node_that_saves_its_own_output_is_freed_without_the_garbage_collector(min_elements: int) -> None:
     """Holding the output itself would tie node and tensor into a ring that no counter frees."""

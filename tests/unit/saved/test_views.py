@@ -154,6 +154,7 @@ LINK: dict[str, tuple[Callable[[], Tensor], int]] = {
         64 * 16 * 4,
     ),
     "a quarter of the columns: gathered": (lambda: torch.randn(64, 64)[:, :16], 64 * 16 * 4),
+    "less than half of the columns: gathered": (lambda: torch.randn(64, 64)[:, :31], 64 * 31 * 4),
     "half of the columns: the flat span": (lambda: torch.randn(64, 64)[:, :32], (63 * 64 + 32) * 4),
     "every other column: the flat storage": (lambda: torch.randn(64, 64)[:, ::2], 64 * 64 * 4),
     "transposed: the flat storage": (lambda: torch.randn(64, 64).t(), 64 * 64 * 4),

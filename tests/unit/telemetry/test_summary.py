@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,21 @@ def test_negative_bytes_are_refused_by_name() -> None:
         print_offload_summary_table({"core_attn": -5})
 
 
+class SlowFile(io.StringIO):
+    """Leaves a mark once the table is out, a while after it was asked to write it."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self._mark = mark
+
+    def write(self, text: str) -> int:
+        time.sleep(0.5)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._mark.touch()
+
+
 def summarise_on_one_rank(rank: int, world_size: int, folder: str) -> None:
     """Three tables in one job: ranks with unlike names, ranks with nothing, and the last rank alone. Each
     rank's output goes to files."""
@@ -95,8 +111,10 @@ def summarise_on_one_rank(rank: int, world_size: int, folder: str) -> None:
         ("nothing", {}, None),
         ("alone", {"moe_act": MB}, last_rank_alone),
     ]:
-        out = io.StringIO()
+        table_is_out = Path(folder, f"{title}_is_out")
+        out = SlowFile(table_is_out)
         print_offload_summary_table(nbytes, process_group=group, file=out)
+        Path(folder, f"{title}{rank}_returned").write_text("after" if table_is_out.exists() else "before")
         Path(folder, f"{title}{rank}").write_text(out.getvalue())
     dist.destroy_process_group()
 
@@ -137,6 +155,14 @@ def test_ranks_with_different_groups_make_one_table_on_the_first_rank(
         ["Total", "1.00", "2.00", "1.00", "4.00"],
     ]
     assert outputs_of_two_ranks["unlike1"] == ""
+
+
+@pytest.mark.req("S2-7")
+def test_no_rank_returns_before_the_table_is_out(outputs_of_two_ranks: dict[str, str]) -> None:
+    assert (outputs_of_two_ranks["unlike0_returned"], outputs_of_two_ranks["unlike1_returned"]) == (
+        "after",
+        "after",
+    )
 
 
 @pytest.mark.req("S2-6")
