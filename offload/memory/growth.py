@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 from offload.device.base import Device, HostMemory
 from offload.errors import HostBudgetError, OffloadError
 from offload.memory.budget import HostBudget
-from offload.memory.marks import Marks
-from offload.memory.ranges import FreeRanges, Range, round_up
+from offload.memory.free_blocks import FreeBlocks, PendingEvents, round_up
 
 __all__ = ["PAGE_BYTES", "Growth"]
 
@@ -34,18 +30,13 @@ PAGE_BYTES = 4096
 
 
 class Growth:
-    """Slabs held, and the pinning of more.
-
-    `pieces` is indexed by `Range.piece`; new pieces go to `free`. A piece that was released stays in it as a
-    tensor of no bytes, until a new one takes its place: memory that comes and goes does not make the list
-    longer.
-    """
+    """Slabs held, and the pinning of more. New pieces go to `free`; `pieces` is indexed by `Range.piece`."""
 
     def __init__(
         self,
         device: Device,
         budget: HostBudget,
-        free: FreeRanges,
+        free: FreeBlocks,
         lock: threading.Condition,
         *,
         slab_bytes: int,
@@ -53,7 +44,7 @@ class Growth:
         inline: bool,
     ) -> None:
         self.held_bytes = 0
-        self.pieces: list[torch.Tensor] = []
+        self.pieces: dict[int, torch.Tensor] = {}
         self.inline = inline
         self._device = device
         self._budget = budget
@@ -61,12 +52,11 @@ class Growth:
         self._changed = lock
         self._slab_bytes = slab_bytes - slab_bytes % registration_bytes
         self._registration_bytes = registration_bytes
-        # of each piece held: its slab, and its index there
-        self._places: dict[int, tuple[HostMemory, int]] = {}
-        self._vacant: list[int] = []  # indices of released pieces
+        self._places: dict[int, tuple[HostMemory, int]] = {}  # of each piece: its slab, and its index there
+        self._num_adopted = 0  # pieces, ever
         self._target_bytes = 0
         self._pinning = False
-        self._pauses = 0
+        self._num_pauses = 0
         self._stopping = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -78,20 +68,12 @@ class Growth:
         """Pin until `target_bytes` are held. Blocks the host. Raises HostBudgetError, or OffloadError where
         nothing may be pinned now."""
         while target_bytes > self.held_bytes:
-            self._check_allowed(target_bytes - self.held_bytes)
-            if self._pinning:
-                self._changed.wait()
-            else:
-                self._pin(target_bytes - self.held_bytes)
+            self._pin_or_wait(target_bytes - self.held_bytes)
 
     def hold_piece(self, nbytes: int) -> None:
-        """Pin one piece of at least `nbytes`, or wait for the thread that pins. Blocks the host. Raises as
-        `hold`."""
-        self._check_allowed(nbytes)
-        if self._pinning:
-            self._changed.wait()  # it may pin what fits
-        else:
-            self._pin(nbytes, piece_bytes=max(self._registration_bytes, round_up(nbytes, PAGE_BYTES)))
+        """Pin one piece of at least `nbytes`, or wait for the thread that pins: it may pin what fits. Blocks
+        the host. Raises as `hold`."""
+        self._pin_or_wait(nbytes, max(self._registration_bytes, round_up(nbytes, PAGE_BYTES)))
 
     def try_hold(self, target_bytes: int) -> bool:
         """As `hold`, but a refusal is False, and a warning the first time."""
@@ -117,7 +99,7 @@ class Growth:
         ):
             return
         self._target_bytes = max(self._target_bytes, target_bytes)
-        if self._thread is None and not self._pauses:
+        if self._thread is None and not self._num_pauses:
             thread = threading.Thread(target=self._run, name="offload-host-growth", daemon=True)
             try:
                 thread.start()  # it waits for the lock
@@ -131,18 +113,18 @@ class Growth:
         """Forget what was refused: somebody asks anew, or a step has ended."""
         self._refused = None
 
-    def pause(self) -> None:
-        """Pin nothing until `resume`. Blocks the host for the slab under way."""
-        self._pauses += 1
-        self._changed.wait_for(lambda: not self._pinning)
-
-    def resume(self) -> None:
-        self._pauses -= 1
-        self.hold_later(self._target_bytes)
-
     def synchronize(self) -> None:
         """Block the host until the growth asked for so far is done or refused."""
         self._changed.wait_for(lambda: self._thread is None and not self._pinning)
+
+    def pause(self) -> None:
+        """Pin and unpin nothing until `resume`. Blocks the host as `synchronize`."""
+        self.synchronize()
+        self._num_pauses += 1
+
+    def resume(self) -> None:
+        self._num_pauses -= 1
+        self.hold_later(self._target_bytes)
 
     # -- shrinking -------------------------------------------------------------------------------------------
     def lower(self, target_bytes: int) -> None:
@@ -152,42 +134,33 @@ class Growth:
         self.stop()
         self.hold_later(wanted_bytes)
 
-    def trim(self, target_bytes: int, marks: Marks) -> int:
+    def trim(self, target_bytes: int, events: PendingEvents) -> int:
         """Release whole free pieces until `target_bytes` are held, if enough are free; the bytes released.
+        Those that nobody reads any more go first.
 
         Blocks the host for their last users. Keeps the lock, so that nobody is lent what is being released.
         """
         if not self._allowed():
             return 0  # a capture breaks at an unregistration as at a registration
-        freed_bytes = 0
+        whole = [free for free in self._free if free.nbytes == self.pieces[free.piece].numel()]
+        whole.sort(key=lambda free: (not free.idle, free.piece))
+        before_bytes = self.held_bytes
         try:
-            for free in self._whole_pieces():
+            for free in whole:
                 if self.held_bytes <= target_bytes:
                     break
-                marks.synchronize(free.marks)
+                events.synchronize(free.pending)
                 slab, index = self._places[free.piece]
                 slab.release_piece(index)  # first: if it raises, the piece is still held and free
                 self._free.cut(free, free.nbytes)
-                del self._places[free.piece]
-                self.pieces[free.piece] = slab.pieces[index]
-                self._vacant.append(free.piece)
+                del self._places[free.piece], self.pieces[free.piece]
                 self.held_bytes -= free.nbytes
-                freed_bytes += free.nbytes
         finally:
+            freed_bytes = before_bytes - self.held_bytes
             if freed_bytes:
                 self._refused = None  # the budget has room again
                 self._budget.release(freed_bytes)  # once: it may be a round trip
         return freed_bytes
-
-    def _whole_pieces(self) -> list[Range]:
-        """Pieces of which nothing is lent: first those that nobody reads any more, and among them those of
-        slabs that can go whole."""
-        whole = [free for free in self._free if free.nbytes == self.pieces[free.piece].numel()]
-        held = Counter(id(slab) for slab, _ in self._places.values())
-        held.subtract(id(self._places[free.piece][0]) for free in whole)
-        return sorted(
-            whole, key=lambda free: (not free.idle, held[id(self._places[free.piece][0])] > 0, free.piece)
-        )
 
     # -- the end ---------------------------------------------------------------------------------------------
     def stop(self) -> None:
@@ -208,7 +181,6 @@ class Growth:
         freed_bytes, self.held_bytes = self.held_bytes, 0
         self.pieces.clear()
         self._places.clear()
-        self._vacant.clear()
         self._free.clear()
         self._refused = None
         for slab in slabs.values():
@@ -218,21 +190,25 @@ class Growth:
 
     # -- inside ----------------------------------------------------------------------------------------------
     def _allowed(self) -> bool:
-        return not (self._closed or self._stopping or self._pauses or self._device.is_capturing())
+        return not (self._closed or self._stopping or self._num_pauses or self._device.is_capturing())
 
-    def _check_allowed(self, nbytes: int) -> None:
+    def _pin_or_wait(self, nbytes: int, piece_bytes: int | None = None) -> None:
+        """`_pin`, or wait for the thread that does."""
         if not self._allowed():
             raise OffloadError(
                 f"host arena holds {self.held_bytes:,} bytes and cannot pin {nbytes:,} more while a graph is "
-                "captured, growth is paused "
-                f"or the arena is closing; reserve them before"
+                "captured or the arena is trimmed, cleared or closed; reserve them before"
             )
+        if self._pinning:
+            self._changed.wait()
+        else:
+            self._pin(nbytes, piece_bytes)
 
     def _run(self) -> None:
         """The thread. It ends when the target is held: an idle arena has none, and can be dropped."""
         with self._changed:
             try:
-                while self._target_bytes > self.held_bytes and not (self._stopping or self._pauses):
+                while self._target_bytes > self.held_bytes and not self._stopping:
                     deficit = self._target_bytes - self.held_bytes
                     if self._pinning:
                         self._changed.wait()
@@ -259,28 +235,27 @@ class Growth:
             )
 
     def _pin(self, nbytes: int, piece_bytes: int | None = None) -> None:
-        """Hold `nbytes` more. Holds less, without an error, if growth is stopped or paused meanwhile.
+        """Hold `nbytes` more. Holds less, without an error, if growth is stopped meanwhile.
 
         piece_bytes: in one piece of at most this size.
         """
-        assert not self._pinning
         registration_bytes = piece_bytes or self._registration_bytes
         slab_bytes = piece_bytes or self._slab_bytes
+        unpinned = 0
         self._pinning = True
+        self._changed.release()
         try:
-            with self._unlocked():
-                unpinned = self._reserve_budget(nbytes, registration_bytes)
-                try:
-                    while unpinned and not (self._stopping or self._pauses):
-                        memory = self._device.host_memory(min(slab_bytes, unpinned), registration_bytes)
-                        with self._changed:
-                            unpinned -= self._adopt(memory)
-                finally:
-                    if unpinned:
-                        self._budget.release(unpinned)
+            unpinned = self._reserve_budget(nbytes, registration_bytes)
+            while unpinned and not self._stopping:
+                memory = self._device.host_memory(min(slab_bytes, unpinned), registration_bytes)
+                with self._changed:
+                    unpinned -= self._adopt(memory)
         finally:
+            self._changed.acquire()
             self._pinning = False
             self._changed.notify_all()
+            if unpinned:
+                self._budget.release(unpinned)
 
     def _reserve_budget(self, nbytes: int, registration_bytes: int) -> int:
         """The bytes granted: `nbytes` rounded up to whole registrations, or to pages where those do not
@@ -296,24 +271,12 @@ class Growth:
         )
 
     def _adopt(self, memory: HostMemory) -> int:
-        nbytes = 0
+        """Free the pieces of a new slab; its bytes."""
         for index, piece in enumerate(memory.pieces):
-            if self._vacant:
-                place = self._vacant.pop()
-                self.pieces[place] = piece
-            else:
-                place = len(self.pieces)
-                self.pieces.append(piece)
-            self._places[place] = memory, index
-            self._free.put(place, 0, piece.numel())
-            nbytes += piece.numel()
+            self.pieces[self._num_adopted] = piece
+            self._places[self._num_adopted] = memory, index
+            self._free.put(self._num_adopted, 0, piece.numel())
+            self._num_adopted += 1
+        nbytes = sum(piece.numel() for piece in memory.pieces)
         self.held_bytes += nbytes
         return nbytes
-
-    @contextmanager
-    def _unlocked(self) -> Iterator[None]:
-        self._changed.release()
-        try:
-            yield
-        finally:
-            self._changed.acquire()

@@ -157,7 +157,7 @@ class Shadow:
     def finish(self) -> None:
         while self.lent:
             self.call("give_back", 0)
-        self.arena.trim(self.arena.held_bytes)  # gives nothing back, but joins what lies on the shelf
+        self.arena.trim(self.arena.held_bytes)  # gives nothing back, but joins whole blocks
         stats = self.arena.stats()
         assert stats.free_bytes == stats.held_bytes
         pieces = [piece for memory in self.device.memories for piece in memory.pieces if piece.numel()]

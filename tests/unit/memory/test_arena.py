@@ -204,38 +204,6 @@ def no_thread(*_: object) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_background_growth_pauses_for_a_capture_and_resumes() -> None:
-    device = FakeDevice(pins=True)
-    arena = arena_on(device, slab_bytes=PIECE)
-    with arena.growth_paused():
-        assert arena.take(2 * PIECE) is None
-        arena.synchronize_growth()
-        assert device.host_bytes == 0
-    arena.synchronize_growth()
-    assert device.host_bytes == 2 * PIECE
-
-
-def test_a_pause_waits_for_the_slab_under_way() -> None:
-    device = FakeDevice(pins=True)
-    arena = arena_on(device, slab_bytes=PIECE)
-    with device.closed_gate():
-        arena.reserve_later(3 * PIECE)
-        device.wait_at_gate()
-        opener = threading.Thread(target=lambda: (wait_until_paused(arena), device.gate.set()))
-        opener.start()
-        with arena.growth_paused():
-            assert device.host_bytes == PIECE
-            assert arena.budget.used_bytes == PIECE, "what is not pinned is not counted"
-        opener.join()
-    arena.synchronize_growth()
-    assert device.host_bytes == 3 * PIECE
-
-
-def wait_until_paused(arena: HostArena) -> None:
-    while not arena._growth._pauses:
-        time.sleep(0)
-
-
 def test_two_arenas_share_a_hosts_budget() -> None:
     store = dist.HashStore()
     first, second = (
