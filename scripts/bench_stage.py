@@ -180,27 +180,35 @@ def _trace_path(given: str, workload: str, label: str) -> str:
 
 
 def run_workload(run: Run, workload: str, link: dict[str, Any]) -> None:
-    """Run and print one workload's rows."""
-    args = run.args
-    done: dict[str, dict[str, Any]] = {}
-    requests = requests_for(args, workload, run.folder)
+    """Run and print one workload's rows, then what does not fit the table."""
+    requests = requests_for(run.args, workload, run.folder)
+    left_out = [name for name in ROWS if name not in {request.row for _, request in requests}]
     notes: list[str] = []
+    try:
+        _run_rows(run, workload, link, requests, notes)
+    finally:  # a run that is cut short says what it has
+        print(*notes, f"  not among this run's rows: {', '.join(left_out)}", sep="\n", flush=True)
+
+
+def _run_rows(
+    run: Run,
+    workload: str,
+    link: dict[str, Any],
+    requests: list[tuple[str, RowRequest]],
+    notes: list[str],
+) -> None:
+    done: dict[str, dict[str, Any]] = {}
     for label, request in requests:
         result = {"row": request.row, "workload": workload, "label": label}
-        result |= run.measure(request, child.run, here=args.no_isolate or args.tiny)
+        result |= run.measure(request, child.run, here=run.args.no_isolate or run.args.tiny)
         if result["status"] == "ok":
             done[request.row] = result
         baseline = done.get("nothing")
         if request.row == "nothing":
-            print(
-                *(
-                    report.facts_lines(result, request.options.working_set_bytes)
-                    if baseline
-                    else [f"{workload}: no baseline"]
-                ),
-                report.header_line(),
-                sep="\n",
-            )
+            facts = [f"{workload}: no baseline"]
+            if baseline is not None:
+                facts = report.facts_lines(baseline, request.options.working_set_bytes)
+            print(*facts, report.header_line(), sep="\n")
         report.add_bound(result, baseline, link, done.get("selective"))
         print(report.row_line(result), flush=True)
         notes += report.notes_lines(result, baseline, done.get("checkpoint"))
@@ -208,8 +216,6 @@ def run_workload(run: Run, workload: str, link: dict[str, Any]) -> None:
         notes += result["lanes"]["text"] if "lanes" in result else []
         notes += profiling.profile_lines(result) if "host_profile" in result else []
         run.keep(result)
-    left_out = [name for name in ROWS if name not in {request.row for _, request in requests}]
-    print(*notes, f"  not among this run's rows: {', '.join(left_out)}", sep="\n", flush=True)
 
 
 def run_micro(run: Run) -> int:

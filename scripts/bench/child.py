@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench import gradients, lanes, links, ours, peers, profiling, rows
-from bench.measure import Clock, clear_gradients, host_step, median, run_step, summarise, timed_step
+from bench.measure import Clock, clear_gradients, host_step, run_step, summarise, timed_step
 from bench.rows import Row, RowContext, RowOptions
 from bench.run import SkippedError, hardware, outcome
 from bench.workload import Inputs, Stack, probe_saved_bytes, tiny, workload
@@ -172,8 +172,11 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     result = summarise(first, [timed_step(row, clock) for _ in range(samples)])
     result["pinned"] = result["pinned_held"]
     if work.host_samples:
-        costs = [host_step(row, clock) for _ in range(work.host_samples)]
-        result["issue_ms"], result["issue_collector_ms"] = (median(part) for part in zip(*costs, strict=True))
+        drained = [host_step(row, clock) for _ in range(work.host_samples)]
+        timed = [(sample["host_ms"], sample["collector_ms"]) for sample in result["samples"]]
+        # each is an upper bound: a timed step may wait for the launch queue, and a machine is busy elsewhere
+        result["issue_ms"], result["issue_collector_ms"] = min(drained + timed)
+        result["drained_host_ms"] = [ms for ms, _ in drained]
     if request.host_profile:
         result["host_profile"] = profiling.profile_host(row, clock)
     if request.trace is not None or request.profile:

@@ -112,6 +112,8 @@ class StepCost:
     host_ms: float
     """The Python calls alone. On a step of more than about a thousand kernels the launch queue fills, and
     this follows the step."""
+    collector_ms: float
+    """Of `host_ms`, in Python's cyclic collector."""
     forward_ms: list[float]
     backward_ms: list[float]
     memory: dict[str, int]
@@ -160,7 +162,8 @@ def timed_step(row: Row, clock: Clock) -> StepCost:
     clock.reset_peaks()
     began = time.perf_counter()
     start = clock.mark()
-    marks = run_step(row, work.actions, clock)
+    with Collector() as collector:
+        marks = run_step(row, work.actions, clock)
     end = clock.mark()
     issued = time.perf_counter()
     clock.drain()
@@ -170,6 +173,7 @@ def timed_step(row: Row, clock: Clock) -> StepCost:
         step_ms=clock.ms(start, end),
         wall_ms=(finished - began) * 1e3,
         host_ms=(issued - began) * 1e3,
+        collector_ms=collector.seconds * 1e3,
         forward_ms=[clock.ms(first, last) for kind, first, last in marks if kind == "F"],
         backward_ms=[clock.ms(first, last) for kind, first, last in marks if kind != "F"],
         memory=clock.memory(),
@@ -183,7 +187,7 @@ def host_step(row: Row, clock: Clock) -> tuple[float, float]:
     """(milliseconds of one step's Python calls, what the cyclic collector took of them).
 
     The device is drained before each action, off the clock: an action of W5 is shorter than the launch queue,
-    so no call waits for a kernel. What is over the calls of the row nothing is the host's price of the row.
+    so no call waits for a kernel.
     """
     work = row.context.workload
     clear_gradients(row.context.stack, row.context.inputs, work.keep_gradients)

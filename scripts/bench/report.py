@@ -165,12 +165,13 @@ def host_lines(result: Mapping[str, Any], baseline: Mapping[str, Any] | None) ->
     if "issue_ms" not in result:
         return []
     line = (
-        f"  {result.get('label', result['row'])}: the host needs {result['issue_ms']:.1f} ms a step, drained "
-        f"before each action; the collector {result['issue_collector_ms']:.1f} of it"
+        f"  {result.get('label', result['row'])}: the host needs {result['issue_ms']:.1f} ms a step, the "
+        f"least seen; the collector {result['issue_collector_ms']:.1f} of it"
     )
     engine = result["engine"]
     if baseline is None or result["row"] == "nothing" or "issue_ms" not in baseline:
         return [line]
+    line += f"; best step {result['step_ms_min'] / baseline['step_ms_min']:.3f} of the baseline's best"
     more_us = 1e3 * (result["issue_ms"] - baseline["issue_ms"])
     line += f"; {more_us / 1e3:+.1f} ms over the baseline"
     if engine.get("saved"):

@@ -71,7 +71,8 @@ class Workload:
     samples: int
     warmup: int
     host_samples: int = 0
-    """Steps after the timed ones whose Python calls are timed with the device drained before each action."""
+    """Steps after the timed ones whose Python calls are timed with the device drained before each action.
+    With any, the host's time of a row is the least of these and of the timed steps."""
 
 
 _ONE_PASS = one_f_one_b(0, 1, 1)
@@ -105,7 +106,7 @@ _WORKLOADS = {
         shape=StackShape(layers=16, sequence=2048, hidden=2048, ffn=5632, heads=16, kv_heads=4),
         actions=one_f_one_b(0, 4, 16),
         keep_gradients=True,
-        samples=5,
+        samples=10,
         warmup=7,
         host_samples=5,
     ),
