@@ -174,12 +174,14 @@ def host_lines(result: Mapping[str, Any], baseline: Mapping[str, Any] | None) ->
     line += f"; best step {result['step_ms_min'] / baseline['step_ms_min']:.3f} of the baseline's best"
     more_us = 1e3 * (result["issue_ms"] - baseline["issue_ms"])
     line += f"; {more_us / 1e3:+.1f} ms over the baseline"
-    if engine.get("saved"):
-        forwards = len(result["actions"]) // 2
-        groups = len(result["notes"]["groups"]) * result["shape"]["layers"] * forwards
-        line += f": {more_us / engine['saved']:.1f} us a saved tensor ({engine['saved']:.0f})"
+    marked = [name for name in result["notes"].get("groups", ()) if name in result["layer_bytes"]]
+    if marked:
+        chunks = result["shape"]["layers"] * len(result["actions"]) // 2
+        saves = chunks * sum(result["layer_bytes"][name]["saves"] for name in marked)
+        line += f": {more_us / saves:.1f} us a saved tensor ({saves}, parameters left out)"
         if engine["spilled"]:
-            line += f", {more_us / engine['spilled']:.1f} a moved one ({engine['spilled']:.0f})"
+            line += f", {more_us / engine['spilled']:.1f} a storage that left ({engine['spilled']:.0f})"
+        groups = chunks * len(marked)
         line += f", {more_us / groups:.1f} a group ({groups})"
     return [line]
 
