@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="comma-separated, the most important first (%(default)s)",
     )
     parser.add_argument(
-        "--rows", default="nothing,ours,attention,delta", help=f"of {', '.join(KINDS[1:-1])} (%(default)s)"
+        "--rows", default="nothing,ours,attention", help=f"of {', '.join(KINDS[1:-1])} (%(default)s)"
     )
     parser.add_argument(
         "--verify",

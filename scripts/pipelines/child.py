@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.run import SkippedError
 from parallel.launch import Rank, Ranks, choose_device, launched
 from pipelines.requests import Request, RowRequest
 from pipelines.rows import Bench
@@ -56,14 +55,11 @@ def with_failures(result: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _row(bench: Bench, rank: Rank, row: RowRequest) -> dict[str, Any]:
     began = time.perf_counter()
-    about = {"row": asdict(row), "label": row.label}
-    try:
-        mine = bench.measure(row)
-    except SkippedError as skipped:
-        return about | {"status": "skipped", "reason": str(skipped)}
+    mine = bench.measure(row)
     everything: list[Any] = [None] * rank.ranks.world
     dist.all_gather_object(everything, mine, group=rank.group)
-    return about | {"status": "ok", "ranks": everything, "row_s": time.perf_counter() - began}
+    row_s = time.perf_counter() - began
+    return {"row": asdict(row), "label": row.label, "status": "ok", "ranks": everything, "row_s": row_s}
 
 
 def _failure(error: Exception, rank: Rank) -> dict[str, Any]:

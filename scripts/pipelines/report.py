@@ -1,5 +1,5 @@
-"""The text of the report: the machine, the calculation, the link, a line for each rank of each row, the
-ranks' balance, equal gradients.
+"""The text of the report: the machine, the calculation, the link, a line for each rank of each row, and
+equal gradients.
 
 One invariant: every ratio is of two rows of this run; where the row it would refer to did not run the cell is
 a dash. GB is 1e9 bytes.
@@ -20,7 +20,7 @@ from pipelines.requests import JobShape
 __all__ = ["calculation_lines", "equal_gradients", "progress_line", "report_lines"]
 
 GB, MB = 1e9, 1e6
-TIMED = ("nothing", "ours", "attention", "delta")
+TIMED = ("nothing", "ours", "attention")
 
 
 def unit_of(results: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
@@ -87,9 +87,6 @@ def report_lines(results: Sequence[Mapping[str, Any]], shape: JobShape) -> list[
     links = results[0]
     lines = ["", *link_lines(links), "", *steps_lines(results, shape.microbatches * shape.sequence), ""]
     lines += verify_lines(results)
-    for result in results:
-        if result["row"]["kind"] == "delta":
-            lines += ["", *delta_lines(result)]
     return [*lines, *bounds_lines(results, links["ranks"])]
 
 
@@ -219,41 +216,6 @@ def _rank_cells(rank: Mapping[str, Any], scale: float) -> list[str]:
         f"{held / lent:.3f}" if lent else "-",
         f"{engine['stall_ms']:.0f}",
         *(f"{engine[name] / scale:.2f}" for name in ("spill_bytes", "restore_bytes", "refused_bytes")),
-    ]
-
-
-def delta_lines(result: Mapping[str, Any]) -> list[str]:
-    """The ranks' peaks before and after the delta, and whether they are flatter."""
-    if result["status"] != "ok":
-        return [f"balance: {result['status']}: {result.get('reason', '')}"]
-    ranks = result["ranks"]
-    scale, unit = unit_of([result])
-    before, after = (
-        [rank["before"]["balanced_bytes"] for rank in ranks],
-        [rank["balanced_bytes"] for rank in ranks],
-    )
-    rows = [
-        [f"rank {number}", f"{old / scale:.3f}", f"{new / scale:.3f}", f"{(new - old) / scale:+.3f}"]
-        for number, (old, new) in enumerate(zip(before, after, strict=True))
-    ]
-    spread = [f"{(max(peaks) - min(peaks)) / scale:.3f}" for peaks in (before, after)]
-    flatter = "flatter" if max(after) - min(after) < max(before) - min(before) else "NOT FLATTER"
-    steps = [
-        statistics.median(step_ms({"ranks": [rank["before"] for rank in ranks]})),
-        statistics.median(step_ms(result)),
-    ]
-    what = "active peak" if ranks[0]["active_bytes"] else "saved bytes on the device at once"
-    return [
-        "balance over ranks: half of the groups leave; delta_offload_bytes_across_pp_ranks "
-        f"{ranks[0]['delta_bytes']:,}: the first rank's "
-        f"peak less the last's, over {len(ranks) - 1}. {what}, {unit}: {flatter}; step {steps[0]:.0f} ms "
-        f"before, {steps[1]:.0f} ms after",
-        tabulate(
-            [*rows, ["most - least", *spread, ""]],
-            headers=["", "delta 0", "with delta", "change"],
-            disable_numparse=True,
-            colalign=("left", "right", "right", "right"),
-        ),
     ]
 
 

@@ -15,7 +15,6 @@ from parallel.schedules import schedule_named
 from pipelines.memory import BlockFacts, most_layers, need_of
 
 __all__ = [
-    "DELTA_FRACTION",
     "KINDS",
     "SCHEDULE_NAMES",
     "JobShape",
@@ -26,13 +25,10 @@ __all__ = [
 ]
 
 SCHEDULE_NAMES = ("1f1b", "interleaved1f1b", "zbv", "dualpipev")
-KINDS = ("links", "nothing", "ours", "attention", "delta", "verify")
+KINDS = ("links", "nothing", "ours", "attention", "verify")
 LIMITED_SHARES = (0.5, 0.25)
 """Default limits, of what the first rank under 1F1B would hold: half, which later ranks hardly notice, and a
 quarter."""
-DELTA_FRACTION = 0.5
-"""Share of the groups that leaves while the delta is looked at: with all of them gone every rank would hold
-as little as the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +99,7 @@ def rows_of(
     schedules: Sequence[str], kinds: Sequence[str], limits_bytes: Sequence[int], *, verify: bool
 ) -> tuple[RowRequest, ...]:
     """The rows in the order of their value: the first schedule with and without offload, whether gradients
-    are equal, the ranks' balance, then the other schedules under the first limit, and last what only rounds
+    are equal, then the other schedules under the first limit, and last what only rounds
     the picture off."""
 
     def limited(schedule: str, at: slice) -> list[RowRequest]:
@@ -121,7 +117,6 @@ def rows_of(
         *limited(first, slice(0, 1)),
         RowRequest(kind="attention", schedule=first),
         *([RowRequest(kind="verify", schedule=name) for name in schedules] if verify else []),
-        RowRequest(kind="delta", schedule=first),
         *(row for name in others for row in limited(name, slice(0, 1))),
         *limited(first, slice(1, None)),
         *(RowRequest(kind="nothing", schedule=name) for name in others),

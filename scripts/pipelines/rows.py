@@ -1,8 +1,6 @@
-"""Each kind of row, as one rank measures it: the link, steps with and without offload, the ranks' balance,
-equal gradients.
+"""Each kind of row, as one rank measures it: the link, steps with and without offload, equal gradients.
 
-A row starts from an empty device: what the one before held is given back first. One invariant: whether a row
-runs is decided by all ranks from the same numbers, so no rank starts one that another leaves out.
+One invariant: a row starts from an empty device; what the one before held is given back first.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import torch.distributed as dist
 from bench.gradients import deterministic, fingerprint
 from bench.measure import median
 from bench.ours import STAT_FIELDS
-from bench.run import SkippedError
 from bench.workload import ATTENTION_GROUPS, GROUPS
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from parallel.host import line_up, reserve_host_together
@@ -28,9 +25,9 @@ from parallel.schedules import schedule_named
 from pipelines.job import PipelineJob
 from pipelines.machine import empty_device, machine_facts, rates_json
 from pipelines.memory import BlockFacts
-from pipelines.requests import DELTA_FRACTION, Request, RowRequest
+from pipelines.requests import Request, RowRequest
 
-__all__ = ["Bench", "delta_of"]
+__all__ = ["Bench"]
 
 
 class Bench:
@@ -45,15 +42,15 @@ class Bench:
         self.min_elements = 1 if request.shape.tiny else 1 << 20
 
     def measure(self, row: RowRequest) -> dict[str, Any]:
-        """This rank's figures of one row. Raises SkippedError on all ranks or on none."""
+        """This rank's figures of one row."""
         empty_device(self.rank.device)
         kinds = {
             "links": self._links,
             "nothing": self._nothing,
             "ours": self._ours,
             "attention": self._attention,
+            "verify": self._verify,
         }
-        kinds |= {"delta": self._delta, "verify": self._verify}
         return kinds[row.kind](row)
 
     def _links(self, row: RowRequest) -> dict[str, Any]:
@@ -73,37 +70,6 @@ class Bench:
         with self._offloading(row.schedule, ATTENTION_GROUPS) as job:
             # without a timed plan the trim comes a step later
             return self._timed(job, warmup=self.request.shape.warmup + 1)
-
-    def _delta(self, row: RowRequest) -> dict[str, Any]:
-        """Half of the groups leave on every rank; then the same with a delta that the peaks of the first run
-        ask for."""
-        world = self.rank.ranks.world
-        if world == 1:
-            raise SkippedError("one rank has nobody to be balanced with")
-        arms: dict[str, Any] = {}
-        delta = 0
-        for name in ("before", "after"):
-            empty_device(self.rank.device)
-            settings = {
-                "activation_offload_fraction": DELTA_FRACTION,
-                "delta_offload_bytes_across_pp_ranks": delta,
-            }
-            with self._offloading(row.schedule, GROUPS, **settings) as job:
-                # planned after the first step; nothing is trimmed yet
-                arms[name] = self._timed(job, warmup=1) | {"delta_bytes": delta}
-            peak = arms[name]["engine"]["device_bytes_peak"] if self.simulated else arms[name]["active_bytes"]
-            peaks: list[Any] = [None] * world
-            dist.all_gather_object(peaks, peak, group=self.rank.group)
-            arms[name]["balanced_bytes"] = peak
-            del job  # the next arm's model takes its place
-            if name == "before":
-                delta = delta_of(peaks)
-                if delta == 0:
-                    raise SkippedError(
-                        f"the first rank's peak of {peaks[0]:,.0f} bytes is not above the last's of "
-                        f"{peaks[-1]:,.0f}"
-                    )
-        return arms["after"] | {"before": arms["before"], "delta_bytes": delta}
 
     def _timed(self, job: PipelineJob, warmup: int | None = None) -> dict[str, Any]:
         """First step, warm-up and samples; what one rank saw of each."""
@@ -271,9 +237,3 @@ class Bench:
         layers = self.request.shape.layers
         assert layers is not None, "derived before the first row that needs it"
         return layers
-
-
-def delta_of(peaks: Sequence[float]) -> int:
-    """Bytes that each later rank may keep more than the one before it, so that the last rises to the first; 0
-    if it is not lower."""
-    return max(0, int(peaks[0] - peaks[-1]) // (len(peaks) - 1))

@@ -16,7 +16,6 @@ from pipelines import child, report
 from pipelines.bounds import compute_seconds, rank_bounds_ms
 from pipelines.memory import BlockFacts, most_layers, need_lines, need_of
 from pipelines.requests import JobShape, complete, rows_of
-from pipelines.rows import delta_of
 
 GB = 10**9
 FACTS: dict[str, Any] = {
@@ -39,9 +38,7 @@ BLOCK = BlockFacts(**FACTS)
 
 
 def test_rows_come_in_the_order_of_their_value() -> None:
-    rows = rows_of(
-        ["1f1b", "zbv"], ["nothing", "ours", "attention", "delta"], [30 * GB, 15 * GB], verify=True
-    )
+    rows = rows_of(["1f1b", "zbv"], ["nothing", "ours", "attention"], [30 * GB, 15 * GB], verify=True)
     assert [row.label for row in rows] == [
         "links",
         "1f1b nothing",
@@ -49,7 +46,6 @@ def test_rows_come_in_the_order_of_their_value() -> None:
         "1f1b attention",
         "1f1b verify",
         "zbv verify",
-        "1f1b delta",
         "zbv ours 30 GB",
         "1f1b ours 15 GB",
         "zbv nothing",
@@ -74,7 +70,7 @@ def test_request_has_what_the_command_line_says() -> None:
     [
         (["--schedules", "chimera"], "no schedule is called 'chimera'"),
         (["--schedules", ","], "--schedules is empty"),
-        (["--rows", "ours,theirs"], "--rows theirs: known are nothing, ours, attention, delta"),
+        (["--rows", "ours,theirs"], "--rows theirs: known are nothing, ours, attention"),
         (["--layers", "7"], "--layers 7 cannot be cut into the 2 virtual stages of interleaved1f1b"),
         (["--microbatches", "3"], "dualpipev needs a microbatch for every stage: 3 for 4 stages"),
         (["--samples", "0"], "--samples is 0; it must be at least 1"),
@@ -129,17 +125,6 @@ def test_calculation_is_printed_with_its_parts() -> None:
         in text
     )
     assert "1f1b needs 1.50 s a step at least (4 + 1 slots)" in text
-
-
-# -- balance -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("peaks", "delta"),
-    [([40, 10], 30), ([40, 30, 20, 10], 10), ([40, 99, 99, 11], 9), ([10, 40], 0), ([10, 10], 0)],
-)
-def test_delta_lifts_the_last_rank_to_the_first(peaks: list[float], delta: int) -> None:
-    assert delta_of(peaks) == delta
 
 
 # -- bounds --------------------------------------------------------------------------------------------------
@@ -236,24 +221,6 @@ def test_a_step_is_as_long_as_its_slowest_rank_and_ratios_are_to_rows_of_this_ru
     ]
     assert cells["zbv nothing"][2:] == ["out", "of", "memory"]
     assert "zbv nothing: out of memory: rank 0: out of memory with 139.0 GB active" in lines
-
-
-@pytest.mark.parametrize(("after", "said"), [([40, 38], "flatter; "), ([40, 20], "NOT FLATTER")])
-def test_balance_says_whether_peaks_became_flatter(after: list[int], said: str) -> None:
-    ranks = [
-        rank_of(
-            [100],
-            new * GB,
-            balanced_bytes=new * GB,
-            delta_bytes=20 * GB,
-            before=rank_of([90], old * GB, balanced_bytes=old * GB),
-        )
-        for old, new in zip([40, 20], after, strict=True)
-    ]
-    text = "\n".join(report.delta_lines(row_of("delta", ranks)))
-    assert said in text
-    assert "delta_offload_bytes_across_pp_ranks 20,000,000,000" in text
-    assert "step 90 ms before, 100 ms after" in text
 
 
 @pytest.mark.parametrize(
