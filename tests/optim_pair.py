@@ -35,7 +35,27 @@ def torchs(of: nn.Module | Sequence[Tensor], cls: type[Optimizer] = AdamW, **opt
     if "fused" in inspect.signature(cls).parameters:
         options.setdefault("fused", True)
     parameters = of.parameters() if isinstance(of, nn.Module) else of
-    return cls(parameters, **{"lr": 1e-2, **options})
+    optimizer = cls(parameters, **{"lr": 1e-2, **options})
+    optimizer.register_step_pre_hook(_lay_out)
+    return optimizer
+
+
+def _lay_out(optimizer: Optimizer, *_: object) -> None:
+    """Gradients and state as their weights lie: the fused CPU kernels of torch 2.13 take them as they lie in
+    memory, whatever their strides say, and step an element by another's gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad = _as_lies(parameter, parameter.grad)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    optimizer.state[parameter][key] = _as_lies(parameter, value)
+
+
+def _as_lies(parameter: Tensor, value: Tensor) -> Tensor:
+    if value.stride() == parameter.stride() or value.layout is not torch.strided:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value.detach())
 
 
 def hybrid(

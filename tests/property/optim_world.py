@@ -146,7 +146,8 @@ class Mastered(Optimizer):
                 if master is None or not torch.equal(_bytes(master.to(parameter.dtype)), _bytes(parameter)):
                     master = parameter.detach().float()
                 masters[parameter] = nn.Parameter(master)
-                masters[parameter].grad = parameter.grad.float()
+                # of the weight's strides, as the master is: see tests/optim_pair.py
+                masters[parameter].grad = torch.empty_like(master).copy_(parameter.grad)
         groups = [
             {**group, "params": [masters[each] for each in group["params"] if each in masters]}
             for group in self.param_groups
