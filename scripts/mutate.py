@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Plant small faults in the source, one at a time, and report those that no test notices.
+
+    python scripts/mutate.py offload/memory --count 20 --seed 1
+    python scripts/mutate.py offload/transfer offload/saved --count 50 --tests tests/unit tests/property
+    python scripts/mutate.py offload/policy --count 5 --list
+
+A fault is one of these: a negated condition, a shifted bound, `and` for `or`, an integer off by one, a call
+left out (waits, releases and counts are such calls), a reference not let go, a sum of the wrong sign, a
+result that is not returned. The same seed plants the same faults in the same source.
+
+One invariant: the working tree is never written. Each process has a scratch copy of it, plants a fault there,
+runs pytest until its first failure, and puts the file back. The tests that import the file come first, then
+the folder that mirrors it, then the rest of --tests. A fault is *killed* if a test fails or cannot be
+collected, or if the time limit passes; else it *survived*, and is printed with its place and a diff. Exit
+status 0: at most --allow survived; 1: more did; 2: the tests fail without any fault.
+
+Each survivor wants a look: a test is missing, a line is needed by nobody, or nothing that can be seen changes
+(one poll more, a limit at the very byte).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+OTHER_BOUND: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+SPOKEN = ("logger.", "warnings.", "print(")
+"""How calls begin that only say something."""
+
+
+class Fault(NamedTuple):
+    """One planted fault: `text` in place of the bytes [start, end) of a file."""
+
+    path: str
+    line: int
+    kind: str
+    start: int
+    end: int
+    text: str
+
+    def planted(self, source: bytes) -> bytes:
+        """The file with the fault in it."""
+        return source[: self.start] + self.text.encode() + source[self.end :]
+
+    def diff(self, source: bytes) -> str:
+        """The lines that change."""
+        before, after = (text.decode().splitlines() for text in (source, self.planted(source)))
+        lines = difflib.unified_diff(before, after, n=0, lineterm="")
+        return "\n".join(f"    {line}" for line in list(lines)[3:])
+
+
+class Result(NamedTuple):
+    """What became of a fault."""
+
+    fault: Fault
+    survived: bool
+    said: str
+    """pytest's last line, or that the time limit passed."""
+
+
+def faults_in(path: str, source: bytes) -> list[Fault]:
+    """Every fault that can be planted in a file, in the order of its lines."""
+    code, lines = source.decode(), [0]
+    for line in source.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+
+    def fault(kind: str, node: ast.expr | ast.stmt, text: str) -> Fault:
+        start = lines[node.lineno - 1] + node.col_offset
+        length = len((ast.get_source_segment(code, node) or "").encode())
+        return Fault(path, node.lineno, kind, start, start + length, text)
+
+    found = [fault(*planted) for node in _code(ast.parse(code)) for planted in _changes(node)]
+    return sorted(set(found), key=lambda one: (one.start, one.end, one.text))
+
+
+def _code(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node whose value a run can notice: no messages, annotations, assertions, or imports for types."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.Raise | ast.Assert | ast.JoinedStr | ast.arg):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.FunctionDef) and child.name in ("__repr__", "__str__"):
+            continue
+        if isinstance(child, ast.Expr) and ast.unparse(child).startswith(SPOKEN):
+            continue
+        if isinstance(child, ast.AnnAssign) and child.value is None:
+            continue
+        yield child
+        yield from _code(child)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
+    """(kind, what is replaced, by what) of the faults at this node alone."""
+    if isinstance(node, ast.If | ast.While | ast.IfExp):
+        yield "condition", node.test, f"not ({ast.unparse(node.test)})"
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in OTHER_BOUND:
+        left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+        yield "bound", node, f"({left} {OTHER_BOUND[type(node.ops[0])]} {right})"
+    elif isinstance(node, ast.BoolOp):
+        word = " and " if isinstance(node.op, ast.Or) else " or "
+        yield "and-or", node, f"({word.join(f'({ast.unparse(value)})' for value in node.values)})"
+    elif isinstance(node, ast.BinOp | ast.Slice):
+        for part in ast.iter_child_nodes(node):
+            if isinstance(part, ast.Constant) and type(part.value) is int:
+                yield "off-by-one", part, str(part.value + 1)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        if "super()" not in ast.unparse(node):
+            yield "call", node, "pass"
+    elif isinstance(node, ast.Delete):
+        yield "release", node, "pass"
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+        if isinstance(node.value, ast.Constant) and node.value.value is None:
+            yield "release", node, "pass"
+    elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub):
+        sign = "-=" if isinstance(node.op, ast.Add) else "+="
+        yield "sign", node, f"{ast.unparse(node.target)} {sign} {ast.unparse(node.value)}"
+    elif isinstance(node, ast.Return) and ast.unparse(node) != "return None":
+        yield "return", node, "pass" if node.value is None else "return None"
+
+
+def planted(root: Path, folders: Sequence[str], count: int, seed: int) -> list[Fault]:
+    """`count` faults of all that the folders offer, chosen by the seed."""
+    paths = sorted({path for folder in folders for path in (root / folder).rglob("*.py")})
+    paths += [root / folder for folder in folders if (root / folder).is_file()]
+    if not paths:
+        raise ValueError(f"there is no Python file in {' '.join(folders)}; give folders of {root}")
+    every = [one for path in paths for one in faults_in(str(path.relative_to(root)), path.read_bytes())]
+    return random.Random(seed).sample(every, min(count, len(every)))
+
+
+def selected_tests(root: Path, path: str, tests: Sequence[str]) -> list[str]:
+    """What pytest is given for a fault in this file: first the tests that import it, then the folder of its
+    mirror, then everything."""
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    files = sorted(file for test in tests for file in (root / test).rglob("test_*.py"))
+    importing = [str(file.relative_to(root)) for file in files if _imports(file, module)]
+    mirror = Path("tests/unit", *Path(path).parent.parts[1:])
+    named = [str(mirror)] if mirror != Path("tests/unit") and (root / mirror).is_dir() else []
+    return list(dict.fromkeys([*importing, *named, *tests]))
+
+
+def _imports(file: Path, module: str) -> bool:
+    parent, _, name = module.rpartition(".")
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.module in (module, parent):
+            if node.module == module or any(alias.name == name for alias in node.names):
+                return True
+        elif isinstance(node, ast.Import) and any(alias.name == module for alias in node.names):
+            return True
+    return False
+
+
+class Trees:
+    """Scratch copies of the working tree, one a process."""
+
+    def __init__(self, root: Path, folder: Path, jobs: int) -> None:
+        self.free: SimpleQueue[Path] = SimpleQueue()
+        for job in range(jobs):
+            tree = folder / str(job)
+            shutil.copytree(root, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
+            self.free.put(tree)
+
+    def run(self, fault: Fault | None, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+        """pytest's exit status, None where the time limit passed, and its last line."""
+        tree = self.free.get()
+        file = tree / fault.path if fault is not None else None
+        try:
+            if file is not None and fault is not None:
+                source, times = file.read_bytes(), (file.stat().st_atime, file.stat().st_mtime)
+                file.write_bytes(fault.planted(source))
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--tb=no",
+                *tests,
+            ]
+            environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                command,
+                cwd=tree,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
+            return done.returncode, (done.stdout.strip().splitlines() or [done.stderr.strip()])[-1]
+        except subprocess.TimeoutExpired:
+            return None, f"the time limit of {limit_s:g} s passed"
+        finally:
+            if file is not None:
+                file.write_bytes(source)
+                os.utime(file, times)
+            self.free.put(tree)
+
+
+def tried(
+    faults: Sequence[Fault], tests: Sequence[str], *, root: Path = ROOT, jobs: int = 1, limit_s: float = 600
+) -> Iterator[Result]:
+    """What becomes of each fault, in order, as it is known.
+
+    Raises RuntimeError if the tests fail without a fault. That is looked at last, and not at all once a fault
+    survived, which shows that they pass.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
+        trees = Trees(root, Path(folder), jobs)
+
+        def outcome(fault: Fault) -> Result:
+            status, said = trees.run(fault, selected_tests(root, fault.path, tests), limit_s)
+            if status not in (0, 1, 2, None):  # 2: a file of tests cannot be imported
+                raise RuntimeError(f"pytest ends with {status}: {said}")
+            return Result(fault, status == 0, said)
+
+        passed = False
+        for result in pool.map(outcome, faults):
+            passed = passed or result.survived
+            yield result
+        status, said = (0, "") if passed else trees.run(None, tests, limit_s)
+        if status != 0:
+            raise RuntimeError(f"without any fault pytest {' '.join(tests)} ends with {status}: {said}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Plant faults in the source; report those that no test notices."
+    )
+    parser.add_argument(
+        "folders", nargs="+", metavar="FOLDER", help="where faults are planted; a file will do"
+    )
+    parser.add_argument("--count", type=int, default=20, metavar="N", help="faults to plant (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed plants others (default: 0)")
+    parser.add_argument(
+        "--tests", nargs="+", default=["tests/unit"], metavar="PATH", help="default: tests/unit"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes at a time"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=600, metavar="S", help="seconds a fault (default: 600)"
+    )
+    parser.add_argument("--allow", type=int, default=0, metavar="N", help="survivors that are no failure")
+    parser.add_argument("--list", action="store_true", help="show the faults and run nothing")
+    given = parser.parse_args()
+    faults = planted(ROOT, given.folders, given.count, given.seed)
+    if given.list:
+        for fault in faults:
+            print(f"{fault.path}:{fault.line}: {fault.kind}\n{fault.diff((ROOT / fault.path).read_bytes())}")
+        return 0
+    survivors = 0
+    try:
+        for result in tried(faults, given.tests, jobs=given.jobs, limit_s=given.limit):
+            fault, survivors = result.fault, survivors + result.survived
+            what = "SURVIVED" if result.survived else "killed"
+            print(f"{what} {fault.path}:{fault.line}: {fault.kind} ({result.said})", flush=True)
+            if result.survived:
+                print(fault.diff((ROOT / fault.path).read_bytes()), flush=True)
+    except RuntimeError as error:
+        print(error)
+        return 2
+    print(f"{len(faults)} faults, seed {given.seed}: {len(faults) - survivors} killed, {survivors} survived")
+    return int(survivors > given.allow)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
