@@ -1,23 +1,26 @@
-"""OffloadEngine: builds device, arena, transfers and store, and owns the step's lifecycle.
+"""OffloadEngine: builds device, arena, copier, transfers and store, and owns the step and the boundary of a
+capture.
 
-One invariant: it names none of the features that attach to it. A feature opens scopes on `hooks`, keeps
-chunks, and pumps `prefetch`; the engine ends the step for all of them.
+One invariant: it names none of the features that attach to it. A client opens scopes on `hooks`, pumps
+`prefetch`, copies through `copier`; the engine ends the step for all of them, and each ends only its own
+transfers.
 
-    engine = OffloadEngine(OffloadConfig(device_limit_bytes=4 << 30))          # cuda where there is a GPU,
-                                                                               else the simulated device
-    engine.reserve_host(32 << 30)                                              # pin before step 1
-    ...                                                                        # a feature saves and reads
-                                                                               through engine.hooks
-    stats = engine.end_step(chunks)
+    engine = OffloadEngine(OffloadConfig(device_limit_bytes=4 << 30))   # cuda, or simulated without a GPU
+    engine.reserve_host(32 << 30)                                       # pin before step 1
+    engine.attach(client)
+    ...                                                                 # forwards, backwards
+    stats = engine.end_step()
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import asdict
 
 import torch
 
@@ -34,15 +37,16 @@ from offload.saved.hooks import SavedTensorHooks
 from offload.saved.prefetch import Prefetcher
 from offload.saved.staying import KnownForward, StayingSaves
 from offload.saved.store import TensorStore
-from offload.telemetry.records import StepStats
+from offload.telemetry.records import ClientStats, StepStats
 from offload.transfer.admission import Admission, CapsAdmission, Limits
 from offload.transfer.captures import CapturedRegion
 from offload.transfer.copier import Copier
 from offload.transfer.engine import TransferEngine
+from offload.transfer.in_flight import TransferCounts
 from offload.transfer.link import LINK_TEST_BYTES, measure_rates
 from offload.transfer.record import RecordState
 
-__all__ = ["DEFAULT_IN_FLIGHT_BYTES", "OffloadEngine", "checked_config"]
+__all__ = ["DEFAULT_IN_FLIGHT_BYTES", "Client", "OffloadEngine", "checked_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,56 @@ DEFAULT_IN_FLIGHT_BYTES = 1 << 30
 KNOWN_SHARE = 256
 """Of a device limit, one part in so many is the most that is counted too high for groups that stay: a piece
 counts until all is read."""
+
+
+class Client:
+    """A feature that attaches to the engine; what it has nothing to do for, it inherits. All but `step_ended`
+    are called under the engine's lock."""
+
+    name: str
+    """To print; the client of its copies' owners."""
+
+    def begin_step(self) -> None:
+        """The first forward of a step begins."""
+
+    def end_step(self) -> ClientStats:
+        """End its own transfers, and no other client's. Returns its figures but for its copies, which the
+        engine counts. Blocks the host: never."""
+        return ClientStats()
+
+    def step_ended(self, stats: StepStats) -> None:
+        """Every client has ended the step. Called without the lock: it may communicate."""
+
+    def capture_begins(self) -> None:
+        """A capture begins after this: events may still be waited for."""
+
+    def capture_ends(self) -> None:
+        """A capture ends after this: what it copies must be issued by now."""
+
+
+class _Clients:
+    """Clients in the order in which they were attached. Held weakly: one that is dropped is gone."""
+
+    def __init__(self) -> None:
+        self._attached: list[weakref.ref[Client]] = []
+
+    def add(self, client: Client) -> None:
+        if client not in self.living():
+            self._attached.append(weakref.ref(client))
+
+    def remove(self, client: Client) -> None:
+        self._attached = [other for other in self._attached if other() not in (None, client)]
+
+    def living(self) -> list[Client]:
+        return [client for reference in self._attached if (client := reference()) is not None]
+
+    def capture_begins(self) -> None:
+        for client in self.living():
+            client.capture_begins()
+
+    def capture_ends(self) -> None:
+        for client in self.living():
+            client.capture_ends()
 
 
 class OffloadEngine:
@@ -86,7 +140,9 @@ class OffloadEngine:
         )
         self.prefetch = Prefetcher(self.transfers, piece_bytes=self.config.piece_bytes)
         self._readers: list[Callable[[Handle], None]] = []
-        self._at_boundary: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._clients = _Clients()
+        self._stepping = False  # a step has begun and not ended
+        self._saves = TransferCounts()  # of the step that ends
         self.regions: list[CapturedRegion] = []  # not released
         self.hooks = SavedTensorHooks(self.store, self.externals, self.lock, self.device, self._readers)
         self.step = 0
@@ -95,7 +151,23 @@ class OffloadEngine:
         if self.config.host_reserve_bytes:
             self.reserve_host(self.config.host_reserve_bytes)
 
-    # -- what features attach to -----------------------------------------------------------------------------
+    # -- what clients attach to ------------------------------------------------------------------------------
+    def attach(self, client: Client) -> None:
+        """From now on `client` is told of steps and captures, after those attached before. The engine holds
+        it weakly."""
+        with self.lock:
+            self._clients.add(client)
+
+    def detach(self, client: Client) -> None:
+        """`client` is told nothing more. It has ended its transfers."""
+        with self.lock:
+            self._clients.remove(client)
+
+    @property
+    def clients(self) -> list[Client]:
+        """Those attached, in that order."""
+        return self._clients.living()
+
     def on_read(self, reader: Callable[[Handle], None]) -> None:
         """Call `reader` after every read of a saved record, under the engine's lock."""
         self._readers.append(reader)
@@ -105,12 +177,6 @@ class OffloadEngine:
         and no model's."""
         # what threading.Condition asks of a lock
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]
-
-    def on_capture(self, begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
-        """Call `begins` before each capture of a region, when events may still be waited for, and `ends`
-        before it ends, under the engine's lock. Returns what to call when that is to end."""
-        self._at_boundary.append((begins, ends))
-        return partial(self._at_boundary.remove, (begins, ends))
 
     # -- set up ----------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
@@ -176,7 +242,7 @@ class OffloadEngine:
         block. Raises CaptureError if a region is open. Each capture blocks the host until the copies before
         it have passed. An exception that leaves it releases the region.
         """
-        region = CapturedRegion(self.device, self.arena, self.transfers, self.lock, self._at_boundary)
+        region = CapturedRegion(self.device, self.arena, self.transfers, self.lock, self._clients)
         with self.device.watch_captures(region):
             self.regions = [known for known in self.regions if not known.released]
             self.regions.append(region)
@@ -196,67 +262,106 @@ class OffloadEngine:
             )
 
     # -- lifecycle -------------------------------------------------------------------------------------------
-    def end_step(self, chunks: Iterable[SavedChunk]) -> StepStats:
-        """End the step: drop leftover records, settle what is in flight, report. Blocks the host: never.
+    def begin_step(self) -> None:
+        """The first forward of a step begins; called again in the step, it does nothing."""
+        with self.lock:
+            if not self._stepping:
+                self._stepping = True
+                for client in self.clients:
+                    client.begin_step()
+
+    def end_step(self) -> StepStats:
+        """End the step: each client ends its own transfers, and says what it did. Blocks the host: never, but
+        for a client that communicates once all have ended.
+
+        Copies that a client has under way go on, and nobody waits for another's. Raises CaptureError while a
+        graph is captured.
+        """
+        with self.lock:
+            stats = self._end_step()
+            clients = self.clients
+        for client in clients:
+            client.step_ended(stats)
+        return stats
+
+    def _end_step(self) -> StepStats:
+        self.refuse_in_capture("a step's end")
+        self._stepping = False
+        self._saves = counts = TransferCounts()
+        figures: defaultdict[str, ClientStats] = defaultdict(ClientStats)
+        for client in self.clients:
+            figures[client.name] += client.end_step()
+        for name, copies in self.copier.take_counts().items():
+            figures[name] += ClientStats(**asdict(copies))
+        self.externals.forget_dead()
+        arena, counts = self.arena.stats(), self._saves
+        self.last_stats = StepStats(
+            step=self.step,
+            saved=counts.saved,
+            kept=counts.saved - counts.spilled,
+            spilled=counts.spilled,
+            restored=counts.restored,
+            spill_bytes=counts.spill_bytes,
+            restore_bytes=counts.restore_bytes,
+            stall_ms=sum(client.stall_ms for client in figures.values()),
+            stall_count=sum(client.stall_count for client in figures.values()),
+            refused=counts.refused,
+            refused_bytes=counts.refused_bytes,
+            device_bytes_peak=counts.device_bytes_peak,
+            host_bytes_lent_peak=arena.lent_peak_bytes,
+            host_bytes_wanted_peak=max(arena.lent_peak_bytes, counts.wanted_peak_bytes),
+            host_bytes_held=arena.held_bytes,
+            replays=counts.replays,
+            replayed_bytes=counts.replayed_bytes,
+            clients=dict(figures),
+        )
+        if counts.refused_bytes:
+            self.arena.reserve_later(counts.wanted_peak_bytes)
+        self.arena.reset_peak()
+        self.step += 1
+        return self.last_stats
+
+    def end_saves(self, chunks: Iterable[SavedChunk]) -> ClientStats:
+        """For a client that saves tensors, in its `end_step`: drop leftovers, settle what is in flight.
+        Blocks the host: never.
 
         A leftover is a saved tensor whose backward has not run; it is dropped with one warning, and reading
         it later raises StaleHandleError. So nothing of one step holds device or pinned bytes in the next, but
-        for what captured graphs own. Raises CaptureError while a graph is captured.
+        for what captured graphs own.
         """
-        with self.lock:
-            self.refuse_in_capture("a step's end")
-            self.transfers.bury()
-            leftovers = leftover_bytes = 0
-            for chunk in chunks:
-                for record in chunk.living():
-                    if record.state is not RecordState.RELEASED:
-                        if record.unread > 0:  # else its graph was only retained
-                            leftovers += record.storages
-                            leftover_bytes += record.nbytes
-                        self.transfers.release(record)
-            if leftovers:
-                logger.warning(
-                    "step %d ended with %s saved tensors (%s bytes) whose backward has not run; they are "
-                    "dropped, and reading one raises "
-                    "StaleHandleError. Run the backward first, or forward without gradients in evaluation",
-                    self.step,
-                    f"{leftovers:,}",
-                    f"{leftover_bytes:,}",
-                )
-            counts, stall_ms = self.transfers.end_step()
-            self.externals.forget_dead()
-            arena = self.arena.stats()
-            self.last_stats = StepStats(
-                step=self.step,
-                saved=counts.saved,
-                kept=counts.saved - counts.spilled,
-                spilled=counts.spilled,
-                restored=counts.restored,
-                spill_bytes=counts.spill_bytes,
-                restore_bytes=counts.restore_bytes,
-                stall_ms=stall_ms,
-                stall_count=counts.stall_count,
-                refused=counts.refused,
-                refused_bytes=counts.refused_bytes,
-                device_bytes_peak=counts.device_bytes_peak,
-                host_bytes_lent_peak=arena.lent_peak_bytes,
-                host_bytes_wanted_peak=max(arena.lent_peak_bytes, counts.wanted_peak_bytes),
-                host_bytes_held=arena.held_bytes,
-                replays=counts.replays,
-                replayed_bytes=counts.replayed_bytes,
+        self.transfers.bury()
+        leftovers = leftover_bytes = 0
+        for chunk in chunks:
+            for record in chunk.living():
+                if record.state is not RecordState.RELEASED:
+                    if record.unread > 0:  # else its graph was only retained
+                        leftovers += record.storages
+                        leftover_bytes += record.nbytes
+                    self.transfers.release(record)
+        if leftovers:
+            logger.warning(
+                "step %d ended with %s saved tensors (%s bytes) whose backward has not run; they are "
+                "dropped, and reading one raises "
+                "StaleHandleError. Run the backward first, or forward without gradients in evaluation",
+                self.step,
+                f"{leftovers:,}",
+                f"{leftover_bytes:,}",
             )
-            if counts.refused_bytes:
-                self.arena.reserve_later(counts.wanted_peak_bytes)
-            self.arena.reset_peak()
-            self.step += 1
-            return self.last_stats
+        self._saves, stall_ms = self.transfers.end_step()
+        return ClientStats(
+            lent_bytes=sum(region.host_bytes for region in self.regions),
+            stall_ms=stall_ms,
+            stall_count=self._saves.stall_count,
+            refused=self._saves.refused,
+            refused_bytes=self._saves.refused_bytes,
+        )
 
-    def close(self, chunks: Iterable[SavedChunk] = ()) -> None:
+    def close(self) -> None:
         """End the step, release every captured region, and return every pinned byte to the system. Blocks the
         host until the copies in flight have passed. Raises PoolError while an optimizer or a pool has host
         memory on loan; called again after, it goes on."""
         with self.lock:
-            self.end_step(chunks)
+            self._end_step()
             for region in self.regions:
                 region.release()
             self.regions.clear()

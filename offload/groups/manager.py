@@ -16,16 +16,16 @@ import torch
 
 from offload.config import check_bytes
 from offload.device import Lane
-from offload.engine import OffloadEngine
+from offload.engine import Client, OffloadEngine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.compile_report import CompileReport
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.open_scopes import OpenScopes
-from offload.groups.plan import PlanSettings, StepPlanner
+from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.groups.release import checked_tensors
 from offload.groups.tracing import import_compiler
-from offload.telemetry.records import StepStats
+from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.captures import CapturedGraph
 from offload.transfer.record import Transfer
@@ -33,14 +33,15 @@ from offload.transfer.record import Transfer
 __all__ = ["PipelineOffloadManager"]
 
 
-class PipelineOffloadManager(OpenScopes):
-    """Chunks, plan and prefetch over one engine. `get_instance()` holds the process-wide default; tests build
-    their own.
+class PipelineOffloadManager(OpenScopes, Client):
+    """Chunks, plan and prefetch over one engine, as its client "groups". `get_instance()` holds the
+    process-wide default; tests build their own.
 
     engine: None builds one with the default config. process_group: whose ranks the summary is printed for.
     """
 
     OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
+    name = "groups"
 
     def __init__(
         self, engine: OffloadEngine | None = None, *, print_summary: bool = True, process_group: Any = None
@@ -52,7 +53,7 @@ class PipelineOffloadManager(OpenScopes):
             )
         import_compiler()
         super().__init__(engine if engine is not None else OffloadEngine())
-        self.engine.on_capture(self._capture_begins, self._capture_ends)
+        self.engine.attach(self)
         self._planner = StepPlanner(self.engine, PlanSettings.of(self.engine.config))
         self.print_summary = print_summary
         self.process_group = process_group
@@ -62,6 +63,7 @@ class PipelineOffloadManager(OpenScopes):
         self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._compile_report = CompileReport()
+        self._ended: SeenStep | None = None  # what the step that ends was seen to do
 
     # -- the process-wide instance ---------------------------------------------------------------------------
     @classmethod
@@ -95,10 +97,10 @@ class PipelineOffloadManager(OpenScopes):
     def close(self) -> None:
         """Drop everything and unpin. Blocks the host until the copies in flight have passed. The manager must
         not be used after."""
-        self._close_uncommitted()
-        self._delayed.clear()
         self.cpu_tensor_pool.clear()
-        self.engine.close([*self._retired, *(handler.saved for handler in self._handlers.values())])
+        self.engine.close()
+        self.engine.detach(self)
+        self._ended = None
         for handler in self._handlers.values():
             handler.reset()
         self._handlers.clear()
@@ -254,7 +256,7 @@ class PipelineOffloadManager(OpenScopes):
         """Whether a graph is being captured in a region: its groups leave at every replay."""
         return self.engine.transfers.capture is not None
 
-    def _capture_begins(self) -> None:
+    def capture_begins(self) -> None:
         """A piece ends where a capture begins. A chunk that was read to its end, by the warm-up of this
         capture, begins anew: what the capture saves is fetched back in its own order."""
         self._commit_open_groups()
@@ -270,7 +272,7 @@ class PipelineOffloadManager(OpenScopes):
                 self._backward = None
             self._look_ahead()
 
-    def _capture_ends(self) -> None:
+    def capture_ends(self) -> None:
         """What was saved in the capture leaves in it, or never."""
         self.flush_delayed_groups()
         self._commit_open_groups()
@@ -327,7 +329,8 @@ class PipelineOffloadManager(OpenScopes):
         return self._backward
 
     # -- step ------------------------------------------------------------------------------------------------
-    def _step_begins(self) -> None:
+    def begin_step(self) -> None:
+        """As Client."""
         self._planner.before_step()
 
     def step_end(self) -> StepStats:
@@ -337,20 +340,29 @@ class PipelineOffloadManager(OpenScopes):
         Blocks the host: never (the summary after warm-up gathers over the process group, once). Raises
         CaptureError in a capture.
         """
-        self.engine.refuse_in_capture("a step's end")
+        return self.engine.end_step()
+
+    def end_step(self) -> ClientStats:
+        """As Client: what is still open is closed, what nobody read is dropped."""
         self._close_uncommitted()
+        self._delayed.clear()
+        self._pending.clear()
+        self.cpu_tensor_pool.reset()
+        seconds = self._clock.end_step(self.engine.transfers.stalls)
+        handlers = [handler for handler in self._handlers.values() if handler.begun]
+        figures = self.engine.end_saves([*self._retired, *(handler.saved for handler in handlers)])
+        for handler in handlers:
+            handler.end_recording()
+        for handler in self._captured:
+            handler.groups.clear()
+        self._ended = self._seen(seconds)
+        return figures
+
+    def step_ended(self, stats: StepStats) -> None:
+        """As Client: plan the next step from what was seen of this one, and print the summary once."""
         with self.engine.lock:
-            self._delayed.clear()
-            self._pending.clear()
-            self.cpu_tensor_pool.reset()
-            seconds = self._clock.end_step(self.engine.transfers.stalls)
-            handlers = [handler for handler in self._handlers.values() if handler.begun]
-            stats = self.engine.end_step([*self._retired, *(handler.saved for handler in handlers)])
-            for handler in handlers:
-                handler.end_recording()
-            for handler in self._captured:
-                handler.groups.clear()
-            seen = self._seen(seconds)
+            seen, self._ended = self._ended, None
+            assert seen is not None
             planned = False
             if self.do_offload:
                 planned = self._planner.after_step(seen)
@@ -363,7 +375,6 @@ class PipelineOffloadManager(OpenScopes):
             self.keep_report.end_step()
         if planned and self.print_summary:
             print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
-        return stats
 
     def reset(self) -> StepStats:
         """A new iteration begins: the same as `step_end`."""

@@ -200,7 +200,7 @@ class ChunkTracker(ABC):
                 group.known = None  # judged by another size
         self._forward = handler
         if not self._forward_order:
-            self._step_begins()
+            self.engine.begin_step()
         self._forward_order.append(handler)
         self._lookahead.advance(("F", *chunk_id))
         self._look_ahead()
@@ -290,10 +290,6 @@ class ChunkTracker(ABC):
         delay_offload: bool = False,
     ) -> None:
         """Close the innermost open group of that name."""
-
-    @abstractmethod
-    def _step_begins(self) -> None:
-        """The first forward of a step begins."""
 
     def pump(self) -> None:
         """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""

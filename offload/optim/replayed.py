@@ -21,7 +21,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 
-from offload.engine import OffloadEngine
+from offload.engine import Client, OffloadEngine
 from offload.errors import CaptureError
 
 __all__ = ["ReplayedReads"]
@@ -31,13 +31,15 @@ logger = logging.getLogger(__name__)
 _Arrive = Callable[[Sequence[int] | None], None]
 
 
-class ReplayedReads:
-    """Of one optimizer. arrive: as Arrivals takes it, outside of captures; held weakly, as a graph may
-    outlive the optimizer.
+class ReplayedReads(Client):
+    """Of one optimizer, as the engine's client "optim".
 
-    settle: ends the step under way, host and device; blocks the host. are_met: whether all weights on their
-        way have been waited for.
+    arrive: as Arrivals takes it, outside of captures. settle: ends the step under way, host and device;
+        blocks the host. Both are held weakly, as a graph may outlive the optimizer. are_met: whether all
+        weights on their way have been waited for.
     """
+
+    name = "optim"
 
     def __init__(
         self, engine: OffloadEngine, arrive: _Arrive, settle: Callable[[], None], are_met: Callable[[], bool]
@@ -47,9 +49,14 @@ class ReplayedReads:
         self._are_met = are_met
         self.unseen = False
         """Whether a graph may be replayed that nobody tells of."""
-        ends = weakref.WeakMethod(settle)
-        self._end = weakref.finalize(self, engine.on_capture(lambda: _call(ends), _nothing))
-        self._end.atexit = False
+        self._settle = weakref.WeakMethod(settle)
+        engine.attach(self)
+
+    def capture_begins(self) -> None:
+        """As Client: nothing in flight may be waited for in the capture."""
+        settle = self._settle()
+        if settle is not None:
+            settle()
 
     def arrive(self, indices: Sequence[int] | None) -> None:
         """A module whose forward is captured asks for its weights, None for all. Raises CaptureError if that
@@ -75,7 +82,7 @@ class ReplayedReads:
             )
 
     def close(self) -> None:
-        self._end()
+        self._engine.detach(self)
 
 
 def _later(arrive: weakref.WeakMethod[_Arrive], indices: Sequence[int] | None) -> Callable[[], None]:
@@ -85,13 +92,3 @@ def _later(arrive: weakref.WeakMethod[_Arrive], indices: Sequence[int] | None) -
             alive(indices)
 
     return wait
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    alive = method()
-    if alive is not None:
-        alive()
-
-
-def _nothing() -> None:
-    """Nothing of the optimizer is captured, so nothing ends with the capture."""

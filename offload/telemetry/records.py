@@ -7,18 +7,63 @@ anything may read it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
 
-__all__ = ["StepStats"]
+__all__ = ["ClientStats", "StepStats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientStats:
+    """What one client of the engine did in a step, such as "groups" or "optim"."""
+
+    out_bytes: int = 0
+    """Bytes copied from device to host since the step before ended."""
+
+    in_bytes: int = 0
+    """Bytes copied from host to device."""
+
+    lent_bytes: int = 0
+    """Host bytes that were on loan to it when the step ended: what it keeps from step to step. Saved tensors
+    keep none; their share of `StepStats.host_bytes_lent_peak` is what the other clients' loans leave of
+    it."""
+
+    device_bytes: int = 0
+    """Device bytes that it holds for its copies from step to step, such as the optimizer's ring. They are not
+    saved tensors: `device_limit_bytes` does not count them."""
+
+    stall_ms: float = 0.0
+    """Device time in ms that `compute` waited for its copies, in the step before."""
+
+    stall_count: int = 0
+    """Waits of `compute` that found the event of its copy not yet passed."""
+
+    refused: int = 0
+    """Tensors that should have left and stayed."""
+
+    refused_bytes: int = 0
+    """Bytes of those tensors."""
+
+    denied: int = 0
+    """Pieces that admission denied, those included that were REQUIRED and copied all the same."""
+
+    denied_bytes: int = 0
+    """Bytes of those pieces."""
+
+    def __add__(self, other: Self) -> Self:
+        """Both together."""
+        sums = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        return type(self)(**sums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """What one ended step did on this rank. Counts are of records (one per distinct storage), bytes are of
-    storage."""
+    storage; both are of saved tensors, but for `clients` and the host's bytes."""
 
     step: int
-    """Index of the step since the manager was built."""
+    """Index of the step since the engine was built, or configured anew."""
 
     saved: int = 0
     """Records that autograd's saves made. Every one is either kept or spilled: `saved == kept + spilled`."""
@@ -74,6 +119,10 @@ class StepStats:
     replayed_bytes: int = 0
     """Bytes that those replays carried over the link, both directions together."""
 
-    def to_json(self) -> dict[str, int | float]:
+    clients: Mapping[str, ClientStats] = field(default_factory=dict)
+    """What each client of the engine did, by its name; one that copied by hand, or has left, is among
+    them."""
+
+    def to_json(self) -> dict[str, Any]:
         """The fields by name, in the order above: one line of a telemetry file."""
         return asdict(self)

@@ -41,10 +41,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from offload.errors import CaptureError
 from offload.transfer.in_flight import InFlight
@@ -203,6 +203,14 @@ class CaptureSide(InFlight):
         return capture
 
 
+class Boundary(Protocol):
+    """Who is told of a capture, under the engine's lock."""
+
+    def capture_begins(self) -> None: ...
+
+    def capture_ends(self) -> None: ...
+
+
 class CapturedRegion:
     """The graphs captured inside one `capturing()`, and the owner of their host blocks until `release`.
 
@@ -216,17 +224,17 @@ class CapturedRegion:
         arena: HostArena,
         transfers: TransferEngine,
         lock: AbstractContextManager[object],
-        boundaries: Sequence[tuple[Callable[[], None], Callable[[], None]]],
+        clients: Boundary,
     ) -> None:
-        """boundaries: the features' part at a begin, while events may still be waited for, and at an end,
-        while work is still captured."""
+        """clients: their part at a begin, while events may still be waited for, and at an end, while work is
+        still captured."""
         self.graphs: list[CapturedGraph] = []
         self.released = False
         self._device = device
         self._arena = arena
         self._transfers = transfers
         self._lock = lock
-        self._boundaries = boundaries
+        self._clients = clients
         self._counted = 0  # graphs begun, complete or not
 
     # -- figures ---------------------------------------------------------------------------------------------
@@ -260,15 +268,13 @@ class CapturedRegion:
         """Settle what is in flight, so that nothing captured has to wait for it. Blocks the host until the
         copies so far have passed."""
         with self._lock:
-            for begins, _ in self._boundaries:
-                begins()
+            self._clients.capture_begins()
             self._counted += 1
             self._transfers.begin_capture(CapturedGraph(f"graph {self._counted} of its region"))
 
     def capture_ends(self, graph: Graph) -> None:
         with self._lock:
-            for _, ends in self._boundaries:
-                ends()
+            self._clients.capture_ends()
             self._transfers.finish_capture()
 
     def capture_over(self, graph: Graph, complete: bool) -> None:

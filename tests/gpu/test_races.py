@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from offload import OffloadConfig, OffloadEngine
+from offload.engine import Client
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
+from offload.telemetry.records import ClientStats
 from offload.transfer.admission import Priority
 from tests.gpu.widened import POISON, WidenedDevice, sleep
 from tests.gpu.workbench import DEVICE, Program, Result, assert_same_bits, build_manager
@@ -41,14 +43,17 @@ Outcome = tuple[Tensor, float]
 """What a lane saw, and the number that all its elements have to be."""
 
 
-class Desk:
+class Desk(Client):
     """One engine and the saves of one chunk. The host memory is that of one tensor, so the next spill reuses
     its bytes."""
+
+    name = "groups"
 
     def __init__(self, device: WidenedDevice) -> None:
         self.device = device
         config = OffloadConfig(min_offloaded_tensor_size=0, piece_bytes=1, host_limit_bytes=NBYTES)
         self.engine = OffloadEngine(config, device=device)
+        self.engine.attach(self)
         self.engine.arena.reserve(NBYTES)
         self.transfers = self.engine.transfers
         self.side = torch.cuda.Stream()
@@ -67,10 +72,13 @@ class Desk:
 
     def end(self) -> None:
         torch.cuda.synchronize()
-        self.engine.end_step([self.chunk])
+        self.engine.end_step()
+
+    def end_step(self) -> ClientStats:
+        return self.engine.end_saves([self.chunk])
 
     def close(self) -> None:
-        self.engine.close([self.chunk])
+        self.engine.close()
 
     def pause(self) -> None:
         """Compute has other work first."""

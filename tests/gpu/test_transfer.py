@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine, StepStats
+from offload.engine import Client
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
+from offload.telemetry.records import ClientStats
 from offload.transfer.admission import Priority
 from offload.transfer.record import RecordState
 from tests.gpu.widened import WidenedDevice, cycles_of, sleep
@@ -31,14 +33,17 @@ DTYPES = {
 SLOW_MS = 20.0
 
 
-class Desk:
+class Desk(Client):
     """An engine whose new buffers are poisoned, and the saves of one step."""
+
+    name = "groups"
 
     def __init__(self, reserve_bytes: int) -> None:
         self.device = WidenedDevice()
         self.engine = OffloadEngine(
             OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1), device=self.device
         )
+        self.engine.attach(self)
         self.engine.arena.reserve(reserve_bytes)
         self.chunk = SavedChunk(ChunkId(0, 0))
         self.groups = 0
@@ -54,12 +59,15 @@ class Desk:
         return handle
 
     def end(self) -> StepStats:
-        stats = self.engine.end_step([self.chunk])
+        stats = self.engine.end_step()
         self.chunk = SavedChunk(ChunkId(0, 0))
         return stats
 
+    def end_step(self) -> ClientStats:
+        return self.engine.end_saves([self.chunk])
+
     def close(self) -> None:
-        self.engine.close([self.chunk])
+        self.engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from offload.device.sim import SimDevice
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.budget import LocalHostBudget
+from offload.telemetry.records import ClientStats
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
 
 KIB = 1024
@@ -144,7 +145,8 @@ def test_the_stall_of_a_step_is_reported_one_step_later() -> None:
 
 def test_an_empty_step_reports_zeros() -> None:
     stats = Rig().end()
-    assert {name: value for name, value in stats.to_json().items() if value} == {}
+    assert {name: value for name, value in stats.to_json().items() if value and name != "clients"} == {}
+    assert stats.clients == {"groups": ClientStats()}
 
 
 # -- leftovers -----------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ def test_closing_drops_what_is_left_and_returns_every_pinned_byte(caplog: pytest
     with rig.group():
         y = chain(leaf(), 3)
     assert budget.used_bytes > 0
-    rig.engine.close(rig.chunks)
+    rig.engine.close()
     assert (budget.used_bytes, rig.engine.arena.held_bytes) == (0, 0)
     assert len(warnings_of(caplog)) == 1
     del y
@@ -261,12 +263,13 @@ def test_closing_while_a_forgotten_chunk_is_alive_is_an_error_and_unpins_nothing
         y = chain(leaf(), 1)
     rig.leave()
     held = rig.engine.arena.held_bytes
+    rig.chunks.clear()
     with pytest.raises(PoolError, match="1 blocks of 1,024 bytes lent"):
         rig.engine.close()
     assert rig.engine.arena.held_bytes == held
     y.backward()
     del y
-    rig.engine.close(rig.chunks)
+    rig.engine.close()
 
 
 def test_an_engine_may_be_used_again_after_it_was_closed() -> None:
@@ -279,9 +282,7 @@ def test_an_engine_may_be_used_again_after_it_was_closed() -> None:
         (found,) = torch.autograd.grad(y, [x])
         assert_equal_bits(list(torch.autograd.grad(chain(x, 3), [x])), [found])
         del y
-        rig.engine.close(rig.chunks)
-        rig.chunks.clear()
-        rig.groups.clear()
+        rig.engine.close()
 
 
 def test_two_engines_do_not_see_each_other() -> None:
@@ -304,7 +305,7 @@ def test_a_module_s_parameters_and_buffers_are_registered_together() -> None:
     engine.register_parameters(module)
     assert len(engine.externals) == 5  # weight, bias, and three buffers
     del module
-    engine.end_step([])
+    engine.end_step()
     assert len(engine.externals) == 0
 
 
@@ -322,9 +323,7 @@ def test_a_step_may_end_while_another_thread_drops_graphs() -> None:
         with rig.group():
             for _ in range(3):
                 graphs.put(chain(leaf(), 2))
-        rig.engine.end_step(rig.chunks)
-        rig.chunks.clear()
-        rig.groups.clear()
+        rig.engine.end_step()
     graphs.put(None)
     dropper.join()
     rig.end()

@@ -120,7 +120,7 @@ def test_replays_outlive_the_region_and_the_optimizer() -> None:
     assert_same_bits(graphed.seen, expected_weights(1)[0])
     graphed.optimizer.close()
     graph.replay()
-    assert not graphed.engine._at_boundary
+    assert not graphed.engine.clients
     del graphed.optimizer
     gc.collect()
     graph.replay()
@@ -131,7 +131,7 @@ def test_an_optimizer_that_is_dropped_is_not_asked_at_a_capture() -> None:
     engine = graphed.engine
     del graphed
     gc.collect()
-    assert not engine._at_boundary
+    assert not engine.clients
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from offload.config import OffloadConfig
 from offload.device.sim import ExecutorName, SimDevice
-from offload.engine import OffloadEngine
+from offload.engine import Client, OffloadEngine
 from offload.ids import ChunkId, GroupId
 from offload.memory.budget import HostBudget
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope
-from offload.telemetry.records import StepStats
+from offload.telemetry.records import ClientStats, StepStats
 from offload.transfer.admission import Admission
 from offload.transfer.record import Record, RecordState
 
@@ -54,9 +54,11 @@ class GroupScope:
         return self.engine.store.save(tensor, self.chunk, self.group)
 
 
-class Rig:
-    """piece_bytes=1 by default: every storage is a piece of its own, and leaves as soon as it is saved
-    whole."""
+class Rig(Client):
+    """A client that saves tensors. piece_bytes=1 by default: every storage is a piece of its own, and leaves
+    as soon as it is saved whole."""
+
+    name = "groups"
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class Rig:
         self.groups: list[SavedGroup] = []
         self.sizes: list[tuple[int, ...]] = []  # of every tensor that was taken, one a save
         self.reads: list[str] = []  # labels of the records, one a read
+        self.engine.attach(self)
         self.engine.on_read(lambda handle: self.reads.append(str(handle.record.label)))
 
     # -- saving ----------------------------------------------------------------------------------------------
@@ -146,11 +149,16 @@ class Rig:
         return self.device.copied_bytes(self.device.h2d)
 
     # -- ending ----------------------------------------------------------------------------------------------
-    def end(self) -> StepStats:
-        """End the step, and check that nothing of it is left anywhere."""
-        stats = self.engine.end_step(self.chunks)
+    def end_step(self) -> ClientStats:
+        """As Client."""
+        figures = self.engine.end_saves(self.chunks)
         self.chunks.clear()
         self.groups.clear()
+        return figures
+
+    def end(self) -> StepStats:
+        """End the step, and check that nothing of it is left anywhere."""
+        stats = self.engine.end_step()
         self.assert_empty()
         assert stats.saved == stats.kept + stats.spilled
         return stats

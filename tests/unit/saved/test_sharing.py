@@ -101,7 +101,8 @@ def test_groups_of_one_chunk_share_a_copy_and_chunks_do_not() -> None:
             with rig.group(name):
                 outputs.append(keep([], shared))
     assert (rig.saved, rig.spilled_bytes) == (2, 2 * KIB)
-    assert rig.engine.end_step([]).saved == 2
+    rig.chunks.clear()  # so that the step's end drops nothing
+    assert rig.engine.end_step().saved == 2
     outputs.clear()
     rig.end()
 
