@@ -7,7 +7,7 @@ of its events have passed.
 from __future__ import annotations
 
 from offload.device import Device, Event
-from offload.policy.lookahead import ActionKey
+from offload.policy.actions import Action
 from offload.transfer.stalls import Stall, all_passed
 
 __all__ = ["StepClock"]
@@ -18,7 +18,7 @@ Stalls = list[Stall]
 class _Timed:
     __slots__ = ("action", "end", "first_stall", "last_stall", "start")
 
-    def __init__(self, action: ActionKey, start: Event, first_stall: int) -> None:
+    def __init__(self, action: Action, start: Event, first_stall: int) -> None:
         self.action = action
         self.start = start
         self.end: Event | None = None
@@ -34,19 +34,19 @@ class StepClock:
         self._timed: list[_Timed] = []
         self._before: tuple[list[_Timed], Stalls] = ([], [])
 
-    def start(self, action: ActionKey, stalls: Stalls) -> None:
+    def start(self, action: Action, stalls: Stalls) -> None:
         if self._device.is_capturing():
             return  # a captured event has no time
         self._timed.append(_Timed(action, self._device.record(self._device.compute, timed=True), len(stalls)))
 
-    def stop(self, action: ActionKey, stalls: Stalls) -> None:
+    def stop(self, action: Action, stalls: Stalls) -> None:
         if self._device.is_capturing():
             return
         if self._timed and self._timed[-1].action == action and self._timed[-1].end is None:
             self._timed[-1].end = self._device.record(self._device.compute, timed=True)
             self._timed[-1].last_stall = len(stalls)
 
-    def end_step(self, stalls: Stalls) -> dict[ActionKey, float] | None:
+    def end_step(self, stalls: Stalls) -> dict[Action, float] | None:
         """Seconds of compute by action of the step BEFORE the one that ends; None if there was none or it is
         not over on the device.
 
@@ -62,7 +62,7 @@ class StepClock:
         # not in one lane, maybe
         if not (all(device.poll(event) for event in ends) and all_passed(device, old_stalls)):
             return None
-        seconds: dict[ActionKey, float] = {}
+        seconds: dict[Action, float] = {}
         for entry in timed:
             assert entry.end is not None
             waited_ms = sum(stall.ms(device) for stall in old_stalls[entry.first_stall : entry.last_stall])

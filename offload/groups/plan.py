@@ -14,14 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from offload.config import OffloadConfig
 from offload.engine import DEFAULT_IN_FLIGHT_BYTES, OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.timed import TimedPlan, Trial, timed_plans
 from offload.groups.units import Stays
-from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Kind
+from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps
 from offload.policy.keeps import (
     all_of,
     fraction_keeps,
@@ -30,7 +29,6 @@ from offload.policy.keeps import (
     margin_keeps,
     summary_bytes,
 )
-from offload.policy.lookahead import ActionKey
 
 __all__ = ["PlanSettings", "SeenStep", "StepPlanner"]
 
@@ -83,8 +81,8 @@ class SeenStep:
     chunks: Sequence[ChunkOffloadHandler]
     forward_order: Sequence[ChunkOffloadHandler]
     backward_order: Sequence[ChunkOffloadHandler]
-    actions: Sequence[ActionKey]
-    seconds: dict[ActionKey, float] | None
+    actions: Sequence[Action]
+    seconds: dict[Action, float] | None
 
     def sizes_in_backward_order(self) -> list[tuple[ChunkKey, list[GroupSize]]]:
         return [(chunk.id, _sizes(chunk)) for chunk in self.backward_order]
@@ -107,7 +105,7 @@ class StepPlanner:
         self._signature: object = None
         self._trial: Trial | None = None
         self._steady_steps = 0
-        self._actions: tuple[ActionKey, ...] = ()  # of the planned step
+        self._actions: tuple[Action, ...] = ()  # of the planned step
         self._looked_cut_short: object = None
         self._trimmed = self._trimmed_shape = False  # ever, and since the shape of the step is this one
         # device memory that is cached: at the next step's begin, and since the plan
@@ -284,7 +282,7 @@ class StepPlanner:
         if limits.device_limit_bytes is None or rates is None or seen.seconds is None:
             return False
         known, _ = seen.schedule()
-        times = [seen.seconds.get((action.kind, action.stage, action.microbatch)) for action in known]
+        times = [seen.seconds.get(action) for action in known]
         compute_s = [seconds for seconds in times if seconds is not None]
         if len(compute_s) != len(known) or sum(compute_s) <= 0:
             return False
@@ -301,26 +299,25 @@ class StepPlanner:
         self._install(seen, plan.keeps, plan.parts)
 
 
-def _once_each(seen: Sequence[ActionKey], sizes: Collection[ChunkKey]) -> list[Action]:
+def _once_each(seen: Sequence[Action], sizes: Collection[ChunkKey]) -> list[Action]:
     """What was seen, as a schedule: of a chunk the forward that its backward read, and that backward. A
     forward that was run again, a backward that was taken up twice and a chunk that was never read would only
     confuse a plan."""
     forwards: dict[ChunkKey, int] = {}
     reads: dict[ChunkKey, dict[str, int]] = {}
-    for at, (kind, stage, microbatch) in enumerate(seen):
-        chunk = (stage, microbatch)
-        if kind == "F":
+    for at, action in enumerate(seen):
+        chunk = action.chunk
+        if action.kind == "F":
             if chunk not in reads:
                 forwards[chunk] = at
         elif chunk in forwards:
-            reads.setdefault(chunk, {}).setdefault(kind, at)
-    places: list[tuple[int, Action]] = []
+            reads.setdefault(chunk, {}).setdefault(action.kind, at)
+    places: list[int] = []
     for chunk, kinds in reads.items():
         wanted = ("B",) if "B" in kinds else ("I", "W")
         if chunk in sizes and all(kind in kinds for kind in wanted):
-            places.append((forwards[chunk], Action("F", *chunk)))
-            places.extend((kinds[kind], Action(cast(Kind, kind), *chunk)) for kind in wanted)
-    return [action for _, action in sorted(places)]
+            places += [forwards[chunk], *(kinds[kind] for kind in wanted)]
+    return [seen[at] for at in sorted(places)]
 
 
 def _sizes(chunk: ChunkOffloadHandler, stays: Stays | None = None) -> list[GroupSize]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -24,7 +25,8 @@ from offload.groups.plan import SeenStep
 from offload.groups.queue import VirtualPipelineQueue
 from offload.ids import ChunkId
 from offload.memory.tensor_pool import GPUTensorPool
-from offload.policy.lookahead import ActionKey, Lookahead
+from offload.policy.actions import Action, Kind
+from offload.policy.lookahead import Lookahead
 from offload.saved.chunk import SavedChunk
 from offload.saved.handles import Handle
 from offload.transfer.record import Record, RecordState
@@ -64,7 +66,7 @@ class ChunkTracker(ABC):
         self._weight_log: list[tuple[int, int]] = []
         self._weight_reads: dict[int, tuple[tuple[int, int], ...]] = {}
 
-    def set_order(self, actions: Sequence[ActionKey] | None) -> None:
+    def set_order(self, actions: Sequence[tuple[str, int, int]] | None) -> None:
         """This rank's step as ("F"|"B"|"I"|"W", virtual stage, microbatch); None goes back to what the last
         step was seen to do."""
         self._lookahead.give(actions)
@@ -87,13 +89,13 @@ class ChunkTracker(ABC):
         with self.engine.lock:
             self._announced = True
             self._begin(ChunkId(stage, microbatch), self.engine.config.min_offloaded_tensor_size)
-            self._clock.start(("F", stage, microbatch), self.engine.transfers.stalls)
+            self._clock.start(Action("F", stage, microbatch), self.engine.transfers.stalls)
 
     def end_forward(self, stage: int, microbatch: int) -> None:
         """That forward is complete: its bytes may be fetched back from now on."""
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._clock.stop(("F", stage, microbatch), self.engine.transfers.stalls)
+            self._clock.stop(Action("F", stage, microbatch), self.engine.transfers.stalls)
             if handler is not None:
                 handler.complete()
                 if self._input_half_reads.get(stage) is False:
@@ -112,8 +114,9 @@ class ChunkTracker(ABC):
         check_index("microbatch", microbatch)
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._lookahead.advance((kind, stage, microbatch))
-            self._clock.start((kind, stage, microbatch), self.engine.transfers.stalls)
+            action = Action(cast(Kind, kind), stage, microbatch)
+            self._lookahead.advance(action)
+            self._clock.start(action, self.engine.transfers.stalls)
             if handler is None or not handler.begun:
                 return
             self._start_reading(handler, kind)
@@ -124,7 +127,7 @@ class ChunkTracker(ABC):
         half reads less."""
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._clock.stop((kind, stage, microbatch), self.engine.transfers.stalls)
+            self._clock.stop(Action(cast(Kind, kind), stage, microbatch), self.engine.transfers.stalls)
             if handler is None or not handler.begun:
                 return
             if kind == "I":
@@ -202,7 +205,7 @@ class ChunkTracker(ABC):
         if not self._forward_order:
             self.engine.begin_step()
         self._forward_order.append(handler)
-        self._lookahead.advance(("F", *chunk_id))
+        self._lookahead.advance(Action("F", *chunk_id))
         self._look_ahead()
         return handler
 
@@ -212,7 +215,7 @@ class ChunkTracker(ABC):
         with self.engine.lock:
             if handler is not self._backward and handler.begun:
                 if not self._announced:
-                    self._lookahead.advance(("B", *handler.id))
+                    self._lookahead.advance(Action("B", *handler.id))
                 self._start_reading(handler, "B")
             self.pump()
 
@@ -251,8 +254,8 @@ class ChunkTracker(ABC):
         coming: list[SavedChunk] = []
         if self._backward is not None:
             coming.append(self._backward.saved)
-        for _, stage, microbatch in self._lookahead.coming():
-            handler = self._handlers.get(ChunkId(stage, microbatch))
+        for action in self._lookahead.coming():
+            handler = self._handlers.get(ChunkId(*action.chunk))
             if (
                 handler is not None
                 and (handler.begun or handler is self._forward)
@@ -300,7 +303,7 @@ class ChunkTracker(ABC):
             self.engine.prefetch.pump(self._coming)
 
     # -- step ------------------------------------------------------------------------------------------------
-    def _seen(self, seconds: dict[ActionKey, float] | None) -> SeenStep:
+    def _seen(self, seconds: dict[Action, float] | None) -> SeenStep:
         return SeenStep(
             chunks=[
                 handler

@@ -28,6 +28,7 @@ __all__ = [
     "Rates",
     "Read",
     "Work",
+    "checked_action",
     "lives_of",
     "one_f_one_b",
     "parse_action",
@@ -37,12 +38,13 @@ __all__ = [
 ]
 
 Kind = Literal["F", "B", "I", "W"]
-"""F forward, B whole backward; I and W the halves of a split backward, by input and by weight. Chunks die in
-their B or their W."""
+"""F forward, B whole backward; I and W the halves of a split backward, by input and by weight. A chunk's last
+read is in its B or its W."""
 
 ChunkKey = tuple[int, int]
 """(virtual stage, microbatch)."""
 
+_KINDS = frozenset("FBIW")
 _ACTION_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
@@ -138,6 +140,15 @@ class Rates:
         h2d = min(self.h2d_bytes_per_s, self.together_bytes_per_s / 2)
         d2h = min(self.d2h_bytes_per_s, self.together_bytes_per_s - h2d)
         return d2h, min(self.h2d_bytes_per_s, self.together_bytes_per_s - d2h)
+
+
+def checked_action(action: object) -> Action:
+    """(kind, stage, microbatch) as an Action. Raises ValueError for anything else."""
+    match action:
+        case tuple((str(kind), int(stage), int(microbatch))):
+            if kind in _KINDS and min(stage, microbatch) >= 0:
+                return Action(cast(Kind, kind), stage, microbatch)
+    raise ValueError(f"action {action!r} is not (F, B, I or W; stage >= 0; microbatch >= 0)")
 
 
 def parse_action(text: str) -> Action:

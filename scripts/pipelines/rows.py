@@ -18,9 +18,9 @@ from bench.measure import median
 from bench.ours import STAT_FIELDS
 from bench.workload import ATTENTION_GROUPS, GROUPS
 from offload import OffloadConfig, PipelineOffloadManager, configure
+from offload.policy import Action
 from parallel.host import line_up, reserve_host_together
 from parallel.launch import Rank
-from parallel.order import Action
 from parallel.schedules import schedule_named
 from pipelines.job import PipelineJob
 from pipelines.machine import empty_device, machine_facts, rates_json

@@ -6,14 +6,13 @@ import pytest
 
 from offload.device.sim import SimDevice
 from offload.groups.clock import Stalls, StepClock
-from offload.policy.lookahead import ActionKey
+from offload.policy.actions import Action
 from offload.transfer.stalls import Stall
 
-F0: ActionKey = ("F", 0, 0)
-B0: ActionKey = ("B", 0, 0)
+F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
 
 
-def timed(clock: StepClock, device: SimDevice, action: ActionKey, seconds: float, stalls: Stalls) -> None:
+def timed(clock: StepClock, device: SimDevice, action: Action, seconds: float, stalls: Stalls) -> None:
     clock.start(action, stalls)
     device.compute_for(seconds)
     clock.stop(action, stalls)

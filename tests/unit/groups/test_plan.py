@@ -13,7 +13,7 @@ from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
-from offload.policy.lookahead import ActionKey
+from offload.policy.actions import parse_action
 from offload.telemetry.records import StepStats
 from tests.unit.groups.stack import Driver, build_manager, build_stages, gpipe, installed, one_f_one_b
 
@@ -42,7 +42,7 @@ def chunks_of(engine: OffloadEngine, *names: str, nbytes: int = KIB) -> list[Chu
 
 def seen(chunks: list[ChunkOffloadHandler], order: str) -> SeenStep:
     """`order`: actions such as "F0 F1 B1 B0", by microbatch."""
-    actions: list[ActionKey] = [(text[0], 0, int(text[1:])) for text in order.split()]
+    actions = [parse_action(f"0{text}") for text in order.split()]
     forwards = [chunks[microbatch] for kind, _, microbatch in actions if kind == "F"]
     backwards = list(dict.fromkeys(chunks[microbatch] for kind, _, microbatch in actions if kind != "F"))
     return SeenStep(

@@ -15,8 +15,7 @@ from offload.groups.group import OffloadTensorGroup
 from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.groups.timed import TimedPlan, Trial, trials_for
 from offload.groups.units import Unit, cut_into_units, stays_of
-from offload.policy.actions import GroupSize, Rates
-from offload.policy.lookahead import ActionKey
+from offload.policy.actions import Action, GroupSize, Rates
 from tests.unit.groups.stack import (
     WIDTH,
     Driver,
@@ -90,7 +89,7 @@ def test_timed_plan_keeps_part_of_a_group_that_is_too_large_to_stay_whole() -> N
     planner = StepPlanner(engine, PlanSettings.of(engine.config))
     (chunk,) = chunks_of(engine, "a", nbytes=8 * KIB)
     chunk.groups[0].slot_bytes = tuple((slot, 2 * KIB) for slot in range(4))
-    actions: list[ActionKey] = [("F", 0, 0), ("B", 0, 0)]
+    actions = [Action("F", 0, 0), Action("B", 0, 0)]
     step = SeenStep(
         chunks=[chunk],
         forward_order=[chunk],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from offload.policy import parse_action
 from parallel.order import actions_of, peak_chunks
 from parallel.schedules import SCHEDULES
 
@@ -33,7 +34,7 @@ def of_stages(name: str, *, ranks: int, microbatches: int, rank: int = 0) -> Any
 
 
 def text(actions: Any) -> str:
-    return " ".join(f"{stage}{kind}{microbatch}" for kind, stage, microbatch in actions)
+    return " ".join(map(str, actions))
 
 
 def test_gpipe_runs_all_forwards_and_then_all_backwards() -> None:
@@ -78,7 +79,7 @@ def test_peak_chunks_counts_a_chunk_until_its_last_backward() -> None:
     assert peak_chunks(actions_of(single(ScheduleGPipe, stages=2, microbatches=5), 0)) == 5
     assert peak_chunks(actions_of(single(Schedule1F1B, stages=4, microbatches=8), 0)) == 4
     assert peak_chunks(actions_of(single(Schedule1F1B, stages=4, microbatches=8), 3)) == 1
-    assert peak_chunks([("F", 0, 0), ("I", 0, 0), ("F", 0, 1), ("W", 0, 0), ("I", 0, 1), ("W", 0, 1)]) == 2
+    assert peak_chunks([parse_action(text) for text in ("0F0", "0I0", "0F1", "0W0", "0I1", "0W1")]) == 2
     assert peak_chunks([]) == 0
 
 

@@ -7,18 +7,25 @@ import random
 
 import pytest
 
-from offload.policy.lookahead import ActionKey, Lookahead
+from offload.policy.actions import Action, Kind, parse_action
+from offload.policy.lookahead import Lookahead
 
-ONE_F_ONE_B: list[ActionKey] = [("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("F", 0, 2), ("B", 0, 1), ("B", 0, 2)]
+
+def parsed(text: str) -> list[Action]:
+    return [parse_action(action) for action in text.split()]
 
 
-def run(lookahead: Lookahead, actions: list[ActionKey]) -> None:
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+ONE_F_ONE_B = parsed("0F0 0F1 0B0 0F2 0B1 0B2")
+
+
+def run(lookahead: Lookahead, actions: list[Action]) -> None:
     for action in actions:
         lookahead.advance(action)
 
 
 def coming(lookahead: Lookahead) -> str:
-    return " ".join(f"{stage}{kind}{microbatch}" for kind, stage, microbatch in lookahead.coming())
+    return " ".join(map(str, lookahead.coming()))
 
 
 def test_first_step_without_a_schedule_foretells_nothing() -> None:
@@ -48,17 +55,17 @@ def test_nothing_is_foretold_after_a_backward_whose_forward_is_still_to_come() -
     """Else what is read after it was taken for what is read next: under ZBV a whole window of the first
     stage's chunk was held back on the device while the forward ran that is read before it."""
     lookahead = Lookahead()
-    lookahead.give([("F", 1, 0), ("F", 2, 0), ("I", 2, 0), ("W", 2, 0), ("I", 1, 0), ("W", 1, 0)])
-    lookahead.advance(("F", 1, 0))
+    lookahead.give(parsed("1F0 2F0 2I0 2W0 1I0 1W0"))
+    lookahead.advance(parse_action("1F0"))
     assert coming(lookahead) == ""
-    lookahead.advance(("F", 2, 0))
+    lookahead.advance(parse_action("2F0"))
     assert coming(lookahead) == "2I0 2W0 1I0 1W0"
 
 
 def test_forward_that_will_not_come_again_stops_no_hint() -> None:
     lookahead = Lookahead()
-    lookahead.give([("F", 0, 0), ("B", 0, 0), ("B", 5, 5), ("F", 0, 1), ("B", 0, 2), ("B", 0, 1)])
-    lookahead.advance(("F", 0, 0))
+    lookahead.give(parsed("0F0 0B0 5B5 0F1 0B2 0B1"))
+    lookahead.advance(parse_action("0F0"))
     assert coming(lookahead) == "0B0 5B5 0B2"
 
 
@@ -74,8 +81,8 @@ def test_given_schedule_wins_over_the_last_step_until_it_is_taken_back() -> None
     lookahead = Lookahead()
     run(lookahead, ONE_F_ONE_B)
     lookahead.end_step()
-    lookahead.give([("F", 1, 0), ("B", 1, 0)])
-    lookahead.advance(("F", 1, 0))
+    lookahead.give(parsed("1F0 1B0"))
+    lookahead.advance(parse_action("1F0"))
     assert coming(lookahead) == "1B0"
     lookahead.give(None)
     run(lookahead, ONE_F_ONE_B[:2])
@@ -86,7 +93,7 @@ def test_evaluation_between_steps_does_not_become_the_hint() -> None:
     lookahead = Lookahead()
     run(lookahead, ONE_F_ONE_B)
     lookahead.end_step()
-    run(lookahead, [("F", 0, 0), ("F", 0, 1)])
+    run(lookahead, parsed("0F0 0F1"))
     lookahead.end_step()
     assert lookahead.actions == tuple(ONE_F_ONE_B)
     run(lookahead, ONE_F_ONE_B[:4])
@@ -97,32 +104,32 @@ def test_step_that_leaves_the_list_gets_no_hint_until_it_is_back() -> None:
     lookahead = Lookahead()
     lookahead.give(ONE_F_ONE_B)
     run(lookahead, ONE_F_ONE_B[:3])
-    lookahead.advance(("F", 0, 7))
+    lookahead.advance(parse_action("0F7"))
     assert coming(lookahead) == ""
-    lookahead.advance(("F", 0, 2))
+    lookahead.advance(parse_action("0F2"))
     assert coming(lookahead) == "0B1 0B2"
 
 
 def test_action_that_comes_early_skips_what_lies_before_it() -> None:
     lookahead = Lookahead()
     lookahead.give(ONE_F_ONE_B)
-    lookahead.advance(("F", 0, 2))
+    lookahead.advance(parse_action("0F2"))
     assert coming(lookahead) == "0B1 0B2"
 
 
 def test_same_action_twice_in_a_list_is_found_in_order() -> None:
     lookahead = Lookahead()
-    lookahead.give([("F", 0, 0), ("B", 0, 0), ("F", 0, 0), ("B", 0, 0)])
-    run(lookahead, [("F", 0, 0), ("B", 0, 0), ("F", 0, 0)])
+    lookahead.give(parsed("0F0 0B0 0F0 0B0"))
+    run(lookahead, parsed("0F0 0B0 0F0"))
     assert coming(lookahead) == "0B0"
-    lookahead.advance(("B", 0, 0))
+    lookahead.advance(parse_action("0B0"))
     assert coming(lookahead) == ""
 
 
 def test_halves_of_a_split_backward_are_both_foretold() -> None:
     lookahead = Lookahead()
-    lookahead.give([("F", 0, 0), ("I", 0, 0), ("F", 0, 1), ("I", 0, 1), ("W", 0, 0), ("W", 0, 1)])
-    run(lookahead, [("F", 0, 0), ("I", 0, 0), ("F", 0, 1)])
+    lookahead.give(parsed("0F0 0I0 0F1 0I1 0W0 0W1"))
+    run(lookahead, parsed("0F0 0I0 0F1"))
     assert coming(lookahead) == "0I1 0W0 0W1"
 
 
@@ -131,14 +138,16 @@ def test_any_step_at_all_gives_a_hint_out_of_the_list_and_no_error() -> None:
     for _ in range(200):
         lookahead = Lookahead()
         listed = [
-            (dice.choice("FBIW"), dice.randrange(2), dice.randrange(3)) for _ in range(dice.randrange(8))
+            Action(dice.choice(KINDS), dice.randrange(2), dice.randrange(3)) for _ in range(dice.randrange(8))
         ]
         if dice.random() < 0.5:
             lookahead.give(listed)
         for _ in range(3):
             for _ in range(dice.randrange(10)):
-                lookahead.advance((dice.choice("FBIW"), dice.randrange(3), dice.randrange(4)))
-                assert set(lookahead.coming()) <= {action for action in lookahead.actions if action[0] != "F"}
+                lookahead.advance(Action(dice.choice(KINDS), dice.randrange(3), dice.randrange(4)))
+                assert set(lookahead.coming()) <= {
+                    action for action in lookahead.actions if action.kind != "F"
+                }
             lookahead.end_step()
 
 
