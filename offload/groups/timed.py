@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.units import Stays, cut_into_units, stays_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
-from offload.policy.plan import Plan, choose_keeps
+from offload.policy.search import Plan, choose_keeps
 
 __all__ = ["TimedPlan", "Trial", "timed_plans", "trials_for"]
 

@@ -31,7 +31,7 @@ from offload.policy.keeps import (
     summary_bytes,
     tail_keeps,
 )
-from offload.policy.plan import Plan, choose_keeps
+from offload.policy.search import Plan, choose_keeps
 from offload.policy.simulate import Simulation, simulate
 
 __all__ = [

@@ -32,7 +32,7 @@ from enum import Enum, auto
 from itertools import accumulate
 
 from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupKey, GroupSize, Keeps, Rates, reads_of
-from offload.policy.link import D2H, H2D, Link
+from offload.policy.link_model import D2H, H2D, Link
 
 __all__ = ["Simulation", "simulate"]
 

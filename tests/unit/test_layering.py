@@ -170,7 +170,7 @@ def test_a_planted_circle_is_found(tmp_path: Path, files: dict[str, str], circle
         ("offload/groups/chunk.py", "from offload.spill import runtime"),
         ("offload/planner/plan.py", "from offload.groups.manager import PipelineOffloadManager"),
         ("offload/engine.py", "from offload.optim import hybrid"),
-        ("offload/policy/plan.py", "from offload.ids import ChunkId"),
+        ("offload/policy/search.py", "from offload.ids import ChunkId"),
         ("offload/policy/lookahead.py", "import torch"),
         ("offload/policy/watermark.py", "from offload.telemetry.records import StepStats"),
         ("offload/planner/simulate.py", "from torch import nn"),
