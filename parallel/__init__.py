@@ -6,3 +6,21 @@ ranks, `host` pins and measures the link on all at once, `schedules` names what 
 announces each chunk, `order` says in which order the chunks will be read, `transformer` is the model whose
 layers carry the marks.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parallel.order import actions_of
+    from parallel.stage import OffloadPipelineStage
+
+__all__ = ["OffloadPipelineStage", "actions_of"]
+
+
+def __getattr__(name: str) -> object:
+    # on first use: `parallel.megatron` needs no pipeline of torch's
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("parallel.order" if name == "actions_of" else "parallel.stage"), name)

@@ -90,7 +90,7 @@ def init_chunk_handler(*arguments: Any, **keywords: Any) -> None:
 
 
 def _begin_0_16(
-    vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int = 2**20
+    vp_size: int | None = None, vp_stage: int | None = None, min_offloaded_tensor_size: int | None = None
 ) -> None:
     offload.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size)
 
@@ -98,7 +98,7 @@ def _begin_0_16(
 def _begin_0_18(
     vp_size: int | None = None,
     vp_stage: int | None = None,
-    min_offloaded_tensor_size: int = 2**20,
+    min_offloaded_tensor_size: int | None = None,
     max_inflight_offloads: int | None = None,
 ) -> None:
     offload.init_chunk_handler(
@@ -111,7 +111,7 @@ def _begin_newer(
     pp_rank: int,
     vp_size: int | None = None,
     vp_stage: int | None = None,
-    min_offloaded_tensor_size: int = 2**20,
+    min_offloaded_tensor_size: int | None = None,
     delta_offload_bytes_across_pp_ranks: int = 0,
     activation_offload_fraction: float = 1.0,
     max_inflight_offloads: int | None = None,

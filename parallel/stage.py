@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import EllipsisType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+
+from offload import PipelineOffloadManager
 
 __all__ = ["Announcer", "OffloadPipelineStage"]
 
@@ -50,8 +53,11 @@ class Announcer(Protocol):
 
 
 class OffloadPipelineStage(PipelineStage):
-    """A `PipelineStage` that announces each chunk; `announcer=None` announces nothing and keeps the repairs.
+    """A `PipelineStage` that announces each chunk.
 
+    announcer: left out, the manager that `offload.configure` built, as soon as there is one; None announces
+    nothing and keeps the repairs. `manager.set_order(actions_of(schedule, rank))` tells it the coming reads
+    before step 1; without it they are those of the step before.
     `input_args` and `output_args` are meta tensors of one microbatch, with `requires_grad=True` where
     gradients flow.
     """
@@ -65,7 +71,7 @@ class OffloadPipelineStage(PipelineStage):
         *,
         input_args: Tensor | tuple[Tensor, ...],
         output_args: Tensor | tuple[Tensor, ...],
-        announcer: Announcer | None = None,
+        announcer: Announcer | EllipsisType | None = ...,
         group: dist.ProcessGroup | None = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
     ) -> None:
@@ -80,7 +86,13 @@ class OffloadPipelineStage(PipelineStage):
             group=group,
             dw_builder=dw_builder,
         )
-        self.announcer = announcer
+        self._announcer = announcer
+
+    @property
+    def announcer(self) -> Announcer | None:
+        """Who is told; None for nobody."""
+        given = self._announcer
+        return PipelineOffloadManager.OFFLOAD_MGR if isinstance(given, EllipsisType) else given
 
     # ---- the three methods that every schedule goes through ----
 
@@ -143,25 +155,27 @@ class OffloadPipelineStage(PipelineStage):
 
     @contextmanager
     def _announced_forward(self, microbatch: int) -> Iterator[None]:
-        if self.announcer is None:
+        announcer = self.announcer
+        if announcer is None:
             yield
             return
-        self.announcer.begin_chunk(self.stage_index, microbatch)
+        announcer.begin_chunk(self.stage_index, microbatch)
         try:
             yield
         finally:
-            self.announcer.end_forward(self.stage_index, microbatch)
+            announcer.end_forward(self.stage_index, microbatch)
 
     @contextmanager
     def _announced_backward(self, microbatch: int, kind: str) -> Iterator[None]:
-        if self.announcer is None:
+        announcer = self.announcer
+        if announcer is None:
             yield
             return
-        self.announcer.begin_backward(self.stage_index, microbatch, kind)
+        announcer.begin_backward(self.stage_index, microbatch, kind)
         try:
             yield
         finally:
-            self.announcer.end_backward(self.stage_index, microbatch, kind)
+            announcer.end_backward(self.stage_index, microbatch, kind)
 
     # ---- receive buffers: meta tensors until they are received into, and again when they are dead ----
 

@@ -14,6 +14,7 @@ from offload.device import Event, Lane
 from offload.errors import StaleHandleError
 from offload.ids import ChunkId, Owner
 from offload.memory.tensor_pool import GPUTensorPool
+from offload.saved.filters import is_plain
 
 if TYPE_CHECKING:
     from offload.engine import OffloadEngine
@@ -71,13 +72,23 @@ class HandCopies:
         if not isinstance(src_tensor, torch.Tensor):
             raise ValueError(f"offload of a {type(src_tensor).__name__}, must be a tensor on {device.name}")
         self.engine.refuse_in_capture("offload of a tensor by hand")
+        if (
+            src_tensor.is_quantized
+            or src_tensor.is_nested
+            or src_tensor.layout is not torch.strided
+            or not is_plain(src_tensor)
+        ):
+            raise ValueError(
+                f"offload of a {type(src_tensor).__name__} of {src_tensor.dtype} and {src_tensor.layout}, "
+                "whose bytes alone do not make it again; offload its parts, such as int_repr() and q_scale()"
+            )
         if not device.owns(src_tensor):
             raise ValueError(
                 f"offload of a tensor on {src_tensor.device}, but this handler's device is {device.name}; "
                 "move it there first"
             )
         with torch.no_grad():
-            flat = src_tensor.detach().contiguous().view(-1)
+            flat = src_tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         if use_cpu_pool:
             host = self.cpu_tensor_pool.allocate(src_tensor.shape, src_tensor.dtype)
         else:

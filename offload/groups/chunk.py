@@ -163,7 +163,10 @@ class ChunkOffloadHandler(HandCopies):
             self._index = index + 1
             self.begun = True
             group.stays = index in self.stays
-            group.committed = group.sent = False
+            group.committed = group.sent = group.hooked = group.encloses = False
+            outer = self.innermost_open()
+            if outer is not None:
+                outer.encloses = True
             group.total_offload_bytes = group.total_tensor_count = group.logical_bytes = 0
             group.slot_bytes = ()
             group.regions.clear()
@@ -322,6 +325,7 @@ class ChunkOffloadHandler(HandCopies):
                     f"chunk {self.id}: tensor_push of shape {tuple(tensor.shape)}, but no group is open; "
                     "call on_group_start_forward first"
                 )
+            group.hooked = True
             place = group.saved.id.place
             tag = TensorTag(place, self._pushed[place])
             self._pushed[place] += 1

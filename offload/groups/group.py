@@ -33,8 +33,9 @@ class OffloadTensorGroup:
     looked the last time that it stayed and was noted. since: autograd's number of the first node after its
     start. marks: the tensors that its start was given and returned. replayed: of saved tensors that stay
     because CUDA graphs of torch.compile own their memory, bytes by address.
-    stays: the plan keeps it on the device. committed: its end was marked. sent: what it saved until then has
-    been sent, which a delayed commit does later.
+    stays: the plan keeps it on the device. hooked: its saves were asked for since its start. encloses:
+    another group was started in it. committed: its end was marked. sent: what it saved until then has been
+    sent, which a delayed commit does later.
     """
 
     def __init__(self, name: str, use_cpu_pool: bool | None = None, *, device: Device | None = None) -> None:
@@ -43,6 +44,8 @@ class OffloadTensorGroup:
         self.name = name
         self.use_cpu_pool = name not in DYNAMIC_SHAPE_GROUPS if use_cpu_pool is None else use_cpu_pool
         self.stays = False
+        self.hooked = False
+        self.encloses = False
         self.total_offload_bytes = 0
         self.total_tensor_count = 0
         self.logical_bytes = 0

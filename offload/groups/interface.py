@@ -104,7 +104,7 @@ def _host_name() -> str:
 def init_chunk_handler(
     vp_size: int | None = None,
     vp_stage: int | None = None,
-    min_offloaded_tensor_size: int = 1024 * 1024,
+    min_offloaded_tensor_size: int | None = None,
     *,
     pp_rank: int | None = None,
     delta_offload_bytes_across_pp_ranks: int | None = None,
@@ -114,10 +114,10 @@ def init_chunk_handler(
     """The forward of the next microbatch of virtual stage `vp_stage` begins. Call it at the start of every
     microbatch's forward.
 
-    min_offloaded_tensor_size: elements, not bytes. The keywords set the plan's fields (OffloadConfig has
-    their meaning); one left out stays as it is. Raises ValueError for a stage outside 0..vp_size-1, a
-    negative size, a fraction outside 0..1. Blocks the host: never, but once for a plan that has settled,
-    where cached device memory goes back (`trim_device`).
+    min_offloaded_tensor_size: elements, not bytes; None takes the config's. The keywords set the plan's
+    fields (OffloadConfig has their meaning); one left out stays as it is. Raises ValueError for a stage
+    outside 0..vp_size-1, a negative size, a fraction outside 0..1. Blocks the host: never, but once for a
+    plan that has settled, where cached device memory goes back (`trim_device`).
     """
     manager = PipelineOffloadManager.get_instance()
     changes: dict[str, Any] = {}
@@ -173,6 +173,9 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
         muted = manager.muted_handler()
         if muted is not None:
             muted.mute(name)
+        elif manager.do_offload and torch.is_grad_enabled():
+            recomputes = torch._C._current_graph_task_id() != -1
+            (manager.mark_report.recomputed if recomputes else manager.mark_report.not_announced)(name)
     else:
         manager.engine.transfers.check_capture(f"group {name!r}")
         given, tensor = tensor, apply_mark(FineGrainedOffloadingGroupStartFunction, tensor, handler, name)
@@ -359,7 +362,7 @@ class FineGrainedActivationOffloadingInterface:
     def init_chunk_handler(
         vp_size: int | None = None,
         vp_stage: int | None = None,
-        min_offloaded_tensor_size: int = 1024 * 1024,
+        min_offloaded_tensor_size: int | None = None,
         **keywords: Any,
     ) -> None:
         init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, **keywords)

@@ -347,6 +347,8 @@ class PipelineOffloadManager(OpenScopes, Client):
         self._close_uncommitted()
         self._delayed.clear()
         self._pending.clear()
+        if self.is_warmup and self.do_offload:
+            self._say_what_moved_nothing()
         self.cpu_tensor_pool.reset()
         seconds = self._clock.end_step(self.engine.transfers.stalls)
         handlers = [handler for handler in self._handlers.values() if handler.begun]
@@ -375,6 +377,11 @@ class PipelineOffloadManager(OpenScopes, Client):
             self.keep_report.end_step()
         if planned and self.print_summary:
             print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
+
+    def _say_what_moved_nothing(self) -> None:
+        chunks = [handler for handler in self._handlers.values() if handler.begun]
+        committed = [group for handler in chunks for group in handler.groups if group.committed]
+        self.mark_report.end_step(committed, min((c.min_offloaded_tensor_size for c in chunks), default=0))
 
     def reset(self) -> StepStats:
         """A new iteration begins: the same as `step_end`."""

@@ -67,6 +67,8 @@ class OpenScopes(ChunkTracker):
         if handler is None:
             return None
         group = handler.innermost_open()
+        if group is not None:
+            group.hooked = True
         if group is not None and inside_checkpoint():
             if not self._warned_checkpoint and not self.keep_report.open_regions:
                 self._warned_checkpoint = True

@@ -204,6 +204,7 @@ class _Region:
         open_group = handler.innermost_open()
         if open_group is None:
             open_group = self._own = handler.on_group_start_forward(self._group)
+            open_group.hooked = True
         return KeptScope(self.engine, handler, open_group, lane)
 
     def leave(self, call: KeptCall, scope: KeptScope) -> None:

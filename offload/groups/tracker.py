@@ -21,6 +21,7 @@ from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.clock import StepClock
+from offload.groups.mark_report import MarkReport
 from offload.groups.plan import SeenStep
 from offload.groups.queue import VirtualPipelineQueue
 from offload.ids import ChunkId
@@ -36,6 +37,8 @@ __all__ = ["ChunkTracker"]
 # chunks that a prefetch looks at: the one being read and what follows; more only cost host time
 _CHUNKS_AHEAD = 3
 
+_MOST_STAGES = 4096  # virtual ones of a rank: more than any model has layers
+
 
 class ChunkTracker(ABC):
     """The chunks of one engine, by (virtual stage, microbatch), and the cursor over the step's actions."""
@@ -45,6 +48,7 @@ class ChunkTracker(ABC):
         self.engine.on_read(self._on_read)
         self.do_offload = True
         self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=engine.arena)
+        self.mark_report = MarkReport()
         self._clock = StepClock(engine.device)
         self._handlers: dict[ChunkId, ChunkOffloadHandler] = {}
         self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
@@ -150,7 +154,7 @@ class ChunkTracker(ABC):
         self,
         vp_size: int | None = None,
         vp_stage: int | None = None,
-        min_offloaded_tensor_size: int = 1024 * 1024,
+        min_offloaded_tensor_size: int | None = None,
     ) -> None:
         """A forward of virtual stage `vp_stage` begins, of the next microbatch of that stage. Call at the
         start of every forward.
@@ -158,7 +162,8 @@ class ChunkTracker(ABC):
         A forward without gradients belongs to no chunk, and one inside a backward to the chunk that it
         recomputes: neither is counted.
         vp_size: virtual stages of this rank, None for 1. vp_stage: None for 0. min_offloaded_tensor_size:
-        elements. Raises ValueError for a stage outside 0..vp_size-1. Blocks the host: as `begin_chunk`.
+        elements, None for the config's. Raises ValueError for a stage outside 0..vp_size-1. Blocks the host:
+        as `begin_chunk`.
         """
         size = 1 if vp_size is None else vp_size
         stage = 0 if vp_stage is None else vp_stage
@@ -169,6 +174,12 @@ class ChunkTracker(ABC):
                 f"vp_stage is {vp_stage!r} and vp_size {vp_size!r}; vp_stage must be in 0..vp_size-1, and "
                 "vp_size 1 or more"
             )
+        if size > _MOST_STAGES:
+            raise ValueError(
+                f"vp_size is {size:,}; it counts the virtual stages of one rank, at most {_MOST_STAGES:,}"
+            )
+        if min_offloaded_tensor_size is None:
+            min_offloaded_tensor_size = self.engine.config.min_offloaded_tensor_size
         check_min_elements(min_offloaded_tensor_size)
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs a forward again
@@ -181,6 +192,7 @@ class ChunkTracker(ABC):
             self._queue.resize(size)
             microbatch = self._counts[stage]
             self._counts[stage] += 1
+            self.mark_report.forwards(stage, self._counts[stage])
             handler = self._begin(ChunkId(stage, microbatch), min_offloaded_tensor_size)
             self._queue.stage(handler, stage)
             self.pump()
@@ -196,6 +208,7 @@ class ChunkTracker(ABC):
         # the same forward again in one step: an exception was caught, or gradients are being verified
         elif handler.begun:
             self._retired.append(handler.saved)
+            self.mark_report.forwards(chunk_id.stage, len(self._retired))
             handler.reset()
         if handler.min_offloaded_tensor_size != min_elements:
             handler.min_offloaded_tensor_size = min_elements

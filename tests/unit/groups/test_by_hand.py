@@ -120,3 +120,32 @@ def test_tensor_of_another_device_is_not_offloaded(manager: PipelineOffloadManag
     with pytest.raises(ValueError, match="offload of a list, must be a tensor on sim"):
         handler.offload([1.0])  # type: ignore[arg-type]
     assert manager.cpu_tensor_pool.stats["allocation_requests"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+@pytest.mark.parametrize("kind", ["quantized", "sparse", "nested", "subclass"])
+def test_offload_by_hand_refuses_by_name_what_its_bytes_do_not_make_again(
+    manager: PipelineOffloadManager, kind: str
+) -> None:
+    """A quantized tensor came back without its quantizer."""
+
+    class Own(torch.Tensor):
+        pass
+
+    tensor = {
+        "quantized": lambda: torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 3, torch.qint8),
+        "sparse": lambda: torch.eye(4).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "subclass": lambda: torch.ones(4).as_subclass(Own),
+    }[kind]()
+    with pytest.raises(ValueError, match="bytes alone do not make it again"):
+        begun(manager).offload(tensor)
+
+
+def test_conjugated_and_negated_tensors_come_back_by_hand_with_their_values(
+    manager: PipelineOffloadManager,
+) -> None:
+    handler = begun(manager)
+    z = torch.randn(8, dtype=torch.complex64)
+    for tensor in (z.conj(), z.conj().imag):
+        assert torch.equal(handler.reload(handler.offload(tensor)), tensor)

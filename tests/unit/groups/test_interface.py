@@ -261,7 +261,7 @@ def test_settings_follow_three_positional_arguments_by_keyword_only() -> None:
     assert kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3 + [inspect.Parameter.KEYWORD_ONLY] * (
         len(kinds) - 3
     )
-    assert parameters["min_offloaded_tensor_size"].default == 1024 * 1024
+    assert parameters["min_offloaded_tensor_size"].default is None  # the config's
 
 
 @pytest.mark.req("S2-95")

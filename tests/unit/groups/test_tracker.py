@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import (
     ChunkOffloadHandler,
+    OffloadConfig,
     PipelineOffloadManager,
     group_commit,
     group_start,
@@ -56,10 +57,12 @@ def test_each_forward_of_a_step_has_a_handler_that_later_steps_use_again(
 
 @pytest.mark.req("S2-48")
 def test_size_limit_counts_elements_and_is_one_mebi_by_default(manager: PipelineOffloadManager) -> None:
+    """A limit that was not given used to be 1 Mi, whatever the config said: a small model moved nothing."""
+    assert OffloadConfig().min_offloaded_tensor_size == 1024 * 1024
     manager.init_model_chunk_offload_handler()
     handler = manager.cur_forward_chunk()
     assert handler is not None
-    assert handler.min_offloaded_tensor_size == 1024 * 1024
+    assert handler.min_offloaded_tensor_size == manager.engine.config.min_offloaded_tensor_size == 1
     init_chunk_handler(None, None, 65)
     save_one(leaf(64).double()).sum().backward()  # 512 bytes, and too small all the same
     save_one(leaf(65)).sum().backward()

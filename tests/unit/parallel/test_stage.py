@@ -17,6 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+import parallel
+from offload import (
+    OffloadConfig,
+    PipelineOffloadManager,
+    configure,
+    group_commit,
+    group_start,
+    offload_hooks,
+)
 from parallel.schedules import SCHEDULES, build_schedule
 from parallel.stage import OffloadPipelineStage
 
@@ -243,3 +252,35 @@ def test_hidden_forward_for_another_stage_without_shapes_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="would run a hidden forward"):
         run(schedule)
+
+
+def test_stage_is_a_name_of_the_package_and_works_alone_with_the_configured_manager() -> None:
+    """As README has it: the name was an AttributeError, and the class announced to nobody unless it was
+    told whom."""
+
+    class Marked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = group_start(x, "linear")
+            with offload_hooks():
+                y = super().forward(x).tanh()
+            return group_commit(y, "linear")
+
+    stage = parallel.OffloadPipelineStage(
+        Marked(WIDTH, WIDTH), 0, 1, torch.device("cpu"), input_args=example(), output_args=example()
+    )
+    assert stage.announcer is None
+    try:
+        manager = configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim", print_summary=False)
+        assert stage.announcer is manager
+        schedule = build_schedule(
+            SCHEDULES["gpipe"],
+            [stage],
+            microbatches=MICROBATCHES,
+            loss_fn=lambda output, target: (output - target).square().sum(),
+        )
+        run(schedule)
+        assert manager.step_end().spilled == 2 * MICROBATCHES
+    finally:
+        PipelineOffloadManager.close_instance()
+    with pytest.raises(AttributeError, match="no attribute 'stages'"):
+        parallel.stages  # noqa: B018

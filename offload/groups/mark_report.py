@@ -1,0 +1,89 @@
+"""What was asked of the marks and does not happen, said once each, with its cause and the way out.
+
+One invariant: it only listens; nothing asks it whether something may leave.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from offload.groups.group import OffloadTensorGroup
+
+__all__ = ["FORWARDS_WITHOUT_END", "MarkReport"]
+
+logger = logging.getLogger(__name__)
+
+FORWARDS_WITHOUT_END = 1024
+"""Forwards of one virtual stage after which a step is taken for one that is never ended."""
+
+
+class MarkReport:
+    """By cause; of a cause that has a group's name, once for each name."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._recomputed: set[str] = set()
+
+    def not_announced(self, name: str) -> None:
+        """Group `name` was started in a forward that no chunk was begun for."""
+        if self._first("no chunk"):
+            logger.warning(
+                "group %r is started while no chunk is current: nothing of this forward leaves. Call "
+                "init_chunk_handler() at the start of every forward; a pipeline stage needs its announcer",
+                name,
+            )
+
+    def recomputed(self, name: str) -> None:
+        """Group `name` was started while a backward recomputes."""
+        self._recomputed.add(name)
+
+    def forwards(self, stage: int, number: int) -> None:
+        """So many forwards of a virtual stage have begun since the last step's end."""
+        if number >= FORWARDS_WITHOUT_END and self._first("no end"):
+            logger.warning(
+                "%s forwards of virtual stage %s have begun since the last step_end(): each keeps its "
+                "bookkeeping until then, and no plan is made. Call step_end() once a step, when its "
+                "gradients are final",
+                f"{number:,}",
+                stage,
+            )
+
+    def end_step(self, groups: Iterable[OffloadTensorGroup], min_elements: int) -> None:
+        """Say which names moved nothing, and why. groups: what was committed in the step that ends."""
+        found = list(groups)
+        moved = {
+            group.name for group in found if group.encloses or (group.saved is not None and group.saved.slots)
+        }
+        for name in dict.fromkeys(group.name for group in found if group.name not in moved):
+            if not self._first(f"nothing {name}"):
+                continue
+            if any(group.hooked for group in found if group.name == name):
+                logger.warning(
+                    "group %r moved nothing: what autograd saves in it is smaller than "
+                    "min_offloaded_tensor_size, %s elements here, or a parameter, or marked to stay. Lower "
+                    "the threshold, or take its marks out",
+                    name,
+                    f"{min_elements:,}",
+                )
+            else:
+                logger.warning(
+                    "group %r moved nothing: no hooks were open between its start and its commit. Run its "
+                    "layers in `with offload_hooks():`, or start it with hooks=True",
+                    name,
+                )
+        for name in self._recomputed.difference(group.name for group in found):
+            if self._first(f"checkpoint {name}"):
+                logger.warning(
+                    "group %r is inside a reentrant checkpoint, which saves nothing in its forward: nothing "
+                    "of the group leaves. Put its marks around the checkpoint, or use "
+                    "checkpoint(..., use_reentrant=False, context_fn=selective_contexts(...))",
+                    name,
+                )
+        self._recomputed.clear()
+
+    def _first(self, what: str) -> bool:
+        if what in self._said:
+            return False
+        self._said.add(what)
+        return True

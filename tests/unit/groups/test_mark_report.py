@@ -1,0 +1,132 @@
+"""What the marks were asked for and did not do: one warning each, with its cause and the way out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from offload import (
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    offload_hooks,
+    step_end,
+)
+from offload.groups.mark_report import FORWARDS_WITHOUT_END
+from tests.unit.groups.stack import leaf
+
+
+@pytest.fixture(autouse=True)
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.WARNING, "offload"):
+        yield
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def marked(x: Tensor, name: str = "g", *, hooks: bool = True) -> Tensor:
+    x = group_start(x, name)
+    if hooks:
+        with offload_hooks():
+            return group_commit(x * x, name)
+    return group_commit(x * x, name)
+
+
+def test_a_forward_that_was_never_announced_is_said_once(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        marked(leaf()).sum().backward()
+        step_end()
+    (message,) = said(caplog)
+    assert "group 'g' is started while no chunk is current" in message
+    assert "init_chunk_handler() at the start of every forward" in message
+
+
+def test_an_evaluation_that_is_not_announced_is_nothing_to_say(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.no_grad():
+        marked(leaf())
+    assert not said(caplog)
+
+
+def test_forgotten_hooks_are_said_once_a_name(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        init_chunk_handler(None, None, 1)
+        (
+            marked(leaf(), "a", hooks=False) + marked(leaf(), "b", hooks=False) + marked(leaf(), "c")
+        ).sum().backward()
+        step_end()
+    assert [message.split(":")[0] for message in said(caplog)] == [
+        "group 'a' moved nothing",
+        "group 'b' moved nothing",
+    ]
+    assert "with offload_hooks():" in said(caplog)[0]
+
+
+def test_a_group_of_tensors_that_are_all_too_small_is_told_the_threshold(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    init_chunk_handler(None, None, 1 << 20)
+    marked(leaf()).sum().backward()
+    step_end()
+    (message,) = said(caplog)
+    assert "smaller than min_offloaded_tensor_size, 1,048,576 elements here" in message
+
+
+def test_a_group_around_others_moves_nothing_of_its_own_and_is_nothing_to_say(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    init_chunk_handler(None, None, 1)
+    x = group_start(leaf(), "outer")
+    group_commit(marked(x), "outer").sum().backward()
+    step_end()
+    assert not said(caplog)
+
+
+def test_a_group_inside_a_reentrant_checkpoint_is_told_so(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    init_chunk_handler(None, None, 1)
+    y = checkpoint(marked, marked(leaf(), "outside"), use_reentrant=True)
+    y.sum().backward()
+    step_end()
+    (message,) = said(caplog)
+    assert "group 'g' is inside a reentrant checkpoint" in message
+    assert "Put its marks around the checkpoint" in message
+
+
+def test_a_step_that_is_never_ended_is_told_so(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(FORWARDS_WITHOUT_END + 1):
+        init_chunk_handler(None, None, 1)
+    (message,) = said(caplog)
+    assert message.startswith("1,024 forwards of virtual stage 0 have begun since the last step_end()")
+
+
+def test_an_announced_step_that_is_never_ended_is_told_so(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(FORWARDS_WITHOUT_END + 1):
+        manager.begin_chunk(0, 0)
+        marked(leaf()).sum().backward()
+    (message,) = said(caplog)
+    assert "Call step_end() once a step" in message
+
+
+def test_more_virtual_stages_than_a_model_has_layers_are_refused(manager: PipelineOffloadManager) -> None:
+    """It made a list for each of them: 49 s and 7 GB."""
+    with pytest.raises(ValueError, match="vp_size is 100,000,000; it counts the virtual stages of one rank"):
+        init_chunk_handler(10**8, 0)
