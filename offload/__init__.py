@@ -12,24 +12,15 @@ y = group_commit(y, "core_attn")
 step_end()
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
-from offload.errors import (
-    CaptureError,
-    DeviceLimitError,
-    GroupOrderError,
-    HazardError,
-    HostBudgetError,
-    OffloadError,
-    PoolError,
-    RecordStateError,
-    StaleHandleError,
-)
-from offload.groups.chunk import ChunkOffloadHandler
-from offload.groups.group import OffloadTensorGroup
-from offload.groups.interface import (
-    ActivationOffloadContext,
-    FineGrainedActivationOffloadingInterface,
+from offload.errors import OffloadError
+from offload.marks import (
     backward_record,
     capturing,
     configure,
@@ -43,44 +34,62 @@ from offload.groups.interface import (
     mark_not_offloadable,
     offload_hooks,
     reset,
+    selective_contexts,
     step_end,
 )
-from offload.groups.manager import PipelineOffloadManager
-from offload.groups.selective import selective_contexts
-from offload.memory.size_class_pool import CPUSpillBackend
-from offload.memory.tensor_pool import GPUTensorPool, TensorPool
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.captures import CapturedRegion
 
-OffloadManager = PipelineOffloadManager
+if TYPE_CHECKING:
+    from offload.compat.interface import (
+        ActivationOffloadContext as ActivationOffloadContext,
+    )
+    from offload.compat.interface import (
+        FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,
+    )
+    from offload.errors import (
+        CaptureError as CaptureError,
+    )
+    from offload.errors import (
+        DeviceLimitError as DeviceLimitError,
+    )
+    from offload.errors import (
+        GroupOrderError as GroupOrderError,
+    )
+    from offload.errors import (
+        HazardError as HazardError,
+    )
+    from offload.errors import (
+        HostBudgetError as HostBudgetError,
+    )
+    from offload.errors import (
+        PoolError as PoolError,
+    )
+    from offload.errors import (
+        RecordStateError as RecordStateError,
+    )
+    from offload.errors import (
+        StaleHandleError as StaleHandleError,
+    )
+    from offload.groups.chunk import ChunkOffloadHandler as ChunkOffloadHandler
+    from offload.groups.group import OffloadTensorGroup as OffloadTensorGroup
+    from offload.groups.manager import PipelineOffloadManager as PipelineOffloadManager
+    from offload.memory.size_class_pool import CPUSpillBackend as CPUSpillBackend
+    from offload.memory.tensor_pool import GPUTensorPool as GPUTensorPool
+    from offload.memory.tensor_pool import TensorPool as TensorPool
+
+    OffloadManager = PipelineOffloadManager
 
 __all__ = [
-    "ActivationOffloadContext",
-    "CPUSpillBackend",
-    "CaptureError",
     "CapturedRegion",
-    "ChunkOffloadHandler",
-    "DeviceLimitError",
     "FSDPGPUOptimizerWrapper",
-    "FineGrainedActivationOffloadingInterface",
-    "GPUTensorPool",
-    "GroupOrderError",
-    "HazardError",
-    "HostBudgetError",
     "HybridDeviceOptimizer",
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",
-    "OffloadManager",
-    "OffloadTensorGroup",
-    "PipelineOffloadManager",
-    "PoolError",
-    "RecordStateError",
-    "StaleHandleError",
     "StepStats",
-    "TensorPool",
     "backward_record",
     "capturing",
     "configure",
@@ -98,3 +107,36 @@ __all__ = [
     "selective_contexts",
     "step_end",
 ]
+
+_MODULE_OF = {
+    "ActivationOffloadContext": "compat.interface",
+    "FineGrainedActivationOffloadingInterface": "compat.interface",
+    "CaptureError": "errors",
+    "DeviceLimitError": "errors",
+    "GroupOrderError": "errors",
+    "HazardError": "errors",
+    "HostBudgetError": "errors",
+    "PoolError": "errors",
+    "RecordStateError": "errors",
+    "StaleHandleError": "errors",
+    "ChunkOffloadHandler": "groups.chunk",
+    "OffloadTensorGroup": "groups.group",
+    "OffloadManager": "groups.manager",
+    "PipelineOffloadManager": "groups.manager",
+    "CPUSpillBackend": "memory.size_class_pool",
+    "GPUTensorPool": "memory.tensor_pool",
+    "TensorPool": "memory.tensor_pool",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The errors one by one, and the sources' spellings: no part of `__all__`, importable as it."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_MODULE_OF[name]}")
+    value = globals()[name] = getattr(module, "PipelineOffloadManager" if name == "OffloadManager" else name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
+from offload.compat.interface import FineGrainedActivationOffloadingInterface
 from offload.groups.autograd import (
-    FineGrainedOffloadingBackwardRecordFunction,
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
 )
 from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.graphs import is_graph_capturing
 from offload.groups.group import OffloadTensorGroup
-from offload.groups.interface import (
-    FineGrainedActivationOffloadingInterface,
+from offload.groups.manager import PipelineOffloadManager
+from offload.marks import (
+    FineGrainedOffloadingBackwardRecordFunction,
     backward_record,
     disable_offload,
     enable_offload,
@@ -33,7 +34,6 @@ from offload.groups.interface import (
     offload_hooks,
     reset,
 )
-from offload.groups.manager import PipelineOffloadManager
 from offload.memory.tensor_pool import GPUTensorPool
 from offload.telemetry.summary import print_offload_summary_table
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from offload.groups.chunk import ChunkOffloadHandler
-from offload.groups.graphs import record_backward
 
 __all__ = [
-    "FineGrainedOffloadingBackwardRecordFunction",
     "FineGrainedOffloadingGroupCommitFunction",
     "FineGrainedOffloadingGroupStartFunction",
     "apply_mark",
+    "same",
 ]
 
 
@@ -56,7 +55,8 @@ def _has_views(tensor: torch.Tensor) -> bool:
     )
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    """What the forward of a mark returns for its input."""
     return tensor if _has_views(tensor) else tensor.detach()
 
 
@@ -69,7 +69,7 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.cpu_offload_handler = cpu_offload_handler
         cpu_offload_handler.on_group_start_forward(name)
-        return _same(tensor)
+        return same(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -94,24 +94,9 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
         cur_forward_chunk.commit(name, forced_released_tensors, delay_offload)
         if tensor.requires_grad and not (tensor.is_leaf or tensor._is_view()) and _has_views(tensor):
             ctx.mark_dirty(tensor)
-        return _same(tensor)
+        return same(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         ctx.backward_chunk.on_group_commit_backward(ctx.group)
         return grad_output, None, None, None, None
-
-
-class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
-    """An identity whose backward records `event` on the current lane, and orders what comes next there after
-    the restores."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, event: Any) -> torch.Tensor:
-        ctx.event = event
-        return _same(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-        record_backward(ctx.event)
-        return grad_output, None

@@ -41,18 +41,16 @@ def check_event(function: str, event: Any) -> None:
         )
 
 
-def record_forward(event: Any) -> None:
+def record_forward(manager: PipelineOffloadManager, event: Any) -> None:
     """Record `event` on the current stream, and order what comes next there after what was sent to d2h.
     Blocks the host: never."""
     check_event("forward_record", event)
-    manager = PipelineOffloadManager.get_instance()
     _record(manager, event, manager.d2h_stream, "settle")
 
 
-def record_backward(event: Any) -> None:
+def record_backward(manager: PipelineOffloadManager, event: Any) -> None:
     """Record `event` on the current stream, and order what comes next there after what was fetched on h2d.
     Blocks the host: never."""
-    manager = PipelineOffloadManager.get_instance()
     _record(manager, event, manager.h2d_stream, "read")
 
 

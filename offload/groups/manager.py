@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 
 import torch
 
+from offload.compile.report import CompileReport
+from offload.compile.untraced import import_compiler
 from offload.config import check_bytes
 from offload.device import Lane
 from offload.engine import Client, OffloadEngine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkOffloadHandler
-from offload.groups.compile_report import CompileReport
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.open_scopes import OpenScopes
 from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.groups.release import checked_tensors
-from offload.groups.tracing import import_compiler
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.captures import CapturedGraph
@@ -374,7 +374,6 @@ class PipelineOffloadManager(OpenScopes, Client):
                 self._cached_forward = list(self._forward_order)
             self._forget_step()
             self._walk = 0
-            self.keep_report.end_step()
         if planned and self.print_summary:
             print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
 

@@ -12,11 +12,11 @@ from typing import Any, Self
 
 import torch
 
+from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkOffloadHandler
-from offload.groups.keep_report import KeepReport
+from offload.groups.kept_group import KeptGroup
 from offload.groups.scope import GroupScope
-from offload.groups.tracing import untraced
 from offload.groups.tracker import ChunkTracker
 from offload.saved.handles import Handle, Passed
 from offload.saved.hooks import InstalledScope, inside_checkpoint
@@ -31,7 +31,6 @@ class OpenScopes(ChunkTracker):
 
     def __init__(self, engine: OffloadEngine) -> None:
         super().__init__(engine)
-        self.keep_report = KeepReport()
         self._entered: list[InstalledScope | None] = []
         # by the name of the group whose commit closes it
         self._until_commit: list[tuple[str, InstalledScope | None]] = []
@@ -55,6 +54,15 @@ class OpenScopes(ChunkTracker):
         paired. None in a backward."""
         return None if torch._C._current_graph_task_id() != -1 else self._forward
 
+    def needs_chunk(self) -> bool:
+        """Whether something that runs now would leave, were a chunk current."""
+        return self.do_offload and self._forward is None and torch._C._current_graph_task_id() == -1
+
+    def kept_group(self, name: str) -> KeptGroup:
+        """For the outputs that a checkpointed region keeps, which is called now. name: of the group that they
+        belong to where none is open."""
+        return KeptGroup(self, self.active_handler(), name)
+
     # -- hooks -----------------------------------------------------------------------------------------------
     @untraced
     def open_scope(self, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope | None:
@@ -70,7 +78,7 @@ class OpenScopes(ChunkTracker):
         if group is not None:
             group.hooked = True
         if group is not None and inside_checkpoint():
-            if not self._warned_checkpoint and not self.keep_report.open_regions:
+            if not self._warned_checkpoint and not self.open_regions:
                 self._warned_checkpoint = True
                 logger.warning(
                     "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it "

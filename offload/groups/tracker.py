@@ -49,6 +49,7 @@ class ChunkTracker(ABC):
         self.do_offload = True
         self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=engine.arena)
         self.mark_report = MarkReport()
+        self.open_regions = 0  # checkpointed forwards that keep a part, running now
         self._clock = StepClock(engine.device)
         self._handlers: dict[ChunkId, ChunkOffloadHandler] = {}
         self._retired: list[SavedChunk] = []  # forwards of this step that were begun again

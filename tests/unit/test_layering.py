@@ -215,7 +215,7 @@ def test_a_planted_wrong_arrow_is_found(tmp_path: Path, path: str, line: str) ->
             "offload/telemetry/hub.py",
             "from offload.errors import OffloadError\nfrom offload.telemetry.records import StepStats",
         ),
-        ("offload/fine_grained_activation_offload.py", "from offload.groups.interface import group_start"),
+        ("offload/fine_grained_activation_offload.py", "from offload.marks import group_start"),
         (
             "parallel/stage.py",
             "from offload import PipelineOffloadManager\nimport offload\nfrom parallel import launch",

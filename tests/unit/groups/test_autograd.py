@@ -20,12 +20,12 @@ from offload import (
     offload_hooks,
 )
 from offload.groups.autograd import (
-    FineGrainedOffloadingBackwardRecordFunction,
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
     apply_mark,
 )
 from offload.groups.graphs import is_graph_capturing
+from offload.marks import FineGrainedOffloadingBackwardRecordFunction
 from offload.saved.filters import is_parameter
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.checkpoint.kept import KeptCall, RandomStep, alias_of, check_keepable
 from offload.saved.handles import Passed
-from offload.saved.kept import KeptCall, RandomStep, alias_of, check_keepable
 
 aten = torch.ops.aten
 

@@ -15,14 +15,18 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch._C._dynamo import eval_frame as frames
 from torch._compile import _disable_dynamo
 
 __all__ = ["import_compiler", "untraced"]
+
+_TRACED = "offload.checkpoint.selective"
+"""The file that the compiler looks into: a checkpoint's context_fn, when it is traced, is refused by an error
+of its own."""
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -71,12 +75,10 @@ def import_compiler() -> None:
 
 
 def _passed_over() -> Iterator[str]:
-    """Every part of the package but selective.py: a checkpoint's context_fn is refused by an error of its
-    own, when it is traced."""
-    package, _, groups = __name__.rpartition(".")[0].partition(".")
-    for part in pkgutil.iter_modules(sys.modules[package].__path__, f"{package}."):
-        if part.name != f"{package}.{groups}":
-            yield part.name
-    for part in pkgutil.iter_modules(sys.modules[f"{package}.{groups}"].__path__, f"{package}.{groups}."):
-        if part.name != f"{package}.{groups}.selective":
-            yield part.name
+    """Every part of the package but `_TRACED`; the compiler passes over all files of a part."""
+    package, _, beside = _TRACED.rpartition(".")[0].partition(".")
+    root = Path(__file__).parents[1]
+    for folder, prefix in ((root, f"{package}."), (root / beside, f"{package}.{beside}.")):
+        for part in pkgutil.iter_modules([str(folder)], prefix):
+            if part.name not in (_TRACED, f"{package}.{beside}"):
+                yield part.name

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable
+from weakref import WeakKeyDictionary
 
-__all__ = ["KeepReport"]
+from offload.engine import Client, OffloadEngine
+from offload.telemetry.records import StepStats
+
+__all__ = ["KeepReport", "report_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +32,12 @@ class _Asked:
         self.said = False
 
 
-class KeepReport:
-    """By what was asked for: a set of operators or a policy is one, in however many checkpoints it is used.
+class KeepReport(Client):
+    """By what was asked for: a set of operators or a policy is one, however many checkpoints use it."""
 
-    open_regions: checkpointed forwards that are running now.
-    """
+    name = "checkpoint"
 
     def __init__(self) -> None:
-        self.open_regions = 0
         self._asked: dict[Hashable, _Asked] = {}
         self._said_no_chunk = False
 
@@ -61,8 +63,8 @@ class KeepReport:
                 "init_chunk_handler() at the start of every forward"
             )
 
-    def end_step(self) -> None:
-        """Say what a whole step of checkpoints did not call."""
+    def step_ended(self, stats: StepStats) -> None:
+        """As Client: say what a whole step of checkpoints did not call."""
         for entry in self._asked.values():
             if entry.said or not entry.regions:
                 continue
@@ -83,6 +85,18 @@ class KeepReport:
                     _listed(sorted(entry.matched)),
                     _listed(missing),
                 )
+
+
+_reports: WeakKeyDictionary[OffloadEngine, KeepReport] = WeakKeyDictionary()
+
+
+def report_of(engine: OffloadEngine) -> KeepReport:
+    """The report of an engine, attached to it as a client on first use."""
+    report = _reports.get(engine)
+    if report is None:
+        report = _reports[engine] = KeepReport()
+        engine.attach(report)
+    return report
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -5,50 +5,53 @@ offloaded.
     with offload_hooks(): y = attention(x)      # what autograd saves in here belongs to the group
     y = group_commit(y, "core_attn")            # identity: the group's bytes start to leave
 
-This page is where the process-wide manager is asked for; nothing below it does.
+One invariant: the process-wide manager is looked up here, by `existing_manager` and `default_manager`;
+nothing below asks for it.
 
 torch.compile: a mark is a Python side effect, so each one breaks the graph, nothing of it is traced, and
 under fullgraph=True it is torch's error, with the way out. A `with` that is entered inside a compiled
 function makes all of that function eager; there `group_start(..., hooks=True)` stands for it. What a compiled
 function keeps where no hook sees it, and what lies in CUDA graphs that torch.compile records, stays on the
-device; one warning names the group and the graph (compile_report.py).
+device; one warning names the group and the graph (offload/compile).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 
+from offload.checkpoint.kept import Operator
+from offload.checkpoint.selective import Contexts, contexts_for
+from offload.compile.untraced import untraced
 from offload.config import OffloadConfig, check_fraction, check_index
 from offload.device import select_device
 from offload.engine import OffloadEngine, checked_config
 from offload.groups.autograd import (
-    FineGrainedOffloadingBackwardRecordFunction,
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
     apply_mark,
+    same,
 )
-from offload.groups.graphs import check_event, record_forward
+from offload.groups.graphs import check_event, record_backward, record_forward
 from offload.groups.manager import PipelineOffloadManager
 from offload.groups.release import without_output
-from offload.groups.tracing import untraced
 from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
-from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import StepStats
 from offload.transfer.captures import CapturedRegion
 
 __all__ = [
-    "ActivationOffloadContext",
-    "FineGrainedActivationOffloadingInterface",
+    "FineGrainedOffloadingBackwardRecordFunction",
     "backward_record",
     "capturing",
     "configure",
+    "default_manager",
     "disable_offload",
     "enable_offload",
+    "existing_manager",
     "flush_delayed_groups",
     "forward_record",
     "group_commit",
@@ -57,6 +60,7 @@ __all__ = [
     "mark_not_offloadable",
     "offload_hooks",
     "reset",
+    "selective_contexts",
     "step_end",
 ]
 
@@ -119,7 +123,7 @@ def init_chunk_handler(
     outside 0..vp_size-1, a negative size, a fraction outside 0..1. Blocks the host: never, but once for a
     plan that has settled, where cached device memory goes back (`trim_device`).
     """
-    manager = PipelineOffloadManager.get_instance()
+    manager = default_manager()
     changes: dict[str, Any] = {}
     if activation_offload_fraction is not None:
         check_fraction("activation_offload_fraction", activation_offload_fraction)
@@ -137,11 +141,18 @@ def init_chunk_handler(
         manager.settings = replace(manager.settings, **changes)
 
 
-def _existing() -> PipelineOffloadManager | None:
+def existing_manager() -> PipelineOffloadManager | None:
+    """The process-wide manager, if one was built."""
     return PipelineOffloadManager.OFFLOAD_MGR
 
 
-def _check_mark(function: str, value: object, name: object) -> None:
+def default_manager() -> PipelineOffloadManager:
+    """The process-wide manager; built with the default config on first use."""
+    return PipelineOffloadManager.get_instance()
+
+
+def check_mark(function: str, value: object, name: object) -> None:
+    """ValueError unless `value` is a tensor and `name` can be a group's."""
     if not isinstance(name, str) or not name:
         raise ValueError(
             f"{function} with name {name!r}: a group's name must be a non-empty string such as 'core_attn'"
@@ -164,8 +175,8 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
     After an exception in between they stay until step_end() or reset(). Blocks the host: never. Raises
     CaptureError in a CUDA graph captured outside of `capturing()`.
     """
-    _check_mark("group_start", tensor, name)
-    manager = _existing()
+    check_mark("group_start", tensor, name)
+    manager = existing_manager()
     if manager is None:
         return tensor
     handler = manager.active_handler()
@@ -212,8 +223,8 @@ def group_commit(
         kind: Any = type(tensor)
         # torch.return_types take a sequence, as tuple does
         return cast(T, kind(*items) if hasattr(tensor, "_fields") else kind(items))
-    _check_mark("group_commit", tensor, name)
-    manager = _existing()
+    check_mark("group_commit", tensor, name)
+    manager = existing_manager()
     if manager is None:
         return tensor
     manager.close_at_commit(name)
@@ -239,7 +250,7 @@ def group_commit(
 @contextmanager
 def offload_hooks() -> Iterator[None]:
     """What autograd saves inside belongs to the innermost open group at entry."""
-    manager = _existing()
+    manager = existing_manager()
     if manager is None:
         yield
         return
@@ -254,7 +265,7 @@ def offload_hooks() -> Iterator[None]:
 def flush_delayed_groups() -> None:
     """Send every delayed group, in the order of their commits. In a capture, those that were delayed in
     it."""
-    manager = _existing()
+    manager = existing_manager()
     if manager is not None:
         manager.flush_delayed_groups()
 
@@ -262,19 +273,19 @@ def flush_delayed_groups() -> None:
 @untraced
 def disable_offload() -> None:
     """From now on nothing more leaves; what has left comes back as usual."""
-    PipelineOffloadManager.get_instance().disable_offload()
+    default_manager().disable_offload()
 
 
 @untraced
 def enable_offload() -> None:
     """Undo `disable_offload`."""
-    PipelineOffloadManager.get_instance().enable_offload()
+    default_manager().enable_offload()
 
 
 @untraced
 def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
     """`tensor` stays on the device for good; None is accepted."""
-    PipelineOffloadManager.get_instance().mark_not_offloadable(tensor)
+    default_manager().mark_not_offloadable(tensor)
 
 
 def capturing() -> AbstractContextManager[CapturedRegion]:
@@ -292,7 +303,7 @@ def capturing() -> AbstractContextManager[CapturedRegion]:
     step's figures count it once; `StepStats.replays` and `replayed_bytes` count what runs. Blocks the host at
     each capture's begin. Raises CaptureError if a region is open.
     """
-    return PipelineOffloadManager.get_instance().engine.capturing()
+    return default_manager().engine.capturing()
 
 
 @untraced
@@ -303,7 +314,22 @@ def forward_record(event: Any) -> None:
     event: in a capture, torch.cuda.Event(external=True). Another stream that waits for it runs beside the
     copies that are still under way, which the graph itself ends with.
     """
-    record_forward(event)
+    record_forward(default_manager(), event)
+
+
+class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
+    """An identity whose backward records `event` on the current lane, and orders what comes next there after
+    the restores."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, event: Any) -> torch.Tensor:
+        ctx.event = event
+        return same(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
+        record_backward(default_manager(), ctx.event)
+        return grad_output, None
 
 
 @untraced
@@ -322,80 +348,37 @@ def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
 
 
 @untraced
+def selective_contexts(
+    keep_ops: Collection[Operator] | Callable[..., Any], *, group: str = "selective"
+) -> Callable[[], Contexts]:
+    """A context_fn for torch.utils.checkpoint (use_reentrant=False): outputs of `keep_ops` are kept, and
+    leave for the host.
+
+    keep_ops: operators, such as {torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default}; or a policy as torch's
+        create_selective_checkpoint_contexts takes it: policy(ctx, op, *args, **kwargs) -> bool or
+        CheckpointPolicy, of which the SAVE and CPU_OFFLOAD members keep.
+    group: where kept outputs belong that are made while no group is open: a group of this name for each
+        checkpointed forward. Inside a group they belong to that one. The input of the checkpoint leaves only
+        under `offload_hooks()` around it.
+    Kept outputs follow the plan, the limits and min_offloaded_tensor_size like every saved tensor. Without a
+    current chunk they stay, which is said once, and so is a keep_ops of which nothing is ever called. What a
+    recompute has read is autograd's until its node has run, like what it recomputes: a region's worth outside
+    device_limit_bytes. Raises ValueError for an operator that writes to its inputs or returns a view. The
+    context_fn raises OffloadError where torch.compile traces the checkpoint itself: compile the function
+    inside.
+    """
+    return contexts_for(keep_ops, group, default_manager)
+
+
+@untraced
 def step_end() -> StepStats | None:
     """End the step, once its gradients are final. Returns its figures; None where no manager has been
     built."""
-    manager = _existing()
+    manager = existing_manager()
     return None if manager is None else manager.step_end()
 
 
 def reset() -> StepStats | None:
     """The same as `step_end`, under the name that Megatron users know."""
     return step_end()
-
-
-class FineGrainedActivationOffloadingInterface:
-    """`with Interface(offload, tensor, name) as tensor:` opens a group and installs the hooks, iff
-    `offload`."""
-
-    def __init__(self, offload: bool, tensor: torch.Tensor, name: str) -> None:
-        _check_mark(type(self).__name__, tensor, name)
-        self.offload = offload
-        self.tensor = tensor
-        self.name = name
-        self._manager: PipelineOffloadManager | None = None
-        self._installed: InstalledScope | None = None
-
-    def __enter__(self) -> torch.Tensor:
-        if self.offload:
-            self.tensor = group_start(self.tensor, self.name)
-            self._manager = _existing()
-            self._installed = None if self._manager is None else self._manager.open_scope()
-        return self.tensor
-
-    def __exit__(self, *exception: object) -> None:
-        if self._manager is not None:
-            self._manager.close_scope(self._installed)
-        self._manager = self._installed = None
-
-    @staticmethod
-    def init_chunk_handler(
-        vp_size: int | None = None,
-        vp_stage: int | None = None,
-        min_offloaded_tensor_size: int | None = None,
-        **keywords: Any,
-    ) -> None:
-        init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, **keywords)
-
-    @staticmethod
-    def get_context(flag: bool) -> AbstractContextManager[Any]:
-        """The manager's hooks, or a null context."""
-        return PipelineOffloadManager.get_instance() if flag else nullcontext()
-
-    @staticmethod
-    def group_commit(
-        tensor: T,
-        name: str,
-        forced_released_tensors: list[torch.Tensor] | None = None,
-        delay_offload: bool = False,
-    ) -> T:
-        return group_commit(tensor, name, forced_released_tensors, delay_offload)
-
-    @staticmethod
-    def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
-        mark_not_offloadable(tensor)
-
-    @staticmethod
-    def forward_record(event: Any) -> None:
-        forward_record(event)
-
-    @staticmethod
-    def reset() -> None:
-        reset()
-
-    @staticmethod
-    def reset_instance() -> None:
-        PipelineOffloadManager.reset_instance()
-
-
-ActivationOffloadContext = FineGrainedActivationOffloadingInterface

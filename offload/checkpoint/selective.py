@@ -34,26 +34,23 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from offload.checkpoint.kept import KeptCall, Operator, RandomStep, check_keepable
+from offload.checkpoint.report import report_of
 from offload.device import Lane
+from offload.engine import OffloadEngine
 from offload.errors import OffloadError
-from offload.groups.group import OffloadTensorGroup
-from offload.groups.manager import PipelineOffloadManager
-from offload.groups.scope import KeptScope
-from offload.groups.tracing import untraced
-from offload.saved.chunk import SavedChunk
-from offload.saved.hooks import inside_checkpoint
-from offload.saved.kept import KeptCall, Operator, RandomStep, check_keepable
+from offload.saved.hooks import Scope, inside_checkpoint
 from offload.transfer.record import Record
 
-__all__ = ["KeepContext", "selective_contexts"]
+__all__ = ["Contexts", "Groups", "KeepContext", "KeptGroup", "contexts_for"]
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -69,34 +66,17 @@ class KeepContext:
         self.op_output = op_output
 
 
-@untraced
-def selective_contexts(
-    keep_ops: Collection[Operator] | Callable[..., Any], *, group: str = "selective"
+def contexts_for(
+    keep_ops: Collection[Operator] | Callable[..., Any], group: str, groups: Callable[[], Groups]
 ) -> Callable[[], Contexts]:
-    """A context_fn for torch.utils.checkpoint (use_reentrant=False): outputs of `keep_ops` are kept, and
-    leave for the host.
-
-    keep_ops: operators, such as {torch.ops.aten.mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default}; or a policy as torch's
-        create_selective_checkpoint_contexts takes it: policy(ctx, op, *args, **kwargs) -> bool or
-        CheckpointPolicy, of which the SAVE and CPU_OFFLOAD members keep.
-    group: where kept outputs belong that are made while no group is open: a group of this name for each
-        checkpointed forward. Inside a group they belong to that one. The input of the checkpoint leaves only
-        under `offload_hooks()` around it.
-    Kept outputs follow the plan, the limits and min_offloaded_tensor_size like every saved tensor. Without a
-    current chunk they stay, which is said once, and so is a keep_ops of which nothing is ever called. What a
-    recompute has read is autograd's until its node has run, like what it recomputes: a region's worth outside
-    device_limit_bytes. Raises ValueError for an operator that writes to its inputs or returns a view. The
-    context_fn raises OffloadError where torch.compile traces the checkpoint itself: compile the function
-    inside.
-    """
+    """The context_fn of `offload.selective_contexts`. groups: asked at each checkpointed forward."""
     keep = _Keep(keep_ops)
     if not isinstance(group, str) or not group:
         raise ValueError(f"group is {group!r}, must be a non-empty string such as 'selective'")
 
     def context_fn() -> Contexts:
         _refuse_tracing()
-        region = _Region(keep, group)
+        region = _Region(keep, groups(), group)
         return _ForwardMode(region), _RecomputeMode(region)
 
     return context_fn
@@ -164,63 +144,48 @@ class _Keep:
         return True
 
 
-class _Region:
-    """One run of a checkpointed function: what its forward kept, and where that belongs."""
+class KeptGroup(Protocol):
+    """Whose the kept outputs of one region are, while its forward runs."""
 
-    def __init__(self, keep: _Keep, group: str) -> None:
+    def begin(self) -> None: ...
+
+    def scope(self, lane: Lane | None) -> Scope | None: ...
+
+    def left(self, records: Iterable[Record]) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Groups(Protocol):
+    """The groups' manager, as far as a region asks it."""
+
+    engine: OffloadEngine
+
+    def needs_chunk(self) -> bool: ...
+
+    def kept_group(self, name: str) -> KeptGroup: ...
+
+
+class _Region:
+    """One run of a checkpointed function: what its forward kept."""
+
+    def __init__(self, keep: _Keep, groups: Groups, name: str) -> None:
         self.keep = keep
-        self.manager = PipelineOffloadManager.get_instance()
-        self.engine = self.manager.engine
+        self.engine = groups.engine
+        self.report = report_of(groups.engine)
         self.kept: dict[tuple[Operator, int], KeptCall] = {}
         self.calls: Counter[Operator] = Counter()
-        self._group = group
-        self._own: OffloadTensorGroup | None = None
-        self._together: list[Record] = []
-        self._handler = self.manager.active_handler()
-        self._chunk: SavedChunk | None = None
-        if self._handler is not None:
-            self._chunk = self._handler.saved
-            # what is saved from here to the forward itself are the checkpoint's inputs
-            self._chunk.note_saves()
+        self._groups = groups
+        self.group = groups.kept_group(name)
 
     def begin(self) -> None:
-        manager = self.manager
-        manager.keep_report.open_regions += 1
-        if self._chunk is not None:
-            self._together = self._chunk.take_noted()
-        elif (
-            manager.do_offload
-            and manager.cur_forward_chunk() is None
-            and torch._C._current_graph_task_id() == -1
-        ):
-            manager.keep_report.no_chunk()
+        self.group.begin()
+        if self._groups.needs_chunk():
+            self.report.no_chunk()
 
-    def scope(self, lane: Lane | None) -> KeptScope | None:
-        """Where an output belongs that is made now, on `lane`; None: on the lane that is current when it
-        leaves."""
-        handler = self._handler
-        if handler is None or handler.saved is not self._chunk:
-            return None
-        open_group = handler.innermost_open()
-        if open_group is None:
-            open_group = self._own = handler.on_group_start_forward(self._group)
-            open_group.hooked = True
-        return KeptScope(self.engine, handler, open_group, lane)
-
-    def leave(self, call: KeptCall, scope: KeptScope) -> None:
+    def leave(self, call: KeptCall, scope: Scope) -> None:
         with self.engine.lock:
-            self._together += call.leave(functools.partial(self.engine.hooks.pack_for, scope))
-
-    def end(self) -> None:
-        self.manager.keep_report.open_regions -= 1
-        together, self._together = self._together, []
-        handler, chunk = self._handler, self._chunk
-        if handler is None or chunk is None or handler.saved is not chunk:
-            return
-        with self.engine.lock:
-            if self._own is not None and not self._own.committed:
-                self.manager.commit(handler, self._group)
-            handler.read_together(together)
+            self.group.left(call.leave(functools.partial(self.engine.hooks.pack_for, scope)))
 
 
 class _Mode(TorchDispatchMode):
@@ -244,7 +209,7 @@ class _ForwardMode(_Mode):
     def __init__(self, region: _Region) -> None:
         super().__init__(region)
         # for a save to come after it
-        self._waiting: tuple[tuple[Operator, int], KeptCall, KeptScope | None] | None = None
+        self._waiting: tuple[tuple[Operator, int], KeptCall, Scope | None] | None = None
         self._pair: torch.autograd.graph.saved_tensors_hooks | None = None
         self._matched: set[str] = set()
         self._called: dict[Operator, None] = {}  # in the order of their first calls
@@ -274,9 +239,9 @@ class _ForwardMode(_Mode):
         else:
             self._pass_on()
         region, keep = self._region, self._region.keep
-        region.end()
+        region.group.end()
         if torch._C._current_graph_task_id() == -1:  # else an outer recompute runs this forward again
-            region.manager.keep_report.region(keep.key, keep.names, self._matched, map(str, self._called))
+            region.report.region(keep.key, keep.names, self._matched, map(str, self._called))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
@@ -297,7 +262,7 @@ class _ForwardMode(_Mode):
             with region.engine.lock:
                 call = KeptCall(func, number, args, kwargs, output, RandomStep.end(random))
                 lane = None if call.is_collective else region.engine.device.compute
-                self._waiting = ((func, number), call, region.scope(lane))
+                self._waiting = ((func, number), call, region.group.scope(lane))
         return output
 
     def _pass_on(self) -> None:

@@ -1,0 +1,1 @@
+"""The sources' spellings, as adapters over the engine. Nothing of the engine imports them."""
