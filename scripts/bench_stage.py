@@ -18,6 +18,7 @@ memory.
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,23 +73,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="set aside from a total limit for a backward's own tensors (%(default)s)",
     )
     parser.add_argument(
-        "--max-spilling-gb", type=float, help="bytes in flight to the host; the engine's default if not given"
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="of OffloadConfig, for rows of ours: --set piece_bytes=16777216; may be given again",
     )
-    parser.add_argument(
-        "--max-restoring-gb", type=float, help="bytes fetched ahead; the engine's default if not given"
-    )
-    parser.add_argument("--piece-mb", type=float, help="piece of a group that leaves at once, MB of 2**20")
-    parser.add_argument("--min-elements", type=int, help="smallest saved tensor that leaves, in elements")
     parser.add_argument(
         "--host-limit-gb",
         type=float,
         default=110.0,
         help="pinned bytes that a row may need at most (%(default)s)",
-    )
-    parser.add_argument(
-        "--host-reserve-gb",
-        type=float,
-        help="pinned before step 1; derived from the bytes to be moved if not given",
     )
     parser.add_argument("--layers", type=int)
     parser.add_argument("--sequence", type=int)
@@ -96,11 +91,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, help="steps between the first and the timed ones")
     parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
     parser.add_argument("--no-isolate", action="store_true", help="run the rows in this process")
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="chrome trace of one step of each row but nothing (the row's name is put before the suffix)",
-    )
     parser.add_argument(
         "--profile-summary",
         action="store_true",
@@ -117,14 +107,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--live", default=LIVE, help="live tensors for --micro (%(default)s)")
     add_run_options(parser, row_timeout_s=300.0)
     parsed = parser.parse_args(arguments)
+    if wrong := [text for text in parsed.set if "=" not in text]:
+        parser.error(f"--set {wrong[0]}: give FIELD=VALUE")
     unknown = [name for name in (parsed.rows or "").split(",") if name and name not in ROWS]
     if unknown:
         parser.error(f"unknown rows {', '.join(unknown)}; known are {', '.join(ROWS)}")
     return parsed
-
-
-def _bytes(gigabytes: float | None) -> int | None:
-    return None if gigabytes is None else round(gigabytes * GB)
 
 
 def requests_for(args: argparse.Namespace, workload: str, folder: Path) -> list[tuple[str, RowRequest]]:
@@ -139,20 +127,18 @@ def requests_for(args: argparse.Namespace, workload: str, folder: Path) -> list[
     means = _LIMIT_MEANS[workload] if args.limit_means == "auto" else args.limit_means
     if args.tiny and not args.device_limit_gb:
         limits, means = [0.0002], "saved"
+    engine = {"min_offloaded_tensor_size": 1} if args.tiny else {}
+    engine |= {name: ast.literal_eval(value) for name, value in (text.split("=") for text in args.set)}
     shared: dict[str, Any] = {
-        "working_set_bytes": _bytes(args.working_set_gb),
-        "max_spilling_bytes": _bytes(args.max_spilling_gb),
-        "max_restoring_bytes": _bytes(args.max_restoring_gb),
-        "piece_bytes": None if args.piece_mb is None else round(args.piece_mb * 2**20),
-        "host_limit_bytes": _bytes(args.host_limit_gb),
-        "host_reserve_bytes": _bytes(args.host_reserve_gb),
-        "min_elements": args.min_elements if args.min_elements is not None else (1 if args.tiny else None),
+        "working_set_bytes": round(args.working_set_gb * GB),
+        "host_limit_bytes": round(args.host_limit_gb * GB),
+        "engine": engine,
     }
     rows: list[tuple[str, RowRequest]] = []
     for name in names:
         for limit in limits if name in LIMITED_ROWS else [0.0]:
             label = f"{name}@{limit:g}{means[0]}" if limit else name
-            options = RowOptions(**shared | ({f"{means}_limit_bytes": _bytes(limit)} if limit else {}))
+            options = RowOptions(**shared | ({f"{means}_limit_bytes": round(limit * GB)} if limit else {}))
             chosen = name != "nothing" or names == ["nothing"]
             request = RowRequest(
                 row=name,
@@ -165,18 +151,12 @@ def requests_for(args: argparse.Namespace, workload: str, folder: Path) -> list[
                 warmup=args.warmup,
                 gradients=not args.no_gradients,
                 reference=str(folder / f"reference-{workload}.pt"),
-                trace=_trace_path(args.trace, workload, label) if args.trace is not None and chosen else None,
                 profile=args.profile_summary and chosen,
                 host_profile=args.profile,
                 label=label,
             )
             rows.append((label, request))
     return rows
-
-
-def _trace_path(given: str, workload: str, label: str) -> str:
-    path = Path(given)
-    return str(path.with_name(f"{path.stem}.{workload}.{label}{path.suffix or '.json'}").resolve())
 
 
 def run_workload(run: Run, workload: str, link: dict[str, Any]) -> None:
@@ -191,11 +171,7 @@ def run_workload(run: Run, workload: str, link: dict[str, Any]) -> None:
 
 
 def _run_rows(
-    run: Run,
-    workload: str,
-    link: dict[str, Any],
-    requests: list[tuple[str, RowRequest]],
-    notes: list[str],
+    run: Run, workload: str, link: dict[str, Any], requests: list[tuple[str, RowRequest]], notes: list[str]
 ) -> None:
     done: dict[str, dict[str, Any]] = {}
     for label, request in requests:

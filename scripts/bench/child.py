@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,7 +94,6 @@ class RowRequest:
     gradients: bool = True
     reference: str | None = None
     """File of the baseline's gradient prints: written by the row "nothing", read by the others."""
-    trace: str | None = None
     profile: bool = False
     """Lanes of one step under torch's profiler."""
     host_profile: bool = False
@@ -131,7 +131,7 @@ def _measure(request: RowRequest) -> dict[str, Any]:
     stack, inputs = Stack(work.shape, device, dtype), Inputs(work.shape, device, dtype)
     clear_gradients(stack, inputs, work.keep_gradients)
     clock = Clock(device)
-    layer_bytes = probe_saved_bytes(stack, inputs.of(0), request.options.min_elements or 1 << 20)
+    layer_bytes = probe_saved_bytes(stack, inputs.of(0), request.options.min_elements)
     clock.drain()
     context = RowContext(
         workload=work,
@@ -179,7 +179,7 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
         result["drained_host_ms"] = [ms for ms, _ in drained]
     if request.host_profile:
         result["host_profile"] = profiling.profile_host(row, clock)
-    if request.trace is not None or request.profile:
+    if request.profile:
         result["lanes"] = _profiled(request, row, clock)
     if request.gradients and request.reference is not None:
         result["gradients"] = _gradients(request, row, clock, Path(request.reference))
@@ -205,24 +205,17 @@ def _profiled(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     """One more step under torch's profiler. It costs host time, so its step is not among the timed ones."""
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CUDA] if clock.cuda else []
-    if request.trace is not None or not clock.cuda:
-        activities.append(ProfilerActivity.CPU)
+    activities = [ProfilerActivity.CUDA if clock.cuda else ProfilerActivity.CPU]
     context = row.context
     clear_gradients(context.stack, context.inputs, context.workload.keep_gradients)
     clock.drain()
-    path = (
-        Path(request.trace)
-        if request.trace is not None
-        else Path(f"{request.reference or 'bench'}.{request.row}.trace.json")
-    )
     with profile(activities=activities) as profiler:
         run_step(row, context.workload.actions, clock)
         clock.drain()
-    profiler.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
-    if request.trace is None:
-        path.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
     step = lanes.summarise_events(events)
     engine, text = row.stats(), lanes.render(step, request.label or request.row)
     if "stall_ms" in engine and step.lanes:

@@ -16,16 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from bench.rows import (
-    GB,
-    Pinned,
-    Row,
-    RowContext,
-    RowOptions,
-    checkpointed,
-    kept_operators,
-    stack_call,
-)
+from bench.rows import GB, Pinned, Row, RowContext, RowOptions, checkpointed, kept_operators, stack_call
 from bench.run import SkippedError
 from bench.workload import ATTENTION_GROUPS, BLOCK_INPUT, GROUPS, Marks, live_peak_chunks
 
@@ -125,19 +116,15 @@ class Ours(Row):
         return sum(self.context.layer_bytes[name].movable_bytes for name in self.groups)
 
     def _given(self) -> dict[str, Any]:
-        """The fields of the engine's configuration, None where its own default holds."""
+        """The fields of the engine's configuration that are not its own defaults."""
         options = self.context.options
-        reserve = options.host_reserve_bytes
-        if reserve is None:
-            reserve = host_reserve_bytes(self._live_movable_bytes(), options.host_limit_bytes)
+        reserve = host_reserve_bytes(self._live_movable_bytes(), options.host_limit_bytes)
+        reserve = options.engine.get("host_reserve_bytes", reserve)
         self._skip_if_pinned_exceeds(reserve, "what is live at once")
         return {
             "device_limit_bytes": self.limit_bytes,
-            "max_spilling_bytes": options.max_spilling_bytes,
-            "max_restoring_bytes": options.max_restoring_bytes,
-            "piece_bytes": options.piece_bytes,
-            "min_offloaded_tensor_size": options.min_elements,
             "host_limit_bytes": options.host_limit_bytes,
+            **options.engine,
             "host_reserve_bytes": reserve,
         }
 
@@ -148,8 +135,7 @@ class Ours(Row):
     def _configure(self) -> Any:
         import offload
 
-        given = self._given()
-        config = offload.OffloadConfig(**{name: value for name, value in given.items() if value is not None})
+        config = offload.OffloadConfig(**self._given())
         began = time.perf_counter()
         manager = offload.configure(
             config, device="cuda" if self.context.device.type == "cuda" else "sim", print_summary=False
@@ -306,7 +292,7 @@ class _KeptBytes(TorchDispatchMode):
 def probe_kept_bytes(context: RowContext, operators: frozenset[Any]) -> int:
     """What one block keeps that may leave, its input included, from one real forward."""
     x = context.inputs.of(0)
-    min_elements = context.options.min_elements or 1 << 20
+    min_elements = context.options.min_elements
     count = _KeptBytes(operators, min_elements)
     with torch.autograd.graph.saved_tensors_hooks(count.saved, lambda kept: kept), count:
         context.stack.blocks[0](x)

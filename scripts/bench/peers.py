@@ -140,7 +140,7 @@ class MegatronRow(Row):
         return done
 
     def forward(self, microbatch: int, x: torch.Tensor) -> torch.Tensor:
-        min_elements = self.context.options.min_elements or 1 << 20
+        min_elements = self.context.options.min_elements
         if self._positional_rank:
             self._interface.init_chunk_handler(0, 1, None, min_elements, 0, 1.0)
         else:

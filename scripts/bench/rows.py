@@ -8,9 +8,9 @@ actions are the same for all. One invariant: a row that cannot run here raises `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptions:
-    """What the command line says about rows; None leaves the engine's own default."""
+    """What the command line says about rows."""
 
     total_limit_bytes: int | None = None
     """All active device bytes: weights, gradients, inputs, working set and saved tensors."""
@@ -48,12 +48,14 @@ class RowOptions:
     """Saved tensors on the device in any state."""
     working_set_bytes: int = 2_000_000_000
     """What a backward needs besides saved tensors; taken off a total limit."""
-    max_spilling_bytes: int | None = None
-    max_restoring_bytes: int | None = None
-    piece_bytes: int | None = None
     host_limit_bytes: int = 110_000_000_000
-    host_reserve_bytes: int | None = None
-    min_elements: int | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of OffloadConfig; what is not here is the engine's own default."""
+
+    @property
+    def min_elements(self) -> int:
+        """Smallest saved tensor that may leave."""
+        return int(self.engine.get("min_offloaded_tensor_size", 1 << 20))
 
 
 @dataclass(slots=True, kw_only=True)

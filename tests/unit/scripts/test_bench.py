@@ -69,10 +69,9 @@ def test_several_limits_give_several_rows_and_w2_means_the_total(tmp_path: Path)
             "ours_all,checkpoint",
             "--device-limit-gb",
             "50,22",
-            "--piece-mb",
-            "16",
-            "--trace",
-            "t.json",
+            "--set",
+            "piece_bytes=16777216",
+            "--profile-summary",
         ]
     )
     requests = bench_stage.requests_for(args, "W2", tmp_path)
@@ -83,8 +82,8 @@ def test_several_limits_give_several_rows_and_w2_means_the_total(tmp_path: Path)
         22_000_000_000,
         None,
     ]
-    assert requests[1][1].options.piece_bytes == 16 << 20
-    assert [request.trace is not None for _, request in requests] == [False, True, True, True]
+    assert requests[1][1].options.engine == {"piece_bytes": 16 << 20}
+    assert [request.profile for _, request in requests] == [False, True, True, True]
     w1 = bench_stage.requests_for(args, "W1", tmp_path)[1][1]
     assert (w1.options.saved_limit_bytes, w1.options.total_limit_bytes) == (50_000_000_000, None)
     assert pickle.loads(pickle.dumps(w1)) == w1
@@ -128,7 +127,7 @@ def test_tiny_run_prints_every_row_and_writes_every_sample(
 
 
 def test_total_limit_below_what_is_resident_is_a_skipped_row_not_a_crash() -> None:
-    options = RowOptions(total_limit_bytes=1, working_set_bytes=2, min_elements=1)
+    options = RowOptions(total_limit_bytes=1, working_set_bytes=2)
     request = child.RowRequest(row="ours_all", workload="W1", options=options, tiny=True)
     result = child.run(replace(request, samples=1))
     assert result["status"] == "skipped"

@@ -62,7 +62,9 @@ def test_the_tiny_run_prints_every_part_and_writes_every_row(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "rows.json"
-    code = bench_optimizer.main(["--tiny", "--steps", "2", "--warmup", "1", "--out", str(out)])
+    code = bench_optimizer.main(
+        ["--tiny", "--steps", "1", "--warmup", "1", "--microbatches", "2", "--out", str(out)]
+    )
     text = capsys.readouterr().out
     assert code == 0, text
     for said in ("clipped by the global norm", "ours_forward + groups, 2 pairs", "all state streamed"):

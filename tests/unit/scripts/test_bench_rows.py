@@ -53,6 +53,9 @@ def test_row_that_would_pin_more_than_the_host_limit_is_skipped_with_both_number
         rows.SaveOnCpu(context_of("W1", host_limit_bytes=1))
 
 
+SMALLEST = {"min_offloaded_tensor_size": 1}
+
+
 class FakeManager:
     """Writes down what the row announces."""
 
@@ -126,7 +129,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeOffload:
 
 
 def test_our_row_announces_every_action_in_order(fake: FakeOffload) -> None:
-    context = context_of("W2", saved_limit_bytes=1000, max_spilling_bytes=10, piece_bytes=20)
+    context = context_of("W2", saved_limit_bytes=1000, engine={"max_spilling_bytes": 10, "piece_bytes": 20})
     with rows.opened(ours.Ours(context)) as row:
         run_step(row, context.workload.actions, Clock(CPU))
     expected = (
@@ -179,7 +182,7 @@ def test_our_rows_figures_come_from_the_manager(fake: FakeOffload) -> None:
 @pytest.mark.parametrize("groups", [GROUPS, ATTENTION_GROUPS])
 def test_our_rows_give_the_gradients_of_nothing(name: str, groups: tuple[str, ...]) -> None:
     reference = prints_of(rows.Nothing(context_of(name)))
-    with rows.opened(ours.Ours(context_of(name, min_elements=1, saved_limit_bytes=200_000), groups)) as row:
+    with rows.opened(ours.Ours(context_of(name, engine=SMALLEST, saved_limit_bytes=200_000), groups)) as row:
         left = 0
         for _ in range(2):  # the second step runs the plan that the first one made
             assert gradients.compare(reference, prints_of(row))["verdict"] == "bitwise"
@@ -190,7 +193,7 @@ def test_our_rows_give_the_gradients_of_nothing(name: str, groups: tuple[str, ..
 @pytest.mark.parametrize("name", ["W1", "W2"])
 def test_our_selective_row_gives_the_gradients_of_nothing_and_saves_what_it_foretold(name: str) -> None:
     reference = prints_of(rows.Nothing(context_of(name)))
-    with rows.opened(ours.OursSelective(context_of(name, min_elements=1, saved_limit_bytes=200_000))) as row:
+    with rows.opened(ours.OursSelective(context_of(name, engine=SMALLEST, saved_limit_bytes=200_000))) as row:
         assert isinstance(row, ours.OursSelective)
         forwards = len(row.context.workload.actions) // 2
         saved: list[int] = []
@@ -204,7 +207,7 @@ def test_our_selective_row_gives_the_gradients_of_nothing_and_saves_what_it_fore
 
 
 def test_our_selective_row_leaves_room_for_what_a_block_recomputes_and_its_bound_does_not() -> None:
-    context = context_of("W1", min_elements=1, total_limit_bytes=400_000, working_set_bytes=50_000)
+    context = context_of("W1", engine=SMALLEST, total_limit_bytes=400_000, working_set_bytes=50_000)
     block_bytes = sum(group.nbytes for group in context.layer_bytes.values())
     with rows.opened(ours.OursSelective(context)) as row:
         assert isinstance(row, ours.OursSelective)
