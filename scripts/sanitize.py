@@ -1,15 +1,14 @@
-"""Watch the GPU tests with torch's CUDA sanitizer and a small run with compute-sanitizer, and sum up what
-they report.
+"""Watch the GPU tests with torch's CUDA sanitizer, and sum up what it reports.
 
-    python scripts/sanitize.py                         both; logs go to sanitize/
-    python scripts/sanitize.py --only csan -- -k exact     what follows -- goes to pytest
+    python scripts/sanitize.py                         the log goes to sanitize/
+    python scripts/sanitize.py -- -k exact                 what follows -- goes to pytest
     python scripts/sanitize.py --read sanitize/csan.log    sum up a log again
 
 One invariant: every report is in the summary, under the two operations, the engine's own frames in their
 stacks and the tests that it came from; exit status 1 if one of them touches the engine, has no explanation
 here and is not from a test that leaves an edge out.
 
-What the first (TORCH_CUDA_SANITIZER=1, torch/cuda/_sanitizer.py) sees: pairs of dispatched operations on
+What it (TORCH_CUDA_SANITIZER=1, torch/cuda/_sanitizer.py) sees: pairs of dispatched operations on
 device memory of one address, from two streams, that no event, wait or synchronisation orders. So, of the
 engine's edges (the notes in offload/transfer):
 
@@ -39,9 +38,6 @@ Two reports would have been false and are avoided where the engine makes them (o
 an event that a poll found passed (the sanitizer sees no query), and a tensor made over bytes that are there
 (`set_` counts as a kernel that writes them). tests/property/test_sanitizer.py runs the same sanitizer over
 simulated lanes.
-
-The second (compute-sanitizer --tool memcheck) sees accesses outside an allocation, by kernel. It needs a
-device that allows debugging.
 """
 
 from __future__ import annotations
@@ -49,10 +45,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -63,19 +57,6 @@ TOO_LONG = ("test_soak.py", "test_overlap.py", "test_composition.py")
 """Two thousand steps, figures of time, and ranks of their own: nothing in them that the others do not do."""
 NOT_SEEN = ("test_graphs.py", "test_optimizer_graphs.py", "test_compile.py")
 """What the sanitizer cannot follow; see above."""
-SMALL = (
-    "tests/gpu/test_transfer.py",
-    "tests/gpu/test_exact.py",
-    "-k",
-    "all_dtypes or (each_group_alone and core_attn)",
-)
-"""All dtypes and layouts there and back, and a few steps of a transformer: memcheck makes kernels slower by a
-factor of ten and more."""
-COMPUTE_SANITIZER = (
-    "compute-sanitizer",
-    "/usr/local/cuda/bin/compute-sanitizer",
-    "/usr/local/cuda/compute-sanitizer/compute-sanitizer",
-)
 
 EXPLAINED = {
     ("aten::_unsafe_view", "spill"): (
@@ -209,105 +190,36 @@ def summary_of(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def run(command: Sequence[str], log: Path, **environment: str) -> list[str]:
-    """Run it from the repository root; its output goes to `log` and is returned."""
+def run_csan(folder: Path, arguments: Sequence[str]) -> list[str]:
+    """Run the tests from the repository root; their output goes to a log and is returned."""
+    ignored = [f"--ignore=tests/gpu/{name}" for name in (*TOO_LONG, *NOT_SEEN)]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-s", "--tb=line", "tests/gpu"]
+    command += [*ignored, *arguments]
+    log = folder / "csan.log"
     print(f"{' '.join(command)} > {log}", flush=True)
     # unbuffered: a report must stand behind the name of its test
-    changed = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+    changed = {**os.environ, "PYTHONUNBUFFERED": "1", "TORCH_CUDA_SANITIZER": "1"}
     with log.open("w") as output:
         subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=changed, check=False)
     return log.read_text(errors="replace").splitlines()
 
 
-def run_csan(folder: Path, arguments: Sequence[str]) -> list[str]:
-    ignored = [f"--ignore=tests/gpu/{name}" for name in (*TOO_LONG, *NOT_SEEN)]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-v",
-        "-s",
-        "--tb=line",
-        "tests/gpu",
-        *ignored,
-        *arguments,
-    ]
-    return run(command, folder / "csan.log", TORCH_CUDA_SANITIZER="1")
-
-
-def run_memcheck(folder: Path) -> tuple[list[str], bool]:
-    """(lines of summary, whether it was clean or could not be run)."""
-    tool = next((found for name in COMPUTE_SANITIZER if (found := shutil.which(name))), None)
-    if tool is None:
-        return [
-            f"compute-sanitizer: not run, none of {', '.join(COMPUTE_SANITIZER)} is here; it comes with "
-            "CUDA's toolkit"
-        ], True
-    command = [tool, "--tool", "memcheck", "--print-limit", "20", "--error-exitcode", "9"]
-    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-x", *SMALL]
-    # without the caching allocator's pool every tensor is an allocation of its own, so that an access past
-    # its end is seen
-    lines = run([*command, *tests], folder / "memcheck.log", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    return memcheck_summary(lines)
-
-
-def memcheck_summary(lines: Sequence[str]) -> tuple[list[str], bool]:
-    if any("Device not supported" in line for line in lines):
-        return ["compute-sanitizer: not run, this device does not allow debugging"], True
-    totals = [line for line in lines if "ERROR SUMMARY" in line]
-    kinds = Counter(
-        line.split("=========")[-1].strip()
-        for line in lines
-        if re.search(r"========= (Invalid|Program hit|Leaked)", line)
-    )
-    said = [f"    {count} x {kind}" for kind, count in kinds.most_common()]
-    if not totals:
-        return [*said, "compute-sanitizer: it ended without a summary; read the log"], False
-    return [
-        *said,
-        f"compute-sanitizer: {totals[-1].split('=========')[-1].strip()}",
-    ], "SUMMARY: 0 errors" in totals[-1]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Run the GPU tests under torch's CUDA sanitizer, and a few under compute-sanitizer."
-    )
-    parser.add_argument("--only", choices=("csan", "memcheck"), help="one of the two")
+    parser = argparse.ArgumentParser(description="Run the GPU tests under torch's CUDA sanitizer.")
+    parser.add_argument("--read", type=Path, metavar="LOG", help="sum up a log instead of running anything")
     parser.add_argument(
-        "--read", type=Path, metavar="LOG", help="sum up a log of the first instead of running anything"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "sanitize",
-        metavar="DIR",
-        help="where logs go (default: sanitize/)",
+        "--out", type=Path, default=ROOT / "sanitize", metavar="DIR", help="of the log (default: sanitize/)"
     )
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    clean = True
-    if arguments.only != "memcheck":
-        lines = (
-            arguments.read.read_text().splitlines()
-            if arguments.read
-            else run_csan(arguments.out, arguments.pytest)
-        )
-        reports = list(reports_in(lines))
-        print(
-            "\n".join(
-                [*summary_of(reports), *(line for line in lines[-1:] if "passed" in line or "failed" in line)]
-            )
-        )
-        clean = not any(report.alarming for report in reports)
-    if arguments.only != "csan" and not arguments.read:
-        said, fine = run_memcheck(arguments.out)
-        print("\n".join(said))
-        clean = clean and fine
-    return 0 if clean else 1
+    if arguments.read:
+        lines = arguments.read.read_text().splitlines()
+    else:
+        lines = run_csan(arguments.out, arguments.pytest)
+    reports = list(reports_in(lines))
+    print(*summary_of(reports), *(line for line in lines[-1:] if " in " in line), sep="\n")
+    return 1 if any(report.alarming for report in reports) else 0
 
 
 if __name__ == "__main__":

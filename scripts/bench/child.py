@@ -23,8 +23,6 @@ from bench.rows import Row, RowContext, RowOptions
 from bench.run import SkippedError, hardware, outcome
 from bench.workload import Inputs, Stack, probe_saved_bytes, tiny, workload
 
-__all__ = ["DEFAULT_ROWS", "LIMITED_ROWS", "ROWS", "RowRequest", "run"]
-
 ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "nothing": rows.Nothing,
     "checkpoint": rows.CheckpointRow,

@@ -20,8 +20,6 @@ import torch
 from bench.measure import Clock, clear_gradients, run_step
 from bench.rows import Row
 
-__all__ = ["CUBLAS_WORKSPACE", "compare", "deterministic", "fingerprint", "gradient_prints", "load", "save"]
-
 CUBLAS_WORKSPACE = ":4096:8"
 """What cuBLAS wants for deterministic results; on Hopper it is torch's default size as well."""
 _CHUNK = 1 << 22

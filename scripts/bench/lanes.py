@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LANES", "LaneUse", "StepLanes", "lane_of", "merge", "overlap_us", "render", "summarise_events"]
-
 LANES = ("compute", "d2h", "h2d")
 _GAP_US, _LONGEST = 200.0, 4
 Interval = tuple[float, float]

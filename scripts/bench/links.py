@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LINE_UPS", "SIMULATED", "LinkRates", "measure_links"]
-
 _BYTES = 256 << 20
 _COPIES = 12
 _REPEATS = 3

@@ -22,18 +22,6 @@ from bench.rows import Row
 from bench.workload import Inputs, Stack, Workload
 from offload.policy.actions import Action
 
-__all__ = [
-    "Clock",
-    "Collector",
-    "StepCost",
-    "clear_gradients",
-    "host_step",
-    "median",
-    "run_step",
-    "summarise",
-    "timed_step",
-]
-
 
 class Clock:
     """Points in device time: CUDA events, or the host's clock where compute is eager."""

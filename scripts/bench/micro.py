@@ -40,8 +40,6 @@ import torch
 
 from bench.measure import Clock, Collector, median
 
-__all__ = ["MicroCost", "measure_micro", "micro_lines"]
-
 _FEW, _MANY = 4, 32
 """Tensors a group."""
 

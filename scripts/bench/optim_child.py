@@ -22,8 +22,6 @@ from bench.measure import Clock, median
 from bench.optim_work import TINY, FusedStack, LeavingActivations, Made, OptimShape, make_optimizer
 from bench.run import SkippedError, hardware, outcome
 
-__all__ = ["OptimRequest", "run"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimRequest:

@@ -23,18 +23,6 @@ from torch import Tensor, nn
 from bench.ours import OurMarks
 from bench.run import NotInstalledError
 
-__all__ = [
-    "ADAMW",
-    "OPTIMIZERS",
-    "OURS",
-    "FusedStack",
-    "LeavingActivations",
-    "Made",
-    "OptimShape",
-    "make_optimizer",
-    "spelled",
-]
-
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 

@@ -20,19 +20,6 @@ from bench.rows import GB, Pinned, Row, RowContext, RowOptions, checkpointed, ke
 from bench.run import SkippedError
 from bench.workload import ATTENTION_GROUPS, BLOCK_INPUT, GROUPS, Marks, live_peak_chunks
 
-__all__ = [
-    "STAT_FIELDS",
-    "OurMarks",
-    "Ours",
-    "OursBlockInputs",
-    "OursKept",
-    "OursSelective",
-    "host_reserve_bytes",
-    "ours_attention",
-    "probe_kept_bytes",
-    "saved_limit_bytes",
-]
-
 STAT_FIELDS = (
     "step",
     "saved",
@@ -175,9 +162,7 @@ class Ours(Row):
 
     def stats(self) -> dict[str, Any]:
         stats = self.manager.stats
-        found = {name: getattr(stats, name) for name in STAT_FIELDS if hasattr(stats, name)}
-        found["table_bytes"] = int(getattr(self.manager, "offload_summary_total_bytes", 0))
-        return found
+        return {name: getattr(stats, name) for name in STAT_FIELDS if hasattr(stats, name)}
 
     def close(self) -> None:
         import offload

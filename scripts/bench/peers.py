@@ -19,8 +19,6 @@ from bench.rows import Row, RowContext, checkpointed, stack_call
 from bench.run import NotInstalledError, SkippedError
 from bench.workload import ATTENTION_GROUPS, GROUPS
 
-__all__ = ["MegatronRow", "TrlCheckpointRow", "TrlRow", "megatron_attention"]
-
 
 def _imported(name: str, package: str) -> Any:
     try:

@@ -19,8 +19,6 @@ import torch
 from bench.measure import Clock, clear_gradients, run_step
 from bench.rows import Row
 
-__all__ = ["profile_host", "profile_lines"]
-
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _OFFLOAD = f"{_ROOT / 'offload'}/"
 _TORCH = f"{Path(torch.__file__).parent}/"  # as functions name it, links unresolved

@@ -6,25 +6,12 @@ empty. GB is 1e9 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from bench.workload import live_peak_chunks
 from offload.policy.actions import Action, Rates, Work
 from offload.policy.bound import least_step, single_pass_limit_s
-
-__all__ = [
-    "HEADER",
-    "add_bound",
-    "facts_lines",
-    "header_line",
-    "host_lines",
-    "layer_saved_bytes",
-    "link_line",
-    "notes_lines",
-    "rates_of",
-    "row_line",
-    "work_list",
-]
 
 GB = 1e9
 _COLUMNS = (
@@ -228,7 +215,7 @@ def facts_lines(baseline: Mapping[str, Any], working_set_bytes: int) -> list[str
     """What the baseline says of the workload: times, bytes a layer, and what a total limit is made of."""
     shape = baseline["shape"]
     chunk = layer_saved_bytes(baseline) * shape["layers"]
-    live = _live_peak(baseline["actions"])
+    live = live_peak_chunks(baseline["actions"])
     other = baseline["active_bytes"] - baseline["resident_bytes"] - live * chunk
     groups = " ".join(
         f"{name} {group['nbytes'] / 1e6:.0f}" for name, group in baseline["layer_bytes"].items()
@@ -300,7 +287,7 @@ def notes_lines(
         if "issue_ms" not in result:
             host_us = 1e3 * (result["host_ms"] - baseline["host_ms"]) / engine["saved"]
             host = f"host {host_us:+.1f} us a saved tensor over the baseline; "
-        parts.append(f"{host}table {engine.get('table_bytes', 0) / GB:.2f} GB, active fell {fell:.2f} GB")
+        parts.append(f"{host}active fell {fell:.2f} GB")
     parts.append(
         f"step {result['step_ms_min']:.1f}..{result['step_ms_max']:.1f}; first step's active "
         f"{result['first_active_bytes'] / GB:.2f} GB"
@@ -310,11 +297,3 @@ def notes_lines(
     elif result.get("chunk_bytes") is not None:
         parts.append("no bound: it needs the row selective before this one, and a limit")
     return [f"  {label}: " + "; ".join(parts)]
-
-
-def _live_peak(actions: Sequence[Sequence[Any]]) -> int:
-    live = peak = 0
-    for kind, *_ in actions:
-        live += 1 if kind == "F" else -1
-        peak = max(peak, live)
-    return peak

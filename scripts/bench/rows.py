@@ -20,21 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from bench.run import SkippedError
 from bench.workload import GroupBytes, Inputs, Stack, Workload, live_peak_chunks
 
-__all__ = [
-    "CheckpointRow",
-    "Nothing",
-    "Pinned",
-    "Row",
-    "RowContext",
-    "RowOptions",
-    "SaveOnCpu",
-    "SelectiveCheckpoint",
-    "checkpointed",
-    "kept_operators",
-    "opened",
-    "stack_call",
-]
-
 GB = 1e9
 
 

@@ -27,17 +27,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "NotInstalledError",
-    "Run",
-    "SkippedError",
-    "add_run_options",
-    "answer_child",
-    "hardware",
-    "outcome",
-    "outcome_of_process",
-]
-
 _STDERR_CHARACTERS = 4000
 NEEDS_GPU = "these figures need a CUDA GPU; --tiny runs the script on the CPU and the simulated device"
 

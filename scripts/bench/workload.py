@@ -28,23 +28,6 @@ from torch import nn
 
 from offload.policy.actions import Action, one_f_one_b
 
-__all__ = [
-    "ATTENTION_GROUPS",
-    "BLOCK_INPUT",
-    "GROUPS",
-    "Block",
-    "GroupBytes",
-    "Inputs",
-    "Marks",
-    "Stack",
-    "StackShape",
-    "Workload",
-    "live_peak_chunks",
-    "probe_saved_bytes",
-    "tiny",
-    "workload",
-]
-
 GROUPS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act", "mlp_fc2")
 ATTENTION_GROUPS = ("core_attn", "attn_proj")
 BLOCK_INPUT = "block_input"
@@ -132,11 +115,11 @@ def tiny(name: str, *, layers: int | None = None, sequence: int | None = None) -
     return replace(found, shape=shape, samples=2, warmup=1, host_samples=min(1, found.host_samples))
 
 
-def live_peak_chunks(actions: Sequence[Action]) -> int:
-    """The most forwards whose backward has not ended, over the step."""
+def live_peak_chunks(actions: Sequence[Sequence[Any]]) -> int:
+    """The most forwards whose backward has not ended, over the step of (kind, stage, microbatch)."""
     live = peak = 0
-    for action in actions:
-        live += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+    for kind, *_ in actions:
+        live += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
         peak = max(peak, live)
     return peak
 

@@ -15,8 +15,6 @@ from offload.policy.actions import Action, GroupSize, work_of
 from offload.policy.bound import least_step
 from pipelines.memory import BlockFacts
 
-__all__ = ["compute_seconds", "rank_bounds_ms"]
-
 
 def compute_seconds(
     actions: Sequence[Action], block: BlockFacts, layers_of_chunk: float, measured: Mapping[str, float] | None

@@ -21,8 +21,6 @@ from parallel.launch import Rank, Ranks, choose_device, launched
 from pipelines.requests import Request, RowRequest
 from pipelines.rows import Bench
 
-__all__ = ["run", "with_failures"]
-
 GB = 1e9
 _EMPTIES_S = 15.0
 _EMPTY_SHARE = 0.96

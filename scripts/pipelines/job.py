@@ -23,8 +23,6 @@ from parallel.schedules import build_schedule, schedule_named, stages_of
 from parallel.stage import OffloadPipelineStage
 from pipelines.requests import JobShape
 
-__all__ = ["ActionClock", "BlockStage", "PipelineJob"]
-
 VOCABULARY = 4096
 LOSS_SCALE = 1e-3
 

@@ -24,8 +24,6 @@ from parallel.launch import Rank
 from pipelines.memory import BlockFacts
 from pipelines.requests import JobShape, Request
 
-__all__ = ["empty_device", "machine_facts", "rates_json"]
-
 
 def machine_facts(request: Request, rank: Rank, min_elements: int) -> dict[str, Any]:
     """This rank's figures; `usable_bytes` is the fullest device's, the same on every rank. Blocks for some

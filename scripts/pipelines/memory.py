@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["BlockFacts", "Need", "most_layers", "need_lines", "need_of"]
-
 GB = 1e9
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 2
 ALLOCATOR_SHARE = 0.97

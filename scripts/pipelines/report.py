@@ -17,24 +17,8 @@ from pipelines.bounds import rank_bounds_ms
 from pipelines.memory import BlockFacts, need_lines, need_of
 from pipelines.requests import JobShape
 
-__all__ = ["calculation_lines", "equal_gradients", "progress_line", "report_lines"]
-
-GB, MB = 1e9, 1e6
+GB = 1e9
 TIMED = ("nothing", "ours", "attention")
-
-
-def unit_of(results: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
-    """Bytes are told in GB, or where a whole run is too small for that, in MB of 1e6."""
-    timed = [
-        rank
-        for result in results
-        if result["row"]["kind"] in TIMED and result["status"] == "ok"
-        for rank in result["ranks"]
-    ]
-    most = max(
-        (max(rank["active_bytes"], rank["engine"].get("spill_bytes", 0)) for rank in timed), default=GB
-    )
-    return (GB, "GB") if most >= GB / 10 else (MB, "MB")
 
 
 def step_ms(result: Mapping[str, Any]) -> list[float]:
@@ -134,7 +118,6 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
     fastest = max(fitting.values(), default=None)
     rows: list[list[str]] = []
     reasons: list[str] = []
-    scale, unit = unit_of(results)
     for result in results:
         if result["row"]["kind"] not in TIMED:
             continue
@@ -153,9 +136,7 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
             "-" if fastest is None else f"{fastest / speed:.3f}",
         ]
         for number, rank in enumerate(result["ranks"]):
-            rows.append(
-                [*(whole if number == 0 else [""] * len(whole)), str(number), *_rank_cells(rank, scale)]
-            )
+            rows.append([*(whole if number == 0 else [""] * len(whole)), str(number), *_rank_cells(rank)])
     headers = [
         "row",
         "step ms",
@@ -176,46 +157,46 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
         "that fits so. compute: the",
         "rank's actions, stalls included. saved: saved tensors on the device at once, as the engine counts "
         "them. active, reserved, saved,",
-        f"pinned, out, back, refused in {unit}; h/lent: pinned held over most lent",
+        "pinned, out, back, refused in GB of 1e9; h/lent: pinned held over most lent",
         tabulate(
             rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))
         ),
         *reasons,
         *(
-            _start_line(result, scale, unit)
+            _start_line(result)
             for result in results
             if result["row"]["kind"] in TIMED and result["status"] == "ok"
         ),
     ]
 
 
-def _start_line(result: Mapping[str, Any], scale: float, unit: str) -> str:
+def _start_line(result: Mapping[str, Any]) -> str:
     """What came before the timed steps."""
     ranks = result["ranks"]
     line = f"{result['label']}: first step {max(rank['first_ms'] for rank in ranks):.0f} ms"
     if all("reserve_bytes" in rank for rank in ranks):
-        pinned = " + ".join(f"{rank['reserve_bytes'] / scale:.1f}" for rank in ranks)
+        pinned = " + ".join(f"{rank['reserve_bytes'] / GB:.1f}" for rank in ranks)
         line += (
-            f"; {pinned} {unit} pinned before it, and the link measured, in "
+            f"; {pinned} GB pinned before it, and the link measured, in "
             f"{max(rank['reserve_ms'] for rank in ranks) / 1e3:.1f} s"
         )
     return line
 
 
-def _rank_cells(rank: Mapping[str, Any], scale: float) -> list[str]:
+def _rank_cells(rank: Mapping[str, Any]) -> list[str]:
     engine, active, reserved = rank["engine"], rank["active_bytes"], rank["reserved_bytes"]
-    cells = [f"{sum(rank['action_ms']):.0f}", f"{active / scale:.2f}", f"{reserved / scale:.2f}"]
+    cells = [f"{sum(rank['action_ms']):.0f}", f"{active / GB:.2f}", f"{reserved / GB:.2f}"]
     cells.append(f"{reserved / active:.3f}" if active else "-")
     if not engine:
         return [*cells, *["-"] * 7]
     held, lent = engine["host_bytes_held"], engine["host_bytes_lent_peak"]
     return [
         *cells,
-        f"{engine['device_bytes_peak'] / scale:.2f}",
-        f"{held / scale:.2f}",
+        f"{engine['device_bytes_peak'] / GB:.2f}",
+        f"{held / GB:.2f}",
         f"{held / lent:.3f}" if lent else "-",
         f"{engine['stall_ms']:.0f}",
-        *(f"{engine[name] / scale:.2f}" for name in ("spill_bytes", "restore_bytes", "refused_bytes")),
+        *(f"{engine[name] / GB:.2f}" for name in ("spill_bytes", "restore_bytes", "refused_bytes")),
     ]
 
 

@@ -14,8 +14,6 @@ from bench.workload import StackShape
 from parallel.schedules import schedule_named
 from pipelines.memory import BlockFacts, most_layers, need_of
 
-__all__ = ["KINDS", "SCHEDULE_NAMES", "JobShape", "Request", "RowRequest", "complete", "rows_of"]
-
 SCHEDULE_NAMES = ("1f1b", "interleaved1f1b", "zbv", "dualpipev")
 KINDS = ("links", "nothing", "ours", "attention", "verify")
 LIMITED_SHARES = (0.5, 0.25)

@@ -27,8 +27,6 @@ from pipelines.machine import empty_device, machine_facts, rates_json
 from pipelines.memory import BlockFacts
 from pipelines.requests import Request, RowRequest
 
-__all__ = ["Bench"]
-
 
 class Bench:
     """One rank's side of every row.

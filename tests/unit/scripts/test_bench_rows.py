@@ -64,7 +64,6 @@ class FakeManager:
         self.stats = SimpleNamespace(
             saved=4, spill_bytes=5, host_bytes_held=7, host_bytes_lent_peak=6, stall_ms=0.5
         )
-        self.offload_summary_total_bytes = 9
 
     def register_parameters(self, module: torch.nn.Module) -> None:
         self.calls.append("register")
@@ -174,7 +173,6 @@ def test_our_rows_figures_come_from_the_manager(fake: FakeOffload) -> None:
         "host_bytes_held": 7,
         "host_bytes_lent_peak": 6,
         "stall_ms": 0.5,
-        "table_bytes": 9,
     }
 
 

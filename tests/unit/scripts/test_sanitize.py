@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from torch.cuda._sanitizer import CUDASanitizerErrors
 
-from scripts.sanitize import memcheck_summary, reports_in, summary_of
+from scripts.sanitize import reports_in, summary_of
 from tests.property.sanitized import SanitizedDevice
 from tests.property.test_sanitizer import run_once
 
@@ -79,27 +79,3 @@ def test_a_clean_log_has_no_reports() -> None:
     assert summary_of([]) == [
         "torch's sanitizer: 0 reports, 0 of them touch the engine and have no explanation"
     ]
-
-
-@pytest.mark.parametrize(
-    ("log", "said", "fine"),
-    [
-        ("2 passed\n========= ERROR SUMMARY: 0 errors", "compute-sanitizer: ERROR SUMMARY: 0 errors", True),
-        (
-            "========= Invalid __global__ write of size 4 bytes\n=========     at fill+0x10\n========= ERROR "
-            "SUMMARY: 1 error",
-            "    1 x Invalid __global__ write of size 4 bytes",
-            False,
-        ),
-        (
-            "========= Error: Device not supported.",
-            "compute-sanitizer: not run, this device does not allow debugging",
-            True,
-        ),
-        ("Killed", "compute-sanitizer: it ended without a summary; read the log", False),
-    ],
-)
-def test_memcheck_s_verdict_is_its_own_last_line(log: str, said: str, fine: bool) -> None:
-    lines, found = memcheck_summary(log.splitlines())
-    assert lines[0] == said
-    assert found == fine
