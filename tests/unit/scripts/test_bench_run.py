@@ -6,10 +6,16 @@ import argparse
 import json
 import pickle
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import bench_optimizer
+import bench_stage
+from bench.child import RowRequest
+from bench.optim_child import OptimRequest
+from bench.rows import RowOptions
 from bench.run import NotInstalledError, Run, SkippedError, answer_child, outcome, outcome_of_process
 
 
@@ -73,3 +79,16 @@ def test_rows_after_the_budget_are_told_and_what_ran_is_written(tmp_path: Path) 
         run.keep({"status": "failed"})
         assert run.end() == 1
     assert json.loads(out.read_text())["command"] == ["bench_stage.py", "--tiny"]
+
+
+@pytest.mark.parametrize(
+    ("script", "asked"),
+    [
+        (bench_stage, RowRequest(row="links", workload="W1", options=RowOptions(), tiny=True)),
+        (bench_optimizer, OptimRequest(kind="rates", tiny=True)),
+    ],
+)
+def test_each_script_answers_in_a_process_of_its_own(script: ModuleType, asked: Any, tmp_path: Path) -> None:
+    result = outcome_of_process(Path(str(script.__file__)), asked, tmp_path, timeout_s=120.0)
+    assert result["status"] == "ok", result
+    assert result["links"]["measured"] is False
