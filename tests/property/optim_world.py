@@ -123,12 +123,13 @@ class World:
 class Mastered(Optimizer):
     """What the hybrid optimizer promises for low-precision weights with masters, in torch's own words.
 
-    Each step is a step of `cls` on float32 copies, then rounded. A weight whose bits its master does not
+    Each step is a step of `cls` on float32 copies, then rounded. An element whose bits its master does not
     round to was written by somebody: it wins.
     """
 
     def __init__(self, params: Any, cls: type[Optimizer], **options: Any) -> None:
         self.cls = cls
+        self.masters: dict[Tensor, Tensor] = {}  # outlive moments that are cleared
         super().__init__(params, {**cls([torch.zeros(1)], **options).defaults})
 
     @torch.no_grad()
@@ -142,9 +143,10 @@ class Mastered(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                master = self.state[parameter].get(MASTER)
-                if master is None or not torch.equal(_bytes(master.to(parameter.dtype)), _bytes(parameter)):
-                    master = parameter.detach().float()
+                weight = parameter.detach()
+                master = self.state[parameter].get(MASTER, self.masters.get(parameter, weight.float()))
+                kept = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+                master = torch.where(kept, master, weight.float())
                 masters[parameter] = nn.Parameter(master)
                 # of the weight's strides, as the master is: see tests/optim_pair.py
                 masters[parameter].grad = torch.empty_like(master).copy_(parameter.grad)
@@ -158,6 +160,7 @@ class Mastered(Optimizer):
         if masters:
             inner.step()
         for parameter, master in masters.items():
+            self.masters[parameter] = master.detach()
             self.state[parameter] = {**inner.state[master], MASTER: master.detach()}
             parameter.copy_(master)
         return loss
@@ -167,7 +170,4 @@ class Mastered(Optimizer):
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, state in state_dict["state"].items():  # torch's would round to the parameter's type
             self.state[every[place]] = {key: value.clone() for key, value in state.items()}
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self.masters = {each: state[MASTER] for each, state in self.state.items() if MASTER in state}
