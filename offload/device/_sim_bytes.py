@@ -155,9 +155,6 @@ class TrackedBytes:
                     yield read, False
             index += 1
 
-    def all_accesses(self) -> Iterator[tuple[Operation, bool]]:
-        return self.conflicts(0, 1 << 62, writing=True)
-
     def stamp(
         self, start: int, end: int, operation: Operation, *, writing: bool, floor: Sequence[int]
     ) -> None:

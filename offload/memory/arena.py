@@ -1,11 +1,10 @@
-"""The owner of all pinned host memory: what it holds before the first step, beside the steps, and until the
-process ends, and who has which bytes on loan.
+"""HostArena owns all pinned host memory of a process and lends it in blocks.
 
 torch's pinned allocator rounds every request up to a power of two and pins at a tenth of the speed, inside
-whichever hook asked. Here memory is pinned before step 1 (`reserve`) or beside the steps (growth.py), and a
-block that is not there yet is a None. One invariant: bytes are held only within the host budget, they are
-lent to one borrower at a time, who learns which events must pass before the bytes may be written, and only
-what nobody has on loan is let go of.
+whichever hook asked. Here memory is pinned before step 1 (`reserve`) or during the steps on another thread
+(growth.py); `take` returns None for a block that is not pinned yet. One invariant: the arena holds no more
+than the host budget granted, lends bytes to one borrower at a time, tells the borrower which events must pass
+before the bytes may be written, and releases only bytes that nobody has on loan.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class ArenaStats:
 
 
 class HostArena:
-    """Holds host memory and lends it, cut to the byte. Thread-safe; one lock, which finalisers never take.
+    """Lends pinned host memory, cut to the byte. Thread-safe; one lock, which finalisers never take.
 
     budget: asked before every growth.
     slab_bytes: what one call of `device.host_memory` pins at most, and so what growth pins before a taker
@@ -242,17 +241,14 @@ class HostArena:
 
     # -- growing and shrinking -------------------------------------------------------------------------------
     def reserve(self, nbytes: int) -> None:
-        """Hold at least `nbytes`, lent or free. For before step 1: blocks the host for nbytes / 17 GB/s
-        (peers.md).
-
-        Raises HostBudgetError if the budget or the system refuses.
-        """
+        """Pin until at least `nbytes` are held, lent or free. For before step 1: blocks the host for nbytes /
+        17 GB/s (peers.md). Raises HostBudgetError if the budget or the system refuses."""
         with self._lock:
             self._growth.allow_retry()
             self._growth.hold(nbytes)
 
     def reserve_later(self, nbytes: int) -> None:
-        """As `reserve`, but beside the steps and without an error: for what a step was seen to lack.
+        """As `reserve`, but during the steps and without an error: for what a step was seen to lack.
 
         Blocks the host: never with background growth, for the pinning with inline growth.
         """

@@ -1,12 +1,11 @@
-"""How an arena comes to hold more, whole slabs pinned without the lock on this thread or beside it, and less,
-piece by piece.
+"""Growth pins host memory for an arena, in slabs, and unpins it piece by piece.
 
-Pinning takes a millisecond for each 17 MB and holds up kernel launches, so it happens before step 1, or
-beside the steps and never in a hook, and never while a graph is captured (a registration on any thread breaks
-the capture). One invariant: bytes are asked of the budget before they are pinned and given back after they
-are unpinned; one thread pins at a time.
+Pinning takes a millisecond for each 17 MB and holds up kernel launches. So it happens before step 1 on the
+calling thread, or during the steps on a thread of its own; never while a graph is captured, because a
+registration on any thread breaks the capture. One invariant: bytes are asked of the budget before they are
+pinned and returned to it after they are unpinned; one thread pins at a time.
 
-Every method is called with the arena's lock held, and lets go of it while it asks the budget or pins.
+Every method is called with the arena's lock held, and releases the lock while it asks the budget or pins.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PAGE_BYTES = 4096
 
 
 class Growth:
-    """Slabs held, and the pinning of more. New pieces go to `free`; `pieces` is indexed by `Range.piece`."""
+    """The slabs of an arena. New pieces go to `free`; `pieces` is indexed by `Range.piece`."""
 
     def __init__(
         self,
@@ -176,7 +175,7 @@ class Growth:
         self._closed = True
 
     def release(self) -> None:
-        """Free every slab. Nothing may use them any more."""
+        """Unpin and free every slab. No copy of them may be in flight."""
         slabs = {id(slab): slab for slab, _ in self._places.values()}
         freed_bytes, self.held_bytes = self.held_bytes, 0
         self.pieces.clear()
@@ -271,7 +270,7 @@ class Growth:
         )
 
     def _adopt(self, memory: HostMemory) -> int:
-        """Free the pieces of a new slab; its bytes."""
+        """Add the pieces of a new slab to the free ranges. Returns its bytes."""
         for index, piece in enumerate(memory.pieces):
             self.pieces[self._num_adopted] = piece
             self._places[self._num_adopted] = memory, index

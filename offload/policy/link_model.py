@@ -26,7 +26,6 @@ class Link:
         self._queues: tuple[deque[tuple[Hashable, int]], deque[tuple[Hashable, int]]] = (deque(), deque())
         self._head_left: list[float] = [0.0, 0.0]  # bytes of the first of each queue that are still to go
         self._ends_s: dict[tuple[int, Hashable], float] = {}
-        self._busy_s = [0.0, 0.0]
 
     def issue(self, lane: int, key: Hashable, nbytes: int, now_s: float) -> None:
         """Queue a copy at `now_s`, which is no earlier than any moment named before. A key's later copy
@@ -44,12 +43,6 @@ class Link:
                 raise KeyError(f"no copy of {key} was issued in lane {lane}")
             self._run(float("inf"))
         return self._ends_s[lane, key]
-
-    def busy_until(self, now_s: float) -> tuple[float, float]:
-        """Seconds in which (d2h, h2d) copied up to `now_s`, which is no earlier than any moment named
-        before."""
-        self._advance(now_s)
-        return self._busy_s[D2H], self._busy_s[H2D]
 
     def _advance(self, now_s: float) -> None:
         while self._now_s < now_s and (self._queues[D2H] or self._queues[H2D]):
@@ -69,7 +62,6 @@ class Link:
             queue = self._queues[lane]
             if not queue:
                 continue
-            self._busy_s[lane] += step_s
             if left_s[lane] <= step_s:
                 self._ends_s[lane, queue.popleft()[0]] = self._now_s
                 self._head_left[lane] = queue[0][1] if queue else 0.0

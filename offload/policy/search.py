@@ -12,7 +12,7 @@ the cap wherever any of the tried ones does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.policy.actions import Action, ChunkKey, ChunkSizes, Keeps, Rates, require_sizes
 from offload.policy.keeps import kept_peak_bytes, limit_keeps, tail_keeps
@@ -159,14 +159,7 @@ class _Search:
 
     def best_plan(self) -> Plan:
         assert self._best is not None, "max_trials is at least 1"
-        plan = self._best[2]
-        return Plan(
-            keeps=plan.keeps,
-            restoring_room_bytes=plan.restoring_room_bytes,
-            device_limit_bytes=plan.device_limit_bytes,
-            predicted=plan.predicted,
-            num_trials=len(self._tried),
-        )
+        return replace(self._best[2], num_trials=len(self._tried))
 
     def _moved(self, changed: Sequence[ChunkKey], step: float) -> _Candidate:
         """The best candidate with `step` of their bytes more kept of the changed chunks, or a wider window

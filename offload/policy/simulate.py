@@ -54,9 +54,6 @@ class Simulation:
     """Compute waiting for room."""
     restore_stall_s: float
     """Compute waiting for a group that it reads."""
-    d2h_busy_s: float
-    """Seconds of the step in which the lane copied."""
-    h2d_busy_s: float
 
     @property
     def stall_s(self) -> float:
@@ -196,7 +193,6 @@ class _Step:
             self._fetch()
 
     def result(self, compute_s: float) -> Simulation:
-        d2h_busy_s, h2d_busy_s = self._link.busy_until(self._now_s)
         return Simulation(
             step_s=self._now_s,
             compute_s=compute_s,
@@ -205,8 +201,6 @@ class _Step:
             restored_bytes=self._restored_bytes,
             spill_stall_s=self._spill_stall_s,
             restore_stall_s=self._restore_stall_s,
-            d2h_busy_s=d2h_busy_s,
-            h2d_busy_s=h2d_busy_s,
         )
 
     def _fetch(self) -> None:
