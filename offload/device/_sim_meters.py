@@ -27,7 +27,6 @@ class SimMeters(ABC):
     _lanes: SimLanes
     _checker: HazardChecker
     _waits: Counter[str]
-    _flops: float
     _stall_s: float = 0.0
     _blocked_s: float = 0.0
 
@@ -72,10 +71,6 @@ class SimMeters(ABC):
             lane.time_s += seconds
             lane.busy_s += seconds
             self._enter(lane)
-
-    def compute_flops(self, operations: float) -> None:
-        """As `compute_for`, from a count of floating-point operations."""
-        self.compute_for(operations / self._flops)
 
     @property
     def now_s(self) -> float:

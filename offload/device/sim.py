@@ -63,13 +63,11 @@ class SimDevice(SimCaptures, SimMeters):
         seed: int = 0,
         d2h_gb_s: float = 50.7,
         h2d_gb_s: float = 50.7,
-        flops: float = 697e12,
         without: Collection[str] = (),
         poison: bool = True,
         check: bool = True,
     ) -> None:
-        """d2h_gb_s, h2d_gb_s, flops: GB of 1e9 and operations a second; an H200's, with both directions busy
-        and in a bf16 matmul.
+        """d2h_gb_s, h2d_gb_s: GB of 1e9 bytes a second; an H200's, with both directions busy.
 
         without: titles of ordering edges to leave out: `wait(lane, event, order)` does nothing for them. A
             test removes an edge with it.
@@ -77,7 +75,7 @@ class SimDevice(SimCaptures, SimMeters):
         """
         if executor not in get_args(ExecutorName):
             raise ValueError(f"unknown executor {executor!r}; known: {', '.join(get_args(ExecutorName))}")
-        for name, rate in (("d2h_gb_s", d2h_gb_s), ("h2d_gb_s", h2d_gb_s), ("flops", flops)):
+        for name, rate in (("d2h_gb_s", d2h_gb_s), ("h2d_gb_s", h2d_gb_s)):
             if not rate > 0:
                 raise ValueError(f"{name} is {rate}, and a rate must be above 0; leave it out for an H200's")
         if isinstance(without, str):
@@ -93,7 +91,6 @@ class SimDevice(SimCaptures, SimMeters):
         self._waits: Counter[str] = Counter()
         self._d2h_bytes_per_s = d2h_gb_s * 1e9
         self._h2d_bytes_per_s = h2d_gb_s * 1e9
-        self._flops = flops
         self._of_thread = _OfThread()
         self._program = None
         self._watcher = None

@@ -319,7 +319,6 @@ def test_threads_may_spill_at_the_same_time() -> None:
         ({"executor": "eager"}, "unknown executor 'eager'; known: late, early, random, clock"),
         ({"d2h_gb_s": 0.0}, "d2h_gb_s is 0.0"),
         ({"h2d_gb_s": float("nan")}, "h2d_gb_s is nan"),
-        ({"flops": -1.0}, "flops is -1.0"),
         ({"without": "restore"}, "without is the string 'restore'"),
     ],
 )

@@ -17,7 +17,7 @@ BLOCK = 1000
 
 def device_of(executor: ExecutorName = "clock") -> SimDevice:
     """A block leaves in one second, comes back in two, and a flop takes one."""
-    return SimDevice(executor=executor, d2h_gb_s=BLOCK / 1e9, h2d_gb_s=BLOCK / 2e9, flops=1.0)
+    return SimDevice(executor=executor, d2h_gb_s=BLOCK / 1e9, h2d_gb_s=BLOCK / 2e9)
 
 
 def leave(device: SimDevice, block: torch.Tensor, source: torch.Tensor) -> SimEvent:
@@ -46,7 +46,7 @@ def test_what_compute_waits_for_is_the_stall(executor: ExecutorName) -> None:
     device = device_of(executor)
     block, source = device.host_memory(BLOCK, BLOCK).pieces[0], torch.zeros(BLOCK, dtype=torch.uint8)
     event = leave(device, block, source)
-    device.compute_flops(0.25)
+    device.compute_for(0.25)
     device.wait(device.compute, event, "free")
     assert (device.now_s, device.stall_s, device.busy_s(device.compute)) == (1.0, 0.75, 0.25)
     device.wait(device.compute, event, "free")
