@@ -149,6 +149,20 @@ def assign_gradients(w: World, n: int) -> None:
 
 
 @action("again")
+def keep_a_loss(w: World, n: int) -> None:
+    """Of weights that its backward does not read, so that it may run after a step, and adds to gradients."""
+    biases = [w.model.first.bias, w.model.head.bias, w.model.scale]
+    w.kept["loss"] = torch.stack([(each.float() * (n + 1)).sum() for each in biases]).sum()
+
+
+@action("again")
+def backward_of_the_kept_loss(w: World, _: int) -> None:
+    loss = w.kept.pop("loss", None)
+    if loss is not None and loss.requires_grad:
+        loss.backward()
+
+
+@action("again")
 def hook_scales_its_own(w: World, n: int) -> None:
     def scale(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -231,6 +245,24 @@ def noise(w: World, n: int) -> None:
         gradient.add_(torch.randn(gradient.shape, generator=generator).to(gradient.dtype), alpha=0.01)
 
 
+@action("again")
+def gradients_in_one_buffer(w: World, n: int) -> None:
+    """As flat gradient buffers do: each gradient is a view, and the buffer is written as one."""
+    some = [parameter for parameter, _ in w.with_gradient() if parameter.is_contiguous()]
+    if some:
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in some])
+        pieces = flat.split([parameter.numel() for parameter in some])
+        for parameter, piece in zip(some, pieces, strict=True):
+            parameter.grad = piece.view(parameter.shape)
+        w.kept["flat gradients"] = flat.mul_(0.5)
+
+
+@action("gradients")
+def write_the_buffer(w: World, n: int) -> None:
+    if "flat gradients" in w.kept:
+        w.kept["flat gradients"].mul_(0.25) if n % 2 else w.kept["flat gradients"].zero_()
+
+
 @action("hidden")
 def write_gradients_data(w: World, _: int) -> None:
     for _parameter, gradient in w.with_gradient():
@@ -310,6 +342,14 @@ def zero_in_place(w: World, n: int) -> None:
 @action("zero")
 def zero_by_the_model(w: World, n: int) -> None:
     w.model.zero_grad(set_to_none=bool(n % 2))
+
+
+@action("step")
+def step_by_torchs_own(w: World, n: int) -> None:
+    """A second optimizer, of torch, over some of the weights."""
+    some = [parameter for parameter, _ in w.with_gradient()][n % 3 :: 2]
+    if some:
+        torch.optim.SGD(some, lr=1e-3, foreach=bool(n % 2)).step()
 
 
 # -- weights -------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ can be seen.
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from offload import OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import OffloadError
+from offload.optim import HybridDeviceOptimizer
 from tests.optim_pair import EXECUTORS, Overlap, hybrid, torchs
 from tests.property.optim_actions import Kind, of_kind, play
 from tests.property.optim_world import Mastered, World
@@ -101,11 +103,7 @@ def setups(*, inline: bool = False, sharing: bool = True) -> st.SearchStrategy[S
         seed=st.integers(0, 1000),
         bucket_bytes=st.sampled_from([1024, 4096, 1 << 20]),
         inline=st.booleans() if inline else st.just(False),
-    ).map(lambda setup: setup if setup.dtype is torch.bfloat16 or not setup.masters else _unmastered(setup))
-
-
-def _unmastered(setup: Setup) -> Setup:
-    return Setup(**{**{name: getattr(setup, name) for name in setup.__slots__}, "masters": False})
+    ).map(lambda setup: replace(setup, masters=setup.masters and setup.dtype is torch.bfloat16))
 
 
 def programs(*kinds: Kind) -> st.SearchStrategy[Program]:
@@ -213,6 +211,16 @@ FOUND: dict[str, tuple[Overlap, Setup, Program]] = {
         Setup(place="mixed", **MASTERS),
         [("channels_last", 1), *ROUND],
     ),
+    "a resident master takes a gradient that lies otherwise": (
+        "step",
+        Setup(place="mixed", **MASTERS),
+        [("train", 0), ("gradients_of_another_layout", 0), ("step_and_zero", 0)],
+    ),
+    "gradients are views of a buffer, which is written after step()": (
+        "forward",
+        Setup(executor="random", bucket_bytes=1 << 20),
+        [("train", 0), ("gradients_in_one_buffer", 0), ("step_all", 1), ("write_the_buffer", 0)],
+    ),
     "a momentum lies as its weight did when it was made": (
         "step",
         Setup(recipe="momentum", bucket_bytes=1 << 20),
@@ -236,11 +244,19 @@ FOUND: dict[str, tuple[Overlap, Setup, Program]] = {
 }
 
 
-HELD = ("a parameter of no elements has a gradient, and a master",)
+HELD = (
+    "a parameter of no elements has a gradient, and a master",
+    "gradients are views of a buffer, which is written after step()",
+)
+SINCE = pytest.mark.xfail(
+    "overlap" in inspect.signature(HybridDeviceOptimizer.__init__).parameters,
+    strict=True,
+    reason="held before overlap=",
+)
 
 
 @pytest.mark.parametrize(
-    "story", [pytest.param(each, marks=() if each in HELD else UNTIL_THEN) for each in FOUND]
+    "story", [pytest.param(each, marks=SINCE if each in HELD else UNTIL_THEN) for each in FOUND]
 )
 def test_a_program_that_was_wrong_once_has_torchs_bits(story: str) -> None:
     overlap, setup, program = FOUND[story]
