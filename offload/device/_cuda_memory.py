@@ -89,10 +89,6 @@ class PinnedMemory:
     def pieces(self) -> tuple[torch.Tensor, ...]:
         return self._pieces
 
-    @property
-    def pinned(self) -> bool:
-        return True
-
     def release_piece(self, index: int) -> None:
         piece = self._pieces[index]
         if index not in self._registered or self._mapping is None:

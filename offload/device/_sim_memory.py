@@ -40,10 +40,6 @@ class PlainMemory:
     def pieces(self) -> tuple[torch.Tensor, ...]:
         return self._pieces
 
-    @property
-    def pinned(self) -> bool:
-        return False
-
     def release_piece(self, index: int) -> None:
         piece = self._pieces[index]
         if piece.numel():

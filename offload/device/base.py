@@ -69,9 +69,6 @@ class HostMemory(Protocol):
 
         A piece that was released alone stays in its place as a tensor of no bytes: indices do not change."""
 
-    @property
-    def pinned(self) -> bool: ...
-
     def release_piece(self, index: int) -> None:
         """Unpin one piece and return its pages to the system; the others stay as they are. No copy of it may
         be in flight; may block the host. Idempotent. Raises OffloadError if it cannot be unpinned, and keeps

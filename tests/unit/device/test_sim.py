@@ -91,7 +91,7 @@ def test_host_memory_comes_in_pieces_of_at_most_a_registration() -> None:
         (BLOCK, torch.uint8),
         (1, torch.uint8),
     ]
-    assert not memory.pinned
+    assert not memory.pieces[0].is_pinned()
     memory.release()
     memory.release()
     assert memory.pieces == ()

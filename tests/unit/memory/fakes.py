@@ -43,7 +43,6 @@ class FakeHostMemory:
         slab = pages.narrow(0, -pages.data_ptr() % PAGE_BYTES, nbytes)  # real host memory is whole pages too
         self.pieces = tuple(slab.split(registration_bytes))
         self.nbytes = nbytes
-        self.pinned = device.pins
         self.released = False
 
     def release_piece(self, index: int) -> None:

@@ -33,6 +33,15 @@ def test_growth_is_the_deficit_in_whole_registrations(arena: HostArena) -> None:
     assert arena.held_bytes == 7 * PIECE
 
 
+def test_default_registrations_are_of_64_mib_because_larger_ones_stop_kernel_launches(
+    device: FakeDevice,
+) -> None:
+    arena = HostArena(device.protocol, budget=LocalHostBudget(2 << 30))
+    arena.reserve(1025 << 20)
+    assert [memory.nbytes >> 20 for memory in device.memories] == [1024, 64]
+    assert {piece.numel() >> 20 for memory in device.memories for piece in memory.pieces} == {64}
+
+
 def test_a_tight_budget_is_used_to_the_page(device: FakeDevice) -> None:
     limit_bytes = PIECE + 8 * KIB
     arena = arena_on(device, limit_bytes=limit_bytes)
@@ -294,6 +303,19 @@ def test_close_leaves_memory_to_the_system_whose_last_copy_never_ends(
     never.passed = True
     arena.close()
     assert device.host_bytes == 0
+
+
+def test_close_waits_for_a_last_copy_that_ends_soon(caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice(pins=True)
+    arena = arena_on(device)
+    arena.reserve(PIECE)
+    copy = FakeEvent("of the last step")
+    arena.give_back(taken(arena, 1000), copy)
+    ends = threading.Timer(0.05, lambda: setattr(copy, "passed", True))
+    ends.start()
+    arena.close()
+    ends.join()
+    assert (device.host_bytes, caplog.text) == (0, "")
 
 
 def test_an_arena_dropped_while_it_holds_pinned_memory_says_so() -> None:
