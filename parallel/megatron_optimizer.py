@@ -13,7 +13,6 @@ counts in every call after it.
 from __future__ import annotations
 
 import inspect
-import logging
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +29,6 @@ import offload.fine_grained_activation_offload as engine_page
 from offload import OffloadError
 
 __all__ = ["OPTIMIZER_PAGE", "HybridDeviceOptimizer", "names_of_optimizer_page"]
-
-logger = logging.getLogger(__name__)
 
 OPTIMIZER_PAGE = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
 
@@ -120,8 +117,6 @@ class HybridDeviceOptimizer(Optimizer):
         self._has_state = False  # somebody's: of a step, a dummy step or a load
         self._shown: defaultdict[Tensor, Any] | None = None  # `state` as it was handed out
         self._as_read: dict[Tensor, dict[Any, Any]] = {}  # what was in it then
-        self._given: list[int] = []  # the parameters, by id
-        self._refetches = False
         self._of_groups = dict(kwargs)
         super().__init__(params, dict(kwargs))
         self.defaults = {**self._arguments, **kwargs}
@@ -141,13 +136,11 @@ class HybridDeviceOptimizer(Optimizer):
                 parameter.retain_grad()
         try:
             super().add_param_group(param_group)
-            self._given += map(id, param_group["params"])
             if self._built is not None:
                 try:
                     self._built.add_param_group(param_group)
                 except BaseException:
-                    for _ in self.param_groups.pop()["params"]:
-                        self._given.pop()
+                    self.param_groups.pop()
                     raise
         finally:
             self.defaults = shown
@@ -158,19 +151,8 @@ class HybridDeviceOptimizer(Optimizer):
         that raises."""
         if self._built is None:
             self._built = offload.HybridDeviceOptimizer(
-                self.param_groups, **self._arguments, cpu_share=1.0, overlap_backward=False, **self._kwargs
+                self.param_groups, **self._arguments, cpu_share=1.0, **self._kwargs
             )  # its groups are the very dicts of these
-            self._refetches = [
-                id(parameter) for group in self.param_groups for parameter in group["params"]
-            ] != self._given
-            if self._refetches and self._arguments["offload_fraction"]:
-                logger.warning(
-                    "the hybrid optimizer's parameters are copies that Megatron put in their place, and "
-                    "writes through .data, where nobody "
-                    "sees it; so each step first reads the offloaded ones back from the device. With "
-                    "use_distributed_optimizer=True and "
-                    "use_precision_aware_optimizer=True there are no such copies"
-                )
         return self._built
 
     def _checked(self) -> offload.HybridDeviceOptimizer:
@@ -206,8 +188,6 @@ class HybridDeviceOptimizer(Optimizer):
                 "optimizer_cuda_graph=False"
             )
         hybrid = self._ready()
-        if self._refetches:
-            hybrid.update_fp32_param_by_new_param()
         try:
             return hybrid.step(closure)
         finally:

@@ -71,10 +71,7 @@ def hybrid(
     module = of if isinstance(of, nn.Module) else model
     if "fused" in inspect.signature(cls).parameters:
         options.setdefault("fused", True)
-    if "overlap" in inspect.signature(HybridDeviceOptimizer.__init__).parameters:
-        options["overlap"] = overlap
-    elif overlap == "backward":
-        options["overlap_backward"] = True
+    options["overlap"] = overlap
     parameters = of.parameters() if isinstance(of, nn.Module) else of
     return HybridDeviceOptimizer(
         parameters, fraction, cls, model=module, **{"lr": 1e-2, "bucket_bytes": 4096, **options}

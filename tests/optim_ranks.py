@@ -52,7 +52,7 @@ __all__ = [
 
 STEPS, WIDTH, BAD_STEP = 4, 33, 2
 RECIPE: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
-NOT_DDP = "offload.optim.landing.may_be_reduced_in_place"
+NOT_DDP = "offload.optim.backward.may_be_reduced_in_place"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +221,8 @@ def engine_for(device: torch.device, without: tuple[str, ...] = (), *, slow: boo
 
 def hybrid(model: nn.Module, engine: OffloadEngine, /, **options: Any) -> HybridDeviceOptimizer:
     common = {"offload_fraction": 1.0, "bucket_bytes": 4096, "engine": engine, **RECIPE}
+    if options.get("model") is not None and options.get("overlap_cpu_optimizer_d2h_h2d", True):
+        common["overlap"] = "forward"
     return HybridDeviceOptimizer(model.parameters(), **{**common, **options})
 
 

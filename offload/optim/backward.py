@@ -1,85 +1,121 @@
-"""Which gradients are final, and when: the hooks that tell the optimizer while the backward still runs.
+"""Steps that begin while the backward still runs, on the promise that a gradient is final when the backward
+has made
+it: `overlap="backward"`.
 
-A gradient is final when the parameter's last microbatch has been through, and with several ranks when it has
-been reduced too: FSDP2 says so, since it calls the hooks after its reduction, and of others only the user can
-know. One invariant: nothing here is trusted at the step; a gradient that landed counts only if it is still
-the parameter's gradient, unchanged, when `step()` looks.
+A bucket goes when the gradients of all its parameters are final. A gradient is final when the parameter's
+last microbatch has been through; who says which that is: the user or the schedule (`last_microbatch`,
+`no_sync`), else the step before, whose number of backwards a parameter is expected to have again. FSDP2 calls
+the hooks after its reduction. One invariant: what breaks the promise and can be seen is an error before
+anything else is stepped.
 
-Who says which microbatch is the last: the user or the schedule (`last_microbatch`, `no_sync`), else the step
-before, whose number of backwards a parameter is expected to have again.
+What cannot be seen: a write through `.data`, or by a kernel or collective that moves no version counter,
+between the hook and `step()`.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from offload.optim.parameters import Managed, local_of
-from offload.optim.ranks import reduced_before_its_hook, several_ranks
+from offload.device import Device
+from offload.optim.ranks import may_be_reduced_in_place
+from offload.optim.stepping import HostBucket, HostedSteps
+from offload.params.view import ParamView, is_laid_out_as, local_of
 
-logger = logging.getLogger(__name__)
-
-__all__ = ["BackwardWatch", "Stamp"]
+__all__ = ["BackwardSteps"]
 
 Stamp = tuple[weakref.ref[Tensor], int, int]
 """A gradient as it was: the tensor, its version and its local shard's."""
 
 
-def stamp_of(gradient: Tensor) -> Stamp:
+def _stamp_of(gradient: Tensor) -> Stamp:
     return weakref.ref(gradient), gradient._version, local_of(gradient)._version
 
 
-class BackwardWatch:
-    """Calls `ready(member)` when a parameter's gradient is taken to be final. Called on the thread that runs
-    the backward.
+class BackwardSteps:
+    """The buckets that were stepped in one backward. Hooks call it on the thread that runs the backward.
 
-    promised: the user says that with several ranks nothing is reduced after the backward.
+    begin: called before the first bucket of a backward goes: settles the last step, and takes over what the
+        param groups say. watch: called with each bucket that has gone, whose weights are on their way. fail:
+        raises, and refuses every later call.
     """
 
-    def __init__(self, ready: Callable[[Managed], None], *, promised: bool) -> None:
-        self._ready = ready
-        self._promised = promised
-        self._announced = False
+    def __init__(
+        self,
+        device: Device,
+        steps: HostedSteps,
+        *,
+        begin: Callable[[], None],
+        watch: Callable[[HostBucket], None],
+    ) -> None:
+        self._device = device
+        self._steps = steps
+        self._begin = begin
+        self._watch = watch
         self.last_microbatch: bool | None = None
         """Whether the backward to come is the last of its step; None: nobody says, the step before does."""
+        self.stepped: dict[int, HostBucket] = {}  # in this backward, by id
+        self._begun = False
         self._seen: dict[int, int] = {}  # backwards of each parameter in this step
         self._expected: dict[int, int] = {}
+        self._stamps: dict[int, Stamp] = {}  # by parameter: its gradient as it was when it was stepped
+        self._final: dict[int, int] = {}  # by bucket's id: how many of its gradients are final
         self._handles: list[Any] = []
 
-    def watch(self, members: Sequence[Managed]) -> None:
-        """Hooks hold the watch weakly: an optimizer that is dropped leaves none that does anything."""
+    def hook(self, members: Sequence[ParamView]) -> None:
+        """Hooks hold this weakly: an optimizer that is dropped leaves none that does anything."""
         reference = weakref.ref(self)
         for member in members:
             if member.parameter.requires_grad and member.parameter.is_leaf:
-                self._handles.append(
-                    member.parameter.register_post_accumulate_grad_hook(_Hook(reference, member))
-                )
+                hook = _Hook(reference, member)
+                self._handles.append(member.parameter.register_post_accumulate_grad_hook(hook))
 
-    def accumulated(self, member: Managed) -> None:
+    def accumulated(self, member: ParamView) -> None:
+        """Blocks the host only if the last step is not yet issued."""
         seen = self._seen.get(member.index, 0) + 1
         self._seen[member.index] = seen
+        buckets = self._steps.buckets_of.get(member.index, ())
+        if any(id(bucket) in self.stepped for bucket in buckets):
+            self.broken(f"{member} got another gradient (use no_sync() in all backwards but the last)")
         last = self.last_microbatch
-        if (last or (last is None and self._expected.get(member.index) == seen)) and self._is_reduced(member):
-            self._ready(member)
+        if not (last or (last is None and self._expected.get(member.index) == seen)):
+            return
+        if member.parameter.grad is None or getattr(member.parameter, "decoupled_grad", None) is not None:
+            return
+        if self._device.is_capturing():
+            return  # no hook runs in the replays, whose gradients these are: they are stepped in step()
+        with torch.no_grad():
+            if not self._begun:
+                self._begin()
+                self._begun = True
+            for bucket in buckets:
+                count = self._final.get(id(bucket), 0) + 1
+                self._final[id(bucket)] = count % len(bucket.members)
+                if count == len(bucket.members):
+                    self._step(bucket)
 
-    def _is_reduced(self, member: Managed) -> bool:
-        is_dtensor = local_of(member.parameter) is not member.parameter
-        if self._promised or not several_ranks() or (is_dtensor and reduced_before_its_hook()):
-            return True
-        if not self._announced:
-            self._announced = True
-            logger.info(
-                "the gradient of %s, and others that are not FSDP2's, leave at step(): with several ranks "
-                "they may be reduced after the "
-                "backward; overlap_backward=True if they are not",
-                member,
-            )
-        return False
+    def _step(self, bucket: HostBucket) -> None:
+        gradients: dict[int, Tensor] = {}
+        for member in bucket.members:
+            gradient = member.parameter.grad
+            if gradient is None:  # thrown away since it was final
+                return
+            if may_be_reduced_in_place(gradient) or not is_laid_out_as(member.parameter, gradient):
+                return  # it is stepped in step(), when it is reduced
+            gradients[member.index] = member.flat_gradient(gradient)
+        for member in bucket.members:
+            gradient = member.parameter.grad
+            assert gradient is not None
+            self._stamps[member.index] = _stamp_of(gradient)
+        bucket.hold(gradients)
+        self._steps.submit([bucket])
+        self.stepped[id(bucket)] = bucket
+        self._watch(bucket)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -90,14 +126,45 @@ class BackwardWatch:
         finally:
             self.last_microbatch = True if before is None else before
 
+    # -- the promise -----------------------------------------------------------------------------------------
+    def broken(self, what: str) -> None:
+        """`what` happened, as a sentence: an error if anything was stepped in this backward."""
+        if self.stepped:
+            self._steps.fail(
+                f"{what} after {len(self.stepped)} buckets had been stepped in the backward; they are a step "
+                "ahead of the rest. Load the last state dict, and change param groups, gradients and weights "
+                'before the backward, or use overlap="forward" or "step"'
+            )
+
+    def touched(self, index: int) -> None:
+        """Somebody reads or writes a parameter between the backward's step of it and step()."""
+        if any(id(bucket) in self.stepped for bucket in self._steps.buckets_of.get(index, ())):
+            self.broken(
+                f"the weights of parameter {index} were read or written before step() (use no_sync() in all "
+                "backwards but the last)"
+            )
+
+    def check(self, gradients: Mapping[int, Tensor]) -> None:
+        """Of step(): gradients are those that are there now."""
+        for bucket in self.stepped.values():
+            for member in bucket.members:
+                gradient, stamp = gradients.get(member.index), self._stamps.get(member.index)
+                if stamp is None or gradient is None or not _is_as_stamped(gradient, stamp):
+                    self.broken(f"the gradient of {member} changed")
+
     def end_step(self) -> None:
         """The gradients are used; the counting begins anew."""
         if self._seen:
-            self._expected, self._seen = self._seen, {}
+            self._expected = self._seen
+        self.start_over()
 
     def start_over(self) -> None:
-        """The gradients are thrown away unused."""
+        """The gradients are used, or thrown away unused."""
         self._seen = {}
+        self._begun = False
+        self._stamps.clear()
+        self._final.clear()
+        self.stepped = {}
 
     def close(self) -> None:
         for handle in self._handles:
@@ -105,14 +172,23 @@ class BackwardWatch:
         self._handles.clear()
 
 
-class _Hook:
-    __slots__ = ("_member", "_watch")
+def _is_as_stamped(gradient: Tensor, stamp: Stamp) -> bool:
+    reference, version, local_version = stamp
+    return (
+        reference() is gradient
+        and gradient._version == version
+        and local_of(gradient)._version == local_version
+    )
 
-    def __init__(self, watch: weakref.ref[BackwardWatch], member: Managed) -> None:
-        self._watch = watch
+
+class _Hook:
+    __slots__ = ("_member", "_steps")
+
+    def __init__(self, steps: weakref.ref[BackwardSteps], member: ParamView) -> None:
+        self._steps = steps
         self._member = member
 
     def __call__(self, parameter: Tensor) -> None:
-        watch = self._watch()
-        if watch is not None:
-            watch.accumulated(self._member)
+        steps = self._steps()
+        if steps is not None:
+            steps.accumulated(self._member)

@@ -65,9 +65,16 @@ def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, An
     """What the class puts into a param group that says nothing. Raises ValueError for a value that the class
     refuses."""
     try:
-        return dict(cls([torch.zeros(1)], **kwargs).param_groups[0]) | {"params": None}
+        return dict(_tried(cls, kwargs).param_groups[0]) | {"params": None}
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{cls.__name__} cannot be made with {_written(kwargs)}: {error}") from error
+
+
+def _tried(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> Optimizer:
+    try:
+        return cls([torch.zeros(1)], **kwargs)
+    except ValueError:
+        return cls([torch.zeros(1, 1)], **kwargs)  # Muon takes matrices only
 
 
 def is_fused_adam(cls: type[Optimizer]) -> bool:

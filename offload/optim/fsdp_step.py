@@ -25,9 +25,8 @@ from torch.optim import Optimizer
 from offload.config import check_bytes
 from offload.engine import OffloadEngine
 from offload.optim.classes import is_fused_adam
-from offload.optim.parameters import Managed, local_of, settle_versions
-from offload.optim.parts import GroupCopies, HostOptions, StreamedPart
-from offload.optim.state import sharded_like
+from offload.optim.parts import HostOptions, StreamedPart
+from offload.params.view import ParamView, count_write, local_of, sharded_like
 
 __all__ = ["FSDPGPUOptimizerWrapper"]
 
@@ -65,25 +64,50 @@ class FSDPGPUOptimizerWrapper:
             if engine is not None
             else OffloadEngine(device="sim" if where.type == "cpu" else str(where))
         )
-        self._members: list[Managed] = []
-        group_of: dict[int, dict[str, Any]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                member = Managed(parameter, len(self._members), self._engine.device, "")
-                if parameter.device.type != "cpu":
-                    raise ValueError(
-                        f"{member} is on {parameter.device}, not on the host; step it with the optimizer "
-                        "itself, or use CPUOffloadPolicy"
-                    )
-                group_of[member.index] = group
-                self._members.append(member)
         options = HostOptions(
             bucket_bytes=bucket_bytes, pin_grads=True, pin_params=True, masters_in_fp32=False, overlap=False
         )
-        self._copies = GroupCopies()
-        self._part = StreamedPart(self._engine, options, self._copies, weights_on_host=True)
-        self._part.add(self._members, group_of)
+        self._part = StreamedPart(self._engine, options, weights_on_host=True)
+        self._members: dict[int, ParamView] = {}  # by the parameter's id
+        self._groups: dict[int, dict[str, Any]] = {}  # of each parameter that is in one now, by index
+        self._follow_groups()
         self._take_state()
+
+    def _follow_groups(self) -> None:
+        """The optimizer's groups are the user's to change: new parameters get memory, values are those of
+        now."""
+        made: list[ParamView] = []
+        groups: dict[int, dict[str, Any]] = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                member = self._members.get(id(parameter))
+                if member is None:
+                    index = len(self._members) + len(made)
+                    member = ParamView(parameter, index, self._engine.device, "")
+                    if parameter.device.type != "cpu":
+                        raise ValueError(
+                            f"{member} is on {parameter.device}, not on the host; step it with the optimizer "
+                            "itself, or use CPUOffloadPolicy"
+                        )
+                    made.append(member)
+                groups[member.index] = group
+        known = groups.keys() == self._groups.keys() and all(
+            self._groups[index] is group for index, group in groups.items()
+        )
+        if made or not known:
+            self._part.add(made)
+            self._members.update((id(member.parameter), member) for member in made)
+            self._groups = groups
+            self._part.regroup(groups)
+        for member in self._members.values():
+            before = member.follow()
+            if before is not None:
+                self._part.reorder(member, before)
+        self._part.refresh()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer's own."""
+        self.optimizer.add_param_group(param_group)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -102,13 +126,14 @@ class FSDPGPUOptimizerWrapper:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_state()
+        self._follow_groups()
         device, ring = self._engine.device, self._part.ring
         flats = {
             member.index: member.flat_gradient(member.parameter.grad)
-            for member in self._members
-            if member.parameter.grad is not None
+            for member in self._members.values()
+            if member.parameter.grad is not None and member.index in self._groups
         }
-        self._copies.refresh()
         buckets = [
             bucket for bucket in self._part.buckets if any(member.index in flats for member in bucket.members)
         ]
@@ -120,16 +145,16 @@ class FSDPGPUOptimizerWrapper:
                     if member.index in flats
                 }
             )
-            for weights in bucket.weights():
+            for weights in bucket.weights:
                 device.note_read(device.compute, weights.view(torch.uint8))
         released = device.record(device.compute)
         for bucket in buckets:
             assert ring is not None
-            bucket.step(ring, released, None)
+            bucket.step(ring, released)
         device.synchronize(device.record(device.d2h))
         for bucket in buckets:
-            bucket.let_go()
-        settle_versions([member for member in self._members if member.index in flats])
+            bucket.drop_gradients()
+        count_write([member for member in self._members.values() if member.index in flats])
         # what a scheduler of it looks at, to warn of a wrong order
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -140,9 +165,11 @@ class FSDPGPUOptimizerWrapper:
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer's own after steps on the host, with copies of the moments; DTensors where the
         parameters are."""
-        for member in self._members:
+        self._take_state()
+        self._follow_groups()
+        for member in self._members.values():
             state = self._part.state_of(member)
-            if float(state["step"]) == 0:
+            if member.index not in self._groups or float(state["step"]) == 0:
                 continue
             moments = {
                 name: sharded_like(member.parameter.detach(), value.clone())
@@ -157,12 +184,14 @@ class FSDPGPUOptimizerWrapper:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own. Raises its errors before anything is changed here."""
         self.optimizer.load_state_dict(state_dict)
-        for member in self._members:
+        self._follow_groups()
+        for member in self._members.values():
             self._part.set_state(member, {})
         self._take_state()
 
     def _take_state(self) -> None:
-        for member in self._members:
+        """State that the optimizer has, as after a load of its own, is the part's from here on."""
+        for member in self._members.values():
             state = self.optimizer.state.get(member.parameter)
             if state:
                 self._part.set_state(member, {key: local_of(value) for key, value in state.items()})

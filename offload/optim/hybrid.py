@@ -1,15 +1,13 @@
-"""HybridDeviceOptimizer: a torch optimizer whose state lies on the host and whose step hides beside the
-compute.
+"""HybridDeviceOptimizer: a torch optimizer whose state lies on the host, and whose copies and steps run
+beside each other, beside the next forward, or beside the backward.
 
-    optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=1.0, lr=1e-4, model=model)
-    with optimizer.no_sync(): loss_of(first).backward()
-    loss_of(last).backward()                 # gradients leave as they are made
-    optimizer.step()                         # returns at once; each module waits for its own weights in the
-                                             next forward
+    optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=1.0, lr=1e-4, overlap="forward",
+    model=model) loss_of(batch).backward()
+    optimizer.step()                         # returns; whoever touches a weight first waits for it
     optimizer.zero_grad()
 
-A parameter's state is in one of three places, see places.py. Parameters, moments and masters are the same
-bits with and without overlap, for one layout.
+A parameter's state is in one of four places, see placing.py. Parameters, moments and masters are the same
+bits with every overlap, for one layout.
 
 With several ranks each steps what it has. Gradients are reduced by whoever spread the model
 (DistributedDataParallel, FSDP2); DTensors' gradients that are a share of a sum are summed here, and their
@@ -25,34 +23,37 @@ error has said why not.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+import sys
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from offload.config import check_bytes, check_fraction
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
-from offload.ids import Owner
-from offload.optim.arrival import Arrivals
+from offload.optim.backward import BackwardSteps
 from offload.optim.classes import checked_class, defaults_of
-from offload.optim.landing import Landing
-from offload.optim.norms import ScalarDesk
-from offload.optim.parameters import Managed
 from offload.optim.parts import HostOptions
-from offload.optim.places import Place
-from offload.optim.placing import Placement, PlacingOptions, may_fail_half_way
-from offload.optim.readers import Readers
-from offload.optim.replayed import ReplayedReads
-from offload.optim.state import MASTER, fill_state, load_state, state_dict_of
-from offload.optim.stepped import SteppedOptimizer
+from offload.optim.placing import Place, Placement, PlacingOptions, may_fail_half_way
+from offload.optim.ranks import several_ranks
+from offload.optim.state import MASTER, ShownState, fill_state, matched, on_host, with_class_rules
+from offload.optim.stepped import Overlap, SteppedOptimizer
 from offload.optim.stepping import HostedSteps
+from offload.optim.touch import WeightWatch
+from offload.params.view import ParamView
 
 __all__ = ["HybridDeviceOptimizer"]
 
 logger = logging.getLogger(__name__)
+
+REPLACED = {"overlap_backward": "backward", "step_in_backward": "backward"}
+"""Arguments of before, and the overlap that does what they asked for."""
 
 
 class HybridDeviceOptimizer(SteppedOptimizer):
@@ -70,49 +71,59 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         pin_cpu_params: bool = True,
         overlap_cpu_optimizer_d2h_h2d: bool = True,
         *,
-        engine: OffloadEngine | None = None,
+        overlap: Overlap = "step",
         model: nn.Module | None = None,
+        engine: OffloadEngine | None = None,
         cpu_share: float | None = None,
         bucket_bytes: int = 64 << 20,
-        overlap_backward: bool | None = None,
-        step_in_backward: bool = False,
         atomic_step: bool | None = None,
         max_grad_norm: float | None = None,
         cpu_threads: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Build the host side: pins its memory and fetches masters, which blocks the host.
+        """Build the host side: pins its memory, which blocks the host.
 
         offload_fraction: share of the elements whose state leaves the device, in order.
         cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
-        param_update_in_fp32: float32 masters of bf16 and fp16 parameters, in every place.
+        param_update_in_fp32: float32 masters of bf16 and fp16 parameters, in every place. Where rounding a
+            master does not give the weight's bits, the weight counts.
         pin_cpu_grads, pin_cpu_params: False takes pageable memory, whose copies block the thread that issues
             them.
         overlap_cpu_optimizer_d2h_h2d: False does everything within step(), on the calling thread, with one
             CPU optimizer.
-        engine: whose lanes and host memory are used; None makes one on the parameters' device (simulated for
-            CPU parameters).
-        model: whose modules wait for their own weights. None: step() waits for all of them.
+        overlap: what runs beside what.
+            "step": copies and steps beside each other, inside step(), which blocks the host until the last is
+                issued. Right in any loop that is right with torch's optimizer.
+            "forward": also the weights' return, beside the next forward; needs `model`. As right: whoever
+                touches a weight on its way waits for it. Not seen: a view taken before step() and read after
+                it, C++ that reads a weight past torch's functions, a second lane that reads beside the step's
+                without synchronize_parameters(). A compiled forward, a graph captured outside of the engine's
+                region, and DTensors have step() wait.
+            "backward": also gradients' way out, and steps, beside the backward. A promise: gradients are
+                final when the backward has made them, step() follows, and groups, weights and state are left
+                alone between. A break that can be seen is an error: a gradient written or made again,
+                clipping, a GradScaler, zero_grad() without step(), changed groups, a weight touched. A write
+                through `.data`, or by a kernel or collective that moves no version counter, is not seen.
+        model: names weights in messages; with "forward" and "backward" its modules wait for their own
+            weights.
+        engine: whose lanes and host memory are used; None takes the process's own of the parameters' device
+            (simulated for CPU parameters).
         cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device.
             None is 0 where both classes are torch's Adam or AdamW, and 1 elsewhere, where nothing can be
             streamed.
         bucket_bytes: master weights of one bucket.
-        overlap_backward: let gradients land as the backward makes them. True is a promise: they are final
-            then, and nothing reduces them later. None: promises that of one rank; with several, only what
-            FSDP2 has reduced lands then, and the rest at step().
-        step_in_backward: also step a bucket as soon as its gradients are final. A promise: step() follows,
-            with the param groups as they are during the backward and the gradients as it made them, without
-            clipping. A promise that is broken is an error.
         atomic_step: keep a copy of what the CPU steps until all of it is stepped, so that an error leaves the
-            last whole step; without overlap and for 2 to 3 times the memory traffic. None: for classes other
+            last whole step; without workers and for 2 to 3 times the memory traffic. None: for classes other
             than torch's Adam, AdamW, SGD and Adagrad, whose fused kernels check everything before they write.
-        max_grad_norm: clip by the global norm in every step; the norm is `last_grad_norm`. What the host
-            steps stays unclipped in .grad.
+        max_grad_norm: clip by the global norm in every step; the norm is `last_grad_norm`.
         cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less
             two.
 
         Raises ValueError or HostBudgetError before anything has moved.
         """
+        for name, instead in REPLACED.items():
+            if name in kwargs:
+                raise ValueError(f'{name} was replaced: give overlap="{instead}", or leave it out for "step"')
         check_fraction("offload_fraction", offload_fraction)
         if cpu_share is not None:
             check_fraction("cpu_share", cpu_share)
@@ -145,25 +156,14 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self.last_grad_norm: Tensor | None = None
         self.sub_optimizer_kwargs = dict(kwargs)
         self._atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
-        self._overlaps = overlap_cpu_optimizer_d2h_h2d and not self._atomic
+        self._workers = overlap_cpu_optimizer_d2h_h2d and not self._atomic
         if self._atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
             logger.warning(
                 "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the "
-                "last whole step; "
-                "atomic_step=False overlaps it",
+                "last whole step; atomic_step=False overlaps it",
                 cpu_cls.__name__,
             )
-        if not isinstance(step_in_backward, bool):
-            raise ValueError(f"step_in_backward is {step_in_backward!r}, must be False, or True (a promise)")
-        if step_in_backward and (not self._overlaps or max_grad_norm is not None):
-            raise ValueError(
-                "step_in_backward needs overlap, and no max_grad_norm: the norm is known only after the "
-                "backward; leave one out"
-            )
-        self._step_in_backward = step_in_backward
-        self._overlap_backward = overlap_backward
-        if model is not None:
-            self._refuse_replicas(model)
+        self.overlap = self._checked_overlap(overlap, model)
         self._placing = PlacingOptions(
             offload_fraction=self.offload_fraction,
             cpu_share=cpu_share if cpu_share is None else float(cpu_share),
@@ -176,27 +176,54 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 pin_grads=pin_cpu_grads,
                 pin_params=pin_cpu_params,
                 masters_in_fp32=param_update_in_fp32,
-                overlap=self._overlaps,
+                overlap=self._workers,
             ),
         )
         self._given_engine = engine
         self._built = False
-        self._has_state = False
-        self._state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._shown = ShownState(with_masters=param_update_in_fp32)
         super().__init__(params, defaults)
-        self._names = (
-            {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
-        )
+        self._model = model
+        self._names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
         self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
         self._build()
-        self._replayed = ReplayedReads(self._engine, self._arrive, self._rest, self._is_met)
-        self._readers = Readers()
-        self._arrivals: Arrivals | None = None
-        self._model: nn.Module | None = None
-        if model is not None:
-            self.attach(model)
 
     # -- building --------------------------------------------------------------------------------------------
+    def _checked_overlap(self, overlap: str, model: nn.Module | None) -> Overlap:
+        if overlap not in get_args(Overlap):
+            raise ValueError(f'overlap is {overlap!r}, must be "step", "forward" or "backward"')
+        if overlap == "step":
+            return "step"
+        if overlap == "forward" and model is None:
+            raise ValueError(
+                'overlap="forward" needs model=, whose modules wait for their weights; give it, or use "step"'
+            )
+        if not self._workers and self.offload_fraction > 0:
+            raise ValueError(
+                f"overlap={overlap!r} needs workers; overlap_cpu_optimizer_d2h_h2d=False and an atomic step "
+                'have none: leave them out, or use overlap="step"'
+            )
+        if overlap == "backward" and self.max_grad_norm is not None:
+            raise ValueError(
+                'overlap="backward" and max_grad_norm: the norm is known only after the backward; '
+                "leave one out"
+            )
+        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+        for name, module in model.named_modules() if model is not None else ():
+            if isinstance(module, fsdp):
+                raise ValueError(
+                    f"overlap={overlap!r}: {name or 'the model'} is a FullyShardedDataParallel (FSDP1): its "
+                    'flat parameter is read unseen; use overlap="step", or FSDP2'
+                )
+            replicas = isinstance(module, nn.parallel.DistributedDataParallel) and several_ranks()
+            if overlap == "backward" and replicas:
+                raise ValueError(
+                    f'overlap="backward" promises final gradients, and {name or "the model"} is a '
+                    f"DistributedDataParallel over {torch.distributed.get_world_size()} ranks, which reduces "
+                    'them later; use overlap="forward"'
+                )
+        return "forward" if overlap == "forward" else "backward"
+
     def _device_name(self) -> str:
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -205,32 +232,36 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         return "sim"
 
     def _build(self) -> None:
-        engine = self._engine
+        engine, reference = self._engine, weakref.ref(self)
         self._placed = Placement(engine, self._placing)
         self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
-        self._desk = ScalarDesk(engine.copier.of(Owner("optim", "clip factor")), engine.arena)
-        promises = self._step_in_backward
-        self._landing = Landing(
-            engine.device,
-            self._steps,
-            self._placed.copies,
-            self._placed.refresh_changed,
-            step_early=promises,
-            promised=bool(self._overlap_backward or promises),
-        )
-        self._clip: Tensor | None = None
+        self._watches = self.overlap == "forward" or (self.overlap == "backward" and self._model is not None)
+        self._watch = WeightWatch(engine, self._steps) if self.overlap != "step" else None
+        self._backward: BackwardSteps | None = None
+        if self.overlap == "backward":
+            self._backward = BackwardSteps(
+                engine.device,
+                self._steps,
+                begin=lambda: _of(reference).begin(),
+                watch=lambda bucket: _of(reference).stepped_in_backward(bucket),
+            )
+            self._steps.when_touched = self._backward.touched
         try:
-            self._place_groups(self.param_groups)
+            self._regroup()
         except BaseException:
             self._close_parts()  # what was pinned goes back to an engine that others use
             raise
+        self._end = weakref.finalize(self, _end, self._steps, self._placed)
         self._built = True
 
-    def _place_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        offloaded = self._placed.add(groups, self._names)
+    def _regroup(self) -> None:
+        offloaded = self._placed.regroup(self.param_groups, self._names)
         self._steps.index()
-        if self._overlaps and (self._overlap_backward is not False or self._step_in_backward):
-            self._landing.watch.watch(offloaded)
+        if self._backward is not None:
+            self._backward.hook(offloaded)
+        if self._watch is not None and self._model is not None:
+            indices = {id(member.parameter): member.index for member in self._placed.members}
+            self._watch.attach(self._model, indices)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host
@@ -240,12 +271,10 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             return
         try:
             self._rest()
-            self._place_groups(self.param_groups[-1:])
+            self._regroup()
         except BaseException:
             self.param_groups.pop()
             raise
-        if self._model is not None:
-            self.attach(self._model)
 
     # -- Megatron's attributes -------------------------------------------------------------------------------
     @property
@@ -284,112 +313,158 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         ring = self._placed.streamed.ring
         return ring.nbytes if ring is not None else 0
 
-    def place_of(self, parameter: Tensor) -> Place:
-        for member in self._placed.members:
-            if member.parameter is parameter:
-                return self._placed[member]
-        raise ValueError("the tensor is not one of the optimizer's parameters")
-
-    # -- state -----------------------------------------------------------------------------------------------
     @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
-
-        Empty before the first step, dummy step or load. Blocks the host for the step under way. Of offloaded
-        parameters these are views of host memory that later steps change, of a DTensor's local shard;
-        `state_dict()` copies, and has DTensors.
-        """
-        if not getattr(self, "_built", False):
-            return self._state
-        self._rest()
-        self._state.clear()
-        for member in self._placed.members if self._has_state else ():
-            found = dict(self._placed.state_of(member))
-            if found and self.param_update_in_fp32:
-                found[MASTER] = self._placed.master_of(member)
-            if found:
-                self._state[member.parameter] = found
-        return self._state
-
-    @state.setter
-    def state(self, value: Mapping[Tensor, Any]) -> None:
-        self._state = defaultdict(dict, value)
-
-    def dummy_step(self) -> None:
-        """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded
-        in place."""
-        self._rest()
-        self._placed.copies.refresh()
-        fill_state(self.sub_optimizers)
-        self._has_state = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers,
-        strings and tensors only."""
-        packed = super().state_dict()
-        return state_dict_of(self, packed)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """State of the same parameters, from any split and any fraction, or from a plain torch optimizer of
-        the class.
-
-        Everything is checked before anything is changed; ValueError names the parameter. Blocks the host.
-        """
-        load_state(self, state_dict)
-
-    # -- what state.py needs ---------------------------------------------------------------------------------
-    @property
-    def members(self) -> Sequence[Managed]:
+    def members(self) -> Sequence[ParamView]:
         return self._placed.members
 
     @property
     def placed(self) -> Placement:
         return self._placed
 
-    @property
-    def needed_names(self) -> tuple[str, ...]:
-        """State that a parameter cannot be without once it has any."""
-        return ("step", "exp_avg", "exp_avg_sq") if self._placed.cpu.flat else ()
+    def place_of(self, parameter: Tensor) -> Place:
+        member = self._placed.of.get(id(parameter))
+        if member is None:
+            raise ValueError("the tensor is not one of the optimizer's parameters")
+        return self._placed[member]
 
+    # -- state -----------------------------------------------------------------------------------------------
     @property
-    def shaped_names(self) -> tuple[str, ...]:
-        """State that has the shape of its parameter."""
-        return (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+    def state(self) -> defaultdict[Tensor, Any]:
+        """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
 
-    def begin_load(self, *, has_state: bool) -> None:
-        """Come to rest, whatever was under way."""
+        Of a parameter that was not stepped or loaded there is none. Blocks the host for the step under way.
+        Of offloaded parameters these are views of host memory that later steps change, of a DTensor's local
+        shard; `state_dict()` copies, and has DTensors. What is written, replaced, added or taken out counts
+        from the next step on.
+        """
+        if not getattr(self, "_built", False):
+            return self._shown.shown
+        self._settle_state()
+        return self._shown.look(self._placed)
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        if getattr(self, "_built", False):
+            _ = self.state
+        self._shown.replace(value)
+
+    def _settle_state(self) -> None:
+        """Bring everything to rest, and take over what the user has changed."""
+        self._rest()
+        self._check_groups()
+        self._shown.take_writes(self._placed)
+        for member in self._placed.present:
+            self._placed.follow(member, self._steps.settle_host)
+
+    def dummy_step(self) -> None:
+        """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded
+        in place."""
+        self._settle_state()
+        self._placed.refresh()
+        for member in self._placed.members:
+            self._placed.master_of(member)
+        fill_state(self.sub_optimizers)
+        self._shown.having.update(self._placed.groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers,
+        strings and tensors only. All state is on the host once some of it is: torch.distributed.checkpoint
+        takes one device only."""
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            packed = super().state_dict()
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        order = (p for group in self.param_groups for p in group["params"])
+        some = any(self._placed.is_hosted(member) for member in self._placed.members)
+        for key, parameter in enumerate(order):
+            if some and key in packed["state"]:
+                member, found = self._placed.of[id(parameter)], packed["state"][key]
+                packed["state"][key] = {name: on_host(member, name, value) for name, value in found.items()}
+        packed["hybrid"] = self._placed.describe()
+        for hook in hooks.values():
+            packed = hook(self, packed) or packed
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """State of the same parameters, from any split and any fraction, or from a plain torch optimizer; the
+        rules of the wrapped classes for what they load (`__setstate__`) hold.
+
+        Everything is checked before anything is changed; ValueError names the parameter. Blocks the host.
+        """
+        loaded = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = hook(self, loaded) or loaded
+        if not self._placed.is_grouped_as(self.param_groups):
+            self._regroup()
+        order = matched(self._placed, self.param_groups, loaded)
+        self._forget_step()
+        groups = deepcopy(loaded["param_groups"])
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            names, parameters = group.get("param_names"), group["params"]
+            group.clear()
+            group.update({key: value for key, value in saved.items() if key != "params"})
+            group["params"] = parameters
+            if names is not None and "param_names" not in saved:
+                group["param_names"] = names
+        state = {order[key].parameter: dict(entry) for key, entry in loaded["state"].items() if key in order}
+        classes = [self._placing.cpu_cls, self._placing.gpu_cls]
+        with_class_rules(classes, self.param_groups, state, self.defaults)
+        self._regroup()
+        with torch.no_grad():
+            for member in order.values():
+                entry = state.get(member.parameter, {})
+                master = entry.pop(MASTER, None)
+                self._placed.load(member, entry, master)
+                (self._shown.having.add if entry else self._shown.having.discard)(member.index)
+        self._shown.forget()
+        self._placed.refresh()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _forget_step(self) -> None:
+        """State is about to be loaded: come to rest, whatever was under way or has failed."""
+        if self._backward is not None:
+            self._backward.start_over()
         if self._steps.failed:
             self._steps.forgive()
-        self._landing.early = {}
         self._steps.settle_host()
-        self._landing.forget()
-        self._has_state = has_state
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             f"a {type(self).__name__} cannot be pickled or copied: its state lies in host memory of this "
-            "process; save its state_dict(), "
-            "and load it into one that is built where it is needed"
+            "process; save its state_dict(), and load it into one that is built where it is needed"
         )
 
     # -- the end ---------------------------------------------------------------------------------------------
     def close(self) -> None:
         """End the workers and give the host memory back; an engine that was made here is closed too. Blocks
-        the host."""
+        the host. An optimizer that is dropped does the same."""
         if not self._steps.failed:
             try:
-                self._rest()
+                self._steps.settle_host()
             except OffloadError as error:
                 logger.warning("closing after a failed step: %s", error)
-        if self._arrivals is not None:
-            self._arrivals.close()
-        self._replayed.close()
+        self._end.detach()
         self._close_parts()
         if self._given_engine is None:
             self._engine.close()
 
     def _close_parts(self) -> None:
-        self._landing.watch.close()
+        if self._backward is not None:
+            self._backward.close()
+        if self._watch is not None:
+            self._watch.close()
         self._steps.close()
         self._placed.close()
-        self._desk.close()
+
+
+def _of(reference: weakref.ref[HybridDeviceOptimizer]) -> HybridDeviceOptimizer:
+    found = reference()
+    assert found is not None
+    return found
+
+
+def _end(steps: HostedSteps, placed: Placement) -> None:
+    """The optimizer was dropped: its weights arrive, and its host memory goes back."""
+    steps.end(placed.close)

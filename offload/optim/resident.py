@@ -8,13 +8,15 @@ does here what it does alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.parameters import Managed, local_of
+from offload.optim.parts import Groups, group_values, set_groups
+from offload.params.view import ParamView, local_of, sharded_like, weights_win
 
 __all__ = ["ResidentPart"]
 
@@ -28,48 +30,51 @@ class ResidentPart:
         self._kwargs = dict(kwargs)
         self._masters = masters
         self.optimizer: Optimizer | None = None
-        self.members: list[Managed] = []
+        self.members: list[ParamView] = []
         self.inner: dict[int, Tensor] = {}  # by parameter
+        self._values: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
 
-    def add(self, members: Sequence[Managed], values: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over parameters of one param group; the sub-optimizer's own group for them."""
-        inner = [self._inner(member) for member in members]
+    def add(self, members: Sequence[ParamView]) -> None:
+        """Take over parameters. `regroup` makes the optimizer."""
         self.members.extend(members)
-        self.inner.update((member.index, tensor) for member, tensor in zip(members, inner, strict=True))
-        group = {**values, "params": inner}
-        if self.optimizer is None:
-            self.optimizer = self._cls([group], **self._kwargs)
-        else:
-            self.optimizer.add_param_group(group)
-        return self.optimizer.param_groups[-1]
+        self.inner.update((member.index, self._inner(member)) for member in members)
 
-    def _inner(self, member: Managed) -> Tensor:
+    def regroup(self, groups: Groups) -> None:
+        """The user's param groups are these now."""
+        tensors = [(member.index, self.inner[member.index]) for member in self.members]
+        if not tensors:
+            return
+        if self.optimizer is None:
+            self.optimizer = self._cls([tensor for _, tensor in tensors], **self._kwargs)
+        self._values = set_groups(self.optimizer, tensors, groups)
+
+    def refresh(self) -> None:
+        """Take over what the user's groups say now."""
+        for values, original in self._values:
+            values.update(group_values(original))
+
+    def _inner(self, member: ParamView) -> Tensor:
         if self._masters and member.dtype in (torch.bfloat16, torch.float16):
             return member.parameter.detach().clone().float()
         return member.parameter
 
-    def has_master(self, member: Managed) -> bool:
+    def has_master(self, member: ParamView) -> bool:
         return self.inner[member.index] is not member.parameter
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[int, Tensor], factor: Tensor | None) -> None:
-        """gradients: by parameter, in its shape; one that is missing is not stepped. factor: scales them, in
-        place. Blocks the host only if that lies elsewhere.
-        """
+    def step(self, gradients: Mapping[int, Tensor]) -> None:
+        """gradients: by parameter, in its shape; one that is missing is not stepped."""
         if self.optimizer is None:
             return
-        used: list[Tensor] = []
         lent: list[tuple[Tensor, Tensor | None]] = []
         for member in self.members:
             inner, gradient = self.inner[member.index], gradients.get(member.index)
             if gradient is not None:
                 gradient = gradient.to(inner.dtype)
-                used.append(gradient)
+                self.refresh_master(member)
             if inner.grad is not gradient:
                 lent.append((inner, inner.grad))
                 inner.grad = gradient
-        if factor is not None and used:
-            torch._foreach_mul_(used, factor.to(local_of(used[0]).device))
         try:
             self.optimizer.step()
         finally:
@@ -80,10 +85,32 @@ class ResidentPart:
                 member.parameter.copy_(self.inner[member.index])
 
     @torch.no_grad()
-    def refresh(self, member: Managed) -> None:
-        """The weights were changed by somebody else: masters follow, unless their rounding is the weights
-        already. Blocks the host."""
+    def refresh_master(self, member: ParamView) -> None:
+        """Make the master follow weights that somebody else wrote."""
         if self.has_master(member):
-            inner = self.inner[member.index]
-            if not torch.equal(local_of(inner).to(member.dtype), local_of(member.parameter)):
-                inner.copy_(member.parameter)
+            weights_win(local_of(self.inner[member.index]), local_of(member.parameter).detach())
+
+    def load(self, member: ParamView, state: Mapping[Any, Any]) -> None:
+        """Replace the state of one parameter, in its dtype and on its device, but for the count where torch
+        keeps that on the host."""
+        assert self.optimizer is not None
+        optimizer, inner = self.optimizer, self.inner[member.index]
+        if not state:
+            optimizer.state.pop(inner, None)
+            return
+        chosen = (group for group in optimizer.param_groups if any(p is inner for p in group["params"]))
+        group = next(chosen, {})
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        placed: dict[Any, Any] = {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                placed[key] = deepcopy(value)
+            elif key == "step":
+                where = inner.device if on_device else "cpu"
+                placed[key] = value.detach().to(device=where, dtype=torch.float32, copy=True)
+            elif value.is_floating_point():
+                shard = sharded_like(inner, value.detach())
+                placed[key] = shard.to(dtype=inner.dtype, device=inner.device, copy=True)
+            else:
+                placed[key] = value.detach().to(device=inner.device, copy=True)
+        optimizer.state[inner] = placed

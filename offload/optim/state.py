@@ -1,5 +1,5 @@
-"""State dicts of the hybrid optimizer: torch's own form, so that it goes anywhere, and what a bitwise
-continuation also needs.
+"""State of the hybrid optimizer as torch's users know it: `state`, which may be written, and state dicts in
+torch's own form, with what a bitwise continuation also needs.
 
     {"state": {index: {"step", "exp_avg", ..., "master_param"}}, "param_groups": [...], "hybrid": {"places",
     "cpu_share", "layout", ...}}
@@ -12,73 +12,127 @@ One invariant: what is loaded is checked whole, names and shapes, before the fir
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.buckets import layout_to_json
-from offload.optim.parameters import Managed, local_of
+from offload.errors import OffloadError
+from offload.optim.placing import Placement
+from offload.params.view import ParamView, local_of, sharded_like
 
-if TYPE_CHECKING:
-    from offload.optim.hybrid import HybridDeviceOptimizer
-
-__all__ = ["fill_state", "layouts_of", "load_resident", "load_state", "sharded_like", "state_dict_of"]
+__all__ = ["MASTER", "ShownState", "fill_state", "matched", "on_host", "with_class_rules"]
 
 MASTER = "master_param"
+SHAPED = (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""State that has the shape of its parameter."""
 
 
-def state_dict_of(optimizer: HybridDeviceOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """`packed`, torch's own, with what lies in host buckets copied: the next step writes there.
+class ShownState:
+    """What `optimizer.state` returns: one dictionary, the same at every look, whose tensors are the real ones
+    or views of them. So a write into a tensor counts at once; entries that were replaced, added or taken out
+    since the last look count from the next `take_writes` on.
 
-    All of it is on the host once some of it is: torch.distributed.checkpoint takes one device only.
+    with_masters: show them as "master_param". having: indices of the parameters that have state.
     """
-    some = any(optimizer.placed.is_hosted(member) for member in optimizer.placed.members)
-    for member in optimizer.placed.members:
-        if some and member.index in packed["state"]:
-            found = packed["state"][member.index]
-            packed["state"][member.index] = {
-                key: _on_host(member, key, value) for key, value in found.items()
-            }
-    packed["hybrid"] = optimizer.placed.describe()
-    return packed
+
+    def __init__(self, *, with_masters: bool) -> None:
+        self._with_masters = with_masters
+        self.having: set[int] = set()
+        self.shown: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._as_read: dict[Tensor, dict[Any, Any]] = {}  # at the last look
+        self._looked = False  # since the last `take_writes`: counts may have been written
+
+    def look(self, placed: Placement) -> defaultdict[Tensor, Any]:
+        """Blocks the host; nothing may be in flight, and nothing written."""
+        self.shown.clear()
+        for member in placed.members:
+            found = dict(placed.state_of(member)) if member.index in self.having else {}
+            if found and self._with_masters:
+                found[MASTER] = placed.master_of(member)
+            if found:
+                self.shown[member.parameter] = found
+        self._note()
+        self._looked = True
+        return self.shown
+
+    def _note(self) -> None:
+        self._as_read = {parameter: dict(entry) for parameter, entry in self.shown.items()}
+
+    def replace(self, value: Mapping[Tensor, Any]) -> None:
+        """`optimizer.state = value`, after a look."""
+        self.shown = value if isinstance(value, defaultdict) else defaultdict(dict, value)
+
+    def is_written(self) -> bool:
+        """Whether somebody put other values into the dictionary, or looked, and may have written a count."""
+        shown = {parameter: entry for parameter, entry in self.shown.items() if entry}
+        return (
+            self._looked
+            or shown.keys() != self._as_read.keys()
+            or any(_differs(entry, self._as_read[parameter]) for parameter, entry in shown.items())
+        )
+
+    def take_writes(self, placed: Placement) -> None:
+        """Make what was written count. Nothing may be in flight. Raises OffloadError for tensors in no
+        group."""
+        shown = {parameter: entry for parameter, entry in self.shown.items() if entry}
+        foreign = [parameter for parameter in shown if id(parameter) not in placed.of]
+        if foreign:
+            raise OffloadError(
+                f"state has entries of {len(foreign):,} tensors, the first of shape "
+                f"{tuple(foreign[0].shape)}, in no param group"
+            )
+        for member in placed.members:
+            entry, before = shown.get(member.parameter), self._as_read.get(member.parameter)
+            if entry is None and before is not None:
+                placed.load(member, {}, None)
+                self.having.discard(member.index)
+            elif entry is not None:
+                if before is None or _differs(entry, before):
+                    state = {key: value for key, value in entry.items() if key != MASTER}
+                    _refuse_incomplete(placed, member, state)
+                    given = entry.get(MASTER)
+                    placed.load(member, state, given if before and given is not before.get(MASTER) else None)
+                elif placed.is_hosted(member) and "step" in entry:
+                    placed.spread_count(member)
+                self.having.add(member.index)
+        self._note()
+        self._looked = False
+
+    def forget(self) -> None:
+        """State was loaded: what was shown is of before."""
+        self.shown.clear()
+        self._note()
+        self._looked = False
 
 
-def _on_host(member: Managed, key: str, value: Any) -> Any:
+def _differs(entry: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    return entry.keys() != before.keys() or any(value is not before[key] for key, value in entry.items())
+
+
+def _refuse_incomplete(placed: Placement, member: ParamView, state: Mapping[Any, Any]) -> None:
+    needed = ("step", "exp_avg", "exp_avg_sq") if placed.cpu.flat and placed.is_hosted(member) else ()
+    missing = [name for name in needed if name not in state]
+    if missing:
+        raise ValueError(f"{member} has no {', '.join(missing)} in its state; torch's Adam needs all of them")
+
+
+def on_host(member: ParamView, key: str, value: Any) -> Any:
+    """A value of a state dict: a copy, as the next step writes the original."""
     if not isinstance(value, Tensor):
         return deepcopy(value)
     copied = value.detach().to("cpu", copy=True)
     return copied if key == "step" else sharded_like(member.parameter, copied)
 
 
-def load_state(optimizer: HybridDeviceOptimizer, given: Mapping[str, Any]) -> None:
-    """See HybridDeviceOptimizer.load_state_dict."""
-    loaded = dict(given)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        loaded = hook(optimizer, loaded) or loaded
-    order = _matched(optimizer, loaded)
-    optimizer.begin_load(has_state=any(loaded["state"].values()))
-    for group, saved in zip(optimizer.param_groups, deepcopy(loaded["param_groups"]), strict=True):
-        names = group.get("param_names")
-        group.update({key: value for key, value in saved.items() if key != "params"})
-        if names is not None and "param_names" not in saved:
-            group["param_names"] = names
-    with torch.no_grad():
-        for key, member in order.items():
-            state = dict(loaded["state"].get(key, {}))
-            master = state.pop(MASTER, None)
-            optimizer.placed.load(member, state, master)
-    optimizer.placed.copies.refresh()
-    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        post_hook(optimizer)
-
-
-def _matched(optimizer: HybridDeviceOptimizer, loaded: Mapping[str, Any]) -> dict[Any, Managed]:
+def matched(
+    placed: Placement, groups: Sequence[Mapping[str, Any]], loaded: Mapping[str, Any]
+) -> dict[Any, ParamView]:
     """Saved keys and the parameters they belong to. Raises ValueError for the state dict of another model or
     class."""
     for key in ("state", "param_groups"):
@@ -87,7 +141,7 @@ def _matched(optimizer: HybridDeviceOptimizer, loaded: Mapping[str, Any]) -> dic
                 f"the state dict has no {key!r}, only {', '.join(map(repr, loaded))}; give what state_dict() "
                 "returned"
             )
-    groups, saved = optimizer.param_groups, loaded["param_groups"]
+    saved = loaded["param_groups"]
     if len(groups) != len(saved):
         raise ValueError(
             f"the state dict has {len(saved)} param groups and the optimizer {len(groups)}; it is of another "
@@ -97,30 +151,21 @@ def _matched(optimizer: HybridDeviceOptimizer, loaded: Mapping[str, Any]) -> dic
         if len(group["params"]) != len(other["params"]):
             raise ValueError(
                 f"param group {place} has {len(other['params'])} parameters in the state dict and "
-                f"{len(group['params'])} in the optimizer; "
-                "it is of another model"
+                f"{len(group['params'])} in the optimizer; it is of another model"
             )
-    of = {id(member.parameter): member for member in optimizer.placed.members}
     keys = chain.from_iterable(group["params"] for group in saved)
     mine = chain.from_iterable(group["params"] for group in groups)
-    order = {key: of[id(parameter)] for key, parameter in zip(keys, mine, strict=True)}
+    order = {key: placed.of[id(parameter)] for key, parameter in zip(keys, mine, strict=True)}
+    needed = ("step", "exp_avg", "exp_avg_sq") if placed.cpu.flat else ()
     for key, member in order.items():
-        for name, value in loaded["state"].get(key, {}).items():
-            if (
-                isinstance(value, Tensor)
-                and name in optimizer.shaped_names
-                and tuple(local_of(value).shape) != member.shape
-            ):
+        state = loaded["state"].get(key, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name in SHAPED and tuple(local_of(value).shape) != member.shape:
                 raise ValueError(
                     f"{member} has shape {member.shape}, and its {name} in the state dict "
-                    f"{tuple(value.shape)}; the state dict is of "
-                    "another model"
+                    f"{tuple(value.shape)}; the state dict is of another model"
                 )
-        missing = [
-            name
-            for name in optimizer.needed_names
-            if loaded["state"].get(key) and name not in loaded["state"][key]
-        ]
+        missing = [name for name in needed if state and name not in state]
         if missing:
             raise ValueError(
                 f"{member} has no {', '.join(missing)} in the state dict; it is of another optimizer class"
@@ -128,50 +173,21 @@ def _matched(optimizer: HybridDeviceOptimizer, loaded: Mapping[str, Any]) -> dic
     return order
 
 
-def load_resident(optimizer: Optimizer, inner: Tensor, state: Mapping[Any, Any]) -> None:
-    """State of one parameter that is stepped in place, in its dtype and on its device, except the count where
-    torch keeps that on the host.
-    """
-    if not state:
-        optimizer.state.pop(inner, None)
-        return
-    group = next(
-        group for group in optimizer.param_groups if any(parameter is inner for parameter in group["params"])
-    )
-    on_device = bool(group.get("fused") or group.get("capturable"))
-    placed: dict[Any, Any] = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            placed[key] = deepcopy(value)
-        elif key == "step":
-            placed[key] = value.detach().to(
-                device=inner.device if on_device else "cpu", dtype=torch.float32, copy=True
-            )
-        elif value.is_floating_point():
-            placed[key] = sharded_like(inner, value.detach()).to(
-                dtype=inner.dtype, device=inner.device, copy=True
-            )
-        else:
-            placed[key] = value.detach().to(device=inner.device, copy=True)
-    optimizer.state[inner] = placed
-
-
-def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A DTensor again, where the parameter is one and the value, wherever it lies, is of its local shard's
-    shape."""
-    if (
-        local_of(parameter) is parameter
-        or local_of(value) is not value
-        or value.shape != local_of(parameter).shape
-    ):
-        return value
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import TensorMeta
-
-    assert isinstance(parameter, DTensor)
-    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
-    # from_local would move it to the mesh's device; FSDP2 keeps shards on the host in this way too
-    return DTensor(value, replace(parameter._spec, tensor_meta=meta), requires_grad=False)
+def with_class_rules(
+    classes: Sequence[type[Optimizer]],
+    groups: list[dict[str, Any]],
+    state: dict[Tensor, dict[Any, Any]],
+    defaults: Mapping[str, Any],
+) -> None:
+    """Change loaded groups and state, in place, as each class does in its `__setstate__`: AdamW decouples the
+    weight decay, counts that are numbers become tensors, keys that older versions had not get their
+    defaults."""
+    for cls in dict.fromkeys(classes):
+        loader = cls.__new__(cls)
+        loader.__setstate__({"state": state, "param_groups": groups, "defaults": dict(defaults)})
+    for group in groups:
+        for key, value in defaults.items():
+            group.setdefault(key, value)
 
 
 def fill_state(optimizers: list[Optimizer]) -> None:
@@ -212,7 +228,3 @@ def fill_state(optimizers: list[Optimizer]) -> None:
                 step.zero_()
             elif step is not None:
                 optimizer.state[leaf]["step"] = 0
-
-
-def layouts_of(*parts: Any) -> list[Any]:
-    return [layout_to_json([section.layout for section in part.sections]) for part in parts]

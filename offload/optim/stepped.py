@@ -1,76 +1,86 @@
 """One step of the hybrid optimizer: gradients in, clipping, buckets to their workers, and who waits for what.
 
 What is stepped where was decided before (placing.py), and the state's way in and out of the class is
-hybrid.py's. One invariant: a step either begins with every gradient checked and every earlier promise kept,
-or raises before anything is stepped.
+hybrid.py's. One
+invariant: a step either begins with every gradient checked and every promise kept, or raises before anything
+is stepped; `overlap="step"` returns when every later use of a weight or gradient is ordered behind the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from offload.optim.awaited import AwaitedOptimizer
-from offload.optim.cpu_step import CpuBucket, HostScalars
-from offload.optim.landing import Landing
-from offload.optim.norms import ScalarDesk, clip_factor, total_norm
-from offload.optim.parameters import laid_out_as, settle_versions
-from offload.optim.stepping import HostBucket
+from offload.engine import OffloadEngine
+from offload.optim.backward import BackwardSteps
+from offload.optim.placing import Placement
+from offload.optim.ranks import clip_, total_norm
+from offload.optim.state import ShownState
+from offload.optim.stepping import HostBucket, HostedSteps
+from offload.optim.touch import AwaitedWeight, WeightWatch, arrived
+from offload.params.view import count_write, laid_out_as
 
-__all__ = ["SteppedOptimizer"]
+__all__ = ["Overlap", "SteppedOptimizer"]
+
+Overlap = Literal["step", "forward", "backward"]
 
 
-class SteppedOptimizer(AwaitedOptimizer):
+class SteppedOptimizer(Optimizer):
     """The step, for an heir that builds what is named here.
 
-    _clip: factor of the coming step, from `clip_grad_norm_`. _atomic, _overlaps: how the host's buckets are
-        stepped.
-    _has_state: a step was made, or state was loaded. `_landing.early` has what was stepped in the backward on
-        a promise.
+    overlap: see HybridDeviceOptimizer. _workers: whether buckets are stepped by workers, or all on the
+        calling thread. _atomic: whether an error leaves the last whole step.
     """
 
+    overlap: Overlap
     max_grad_norm: float | None
     last_grad_norm: Tensor | None
-    _landing: Landing
-    _desk: ScalarDesk
-    _clip: Tensor | None
+    _engine: OffloadEngine
+    _placed: Placement
+    _steps: HostedSteps
+    _watch: WeightWatch | None
+    _backward: BackwardSteps | None
+    _shown: ShownState
+    _names: dict[int, str]
     _atomic: bool
-    _overlaps: bool
-    _has_state: bool
+    _workers: bool
+    _watches: bool
 
     # -- backward --------------------------------------------------------------------------------------------
     @property
     def last_microbatch(self) -> bool | None:
         """Whether the backward to come is its step's last: for a schedule to set. None: as many as in the
-        step before are expected."""
-        return self._landing.watch.last_microbatch
+        step before are expected. Counts with overlap="backward" alone."""
+        return self._backward.last_microbatch if self._backward is not None else None
 
     @last_microbatch.setter
     def last_microbatch(self, last: bool | None) -> None:
-        self._landing.watch.last_microbatch = last
+        if self._backward is not None:
+            self._backward.last_microbatch = last
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside only accumulate; the first one after it is the step's last."""
-        return self._landing.watch.no_sync()
+        """Backwards inside only accumulate; the first one after it is the step's last. Counts with
+        overlap="backward" alone."""
+        return self._backward.no_sync() if self._backward is not None else nullcontext()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to, with a
-        kernel that moves no version counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_), and
-        only this question tells."""
-        self._landing.distrust()
+        kernel that moves no version counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_)."""
+        if self._backward is not None:
+            self._backward.broken("a GradScaler changed the gradients")
         return False
 
     # -- the step --------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. closure: evaluated once.
 
-        With overlap and a model it returns when the work is issued; without a model it waits for the weights.
-        Blocks the host while the last step is not yet issued, and for weights that somebody changed since.
+        Blocks the host while the last step is not yet issued, and with overlap="step" until this one is.
         Raises OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped;
         CaptureError in a graph under capture, unless nothing is offloaded.
         """
@@ -79,163 +89,171 @@ class SteppedOptimizer(AwaitedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._landing.early:
-            self._steps.settle()
-        self._steps.raise_failure()
         with torch.no_grad():
             self._step()
         return loss
 
+    def begin(self) -> None:
+        """End the last step, and take over what the user has changed since: groups, state, memory. Blocks the
+        host until the last step is issued, and where state was written until it has ended."""
+        if self._workers:
+            self._steps.start_workers()
+        self._steps.settle()
+        for member in self._placed.members:
+            if isinstance(member.parameter, AwaitedWeight):  # another optimizer's step of it
+                arrived(member.parameter)
+        self._check_groups()
+        if self._shown.is_written():
+            self._steps.settle_host()
+            self._shown.take_writes(self._placed)
+        for member in self._placed.present:
+            self._placed.follow(member, self._steps.settle_host)
+        self._placed.refresh()
+
+    def _check_groups(self) -> None:
+        if not self._placed.is_grouped_as(self.param_groups):
+            self._steps.settle_host()
+            self._regroup()
+
+    def _regroup(self) -> None:
+        raise NotImplementedError
+
     def _step(self) -> None:
+        early = self._backward.stepped if self._backward is not None else {}
+        if early:
+            self._steps.raise_failure()
+            self._check_promise()
+        else:
+            self.begin()
         gradients = self._gradients()
-        hosted = [member for member in self._placed.members if self._placed.is_hosted(member)]
+        if self._backward is not None:
+            self._backward.check(gradients)
+        members = self._placed.present
+        hosted = [
+            member for member in members if self._placed.is_hosted(member) and member.index in gradients
+        ]
+        coming = [bucket for bucket in self._steps.in_order if id(bucket) not in early]
+        needed = {member.index for bucket in coming for member in bucket.members}
+        if self.max_grad_norm is not None:
+            self.clip_grad_norm_(self.max_grad_norm)
         flats = {
             member.index: member.flat_gradient(gradients[member.index])
             for member in hosted
-            if member.index in gradients
+            if member.index in needed
         }
-        self._review(gradients)
-        if self._overlaps:
-            self._steps.start_workers()
-        if not self._landing.early:  # else some of the step is under way, and the last one is settled
-            self._steps.settle()
-            if self._placed.refresh_changed(self._steps.settle_host):
-                self._landing.forget()
-            self._placed.copies.refresh()
-        factor = self._factor()
-        if self._overlaps:
-            self._step_overlapped(gradients, flats, factor, self._landing.early)
+        if self._workers:
+            self._placed.step_resident(gradients)
+            chosen = [bucket for bucket in coming if any(m.index in flats for m in bucket.members)]
+            for bucket in chosen:
+                bucket.hold(flats)
+            self._steps.submit(chosen)
         else:
-            scalars = (
-                self._desk.send(factor) if factor is not None and self._placed.cpu.buckets else HostScalars()
-            )
-            self._steps.step_inline(
-                flats,
-                scalars,
-                factor,
-                atomic=self._atomic,
-                step_resident=lambda: self._placed.step_resident(gradients, factor),
-            )
-        stepped = [member for member in hosted if member.index in gradients]
-        settle_versions(stepped)
-        for member in self._placed.members:
-            member.version = member.parameter._version
-        self._has_state = True
-        self._landing.forget()
-        self._landing.early = {}
-        self._landing.watch.end_step()
+            resident = lambda: self._placed.step_resident(gradients)  # noqa: E731
+            self._steps.step_inline(flats, atomic=self._atomic, step_resident=resident)
+        count_write(hosted)
+        self._shown.having.update(gradients)
+        if self._backward is not None:
+            self._backward.end_step()
+        self._return()
 
-    def _review(self, gradients: Mapping[int, Tensor]) -> None:
-        """Early steps that cannot count any more are an error."""
-        landing = self._landing
-        if landing.early:
-            clips = self._clip is not None or self.max_grad_norm is not None
-            broken = "clipping was asked for" if clips else landing.broken(landing.early.values(), gradients)
-            if broken is not None:
-                self._break(broken)
+    def _check_promise(self) -> None:
+        """What has changed since buckets were stepped in the backward is an error."""
+        assert self._backward is not None
+        if not self._placed.is_grouped_as(self.param_groups) or self._placed.changed_values():
+            self._backward.broken("the param groups changed")
+        if self._shown.is_written():
+            self._backward.broken("optimizer.state was read or written")
+        if self.max_grad_norm is not None:
+            self._backward.broken("clipping was asked for")
+
+    def _return(self) -> None:
+        """Order every later use of a weight behind its return: here, or at its first touch."""
+        if self._watch is None or not self._watches or self._watch.replays_unseen:
+            self._steps.arrive(None)
+            return
+        now = []
+        for member in self._placed.members:
+            if not self._steps.is_pending(member.index):
+                continue
+            if self._watch.can_watch(member.parameter):
+                self._watch.watch(member.index, member.parameter, gradient=True)
+            else:
+                now.append(member.index)
+        self._steps.arrive(now)
+
+    def stepped_in_backward(self, bucket: HostBucket) -> None:
+        """Its weights are on their way: who touches them before step() breaks the promise."""
+        assert self._watch is not None
+        for member in bucket.members:
+            if self._watch.can_watch(member.parameter):
+                self._watch.watch(member.index, member.parameter, gradient=False)
 
     def _gradients(self) -> dict[int, Tensor]:
         """By parameter. Collective where a DTensor's gradient lies otherwise than its parameter."""
-        members = self._placed.members
         return {
             member.index: laid_out_as(member.parameter, found)
-            for member in members
+            for member in self._placed.present
             if (found := member.gradient) is not None
         }
-
-    def _break(self, what: str) -> None:
-        self._steps.fail(
-            f"{what} after {len(self._landing.early)} buckets had been stepped in the backward; they are a "
-            "step ahead of the rest. "
-            "Load the last state dict, and change param groups and gradients before the backward, or leave "
-            "out step_in_backward"
-        )
-
-    def _factor(self) -> Tensor | None:
-        factor, self._clip = self._clip, None
-        if factor is None and self.max_grad_norm is not None:
-            self.last_grad_norm = self._norm(2.0)
-            factor = clip_factor(self.max_grad_norm, self.last_grad_norm)
-        if factor is not None:
-            device = self._engine.device
-            device.note_write(device.compute, factor.reshape(1).view(torch.uint8))
-        return factor
-
-    def _norm(self, norm_type: float) -> Tensor:
-        gradients = [gradient for member in self._placed.members if (gradient := member.gradient) is not None]
-        return total_norm(gradients, norm_type, self._engine.device.torch_device)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None
     ) -> Tensor:
-        """Clip the gradients of the coming step by their global norm, which is returned. Blocks the host:
-        never.
+        """Clip the gradients, in place as torch.nn.utils.clip_grad_norm_ does, by their global norm, which is
+        returned. Blocks the host: never.
 
         total: the norm, where it is known better, as over the stages of a pipeline. The norm of DTensors is
-            over all ranks of their mesh, each of which must call. Unlike torch's function of this name it
-            scales what is stepped: the .grad of an offloaded parameter, which may have left, keeps its values
-            and need not leave again; that of one whose state is on the device is scaled by step().
+            over all ranks of their mesh, each of which must call.
         """
         self._refuse_in_capture("clip_grad_norm_()")
-        if self._landing.early:  # on a promise
-            self._break("clip_grad_norm_ was called")
-        norm = total if total is not None else self._norm(norm_type)
+        if self._backward is not None:
+            self._backward.broken("clip_grad_norm_ was called")
+        gradients = [found for member in self._placed.present if (found := member.gradient) is not None]
+        arrived(gradients)
+        with torch.no_grad():
+            norm = total
+            if norm is None:
+                norm = total_norm(gradients, norm_type, self._engine.device.torch_device)
+            if gradients:
+                clip_(gradients, max_norm, norm)
         self.last_grad_norm = norm
-        self._clip = clip_factor(max_norm, norm)
         return norm
 
-    def _step_overlapped(
-        self,
-        gradients: Mapping[int, Tensor],
-        flats: Mapping[int, Tensor],
-        factor: Tensor | None,
-        early: Mapping[int, HostBucket],
-    ) -> None:
-        """early: by id, what is stepped already."""
-        steps = self._steps
-        self._placed.step_resident(gradients, factor)
-        chosen = [
-            bucket
-            for bucket in steps.in_order
-            if id(bucket) not in early and any(m.index in flats for m in bucket.members)
-        ]
-        on_host = any(isinstance(bucket, CpuBucket) for bucket in chosen)
-        scalars = self._desk.send(factor) if factor is not None and on_host else HostScalars()
-        for bucket in chosen:
-            mine = {member.index: flats[member.index] for member in bucket.members if member.index in flats}
-            if not self._landing.has_landed(bucket, gradients):
-                bucket.hold(mine)
-        steps.submit(chosen, steps.release(chosen), scalars, factor)
-        for bucket in (*early.values(), *chosen):
-            steps.hold(bucket, gradients)
-        if self._model is None or self._replayed.unseen:
-            steps.arrive(None)
-        else:
-            steps.arrive(
-                self._readers.unasked([member for member in self._placed.members if member.index in flats])
-            )
+    # -- readers ---------------------------------------------------------------------------------------------
+    def synchronize_parameters(self) -> None:
+        """Let the current lane's work from here on see the new weights. Blocks the host until the step under
+        way has been issued. Raises OffloadError if it failed."""
+        self._steps.raise_failure()
+        self._steps.arrive(None)
 
-    # -- masters ---------------------------------------------------------------------------------------------
+    def _rest(self) -> None:
+        """Bring everything to rest: the host may read and write weights, state and masters. Blocks the
+        host."""
+        if self._backward is not None:
+            self._backward.broken("state was asked for before step()")
+        self._steps.settle_host()
+
+    def _refuse_in_capture(self, what: str) -> None:
+        """What workers and the host's own state have a part in; an optimizer that keeps all on the device may
+        be captured."""
+        if self._steps.in_order:
+            self._engine.refuse_in_capture(f"the optimizer's {what}")
+
     def update_fp32_param_by_new_param(self) -> None:
-        """Make masters follow the weights now. It is done by itself for changes that torch can see; this is
-        for `.data` and raw kernels."""
+        """Make masters follow the weights now; each step does it by itself."""
         self._rest()
         for member in self._placed.members:
-            member.version = -1
-        self._placed.refresh_changed(self._steps.settle_host)
+            self._placed.master_of(member)
 
     # -- gradients -------------------------------------------------------------------------------------------
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for `decoupled_grad` too. Zeroing in place first orders compute behind what still reads
-        the gradients."""
-        if self._landing.early:
-            self._break("zero_grad was called without step()")
-        self._landing.forget()
-        self._landing.watch.start_over()
+        """As torch's, for `decoupled_grad` too. Zeroing in place waits for what still reads the gradients."""
+        if self._backward is not None:
+            self._backward.broken("zero_grad was called without step()")
+            self._backward.start_over()
         if not set_to_none and self._steps.in_order:
             self._refuse_in_capture("zero_grad(set_to_none=False)")
             self._steps.arrive(None)
-            self._steps.order_gradients()
         for member in self._placed.members:
             decoupled = getattr(member.parameter, "decoupled_grad", None)
             if decoupled is not None:

@@ -1,14 +1,24 @@
-"""The steps of offloaded buckets: given to workers, waited for by the first user, and what is left when one
-fails.
+"""The steps of offloaded buckets: given to workers, waited for by whoever touches their weights, and what is
+left when one fails.
 
 One invariant: a bucket is with at most one worker, and everybody who touches what the worker touches has
-waited for `done` and then for the event that the worker recorded.
+waited
+for `done` and then for the event that the worker recorded.
+
+# [Order: weights back]
+# hazard  RAW, WAR, allocator reuse: `compute` reads a weight before `h2d`, or the optimizer's lane, has
+#         written it; or writes or frees a gradient that one of them still reads.
+# edge    the bucket keeps the event of its return or step, which comes after the last use of its gradients;
+#         the lane of whoever touches a weight or its gradient waits for it, each lane once a step.
+# alive   the parameter is the model's; the bucket holds the gradients until that wait.
+# proof   tests/property/test_optim_edges.py, edge "weights back"
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,14 +27,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.device import Event
+from offload.device import Event, Lane
 from offload.engine import OffloadEngine
-from offload.errors import OffloadError
-from offload.optim.cpu_step import CpuBucket, HostScalars
+from offload.errors import CaptureError, OffloadError
+from offload.optim.cpu_step import CpuBucket
 from offload.optim.parts import CpuPart, StreamedPart
 from offload.optim.streamed_step import StreamedBucket
-from offload.optim.waiting import Waiting
-from offload.optim.worker import Worker
+from offload.params.worker import Job, ReadyQueue, Worker
 
 __all__ = ["HostBucket", "HostedSteps"]
 
@@ -48,17 +57,18 @@ class HostedSteps:
         self._streamed = streamed
         self._stepper = Worker("optimizer-cpu", cores=engine.device.near_cores, threads=cpu_threads)
         self._streamer = Worker("optimizer-stream", threads=1)
-        self._to_step = Waiting(self._stepper, _nothing)
-        self._to_stream = Waiting(self._streamer, streamed.wait_for_slot)
-        self._pending: list[HostBucket] = []  # of the last step: issued or about to be
-        # CPU's and streamed: their gradients may be read
-        self._lent: tuple[deque[HostBucket], deque[HostBucket]] = deque(), deque()
-        # of the last step: the optimizer's lane reads it, and its memory is compute's
-        self._factor: Tensor | None = None
+        self._to_step = ReadyQueue(self._stepper, _nothing)
+        self._to_stream = ReadyQueue(self._streamer, streamed.wait_for_slot)
+        self._lock = threading.RLock()  # any thread may touch a weight; workers never take it
+        self._pending: dict[int, HostBucket] = {}  # of the last step, by id: issued or about to be
         self._arrived: set[tuple[int, int]] = set()  # (bucket, lane) by id
-        # by bucket: gradients read in place, and the version they must keep
-        self._held: dict[int, list[tuple[Tensor, int, str]]] = {}
+        self._holding: deque[HostBucket] = deque()  # with gradients that nobody has waited for yet
+        self._lane: Lane | None = None  # of step(): its memory is what the gradients came from
         self._failed: OffloadError | None = None
+        self.when_waited: Callable[[int], None] = _nothing_of
+        """Called with a parameter's index when the current lane has waited for all of its buckets."""
+        self.when_touched: Callable[[int], None] = _nothing_of
+        """Called with a parameter's index before anybody waits for it; may raise."""
         self.buckets_of: dict[int, list[HostBucket]] = {}
         self.in_order: list[HostBucket] = []
         self._places: dict[int, int] = {}  # in that order, by the bucket's id
@@ -77,11 +87,11 @@ class HostedSteps:
 
     # -- issuing ---------------------------------------------------------------------------------------------
     def release(self, buckets: Iterable[HostBucket]) -> Event:
-        """The point on compute after which these buckets' weights may be written: all work that reads them
-        has been issued."""
+        """The point on compute after which the weights of these buckets, which hold their gradients, may be
+        written: all work that reads them has been issued."""
         device = self._engine.device
         for bucket in buckets:
-            for part in bucket.weights():
+            for part in bucket.weights:
                 device.note_read(device.compute, part.view(torch.uint8))
         return device.record(device.compute)
 
@@ -93,73 +103,39 @@ class HostedSteps:
         if self._streamed.buckets:
             self._streamer.start()
 
-    def submit(
-        self, buckets: Sequence[HostBucket], released: Event, scalars: HostScalars, factor: Tensor | None
-    ) -> None:
-        """Give buckets, which hold their gradients, to the workers; see waiting.py for their order. Blocks
-        the host: never.
+    def submit(self, buckets: Sequence[HostBucket]) -> None:
+        """Give buckets, which hold their gradients, to the workers; see ReadyQueue for their order. Blocks
+        the
+        host: never.
 
-        released: recorded on compute after the gradients, and after the last use of the weights. Gradients
-        that have not landed yet leave LANDING_LEAD buckets ahead of the CPU: all at once would keep the
-        streamed buckets' state waiting behind them on d2h.
+        Gradients leave LANDING_LEAD buckets ahead of the CPU: all at once would keep the streamed buckets'
+        state waiting behind them on d2h.
         """
         device = self._engine.device
+        released = self.release(buckets)
+        self._lane = device.compute
         for bucket in buckets:
             bucket.done.clear()
-        self._pending += buckets
-        self._factor = factor
+            self._pending[id(bucket)] = bucket
+        self._holding.extend(buckets)
         on_cpu = [bucket for bucket in buckets if isinstance(bucket, CpuBucket)]
-        self._lent[0].extend(on_cpu)
-        self._lent[1].extend(bucket for bucket in buckets if isinstance(bucket, StreamedBucket))
-        scratch = self._cpu.scratch
         for place, mine in enumerate(on_cpu):
-            leaving = (
-                on_cpu[:LANDING_LEAD]
-                if place == 0
-                else on_cpu[place + LANDING_LEAD - 1 : place + LANDING_LEAD]
-            )
-            for later in leaving:
-                if later.landed is None:
-                    self._stepper.submit(functools.partial(later.land, released), _nothing)
-            step = functools.partial(mine.step, released, scalars, scratch)
+            first = 0 if place == 0 else place + LANDING_LEAD - 1
+            for later in on_cpu[first : place + LANDING_LEAD]:
+                self._stepper.submit(functools.partial(later.land, released), _nothing)
+            step = functools.partial(mine.step, self._cpu.scratch)
             self._to_step.submit(self._places[id(mine)], mine.has_landed, step, mine.done.set)
         ring = self._streamed.ring
         is_ready = functools.partial(device.poll, released)
         for bucket in buckets:
             if isinstance(bucket, StreamedBucket):
                 assert ring is not None
-                step = functools.partial(bucket.step, ring, released, factor)
+                step = functools.partial(bucket.step, ring, released)
                 self._to_stream.submit(self._places[id(bucket)], is_ready, step, bucket.done.set)
-
-    def hold(self, bucket: HostBucket, gradients: Mapping[int, Tensor]) -> None:
-        """These gradients are read while compute goes on: nobody may write them until the bucket's weights
-        have been waited for."""
-        held = [(gradients[member.index], member) for member in bucket.members if member.index in gradients]
-        self._held[id(bucket)] = [(gradient, gradient._version, str(member)) for gradient, member in held]
-
-    # [Order: gradients read]
-    # hazard  WAR, allocator reuse: `compute` zeroes or frees a gradient that landed, and was not stepped,
-    # while `d2h` still copies it.
-    # edge    before the optimizer zeroes gradients, and before a bucket takes others, compute waits for an
-    #         event recorded on d2h.
-    # alive   the bucket, until the copy's event has passed. Gradients that are stepped need no edge of their
-    #         own: the return of their weights comes after their landing.
-    # proof   tests/property/test_optim_edges.py, edge "gradients read"
-
-    def order_gradients(self) -> None:
-        """What landed may be overwritten or freed by compute from here on. Order: [Order: gradients read]."""
-        device = self._engine.device
-        device.wait(device.compute, device.record(device.d2h), "gradients read")
 
     # -- everything on the calling thread --------------------------------------------------------------------
     def step_inline(
-        self,
-        flats: Mapping[int, Tensor],
-        scalars: HostScalars,
-        factor: Tensor | None,
-        *,
-        atomic: bool,
-        step_resident: Callable[[], None],
+        self, flats: Mapping[int, Tensor], *, atomic: bool, step_resident: Callable[[], None]
     ) -> None:
         """One step without workers. Blocks the host. Weights return only once every CPU bucket and every
         resident parameter is stepped.
@@ -167,120 +143,120 @@ class HostedSteps:
         atomic: an error in the CPU's part leaves weights and state as they were. step_resident: steps what is
             not offloaded.
         """
-        buckets = [
-            bucket for bucket in self._cpu.buckets if any(member.index in flats for member in bucket.members)
-        ]
-        streamed = [
-            bucket
-            for bucket in self._streamed.buckets
-            if any(member.index in flats for member in bucket.members)
-        ]
+        buckets = [bucket for bucket in self._cpu.buckets if _has(bucket, flats)]
+        streamed = [other for other in self._streamed.buckets if _has(other, flats)]
+        everything: list[HostBucket] = [*buckets, *streamed]
         for bucket in buckets:
-            bucket.hold(
-                {member.index: flats[member.index] for member in bucket.members if member.index in flats}
-            )
-        made = self._engine.device.record(self._engine.device.compute)
+            bucket.hold(flats)
+        made = self.release(buckets)
         for bucket in buckets:
             bucket.land(made)
         for bucket in buckets:
-            bucket.load_gradients(scalars, self._cpu.scratch)
+            bucket.load_gradients(self._cpu.scratch)
         try:
-            _step_all(
-                list(dict.fromkeys(bucket.optimizer for bucket in buckets if bucket.optimizer is not None)),
-                atomic=atomic,
-            )
+            optimizers = dict.fromkeys(bucket.optimizer for bucket in buckets if bucket.optimizer is not None)
+            _step_all(list(optimizers), atomic=atomic)
         finally:
             for bucket in buckets:
                 bucket.unload_gradients()
         step_resident()
         for other in streamed:
-            other.hold(
-                {member.index: flats[member.index] for member in other.members if member.index in flats}
-            )
-        released = self.release([*buckets, *streamed])
+            other.hold(flats)
+        released = self.release(streamed)
+        self._lane = self._engine.device.compute
         for bucket in buckets:
-            bucket.give_back(released)
+            bucket.give_back()
         for other in streamed:
             assert self._streamed.ring is not None
-            other.step(self._streamed.ring, released, factor)
-        self._pending += [*buckets, *streamed]
-        self._lent[0].extend(buckets)
-        self._lent[1].extend(streamed)
+            other.step(self._streamed.ring, released)
+        self._pending = {id(bucket): bucket for bucket in everything}
         self.settle()
 
     # -- waiting ---------------------------------------------------------------------------------------------
-    def arrive(self, indices: Sequence[int] | None) -> None:
-        """Make the current lane wait for the weights of these parameters, None for all. Blocks the host until
-        they are issued.
+    @property
+    def under_way(self) -> bool:
+        """Whether there are buckets that the training thread has not settled yet."""
+        return bool(self._pending)
 
-        Raises OffloadError if a worker failed, or if a gradient was written that a lane might still have been
-        reading.
+    def is_pending(self, index: int) -> bool:
+        """Whether a bucket of the parameter is."""
+        return any(id(bucket) in self._pending for bucket in self.buckets_of.get(index, ()))
+
+    def arrive(self, indices: Sequence[int] | None) -> None:
+        """Make the current lane wait for the weights of these parameters, None for all, and for what reads
+        their gradients. Blocks the host until they are issued. The cost does not depend on what else is
+        pending.
+
+        Raises OffloadError if a worker failed, CaptureError in a graph under capture, whose replays would not
+        wait.
         """
         if not self._pending:
             return
-        self.let_go()
-        device = self._engine.device
-        lane = device.compute
-        pending = {id(bucket) for bucket in self._pending}
-        waited = (
-            self._pending
-            if indices is None
-            else [bucket for index in indices for bucket in self.buckets_of.get(index, ())]
-        )
-        for bucket in waited:
-            key = (id(bucket), id(lane))
-            if id(bucket) not in pending or key in self._arrived:
-                continue
-            bucket.done.wait()
-            self.raise_failure()
-            for gradient, version, name in self._held.pop(id(bucket), ()):
-                if gradient._version != version:
-                    raise OffloadError(
-                        f"the gradient of {name} was written after step(), while the step may still read it; "
-                        "use the optimizer's "
-                        "zero_grad(), "
-                        "or set gradients to None"
-                    )
-            event = bucket.returned if isinstance(bucket, CpuBucket) else bucket.stepped
-            assert event is not None
-            device.wait(lane, event, "weights back")
-            for part in bucket.weights():
-                device.note_read(lane, part.view(torch.uint8))
-            self._arrived.add(key)
+        with self._lock:
+            device = self._engine.device
+            if device.is_capturing():
+                if self._pending.keys() <= {bucket for bucket, _ in self._arrived}:
+                    return
+                raise CaptureError(
+                    "weights of the last step are on their way while a graph is captured: inside it they "
+                    "cannot "
+                    "be waited for. Call the optimizer's synchronize_parameters() before the capture, or "
+                    "capture "
+                    "inside `with optimizer.engine.capturing():`"
+                )
+            lane = device.compute
+            for index in self.buckets_of if indices is None else indices:
+                self.when_touched(index)
+                for bucket in self.buckets_of.get(index, ()):
+                    self._await(bucket, lane)
+                self.when_waited(index)
+            self._poll_one()
 
-    @property
-    def is_met(self) -> bool:
-        """Whether every weight on its way has been waited for, by whatever lane: then no worker is at work
-        either."""
-        return {id(bucket) for bucket in self._pending} <= {bucket for bucket, _ in self._arrived}
+    def _await(self, bucket: HostBucket, lane: Lane) -> None:
+        key = (id(bucket), id(lane))
+        if id(bucket) not in self._pending or key in self._arrived:
+            return
+        bucket.done.wait()
+        self.raise_failure()
+        device = self._engine.device
+        assert bucket.returned is not None
+        device.wait(lane, bucket.returned, "weights back")
+        for part in bucket.weights:
+            device.note_read(lane, part.view(torch.uint8))
+        self._arrived.add(key)
+        if lane is self._lane:
+            bucket.drop_gradients()
+
+    def _poll_one(self) -> None:
+        """Drop the gradients of one bucket that has passed and that nobody has waited for yet."""
+        if self._holding:
+            bucket = self._holding.popleft()
+            event = bucket.returned if bucket.done.is_set() else None
+            if event is not None and self._engine.device.poll(event):
+                bucket.drop_gradients()
+            elif (id(bucket), id(self._lane)) not in self._arrived:
+                self._holding.append(bucket)
 
     def settle(self) -> None:
         """End the last step: every weight has been waited for. Blocks the host until its last bucket is
         issued."""
-        self.arrive(None)
         self.raise_failure()
-        self._pending = []
-        self._factor = None
-        self._arrived.clear()
-        self.let_go()
+        self.arrive(None)
+        with self._lock:
+            self._pending = {}
+            self._arrived.clear()
+            self._holding.clear()
 
     def settle_host(self) -> None:
         """As `settle`, and the host may read and write state and masters. Blocks the host for the copies."""
         self.settle()
         self._synchronize()
-        self.let_go()
 
     def _synchronize(self) -> None:
         """Block the host until every lane has done what was issued; d2h comes after the optimizer's own."""
         device = self._engine.device
         for lane in (device.d2h, device.h2d, device.compute):
             device.synchronize(device.record(lane))
-
-    def let_go(self) -> None:
-        """Drop gradients that no lane reads any more. Blocks the host: never."""
-        for lent in self._lent:
-            while lent and lent[0].done.is_set() and lent[0].let_go():
-                lent.popleft()
 
     # -- failures --------------------------------------------------------------------------------------------
     @property
@@ -295,32 +271,61 @@ class HostedSteps:
     def fail(self, what: str) -> None:
         """Refuse every later call with this error, until state is loaded."""
         self._failed = OffloadError(what)
+        self._let_go()
         raise self._failed
 
     def raise_failure(self) -> None:
-        """In the training thread, what a worker met, and what it means. Blocks the host: never."""
+        """In the training thread, what a worker met, and what it means. Blocks the host: never, but at the
+        first time until the workers are idle."""
         if self._failed is not None:
             raise self._failed
         error = self.error
         if error is not None:
+            count = len(self._pending)
             self._failed = OffloadError(
-                f"a step failed on a worker ({type(error).__name__}: {error}), one of {len(self._pending)} "
-                "buckets in it; weights and "
-                "state of "
-                "different parameters may be a step apart. Load the last state dict, or use "
-                "atomic_step=True, which keeps the last "
-                "whole step"
+                f"a step failed on a worker ({type(error).__name__}: {error}), one of {count} buckets in it; "
+                "weights and state of different parameters may be a step apart. Load the last state dict, or "
+                "use atomic_step=True, which keeps the last whole step"
             )
+            self._let_go()
             raise self._failed from error
+
+    def _let_go(self) -> None:
+        """After a failure nobody waits for weights any more: they are what they are, once the workers have
+        left."""
+        for bucket in self._pending.values():
+            bucket.done.wait()
+        self._pending = {}
+        self._arrived.clear()
+        self._holding.clear()
+        for index in self.buckets_of:
+            self.when_waited(index)
 
     def forgive(self) -> None:
         """State is about to be loaded: forget what failed. Blocks the host until the workers are idle."""
+        self._let_go()
         self._stepper.forgive()
         self._streamer.forgive()
         self._failed = None
-        self._pending = []
-        self._arrived.clear()
-        self._held.clear()
+
+    def end(self, after: Job) -> None:
+        """Bring what is under way to its end, end the workers, and call `after`: nothing waits for anything
+        then.
+        Blocks the host; on a worker's own thread, where a collector may run, it is left to that thread's
+        queue."""
+        if threading.current_thread().name in (self._stepper.name, self._streamer.name):
+            self._streamer.submit(functools.partial(self._end, after), _nothing)
+        else:
+            self._end(after)
+
+    def _end(self, after: Job) -> None:
+        try:
+            if not self.failed:
+                self.settle()
+        except Exception as error:  # a worker's, or of a device that is lost
+            logger.warning("the optimizer was dropped in a step that failed: %s", error)
+        self.close()
+        after()
 
     def close(self) -> None:
         """Run what is queued, end the workers, and let what they issued end: host memory goes back after
@@ -337,9 +342,17 @@ class HostedSteps:
             )
 
 
+def _has(bucket: HostBucket, flats: Mapping[int, Tensor]) -> bool:
+    return any(member.index in flats for member in bucket.members)
+
+
 def _nothing() -> None:
     """After a landing its bucket is still with the worker; before the CPU chooses a bucket it waits for
     nothing."""
+
+
+def _nothing_of(index: int) -> None:
+    """Nobody asks for more."""
 
 
 # -- all or none ---------------------------------------------------------------------------------------------

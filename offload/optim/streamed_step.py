@@ -48,63 +48,15 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from offload.device import CopyPair, Device, Event, Lane
-from offload.optim.buckets import Bucket, Piece
+from offload.device import CopyPair, Event
 from offload.optim.classes import state_names
-from offload.optim.host import HostSection
-from offload.optim.parameters import Managed
+from offload.params.layout import Bucket, Piece
+from offload.params.ring import Ring, Slot
+from offload.params.sections import HostSection
+from offload.params.view import ParamView, weights_win
 from offload.transfer.copier import OwnedCopies
 
-__all__ = ["RING_SLOTS", "Ring", "StreamedBucket"]
-
-RING_SLOTS = 3
-"""Buckets on the device: one coming in, one being stepped, one going out."""
-
-
-class _Slot:
-    """Device memory for one bucket, and the event after which it may be written again."""
-
-    __slots__ = ("flats", "free")
-
-    def __init__(self) -> None:
-        self.flats: dict[str, Tensor] = {}
-        self.free: Event | None = None
-
-
-class Ring:
-    """RING_SLOTS slots on the device, each as large as the largest bucket, and the lane that steps them.
-
-    flats: (name, bytes of one element). Allocated on `compute`; the first use of each slot is ordered behind
-        that.
-    """
-
-    def __init__(self, device: Device, numel: int, flats: Sequence[tuple[str, int]]) -> None:
-        self.device = device
-        self.lane: Lane = device.new_compute_lane("optimizer")
-        self.slots = [_Slot() for _ in range(RING_SLOTS)]
-        self._next = 0
-        for slot in self.slots:
-            slot.flats = {name: device.empty(max(1, numel) * size) for name, size in flats}
-        allocated = device.record(device.compute)
-        for slot in self.slots:
-            slot.free = allocated
-
-    @property
-    def nbytes(self) -> int:
-        return sum(flat.numel() for slot in self.slots for flat in slot.flats.values())
-
-    def wait_for_slot(self) -> None:
-        """Block the host until the next slot is free, so that no more than RING_SLOTS buckets are queued in
-        front of others' copies, and weights on their way back from the CPU go past."""
-        free = self.slots[self._next].free
-        if free is not None:
-            self.device.synchronize(free)
-
-    def take(self) -> _Slot:
-        """The slot used longest ago."""
-        slot = self.slots[self._next]
-        self._next = (self._next + 1) % RING_SLOTS
-        return slot
+__all__ = ["StreamedBucket"]
 
 
 class StreamedBucket:
@@ -112,7 +64,6 @@ class StreamedBucket:
 
     master_dtype: of the arithmetic. Where it is the parameters' own the weights are stepped in place, else
         masters travel with the state.
-    group_of: the param group of each parameter, whose values are read at every step.
     weights_on_host: weights and gradients live there too, as FSDP2's CPUOffloadPolicy keeps them, and travel
         with the state.
     """
@@ -122,9 +73,8 @@ class StreamedBucket:
         copies: OwnedCopies,
         section: HostSection,
         layout: Bucket,
-        members: Mapping[int, Managed],
+        members: Mapping[int, ParamView],
         master_dtype: torch.dtype,
-        group_of: Mapping[int, dict[str, Any]],
         *,
         weights_on_host: bool = False,
     ) -> None:
@@ -134,7 +84,8 @@ class StreamedBucket:
         self.layout = layout
         self.members = [members[piece.parameter] for piece in layout.pieces]
         self.master_dtype = master_dtype
-        self.groups = [group_of[piece.parameter] for piece in layout.pieces]
+        self.groups: list[Mapping[str, Any]] = []
+        """Values of each piece's param group, read at every step: `StreamedPart.regroup` gives them."""
         where = copies.device.torch_device
         self.steps = [torch.zeros((), dtype=torch.float32, device=where) for _ in layout.pieces]
         """Counts of each piece, on the device."""
@@ -144,43 +95,40 @@ class StreamedBucket:
         self.left: Event | None = None
         self.done = threading.Event()
         self.done.set()
+        self.weights: list[Tensor] = []  # of the step under way: the pieces that are stepped
         self._gradients: list[tuple[int, Tensor, Tensor]] = []  # place, gradient, weights
 
     def names(self) -> tuple[str, ...]:
         """The flats that travel."""
-        moments = state_names({"amsgrad": any(group["amsgrad"] for group in self.groups)})
+        moments = state_names({"amsgrad": any(group.get("amsgrad") for group in self.groups)})
         return (*moments, "master") if self.has_master else moments
 
     def hold(self, gradients: Mapping[int, Tensor]) -> None:
-        """Step these when told to. gradients: flat, by parameter; one that is missing is not stepped."""
+        """Step these when told to. gradients: flat, by parameter; one that is missing is not stepped. Blocks
+        the host only while the step before is still at this bucket."""
+        self.done.wait()
         self._gradients = []
+        self.weights = []
         for place, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
             gradient = gradients.get(member.index)
             if gradient is not None:
                 part = gradient.narrow(0, piece.first, piece.numel)
-                weights = member.flat().narrow(0, piece.first, piece.numel)
+                weights = member.flat.narrow(0, piece.first, piece.numel)
                 self._gradients.append((place, part, weights))
+                self.weights.append(weights)
                 self.device.note_write(self.device.compute, part.view(torch.uint8))
 
-    def weights(self) -> list[Tensor]:
-        """The bucket's part of the device's weights, a 1-D tensor a piece."""
-        return [
-            member.flat().narrow(0, piece.first, piece.numel)
-            for piece, member in zip(self.layout.pieces, self.members, strict=True)
-        ]
+    @property
+    def returned(self) -> Event | None:
+        """Recorded behind the new weights and the last use of the gradients."""
+        return self.stepped
 
-    def let_go(self) -> bool:
-        """Drop the gradients if their step has passed. Whether it had. Blocks the host: never."""
-        if not self.done.is_set() or (
-            self._gradients and self.stepped is not None and not self.device.poll(self.stepped)
-        ):
-            return False
+    def drop_gradients(self) -> None:
+        """The lane that they were allocated on has waited for `returned`, or it has passed."""
         self._gradients = []
-        return True
 
-    def step(self, ring: Ring, released: Event, factor: Tensor | None) -> None:
-        """State in, step, state out: the job of a worker, or of the calling thread. factor: a device scalar
-        that scales the gradients.
+    def step(self, ring: Ring, released: Event) -> None:
+        """State in, step, state out: the job of a worker, or of the calling thread.
 
         Blocks the host: never. Order: [Order: ring], [Order: state in], [Order: state here], [Order:
         gradients made], [Order: state out].
@@ -214,7 +162,7 @@ class StreamedBucket:
             with device.use_lane(ring.lane), torch.no_grad():
                 for name in names:
                     device.note_write(ring.lane, there[name])
-                self._compute(there, slot, factor)
+                self._compute(there, slot)
                 self.stepped = device.record(ring.lane)
             device.wait(device.d2h, self.stepped, "state out")
             self.left = slot.free = self.copies.send(outward)
@@ -232,7 +180,7 @@ class StreamedBucket:
             self.master_dtype
         )
 
-    def _compute(self, there: Mapping[str, Tensor], slot: _Slot, factor: Tensor | None) -> None:
+    def _compute(self, there: Mapping[str, Tensor], slot: Slot) -> None:
         """On the ring's lane: one call of torch's Adam for each param group in the bucket."""
         device = self.device
         groups: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
@@ -258,19 +206,13 @@ class StreamedBucket:
             targets = part("master") if self.has_master else homes
             if self.has_master:
                 widened = [self._piece_of(slot.flats["grad"], piece) for piece in pieces]
+                for master, weights, room in zip(targets, homes, widened, strict=True):
+                    weights_win(master, weights, room)
                 torch._foreach_copy_(widened, gradients)
                 gradients = widened
             else:
                 # themselves, unless somebody gave another dtype
                 gradients = [gradient.to(self.master_dtype) for gradient in gradients]
-            if factor is not None:
-                device.note_read(device.compute, factor.reshape(1).view(torch.uint8))
-                if self.has_master or self.weights_on_host:
-                    torch._foreach_mul_(gradients, factor)  # the slot's own
-                # .grad, which compute may read meanwhile: scaled in one bucket's worth of memory, gone when
-                # Adam is issued
-                else:
-                    gradients = list(torch._foreach_mul(gradients, factor))
             amsgrad = bool(group["amsgrad"])
             adam(
                 targets,

@@ -248,9 +248,8 @@ class Job:
             self._fraction_without_room() if asked == "auto" else asked,
             param_update_in_fp32=self.options.dtype is not torch.float32,
             engine=self.manager.engine,
+            overlap="forward",
             model=nn.ModuleList(self.modules.values()),
-            # no gradient is reduced after its backward here: ranks are stages, not replicas
-            overlap_backward=True,
             **recipe,
         )
 

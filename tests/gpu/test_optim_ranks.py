@@ -29,14 +29,6 @@ CASES = {
     "replicas, both": Case(
         over="replicas", options=BOTH, expected=UNOVERLAPPED, microbatches=2, kept=True, slow=True
     ),
-    "replicas, promised": Case(
-        over="replicas",
-        options={**BOTH, "overlap_backward": True},
-        expected=UNOVERLAPPED,
-        bucket_view=True,
-        attached=False,
-        slow=True,
-    ),
     "shards, streamed, as torch's": Case(
         over="shards", options=STREAMED, microbatches=2, clip="own", slow=True
     ),
@@ -61,7 +53,7 @@ CASES = {
     ),
     "shards, stepped in the backward": Case(
         over="shards",
-        options={**BOTH, "step_in_backward": True},
+        options={**BOTH, "overlap": "backward"},
         expected=UNOVERLAPPED,
         microbatches=2,
         slow=True,

@@ -85,6 +85,8 @@ def hybrid(
 ) -> HybridDeviceOptimizer:
     engine = OffloadEngine(device=device if device is not None else "cuda")
     common: dict[str, Any] = {"engine": engine, "bucket_bytes": BUCKET, "cpu_share": 0.5, **RECIPE}
+    if "model" in options:
+        common["overlap"] = "forward"
     optimizer = HybridDeviceOptimizer(parameters_of.parameters(), 1.0, **{**common, **options})
     _open.append((optimizer, engine))
     return optimizer
@@ -105,7 +107,7 @@ def test_overlap_of_every_kind_gives_the_bits_of_none(share: float, dtype: torch
     common: dict[str, Any] = {"cpu_share": share, "param_update_in_fp32": True}
     model = net(dtype)
     expected = train(model, hybrid(model, overlap_cpu_optimizer_d2h_h2d=False, **common))
-    for options in ({}, {"step_in_backward": True}):
+    for options in ({}, {"overlap": "backward"}):
         model = net(dtype)
         optimizer = hybrid(model, model=model, **options, **common)
         assert_same_bits(train(model, optimizer), expected)

@@ -51,6 +51,7 @@ def built(
         engine=engine,
         cpu_share=share,
         model=model,
+        overlap="forward",
         bucket_bytes=1 << 20,
         lr=1e-2,
         **options,

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
@@ -26,8 +25,7 @@ from tests.ranks import run_ranks
 
 CPU, STREAMED, BOTH = {"cpu_share": 1.0}, {"cpu_share": 0.0}, {"cpu_share": 0.5}
 ALONE: dict[str, Any] = {"overlap_cpu_optimizer_d2h_h2d": False}
-TRUE: dict[str, Any] = {"overlap_backward": True}
-EARLY: dict[str, Any] = {"step_in_backward": True}
+EARLY: dict[str, Any] = {"overlap": "backward"}
 
 REPLICAS = {
     **{
@@ -41,22 +39,6 @@ REPLICAS = {
     },
     "replicas, clipped": Case(over="replicas", options=BOTH, clip="own"),
 }
-PROMISED = {
-    f"promised{', in buckets' if view else ''}{', kept' if kept else ''}{', summed' if summed else ''}": Case(
-        over="replicas",
-        options={**CPU, **TRUE},
-        microbatches=2 if kept else 1,
-        bucket_view=view,
-        kept=kept,
-        summed=summed,
-        attached=False,
-    )
-    for view in (False, True)
-    for kept in (False, True)
-    for summed in (False, True)
-    if summed != (view == kept)
-}
-"""overlap_backward=True, which is false of replicas, where the model was not given to say so."""
 SHARDS = {
     **{
         f"shards, {name}{'' if reshard else ', stay gathered'}{', in bfloat16' if mixed else ''}": Case(
@@ -74,7 +56,6 @@ SHARDS = {
     },
     "shards, overlap off": Case(over="shards", options={**BOTH, **ALONE}),
     "shards, stepped in the backward": Case(over="shards", options={**BOTH, **EARLY}),
-    "shards, promised": Case(over="shards", options={**BOTH, **TRUE}),
     "shards, fetched ahead": Case(over="shards", options=CPU, prefetch=True),
     "shards, a layer called alone": Case(over="shards", options=CPU, called_alone=True),
     "shards, a layer called alone and fetching ahead": Case(
@@ -103,7 +84,7 @@ TENSOR = {
         f"half{kind}": {"offload_fraction": 0.5, **CPU},
         f"cpu{kind}": CPU,
         f"streamed{kind}": STREAMED,
-        f"promised{kind}": {**BOTH, **TRUE},
+        f"stepped in the backward{kind}": {**BOTH, **EARLY},
         f"overlap off{kind}": {**BOTH, **ALONE},
     }.items()
     if not clip or name.startswith(("half", "streamed"))
@@ -120,14 +101,14 @@ BAD = {
         ("shards", False, "own"),
     )
 }
-SAME = {**REPLICAS, **PROMISED, **SHARDS, **CLIPPED, **TENSOR, **BAD}
+SAME = {**REPLICAS, **SHARDS, **CLIPPED, **TENSOR, **BAD}
 BROKEN = {
     "weights back": Case(over="shards", options=CPU, without=("weights back",)),
     "weights back, a layer called alone": Case(
         over="shards", options=CPU, called_alone=True, without=("weights back",)
     ),
     "buckets": Case(
-        over="replicas", options={**CPU, **TRUE}, bucket_view=True, attached=False, trusting=True
+        over="replicas", options={**CPU, **EARLY}, bucket_view=True, attached=False, trusting=True
     ),
 }
 """What must not give the bits: an edge or a rule is left out."""
@@ -219,16 +200,10 @@ def test_with_a_scaler_all_ranks_leave_out_the_step_that_is_bad_on_one(
 
 # -- refused, agreed, told -----------------------------------------------------------------------------------
 REFUSED: dict[str, tuple[Case, dict[str, Any], str]] = {
-    "promised": (
-        Case(over="replicas"),
-        {"overlap_backward": True},
-        "overlap_backward=True promises final gradients, and the model is a DistributedDataParallel over 2 "
-        "ranks, which reduces them later",
-    ),
     "early": (
         Case(over="replicas"),
-        {"step_in_backward": True},
-        "step_in_backward=True promises final gradients",
+        {"overlap": "backward"},
+        'overlap="backward" promises final gradients',
     ),
     "whole": (
         Case(over="shards"),
@@ -250,24 +225,14 @@ def asked(rank: int, world: int) -> dict[str, Any]:
         except ValueError as error:
             found[name] = str(error)
         found["held"] += engine.arena.held_bytes
-    model = build(Case(over="shards"), mesh, device)
-    optimizer = hybrid(model, engine_for(device), model=model)
-    assert isinstance(model, FSDPModule)
-    backward(Case(over="shards"), model, 0, rank)
-    optimizer.step()
-    model.set_post_optim_event(torch.Event())
-    tell = FSDPModule.set_post_optim_event
-    with mock.patch.object(FSDPModule, "set_post_optim_event", autospec=True, side_effect=tell) as told:
-        backward(Case(over="shards"), model, 1, rank)
     model = build(Case(over="replicas"), mesh, device)
-    optimizer = hybrid(model, engine_for(device), step_in_backward=True)
+    optimizer = hybrid(model, engine_for(device), overlap="backward")
     optimizer.last_microbatch = True
     backward(Case(over="replicas"), model, 0, rank)
     try:
         optimizer.step()
     except OffloadError as error:
         found["stepped early"] = str(error)
-    found["told"] = [call.args[1] for call in told.call_args_list]
     return found
 
 
@@ -295,13 +260,6 @@ def test_replicas_that_were_stepped_before_their_reduction_are_an_error(
             r"the gradient of parameter \d .* changed after \d+ buckets had been stepped in the backward",
             rank["stepped early"],
         )
-
-
-def test_fsdp2s_gathers_wait_for_the_returned_weights_and_not_for_an_older_event(
-    answers: list[dict[str, Any]],
-) -> None:
-    for rank in answers:
-        assert rank["told"] == [None]
 
 
 # -- a rank that fails ---------------------------------------------------------------------------------------

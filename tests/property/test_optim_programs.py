@@ -69,8 +69,6 @@ def play(actions: list[str], model: nn.Module, optimizer: Optimizer) -> list[Ten
         elif action == "save and load state":
             optimizer.load_state_dict(optimizer.state_dict())
         elif action == "write weights":
-            if ours:
-                optimizer.synchronize_parameters()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.9)
@@ -128,7 +126,13 @@ def test_a_random_program_has_no_hazard_and_torchs_bits(
     }
     engine = OffloadEngine(device=SimDevice(executor=executor, seed=seed))
     optimizer = HybridDeviceOptimizer(
-        model.parameters(), fraction, lr=1e-2, engine=engine, model=model if attached else None, **options
+        model.parameters(),
+        fraction,
+        lr=1e-2,
+        engine=engine,
+        model=model,
+        overlap="forward" if attached and overlap else "step",
+        **options,
     )
     assert_same_bits(play(actions, model, optimizer), expected)
     optimizer.close()

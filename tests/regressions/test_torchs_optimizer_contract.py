@@ -22,8 +22,6 @@ from offload import FSDPGPUOptimizerWrapper
 from offload.optim import HybridDeviceOptimizer
 from tests.optim_pair import assert_same, copies, hybrid, torchs
 
-PART = pytest.mark.xfail(strict=True, reason="torch's contract is followed in part")
-
 Change = Callable[[nn.Sequential, Optimizer], None]
 
 
@@ -83,7 +81,6 @@ def loads_and_sets_the_rate(optimizer: Any) -> None:
         group["lr"] = 1e-4
 
 
-@PART
 @pytest.mark.parametrize(
     "change", [loads_another_rate, loads_and_sets_the_rate], ids=lambda change: change.__name__
 )
@@ -94,7 +91,6 @@ def test_8_the_wrapper_uses_the_learning_rate_that_was_loaded_or_set_after_a_loa
     assert all(map(torch.equal, wrapped(change, wrap=True), wrapped(change, wrap=False)))
 
 
-@PART
 @pytest.mark.parametrize("through", ["wrapper", "optimizer"])
 def test_8_the_wrapper_steps_a_group_that_was_added_later(through: str) -> None:
     def stepped(wrap: bool) -> list[Tensor]:
@@ -147,7 +143,6 @@ def writes_state_in_place(model: nn.Sequential, optimizer: Optimizer) -> None:
 CHANGES = [takes_half_out, replaces_the_head, clears_state, replaces_state, forgets_one, writes_state]
 
 
-@PART
 @pytest.mark.parametrize("before_step", [False, True], ids=["before the backward", "before step"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_9_groups_and_state_are_the_users_to_change(change: Change, before_step: bool) -> None:
@@ -158,7 +153,6 @@ def test_9_state_written_in_place_counts() -> None:
     assert_same(loop_with(writes_state_in_place), executors=("late",))
 
 
-@PART
 def test_9_a_parameter_that_never_had_a_gradient_has_no_state() -> None:
     """It had moments of zeros, and a step of 0, in `state` and in checkpoints."""
 
@@ -185,7 +179,6 @@ def loads(saved: dict[str, Any]) -> Change:
     return lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(saved))
 
 
-@PART
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_9_a_checkpoint_of_adam_in_adamw_keeps_weight_decay_decoupled(fraction: float) -> None:
     """It became L2: torch's AdamW says so in its __setstate__."""
@@ -193,7 +186,7 @@ def test_9_a_checkpoint_of_adam_in_adamw_keeps_weight_decay_decoupled(fraction: 
     assert_same(loop_with(loads(saved)), fraction=fraction, executors=("late",))
 
 
-@pytest.mark.parametrize("fraction", [1.0, pytest.param(0.5, marks=PART)])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_9_a_checkpoint_with_step_as_a_number_loads(fraction: float) -> None:
     """As torch wrote them before 1.12: torch makes it a tensor. It was accepted, and crashed in a worker."""
     saved = saved_by(AdamW)
@@ -202,7 +195,7 @@ def test_9_a_checkpoint_with_step_as_a_number_loads(fraction: float) -> None:
     assert_same(loop_with(loads(saved)), fraction=fraction, executors=("late",))
 
 
-@pytest.mark.parametrize("amsgrad", [pytest.param(True, marks=PART), False])
+@pytest.mark.parametrize("amsgrad", [True, False])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_9_a_checkpoint_of_another_amsgrad_loads_as_torch_does(fraction: float, amsgrad: bool) -> None:
     """It was accepted, and crashed in a worker; torch takes amsgrad from the checkpoint's groups."""
@@ -239,19 +232,16 @@ def clips_twice(model: nn.Module, optimizer: Optimizer) -> None:
     clip(model, optimizer, 0.03)
 
 
-@PART
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_10_a_clip_factor_does_not_outlive_the_gradients_it_was_made_for(fraction: float) -> None:
     assert_same(loop_with(throws_a_bad_batch_away), SGD, fraction=fraction, shares=(1.0,))
 
 
-@PART
 @pytest.mark.parametrize("change", [clips_then_logs, clips_twice], ids=lambda change: change.__name__)
 def test_10_a_second_clip_does_not_undo_the_first(change: Change) -> None:
     assert_same(loop_with(change, before_step=True), SGD, shares=(1.0,))
 
 
-@PART
 def test_10_a_model_may_become_channels_last_after_the_optimizer_was_built() -> None:
     def loop(make: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -269,7 +259,6 @@ def test_10_a_model_may_become_channels_last_after_the_optimizer_was_built() -> 
     assert_same(loop)
 
 
-@PART
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_10_muon_is_exact_or_refused_by_name() -> None:
     """Any class was promised; Muon takes matrices only, and was asked for its defaults with a vector."""

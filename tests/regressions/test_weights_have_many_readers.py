@@ -20,7 +20,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.optim_pair import Overlap, assert_same, copies
 
-LATE = pytest.mark.xfail(strict=True, reason="only the module that owns a weight waits for its return")
 BEFORE_THE_FORWARD: tuple[Overlap, ...] = ("step", "forward")
 STEPS = 4
 
@@ -90,7 +89,6 @@ def generates(model: nn.Module, kept: dict[str, Any]) -> None:
 AFTER_STEP = [averages, logs_norms, logs_norms_of_data, clamps, clamps_data, generates]
 
 
-@LATE
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)
 @pytest.mark.parametrize("touch", AFTER_STEP, ids=lambda touch: touch.__name__)
 def test_1_a_loop_that_touches_weights_right_after_step_has_torchs_bits(
@@ -127,7 +125,6 @@ def plainly(model: nn.Module, make: Any) -> list[Tensor]:
     return [*losses, *copies(model)]
 
 
-@LATE
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)
 def test_2_a_forward_that_reads_a_weight_before_it_calls_its_module_sees_the_new_weight(
     overlap: Overlap,
@@ -136,7 +133,6 @@ def test_2_a_forward_that_reads_a_weight_before_it_calls_its_module_sees_the_new
     assert_same(lambda make: plainly(ReadsFirst(), make), overlap=overlap)
 
 
-@LATE
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)
 def test_2_a_pre_hook_that_runs_before_ours_sees_the_new_weight(overlap: Overlap) -> None:
     """As spectral normalisation by hand does: a hook that was prepended after ours."""
@@ -160,7 +156,6 @@ def test_2_a_pre_hook_that_runs_before_ours_sees_the_new_weight(overlap: Overlap
     assert_same(loop, overlap=overlap)
 
 
-@LATE
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)
 def test_2_a_penalty_over_weights_before_the_forward_has_torchs_gradient(overlap: Overlap) -> None:
     def penalty(model: nn.Module, kept: dict[str, Any]) -> None:
@@ -183,7 +178,6 @@ class ReadsPast(nn.Module):
         return found
 
 
-@LATE
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)
 def test_3_a_weight_that_is_first_read_past_its_module_in_step_three_is_the_new_one(overlap: Overlap) -> None:
     """That step used stale weights; the warning came afterwards and did not say so."""
@@ -203,7 +197,6 @@ def test_3_a_weight_that_is_first_read_past_its_module_in_step_three_is_the_new_
 
 
 # -- 4: the optimizer dropped --------------------------------------------------------------------------------
-@LATE
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)
 def test_4_a_model_that_outlives_its_optimizer_has_all_of_its_weights(overlap: Overlap) -> None:
     """train() makes its own optimizer and returns; the model is used afterwards. They never arrived."""
@@ -226,7 +219,6 @@ def test_4_a_model_that_outlives_its_optimizer_has_all_of_its_weights(overlap: O
 
 
 # -- 5: a part of the model, and several optimizers ----------------------------------------------------------
-@LATE
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)
 def test_5_a_submodules_state_dict_right_after_step_has_the_new_weights(overlap: Overlap) -> None:
     def saves(model: Any, kept: dict[str, Any]) -> None:
@@ -235,7 +227,6 @@ def test_5_a_submodules_state_dict_right_after_step_has_the_new_weights(overlap:
     assert_same(touched(saves), overlap=overlap)
 
 
-@LATE
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)
 def test_5_what_is_loaded_into_a_submodule_right_after_step_stays(overlap: Overlap) -> None:
     """The returning weights overwrote it."""
@@ -246,7 +237,6 @@ def test_5_what_is_loaded_into_a_submodule_right_after_step_stays(overlap: Overl
     assert_same(touched(loads), overlap=overlap)
 
 
-@LATE
 @pytest.mark.parametrize("overlap", BEFORE_THE_FORWARD)
 def test_5_two_optimizers_that_share_a_trunk_step_it_one_after_the_other(overlap: Overlap) -> None:
     def loop(make: Any) -> list[Tensor]:

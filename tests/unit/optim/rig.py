@@ -48,6 +48,11 @@ def engine(
 
 
 def hybrid(parameters_of: nn.Module, /, **options: Any) -> HybridDeviceOptimizer:
+    """With a model its weights return beside the next forward, unless `overlap` says otherwise."""
+    atomic = options.get("atomic_step", bool({"cpu_optimizer_cls", "gpu_optimizer_cls"} & options.keys()))
+    workers = options.get("overlap_cpu_optimizer_d2h_h2d", True) and not atomic
+    if options.get("model") is not None and workers:
+        options.setdefault("overlap", "forward")
     return HybridDeviceOptimizer(
         options.pop("params", None) or parameters_of.parameters(),
         **{"lr": 1e-2, "bucket_bytes": 4096, **options},

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from offload.device.sim import ExecutorName
 from offload.optim import HybridDeviceOptimizer
+from offload.optim.touch import AwaitedWeight
 from tests.unit.optim.rig import assert_same_bits, engine, hybrid, net, train
 
 WIDTH = 32
@@ -102,31 +104,50 @@ def test_weights_that_a_layer_reads_past_their_modules_are_new(
     assert_same_bits(trained(make, ours, evaluate=evaluate), trained(make, torchs, evaluate=evaluate))
 
 
-def test_what_is_read_past_its_module_is_named_once_and_the_rest_still_overlaps(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_read_past_its_module_waits_and_the_rest_still_overlaps() -> None:
     model = Fused()
     optimizer = hybrid(
         model, offload_fraction=1.0, model=model, cpu_share=1.0, engine=engine(), bucket_bytes=1024
     )
-    for _ in range(3):
-        model(torch.ones(2, WIDTH)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith(
-        "4 of 6 weights are read past the modules that own them, which were not called (parameter 0 "
-        "(first.weight, "
-    )
-    assert message.endswith("Call the module instead to have its weights arrive beside other work")
-    arrived = {bucket for bucket, _ in optimizer._steps._arrived}
-    waited = {
-        index
-        for index, buckets in optimizer._steps.buckets_of.items()
-        if all(id(bucket) in arrived for bucket in buckets)
-    }
-    assert waited == {0, 1, 2, 3}, "the last layer's are still on their way"
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    awaited = [isinstance(parameter, AwaitedWeight) for parameter in model.parameters()]
+    assert awaited == [True] * 6
+    first = next(model.parameters())
+    assert first.norm() > 0
+    assert [isinstance(parameter, AwaitedWeight) for parameter in model.parameters()] == [False, *awaited[1:]]
     optimizer.close()
+
+
+def test_a_module_waits_for_its_own_weights_at_a_cost_that_does_not_grow_with_the_model() -> None:
+    """The set of pending buckets was built anew in every module's hook."""
+
+    def calls_a_module(count: int) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(count)])
+        optimizer = hybrid(model, offload_fraction=1.0, model=model, engine=engine(), bucket_bytes=1024)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        for bucket in optimizer._steps.in_order:
+            bucket.done.wait()
+        calls = 0
+
+        def count_call(frame: Any, event: str, _: object) -> None:
+            nonlocal calls
+            ours = "offload/optim" in frame.f_code.co_filename or "offload/params" in frame.f_code.co_filename
+            calls += event == "call" and ours
+
+        sys.setprofile(count_call)
+        model(torch.ones(1, 4))
+        sys.setprofile(None)
+        optimizer.close()
+        return calls / count
+
+    few, many = calls_a_module(100), calls_a_module(1000)
+    assert many <= few * 1.05
+    assert many <= 25
 
 
 @pytest.mark.parametrize("make", [net, attention])
@@ -141,24 +162,6 @@ def test_nothing_is_said_where_every_weight_is_asked_for(
         optimizer.step()
         optimizer.zero_grad()
     assert not caplog.records
-    optimizer.close()
-
-
-def test_a_model_that_nobody_calls_is_waited_for_whole_and_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model, other = net(), net()
-    optimizer = hybrid(model, offload_fraction=1.0, model=other, cpu_share=1.0, engine=engine())
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        assert optimizer._steps.is_met
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith(
-        "no module of the optimizer's model was called since its last step, and there are gradients: step() "
-        "waits"
-    )
     optimizer.close()
 
 

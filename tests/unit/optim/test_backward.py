@@ -1,5 +1,5 @@
-"""Gradients that leave while the backward runs: which microbatch is the last, what counts at the step, and
-promises that are broken."""
+"""Gradients and their steps: which microbatch is the last, what counts at the step, and promises that are
+broken."""
 
 from __future__ import annotations
 
@@ -33,39 +33,59 @@ def landed(device: SimDevice) -> int:
 GRADIENT_BYTES = 4 * sum(parameter.numel() for parameter in net().parameters())
 
 
+LEAVES = 2 * GRADIENT_BYTES
+"""The weights that the CPU steps go with their gradients."""
+
+
+def settled(optimizer: HybridDeviceOptimizer, device: SimDevice) -> int:
+    """What has left, once the workers have issued what they were given."""
+    optimizer._steps._stepper.synchronize()
+    return landed(device)
+
+
 def test_in_the_backward_that_is_the_last_every_gradient_leaves_before_step_is_called() -> None:
     model = net()
-    optimizer, device = made(model, cpu_share=1.0)
-    before = landed(device)
+    optimizer, device = made(model, cpu_share=1.0, overlap="backward")
     with optimizer.no_sync():
         backward(model, 0)
-    assert landed(device) == before
+    assert settled(optimizer, device) == 0
     backward(model, 1)
-    assert landed(device) == before + GRADIENT_BYTES
+    assert settled(optimizer, device) == LEAVES
     optimizer.step()
     optimizer.synchronize_parameters()
-    assert landed(device) == before + GRADIENT_BYTES, "and none leaves again"
+    assert landed(device) == LEAVES, "and none leaves again"
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_without_the_promise_no_gradient_leaves_before_step(overlap: str) -> None:
+    model = net()
+    optimizer, device = made(model, cpu_share=1.0, overlap=overlap)
+    optimizer.last_microbatch = True
+    backward(model, 0)
+    assert landed(device) == 0
+    optimizer.step()
+    optimizer.synchronize_parameters()
+    assert landed(device) == LEAVES
 
 
 def test_a_schedule_can_say_which_microbatch_is_the_last() -> None:
     model = net()
-    optimizer, device = made(model, cpu_share=1.0)
-    before = landed(device)
+    optimizer, device = made(model, cpu_share=1.0, overlap="backward")
     for microbatch in range(3):
         optimizer.last_microbatch = microbatch == 2
         backward(model, microbatch)
-        assert landed(device) == before + (GRADIENT_BYTES if microbatch == 2 else 0)
+        assert settled(optimizer, device) == (LEAVES if microbatch == 2 else 0)
 
 
 def test_unless_it_is_said_as_many_backwards_are_expected_as_in_the_step_before() -> None:
     model = net()
-    optimizer, device = made(model, cpu_share=1.0)
+    optimizer, device = made(model, cpu_share=1.0, overlap="backward")
     train(model, optimizer, 1, microbatches=3)
     optimizer.synchronize_parameters()
-    before = landed(device)
+    before = settled(optimizer, device)
     for microbatch in range(3):
         backward(model, microbatch)
-        assert landed(device) == before + (GRADIENT_BYTES if microbatch == 2 else 0)
+        assert settled(optimizer, device) == before + (LEAVES if microbatch == 2 else 0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -168,13 +188,13 @@ def test_a_grad_scaler_skips_and_scales_as_with_torchs_own(share: float, executo
 
 def test_a_grad_scaler_breaks_the_promise_of_steps_in_the_backward() -> None:
     model = net()
-    optimizer, _ = made(model, step_in_backward=True)
+    optimizer, _ = made(model, overlap="backward")
     optimizer.last_microbatch = True
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scaler.scale(model(torch.randn(8, 33)).square().mean()).backward()
     with pytest.raises(
         OffloadError,
-        match=r"the gradient of parameter \d .* changed after \d+ buckets had been stepped in the backward",
+        match=r"a GradScaler changed the gradients after \d+ buckets had been stepped in the backward",
     ):
         scaler.step(optimizer)
 
@@ -204,20 +224,21 @@ def test_clipping_by_the_global_norm_is_torchs_bit_for_bit(fraction: float, shar
     assert_same_bits(weights(model, optimizer), weights(reference, expected))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_clipping_leaves_the_gradients_of_offloaded_parameters_as_they_are(share: float) -> None:
-    """Whoever reads them after the step reads them beside it: nothing orders that read against a write of
-    another lane."""
-    model = net()
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_clipping_scales_the_gradients_as_torchs_does(share: float) -> None:
+    """So a factor cannot outlive its gradients, and a second clip comes after the first."""
+    reference, model = net(torch.bfloat16), net(torch.bfloat16)
     optimizer = hybrid(model, cpu_share=share, offload_fraction=1.0, model=model)
-    backward(model, 0)
-    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    optimizer.clip_grad_norm_(1e-3)
-    optimizer.step()
-    optimizer.synchronize_parameters()
-    assert_same_bits(
-        [parameter.grad for parameter in model.parameters() if parameter.grad is not None], before
+    for each in (reference, model):
+        backward(each, 0)
+    for max_norm in (1e-1, float("inf"), 1e-3):
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        assert optimizer.clip_grad_norm_(max_norm).isfinite() == norm.isfinite()
+    expected, found = (
+        [p.grad for p in each.parameters() if p.grad is not None] for each in (reference, model)
     )
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=2**-7)
     optimizer.close()
 
 
@@ -238,15 +259,15 @@ def test_stepping_in_the_backward_gives_the_same_bits(share: float, dtype: torch
             optimizer.zero_grad()
         return weights(model, optimizer)
 
-    assert_same_bits(trained(step_in_backward=True), trained(overlap_cpu_optimizer_d2h_h2d=False))
+    assert_same_bits(trained(overlap="backward"), trained(overlap_cpu_optimizer_d2h_h2d=False))
 
 
 def test_the_weights_are_already_on_their_way_when_step_is_called() -> None:
     model = net()
-    optimizer, device = made(model, cpu_share=1.0, step_in_backward=True)
+    optimizer, device = made(model, cpu_share=1.0, overlap="backward")
     optimizer.last_microbatch = True
     backward(model, 0)
-    optimizer._steps.settle()
+    optimizer._steps._stepper.synchronize()
     assert device.copied_bytes(device.h2d) == GRADIENT_BYTES
 
 
@@ -270,19 +291,19 @@ def broken(what: str, optimizer: HybridDeviceOptimizer, model: nn.Module) -> Non
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("lr", r"the param groups' lr changed after \d+ buckets had been stepped in the backward"),
+        ("lr", r"the param groups changed after \d+ buckets had been stepped in the backward"),
         (
             "gradient",
             r"the gradient of parameter 0 \(0.weight, 2,310 elements of torch.float32\) changed after",
         ),
-        ("weights", r"the weights of parameter 0 .* were written after"),
+        ("weights", r"the weights of parameter 0 were read or written before step\(\) .* after"),
         ("clip", "clip_grad_norm_ was called after"),
         ("zero", r"zero_grad was called without step\(\) after"),
     ],
 )
 def test_a_broken_promise_is_an_error_until_state_is_loaded(what: str, message: str) -> None:
     model = net()
-    optimizer, _ = made(model, step_in_backward=True)
+    optimizer, _ = made(model, overlap="backward")
     optimizer.last_microbatch = True
     train(model, optimizer, 2)
     optimizer.synchronize_parameters()
@@ -305,35 +326,60 @@ def test_a_broken_promise_is_an_error_until_state_is_loaded(what: str, message: 
 
 def test_a_second_backward_after_a_bucket_was_stepped_is_an_error_that_says_no_sync() -> None:
     model = net()
-    optimizer, _ = made(model, step_in_backward=True)
+    optimizer, _ = made(model, overlap="backward")
     optimizer.last_microbatch = True
     backward(model, 0)
     with pytest.raises(
         OffloadError,
-        match=r"got a gradient after its bucket had been stepped in this backward; use no_sync\(\)",
+        match=r"parameter 0 were read or written before step\(\) \(use no_sync\(\) in all backwards but",
     ):
         backward(model, 1)
 
 
-@pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"overlap_cpu_optimizer_d2h_h2d": False}])
-def test_stepping_in_the_backward_is_refused_where_it_cannot_be_exact(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="step_in_backward needs overlap, and no max_grad_norm"):
-        hybrid(net(), step_in_backward=True, **options)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"overlap": "backward", "max_grad_norm": 1.0},
+            'overlap="backward" and max_grad_norm: the norm is known',
+        ),
+        (
+            {"overlap": "backward", "overlap_cpu_optimizer_d2h_h2d": False},
+            "overlap='backward' needs workers",
+        ),
+        ({"overlap": "forward"}, 'overlap="forward" needs model='),
+        ({"overlap": "always"}, "overlap is 'always', must be"),
+        ({"overlap_backward": True}, 'overlap_backward was replaced: give overlap="backward"'),
+        ({"step_in_backward": True}, 'step_in_backward was replaced: give overlap="backward"'),
+    ],
+)
+def test_an_overlap_is_refused_where_it_cannot_be_exact(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hybrid(net(), **options)
 
 
-def test_a_gradient_written_between_the_step_and_the_next_forward_is_an_error() -> None:
-    model = net()
-    optimizer, _ = made(model)
-    backward(model, 0)
-    optimizer.step()
-    model.zero_grad(set_to_none=False)
-    with pytest.raises(OffloadError, match=r"the gradient of parameter \d .* was written after step\(\)"):
-        backward(model, 1)
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("executor", ["late", "early", "random"])
+def test_a_gradient_written_between_the_step_and_the_next_forward_was_read_before(
+    share: float, executor: ExecutorName
+) -> None:
+    """It was an error, as the step might still read it; whoever touches it waits now."""
+    reference, model = net(), net()
+    expected = AdamW(reference.parameters(), **FUSED)
+    optimizer = hybrid(
+        model, offload_fraction=1.0, engine=engine(executor), model=model, cpu_share=share, fused=True
+    )
+    for step in range(3):
+        for each, of in ((expected, reference), (optimizer, model)):
+            backward(of, step)
+            each.step()
+            of.zero_grad(set_to_none=False)
+    assert_same_bits(weights(model, optimizer), weights(reference, expected))
 
 
 def test_clipping_asked_for_before_a_backward_that_steps_is_an_error_too() -> None:
     model = net()
-    optimizer, _ = made(model, step_in_backward=True)
+    optimizer, _ = made(model, overlap="backward")
     optimizer.last_microbatch = True
     optimizer.max_grad_norm = 1.0
     backward(model, 0)

@@ -19,7 +19,7 @@ from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer, streamed_step
 from offload.optim.cpu_step import CpuBucket
 from offload.optim.streamed_step import StreamedBucket
-from offload.optim.worker import Worker
+from offload.params.worker import Worker
 from tests.unit.optim.rig import assert_same_bits, backward, engine, hybrid, net, train, weights
 
 FUSED = {"lr": 1e-2, "fused": True}
@@ -203,6 +203,7 @@ def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_
         atomic_step=False,
         model=model,
         bucket_bytes=8192,
+        overlap="forward",
     )
     train(model, optimizer, 2)
     saved = {
@@ -352,7 +353,12 @@ def test_a_step_whose_worker_cannot_start_is_an_error_and_the_next_one_makes_it(
     reference, model = net(), net()
     expected = AdamW(reference.parameters(), **FUSED)
     optimizer = hybrid(
-        model, offload_fraction=fraction, cpu_share=share, model=model, step_in_backward=early, fused=True
+        model,
+        offload_fraction=fraction,
+        cpu_share=share,
+        model=model,
+        overlap="backward" if early else "forward",
+        fused=True,
     )
     optimizer.last_microbatch = True
     before = weights(model, optimizer)

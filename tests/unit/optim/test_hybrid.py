@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload.optim import HybridDeviceOptimizer
-from offload.optim.places import Place
+from offload.optim.placing import Place
 from tests.unit.optim.rig import assert_same_bits, backward, hybrid, net, run, train, weights
 
 FUSED = {"lr": 1e-2, "fused": True}
@@ -104,7 +104,12 @@ def test_any_torch_optimizer_may_step_the_hosts_part(cls: type[Optimizer], atomi
     expected = run(lambda model: cls(model.parameters(), lr=1e-2))  # type: ignore[call-arg]
     found = run(
         lambda model: hybrid(
-            model, offload_fraction=1.0, cpu_optimizer_cls=cls, atomic_step=atomic, model=model
+            model,
+            offload_fraction=1.0,
+            cpu_optimizer_cls=cls,
+            atomic_step=atomic,
+            model=model,
+            overlap="step" if atomic is None else "forward",
         )
     )
     for mine, other in zip(found, expected, strict=True):

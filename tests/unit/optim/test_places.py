@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.optim.places import Place, choose_offloaded, choose_places
+from offload.optim.placing import Place, choose_offloaded, choose_places
 
 
 @pytest.mark.req("S3-28")

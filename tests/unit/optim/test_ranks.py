@@ -11,13 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from offload.optim import ranks
-from offload.optim.parameters import is_laid_out_as
+from offload.params.view import is_laid_out_as
 
 
 @pytest.fixture
@@ -34,27 +32,6 @@ def test_without_a_process_group_there_is_one_rank() -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_group_of_one_is_one_rank() -> None:
     assert not ranks.several_ranks()
-
-
-def test_autograd_calls_a_hook_before_anything_is_reduced() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    seen = []
-    parameter.register_post_accumulate_grad_hook(lambda _: seen.append(ranks.reduced_before_its_hook()))
-    (parameter * 2).sum().backward()
-    assert seen == [False]
-    assert ranks.reduced_before_its_hook(), "outside a backward nobody but a reducer calls hooks"
-
-
-@pytest.mark.usefixtures("alone")
-def test_fsdp2_calls_a_hook_after_its_reduction() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    for module in (*model, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    seen = []
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(ranks.reduced_before_its_hook()))
-    model(torch.ones(3, 4)).sum().backward()
-    assert seen == [True] * 4
 
 
 def test_a_view_of_somebody_elses_buffer_is_not_trusted_where_there_are_several_ranks() -> None:

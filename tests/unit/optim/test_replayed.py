@@ -93,15 +93,13 @@ def test_a_replay_in_a_region_waits_for_the_weights_that_its_forward_reads(
     for number, after in enumerate(expected_weights(STEPS)):
         if number:
             graphed.step(number)
-            assert graphed.optimizer._steps._pending, "step() has returned before its end"
+            assert graphed.optimizer._steps.under_way, "step() has returned before its end"
         graph.replay()
         assert_same_bits(graphed.seen, after)
     graphed.optimizer.close()
 
 
 def test_a_replay_without_that_edge_has_a_hazard() -> None:
-    """Of what the host steps; for streamed weights the question whether their gradients may go orders the
-    host as well."""
     graphed = Graphed(cpu_share=1.0, without={"weights back"})
     with graphed.engine.capturing():
         graph = graphed.capture()
@@ -171,10 +169,8 @@ def test_after_a_capture_outside_of_a_region_a_step_waits_for_its_weights(
     assert [
         record.message for record in caplog.records if "captured outside of a region" in record.message
     ] == [
-        "a forward is captured outside of a region of the optimizer's engine: its replays cannot be told "
-        "from other work, so from now on "
-        "step() waits for all weights. Capture inside `with optimizer.engine.capturing():` to have only "
-        "their readers wait"
+        "a forward is captured outside of a region of the optimizer's engine: when it runs again cannot be "
+        "told from other work, so from now on step() waits for all weights, as overlap=\"step\" does"
     ]
 
 
@@ -214,7 +210,7 @@ def settled(optimizer: HybridDeviceOptimizer, model: nn.Module) -> list[nn.Param
 def test_gradients_of_a_captured_backward_leave_at_the_step(early: bool) -> None:
     """No hook runs in a replay either: what had left in the capture would have been the gradients of the
     capture."""
-    graphed, reference = Graphed(step_in_backward=early), net()
+    graphed, reference = Graphed(overlap="backward" if early else "forward"), net()
     expected = AdamW(reference.parameters(), lr=1e-2, fused=True)
     graphed.optimizer.last_microbatch = True
     with graphed.engine.capturing(), graphed.device.capture():

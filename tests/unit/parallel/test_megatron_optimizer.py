@@ -6,7 +6,6 @@ pytest tests/unit/parallel/test_megatron_optimizer.py
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -203,11 +202,9 @@ def test_copies_put_in_the_place_of_parameters_before_the_first_step_are_stepped
     others = [main.clone() for main in mains]
     own = AdamW(others, fused=True, **STEP)
     optimizer.param_groups[1]["weight_decay"] = 0.1
-    with caplog.at_level(logging.WARNING):
-        steps(optimizer, mains, range(2))
+    steps(optimizer, mains, range(2))
     steps(own, others, range(2))
     assert_same(mains, others)
-    assert caplog.text.count("copies that Megatron put in their place") == 1
     for main, other in zip(mains, others, strict=True):
         main.data.fill_(0.5)
         other.data.fill_(0.5)

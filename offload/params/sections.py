@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.errors import HostBudgetError
 from offload.memory.arena import Block, HostArena
-from offload.optim.buckets import ALIGN, Section
+from offload.params.layout import ALIGN, Section
 
 __all__ = ["FlatSpec", "HostSection", "check_budget"]
 
@@ -50,7 +50,11 @@ class HostSection:
         self._arena = arena
         self._blocks: list[Block] = []
         self._flats: dict[str, tuple[Tensor, int]] = {}
-        numel = max(ALIGN, layout.numel)
+        self.add(specs)
+
+    def add(self, specs: Sequence[FlatSpec]) -> None:
+        """More flats, between two steps. Blocks the host for the pinning. Raises HostBudgetError."""
+        arena, numel = self._arena, max(ALIGN, self.layout.numel)
         for pinned in (True, False):
             chosen = [spec for spec in specs if spec.pinned is pinned]
             if not chosen:
@@ -85,12 +89,6 @@ class HostSection:
     def view(self, name: str, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Elements of `dtype` from the beginning of the slot on, 1-D."""
         return self.slot(name, start, numel).narrow(0, 0, numel * dtype.itemsize).view(dtype)
-
-    def second_half(self, name: str, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Elements of `dtype`, half as wide as the slot's, at the slot's end."""
-        slot = self.slot(name, start, numel)
-        nbytes = numel * dtype.itemsize
-        return slot.narrow(0, slot.numel() - nbytes, nbytes).view(dtype)
 
     def close(self) -> None:
         """Give the blocks back. Nothing may use them any more."""

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from offload.errors import OffloadError
-from offload.optim.waiting import Waiting
-from offload.optim.worker import Worker
+from offload.params.worker import ReadyQueue, Worker
 
 
 class Desk:
@@ -22,7 +21,7 @@ class Desk:
         self.lost = False
         self.log: list[str] = []
         self.worker = Worker("test")
-        self.waiting = Waiting(self.worker, before)
+        self.waiting = ReadyQueue(self.worker, before)
         self._gate = threading.Event()
         self.worker.submit(lambda: self._gate.wait() and None, lambda: None)
 
@@ -131,7 +130,7 @@ def test_a_bucket_whose_worker_cannot_start_is_refused_and_does_not_wait(
 ) -> None:
     """It waited without a job: a later job took it, and the last bucket of that step was never done."""
     worker, log = Worker("test"), []
-    waiting = Waiting(worker, lambda: None)
+    waiting = ReadyQueue(worker, lambda: None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(

@@ -1,5 +1,4 @@
-"""A parameter as the optimizer moves it: flat bytes on its device, the shape it has, and the gradient that
-counts.
+"""A parameter as a client moves it: flat bytes on its device, the shape it has, and the gradient that counts.
 
 One invariant: everything here is a view of the parameter's own memory, whatever wraps it (a DTensor's local
 shard) and however its dimensions are laid out, as long as its elements fill one range of memory without gaps.
@@ -8,6 +7,7 @@ shard) and however its dimensions are laid out, as long as its elements fill one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,15 @@ from torch import Tensor
 from offload.device import Device
 from offload.errors import OffloadError
 
-__all__ = ["Managed", "is_laid_out_as", "laid_out_as", "local_of", "same_bits", "settle_versions"]
+__all__ = [
+    "ParamView",
+    "count_write",
+    "is_laid_out_as",
+    "laid_out_as",
+    "local_of",
+    "sharded_like",
+    "weights_win",
+]
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -42,12 +50,11 @@ def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     return found
 
 
-class Managed:
-    """One parameter of the optimizer, at `index` in the order of its param groups.
+class ParamView:
+    """One parameter, at `index` in the order in which its client met it.
 
     device: whose lanes move it. name: for messages. Raises ValueError for a parameter whose memory has gaps
-        or overlaps, or is not the
-    elements: a quantized one would be stepped in a copy.
+        or overlaps, or is not the elements: a quantized one would be stepped in a copy.
     """
 
     __slots__ = (
@@ -61,7 +68,6 @@ class Managed:
         "parameter",
         "shape",
         "stride",
-        "version",
         "where",
     )
 
@@ -71,29 +77,32 @@ class Managed:
         self.device = device
         self.name = name
         local = local_of(parameter).detach()
-        self.shape, self.stride = tuple(local.shape), tuple(local.stride())
-        self.numel, self.dtype = local.numel(), local.dtype
+        self.shape, self.numel, self.dtype = tuple(local.shape), local.numel(), local.dtype
         if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise ValueError(
                 f"{self} is a {type(local).__name__}, which keeps something else than its elements; step it "
-                "on the device, by an optimizer "
-                "of its own, or keep the parameter in plain floating point (Megatron: fp8_param_gather=False)"
+                "on the device, by an optimizer of its own, or keep the parameter in plain floating point "
+                "(Megatron: fp8_param_gather=False)"
             )
-        if torch.empty_like(local, device="meta").stride() != self.stride:
-            raise ValueError(
-                f"{self} has strides {self.stride} for shape {self.shape}, which leave gaps or overlap; make "
-                "it contiguous first"
-            )
-        self._flat = _flat_of(local)
-        self._address = local.data_ptr()
         self.where = local.device
-        self.version = parameter._version
+        self._find(local)
 
     def __str__(self) -> str:
         return (
             f"parameter {self.index} ({self.name + ', ' if self.name else ''}{self.numel:,} "
             f"elements of {self.dtype})"
         )
+
+    def _find(self, local: Tensor) -> None:
+        stride = tuple(local.stride())
+        if torch.empty_like(local, device="meta").stride() != stride:
+            raise ValueError(
+                f"{self} has strides {stride} for shape {self.shape}, which leave gaps or overlap; make it "
+                "contiguous first"
+            )
+        self.stride = stride
+        self._flat = local.data.as_strided((local.numel(),), (1,), local.storage_offset())
+        self._address = local.data_ptr()
 
     @property
     def nbytes(self) -> int:
@@ -104,19 +113,29 @@ class Managed:
         """Elements on all ranks together, of a DTensor: the same number everywhere."""
         return self.parameter.numel()
 
-    def flat(self) -> Tensor:
-        """The elements in the order of memory, 1-D. A write through it moves no version counter."""
+    def follow(self) -> tuple[int, ...] | None:
+        """Find the parameter's memory anew: `p.data = ...`, another memory format, or FSDP2 may have moved
+        it.
+
+        Returns the old strides if its elements lie in another order now, else None. Raises OffloadError for
+        other elements than there were.
+        """
         local = local_of(self.parameter)
-        if local.data_ptr() != self._address:  # `p.data = ...`, or FSDP2 made its shard anew
-            if local.numel() != self.numel or local.dtype != self.dtype or local.device != self.where:
-                raise OffloadError(
-                    f"{self} is now {local.numel():,} elements of {local.dtype} on {local.device}; build the "
-                    "optimizer after moving or "
-                    "converting"
-                )
-            self._flat = _flat_of(local.detach())
-            self._address = local.data_ptr()
-            self.version = -1  # other weights than the masters'
+        if local.data_ptr() == self._address and local.stride() == self.stride:
+            return None
+        if tuple(local.shape) != self.shape or local.dtype != self.dtype or local.device != self.where:
+            raise OffloadError(
+                f"{self} is now {local.numel():,} elements of {local.dtype} on {local.device}; build the "
+                "optimizer after moving or converting"
+            )
+        before = self.stride
+        self._find(local.detach())
+        return before if self.stride != before else None
+
+    @property
+    def flat(self) -> Tensor:
+        """The elements in the order of memory, 1-D, where `follow` found them last. A write through it moves
+        no version counter."""
         return self._flat
 
     def shaped(self, flat: Tensor) -> Tensor:
@@ -139,8 +158,7 @@ class Managed:
         if local.layout is not torch.strided:
             raise OffloadError(
                 f"{self} has a {local.layout} gradient, and offloaded parameters take dense ones; use "
-                "offload_fraction=0 or a dense "
-                "gradient"
+                "offload_fraction=0 or a dense gradient"
             )
         if tuple(local.shape) != self.shape or local.device != self.where:
             raise OffloadError(
@@ -151,30 +169,42 @@ class Managed:
             local = torch.empty_strided(
                 self.shape, self.stride, dtype=local.dtype, device=local.device
             ).copy_(local)
-        return _flat_of(local)
-
-    def changed_outside(self) -> bool:
-        """Whether somebody but the optimizer wrote the weights since `settle_version`: a loaded state dict,
-        an in-place operation."""
-        self.flat()
-        return self.parameter._version != self.version
+        return local.as_strided((local.numel(),), (1,), local.storage_offset())
 
 
-def settle_versions(members: Sequence[Managed]) -> None:
-    """The weights were, or will be, written: tell autograd, and remember the count."""
-    parameters = [local_of(member.parameter) for member in members]
-    torch.autograd.graph.increment_version(parameters)
-    for member in members:
-        if member.parameter is not local_of(member.parameter):
-            torch.autograd.graph.increment_version(member.parameter)
-        member.version = member.parameter._version
+def count_write(views: Sequence[ParamView]) -> None:
+    """The weights were, or will be, written: tell autograd, which refuses a backward that needs the old
+    ones."""
+    parameters = [local_of(view.parameter) for view in views]
+    wrappers = [view.parameter for view in views if local_of(view.parameter) is not view.parameter]
+    torch.autograd.graph.increment_version([*parameters, *wrappers])
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype are equal byte for byte; nan equals itself. Blocks the host where they
-    are on a GPU."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def weights_win(master: Tensor, weights: Tensor, room: Tensor | None = None) -> None:
+    """Where rounding an element of `master` does not give the weight's bits, somebody wrote the weight: it
+    becomes the master. Elsewhere the master knows more than the weight does.
+
+    master: float32. weights: half precision, of the same shape. room: as `master`, overwritten with the
+        widened weights; None allocates it. On the current lane; blocks the host: never.
+    """
+    wide = weights.to(master.dtype) if room is None else room.copy_(weights)
+    same = master.to(weights.dtype).view(torch.int16) == weights.view(torch.int16)
+    torch.where(same, master, wide, out=master)
 
 
-def _flat_of(local: Tensor) -> Tensor:
-    return local.data.as_strided((local.numel(),), (1,), local.storage_offset())
+def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A DTensor again, where the parameter is one and the value, wherever it lies, is of its local shard's
+    shape."""
+    if (
+        local_of(parameter) is parameter
+        or local_of(value) is not value
+        or value.shape != local_of(parameter).shape
+    ):
+        return value
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    assert isinstance(parameter, DTensor)
+    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    # from_local would move it to the mesh's device; FSDP2 keeps shards on the host in this way too
+    return DTensor(value, replace(parameter._spec, tensor_meta=meta), requires_grad=False)
