@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,6 @@ __all__ = [
 
 STEPS, WIDTH, BAD_STEP = 4, 33, 2
 RECIPE: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
-NOT_DDP = "offload.optim.backward.may_be_reduced_in_place"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ class Case:
     Replicas: bucket_view is gradient_as_bucket_view, summed a hook of the user's that only sums, kept zeroes
     gradients in place. Shards: called_alone runs one layer's forward before the model's, post_optim gives
     FSDP2 an event to wait for. bad: rank 1 makes infinities, or nan without a scaler, in one step. without:
-    edges that are left out. trusting: a gradient in a bucket of others is taken as final. slow: on a GPU,
+    edges that are left out. slow: on a GPU,
     each copy of the optimizer takes milliseconds more.
     """
 
@@ -85,7 +83,6 @@ class Case:
     bad: bool = False
     attached: bool = True
     without: tuple[str, ...] = ()
-    trusting: bool = False
     slow: bool = False
 
 
@@ -248,8 +245,6 @@ def _train(
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if options is not None:
             seen.said = stack.enter_context(_heard())
-            if case.trusting:
-                stack.enter_context(mock.patch(NOT_DDP, return_value=False))
             engine = engine_for(device, case.without, slow=case.slow)
             stack.callback(engine.close)
             given = {**options, "max_grad_norm": 0.05} if case.clip == "argument" else options

@@ -252,6 +252,20 @@ class Placement:
         self._resident(member).refresh_master(member)
         return self._resident(member).inner[member.index]
 
+    def reload_master(self, member: ParamView) -> None:
+        """Make the whole master the weights, unless rounding it gives all of them. Blocks the host; nothing
+        may be in flight."""
+        hosted = self.cpu if self[member] is Place.CPU else self.streamed
+        master: Tensor | None = None
+        if self.is_hosted(member):
+            master = hosted.master(member) if hosted.has_master(member) else None
+        elif self._resident(member).has_master(member):
+            master = local_of(self._resident(member).inner[member.index])
+        if master is not None:
+            weights = local_of(member.parameter).detach().to(master.device)
+            if not torch.equal(master.to(weights.dtype).view(torch.int16), weights.view(torch.int16)):
+                master.copy_(weights)
+
     def load(self, member: ParamView, state: Mapping[Any, Any], master: Tensor | None) -> None:
         """Replace state and master. A master counts at the next step where rounding it gives the weight.
         Nothing may be in flight."""

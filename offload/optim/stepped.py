@@ -240,10 +240,12 @@ class SteppedOptimizer(Optimizer):
             self._engine.refuse_in_capture(f"the optimizer's {what}")
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Make masters follow the weights now; each step does it by itself."""
+        """New weights were written into the parameters: masters of parameters that differ are those, whole.
+        Each step by itself takes over the elements that differ."""
         self._rest()
-        for member in self._placed.members:
-            self._placed.master_of(member)
+        with torch.no_grad():
+            for member in self._placed.members:
+                self._placed.reload_master(member)
 
     # -- gradients -------------------------------------------------------------------------------------------
     def zero_grad(self, set_to_none: bool = True) -> None:
