@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +61,6 @@ class HostedSteps:
         self._lock = threading.RLock()  # any thread may touch a weight; workers never take it
         self._pending: dict[int, HostBucket] = {}  # of the last step, by id: issued or about to be
         self._arrived: set[tuple[int, int]] = set()  # (bucket, lane) by id
-        self._holding: deque[HostBucket] = deque()  # with gradients that nobody has waited for yet
         self._lane: Lane | None = None  # of step(): its memory is what the gradients came from
         self._failed: OffloadError | None = None
         self.when_waited: Callable[[int], None] = _nothing_of
@@ -117,7 +115,6 @@ class HostedSteps:
         for bucket in buckets:
             bucket.done.clear()
             self._pending[id(bucket)] = bucket
-        self._holding.extend(buckets)
         on_cpu = [bucket for bucket in buckets if isinstance(bucket, CpuBucket)]
         for place, mine in enumerate(on_cpu):
             first = 0 if place == 0 else place + LANDING_LEAD - 1
@@ -210,7 +207,6 @@ class HostedSteps:
                 for bucket in self.buckets_of.get(index, ()):
                     self._await(bucket, lane)
                 self.when_waited(index)
-            self._poll_one()
 
     def _await(self, bucket: HostBucket, lane: Lane) -> None:
         key = (id(bucket), id(lane))
@@ -227,16 +223,6 @@ class HostedSteps:
         if lane is self._lane:
             bucket.drop_gradients()
 
-    def _poll_one(self) -> None:
-        """Drop the gradients of one bucket that has passed and that nobody has waited for yet."""
-        if self._holding:
-            bucket = self._holding.popleft()
-            event = bucket.returned if bucket.done.is_set() else None
-            if event is not None and self._engine.device.poll(event):
-                bucket.drop_gradients()
-            elif (id(bucket), id(self._lane)) not in self._arrived:
-                self._holding.append(bucket)
-
     def settle(self) -> None:
         """End the last step: every weight has been waited for. Blocks the host until its last bucket is
         issued."""
@@ -245,7 +231,6 @@ class HostedSteps:
         with self._lock:
             self._pending = {}
             self._arrived.clear()
-            self._holding.clear()
 
     def settle_host(self) -> None:
         """As `settle`, and the host may read and write state and masters. Blocks the host for the copies."""
@@ -297,7 +282,6 @@ class HostedSteps:
             bucket.done.wait()
         self._pending = {}
         self._arrived.clear()
-        self._holding.clear()
         for index in self.buckets_of:
             self.when_waited(index)
 
