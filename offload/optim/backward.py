@@ -41,7 +41,8 @@ class BackwardSteps:
     """The buckets that were stepped in one backward. Hooks call it on the thread that runs the backward.
 
     begin: called before the first bucket of a backward goes: settles the last step, and takes over what the
-        param groups say. watch: called with each bucket that has gone, whose weights are on their way. fail:
+        param groups say. is_grouped: whether the parameter of an index is in a group. watch: called with each
+        bucket that has gone, whose weights are on their way. fail:
         raises, and refuses every later call.
     """
 
@@ -51,11 +52,13 @@ class BackwardSteps:
         steps: HostedSteps,
         *,
         begin: Callable[[], None],
+        is_grouped: Callable[[int], bool],
         watch: Callable[[HostBucket], None],
     ) -> None:
         self._device = device
         self._steps = steps
         self._begin = begin
+        self._is_grouped = is_grouped
         self._watch = watch
         self.last_microbatch: bool | None = None
         """Whether the backward to come is the last of its step; None: nobody says, the step before does."""
@@ -103,8 +106,8 @@ class BackwardSteps:
         gradients: dict[int, Tensor] = {}
         for member in bucket.members:
             gradient = member.parameter.grad
-            if gradient is None:  # thrown away since it was final
-                return
+            if gradient is None or not self._is_grouped(member.index):
+                return  # thrown away since it was final, or its parameter was taken out
             if may_be_reduced_in_place(gradient) or not is_laid_out_as(member.parameter, gradient):
                 return  # it is stepped in step(), when it is reduced
             gradients[member.index] = member.flat_gradient(gradient)

@@ -30,7 +30,7 @@ from offload.device import CopyPair, Event
 from offload.optim.classes import is_fused_adam, state_names
 from offload.params.layout import Bucket, Piece
 from offload.params.sections import HostSection
-from offload.params.view import ParamView, weights_win
+from offload.params.view import ParamView, laid_like, weights_win
 from offload.transfer.copier import OwnedCopies
 
 __all__ = ["CpuBucket"]
@@ -109,9 +109,12 @@ class CpuBucket:
 
     def relay(self, place: int) -> None:
         """The parameter's elements lie in another order now; a leaf of its shape follows."""
-        leaf = self.leaves[place]
-        if leaf.shape == self.members[place].shape:
-            leaf.data = self.members[place].shaped(leaf.data)
+        leaf, member = self.leaves[place], self.members[place]
+        if leaf.shape == member.shape:
+            leaf.data = member.shaped(leaf.data)
+            for name, value in self.state_of(place).items():
+                if isinstance(value, Tensor) and value.shape == leaf.shape:
+                    self.state_of(place)[name] = laid_like(leaf, value)
 
     # -- gradients in ----------------------------------------------------------------------------------------
     def hold(self, gradients: Mapping[int, Tensor]) -> None:
@@ -181,8 +184,11 @@ class CpuBucket:
             if weights.dtype != self.master_dtype:
                 weights_win(self._master(piece), weights)
             if landing.dtype != self.master_dtype:
-                assert scratch is not None
-                landing = scratch.narrow(0, piece.start - self.layout.start, piece.numel).copy_(landing)
+                at = piece.start - self.layout.start
+                wide = (
+                    landing.to(self.master_dtype) if scratch is None else scratch.narrow(0, at, piece.numel)
+                )
+                landing = wide.copy_(landing)
             leaf.grad = landing.as_strided(leaf.shape, leaf.stride(), landing.storage_offset())
 
     def unload_gradients(self) -> None:

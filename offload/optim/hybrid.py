@@ -243,6 +243,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 engine.device,
                 self._steps,
                 begin=lambda: _of(reference).begin(),
+                is_grouped=lambda index: index in _of(reference)._placed.groups,
                 watch=lambda bucket: _of(reference).stepped_in_backward(bucket),
             )
             self._steps.when_touched = self._backward.touched

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optim.parts import Groups, group_values, set_groups
-from offload.params.view import ParamView, local_of, sharded_like, weights_win
+from offload.params.view import ParamView, laid_like, local_of, sharded_like, weights_win
 
 __all__ = ["ResidentPart"]
 
@@ -70,7 +70,8 @@ class ResidentPart:
         for member in self.members:
             inner, gradient = self.inner[member.index], gradients.get(member.index)
             if gradient is not None:
-                gradient = gradient.to(inner.dtype)
+                self._relay(member)
+                gradient = laid_like(inner, gradient.to(inner.dtype))
                 self.refresh_master(member)
             if inner.grad is not gradient:
                 lent.append((inner, inner.grad))
@@ -83,6 +84,17 @@ class ResidentPart:
         for member in self.members:
             if self.has_master(member) and member.index in gradients:
                 member.parameter.copy_(self.inner[member.index])
+
+    def _relay(self, member: ParamView) -> None:
+        """A master, and state, lie as the weights lie now."""
+        inner, parameter = self.inner[member.index], member.parameter
+        if self.has_master(member) and inner.stride() != parameter.stride():
+            inner.data = laid_like(parameter, inner.data)
+            assert self.optimizer is not None
+            state = self.optimizer.state.get(inner, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == inner.shape:
+                    state[name] = laid_like(inner, value)
 
     @torch.no_grad()
     def refresh_master(self, member: ParamView) -> None:

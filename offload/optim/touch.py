@@ -159,7 +159,8 @@ class WeightWatch(Client):
         """Whether its class can be put back: torch's own Parameter, whose gradient is a plain tensor. What
         FSDP2 shards is read by its gathers past Python."""
         return type(parameter) in (nn.Parameter, AwaitedWeight) and (
-            parameter.grad is None or type(parameter.grad) in (Tensor, AwaitedGradient)
+            (gradient := parameter.grad) is None
+            or (type(gradient) in (Tensor, AwaitedGradient) and not gradient._is_view())
         )
 
     def watch(self, index: int, parameter: Tensor, *, gradient: bool) -> None:

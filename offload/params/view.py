@@ -19,6 +19,7 @@ __all__ = [
     "ParamView",
     "count_write",
     "is_laid_out_as",
+    "laid_like",
     "laid_out_as",
     "local_of",
     "sharded_like",
@@ -178,6 +179,16 @@ def count_write(views: Sequence[ParamView]) -> None:
     parameters = [local_of(view.parameter) for view in views]
     wrappers = [view.parameter for view in views if local_of(view.parameter) is not view.parameter]
     torch.autograd.graph.increment_version([*parameters, *wrappers])
+
+
+def laid_like(tensor: Tensor, value: Tensor) -> Tensor:
+    """`value` with the strides of `tensor`, of one shape: itself, or a copy. Fused kernels on the CPU look at
+    no strides."""
+    if value.stride() == tensor.stride() or local_of(value) is not value:
+        return value
+    return torch.empty_strided(value.shape, tensor.stride(), dtype=value.dtype, device=value.device).copy_(
+        value
+    )
 
 
 def weights_win(master: Tensor, weights: Tensor, room: Tensor | None = None) -> None:

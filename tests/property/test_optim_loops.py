@@ -8,7 +8,6 @@ can be seen.
 
 from __future__ import annotations
 
-import inspect
 import os
 import weakref
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from offload import OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import OffloadError
-from offload.optim import HybridDeviceOptimizer
 from tests.optim_pair import EXECUTORS, Overlap, hybrid, torchs
 from tests.property.optim_actions import Kind, of_kind, play
 from tests.property.optim_world import Mastered, World
@@ -161,21 +159,15 @@ COMMON: dict[str, Any] = {
     "report_multiple_bugs": False,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
 }
-HAS_OVERLAP = "overlap" in inspect.signature(HybridDeviceOptimizer.__init__).parameters
-UNTIL_THEN = pytest.mark.xfail(
-    not HAS_OVERLAP, strict=True, reason="loops must keep rules that torch's need not"
-)
 ANYTHING: tuple[Kind, ...] = ("backward", "again", "gradients", "hidden", "step", "zero", "between")
 
 
-@UNTIL_THEN
 @settings(**COMMON)
 @given(program=programs(*ANYTHING, "view"), setup=setups(inline=True))
 def test_any_program_has_torchs_bits(program: Program, setup: Setup) -> None:
     compare(program, setup, "step")
 
 
-@UNTIL_THEN
 @settings(**COMMON)
 @given(program=programs(*ANYTHING), setup=setups())
 def test_any_program_has_torchs_bits_while_weights_return_beside_the_next_forward(
@@ -184,7 +176,6 @@ def test_any_program_has_torchs_bits_while_weights_return_beside_the_next_forwar
     compare(program, setup, "forward")
 
 
-@UNTIL_THEN
 @settings(**COMMON)
 @given(program=ROUNDS, setup=setups(sharing=False))
 def test_a_program_that_keeps_its_promise_has_torchs_bits_while_gradients_leave_beside_the_backward(
@@ -193,7 +184,6 @@ def test_a_program_that_keeps_its_promise_has_torchs_bits_while_gradients_leave_
     compare(program, setup, "backward")
 
 
-@UNTIL_THEN
 @settings(**COMMON)
 @given(program=programs("backward", "again", "gradients", "step", "zero"), setup=setups(sharing=False))
 def test_a_program_that_may_break_its_promise_has_torchs_bits_or_an_error(
@@ -247,17 +237,7 @@ FOUND: dict[str, tuple[Overlap, Setup, Program]] = {
 }
 
 
-HELD = (
-    "a parameter of no elements has a gradient, and a master",
-    "gradients are views of a buffer, which is written after step()",
-)
-OPEN = pytest.mark.xfail(strict=True, reason="not mended yet")
-SINCE = pytest.mark.xfail(HAS_OVERLAP, strict=True, reason="held before overlap=")
-
-
-@pytest.mark.parametrize(
-    "story", [pytest.param(each, marks=SINCE if each in HELD else OPEN) for each in FOUND]
-)
+@pytest.mark.parametrize("story", FOUND)
 def test_a_program_that_was_wrong_once_has_torchs_bits(story: str) -> None:
     overlap, setup, program = FOUND[story]
     compare(program, setup, overlap)
