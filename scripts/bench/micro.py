@@ -308,7 +308,7 @@ def _measure_case(
         stats = manager.stats
         done = time.perf_counter()
     finally:
-        offload.PipelineOffloadManager.reset_instance()
+        offload.PipelineOffloadManager.close_instance()
     seconds["steps"] += done - ready
     seconds["set-up"] += ready - began + time.perf_counter() - done
     return _cost_of(

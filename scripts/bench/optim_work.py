@@ -225,7 +225,7 @@ class LeavingActivations:
         import offload
 
         self._mark(None)
-        offload.PipelineOffloadManager.reset_instance()
+        offload.PipelineOffloadManager.close_instance()
 
     def _mark(self, marks: OurMarks | None) -> None:
         for block in self._model.blocks:

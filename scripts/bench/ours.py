@@ -168,7 +168,7 @@ class Ours(Row):
         import offload
 
         self.context.stack.mark(None, ())
-        offload.PipelineOffloadManager.reset_instance()
+        offload.PipelineOffloadManager.close_instance()
 
 
 def ours_attention(context: RowContext) -> Row:

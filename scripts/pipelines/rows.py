@@ -195,8 +195,7 @@ class Bench:
         yield job
         for module in job.modules.values():
             module.stack.mark(None, ())
-        manager.close()
-        PipelineOffloadManager.OFFLOAD_MGR = None
+        PipelineOffloadManager.close_instance()
 
     def _manager(self, config: OffloadConfig) -> PipelineOffloadManager:
         device = "sim" if self.simulated else str(self.rank.device)

@@ -69,6 +69,7 @@ def named(written: dict[str, Any], label: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.req("S3-93")
 def test_every_row_runs_in_the_order_of_its_value_and_is_written(both: tuple[dict[str, Any], str]) -> None:
     written, said = both
     labels = [result["label"] for result in written["results"]]

@@ -101,6 +101,7 @@ def test_without_a_gpu_the_command_says_so_and_measures_nothing(capsys: pytest.C
     assert "need a CUDA GPU" in capsys.readouterr().out
 
 
+@pytest.mark.req("S3-93")
 def test_tiny_run_prints_every_row_and_writes_every_sample(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +135,7 @@ def test_total_limit_below_what_is_resident_is_a_skipped_row_not_a_crash() -> No
     assert "leaves nothing for saved tensors" in result["reason"]
 
 
+@pytest.mark.req("S3-93")
 def test_a_tiny_w5_prints_the_hosts_time_of_each_row_and_where_it_goes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ def step(few_us: float, many_us: float, collector_s: float = 0.0, full: int = 0)
     return _StepCost({4: few_us, 32: many_us}, {4: 2 * few_us, 32: 2 * many_us}, collector_s, full)
 
 
+@pytest.mark.req("S3-93")
 def test_tiny_micro_prints_a_line_for_each_case_and_number_of_live_tensors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_peer_that_is_not_installed_is_named_and_is_no_failure() -> None:
     assert run(OptimRequest(kind="alone", optimizer="no such", tiny=True))["status"] == "failed"
 
 
+@pytest.mark.req("S3-93")
 def test_the_tiny_run_prints_every_part_and_writes_every_row(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -97,7 +97,7 @@ class FakeOffload(SimpleNamespace):
         self.config: SimpleNamespace | None = None
         self.OffloadConfig = lambda **fields: _Config(**fields)
         self.PipelineOffloadManager = SimpleNamespace(
-            reset_instance=lambda: self.manager.calls.append("reset")
+            close_instance=lambda: self.manager.calls.append("reset")
         )
 
     def configure(self, config: Any, device: str, print_summary: bool) -> FakeManager:

@@ -6,14 +6,16 @@ import argparse
 import json
 import pickle
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import bench_optimizer
 import bench_stage
 from bench.child import RowRequest
+from bench.measure import Clock
 from bench.optim_child import OptimRequest
 from bench.rows import RowOptions
 from bench.run import NotInstalledError, Run, SkippedError, answer_child, outcome, outcome_of_process
@@ -92,3 +94,14 @@ def test_each_script_answers_in_a_process_of_its_own(script: ModuleType, asked: 
     result = outcome_of_process(Path(str(script.__file__)), asked, tmp_path, timeout_s=120.0)
     assert result["status"] == "ok", result
     assert result["links"]["measured"] is False
+
+
+@pytest.mark.req("S3-92")
+def test_a_time_is_from_the_start_to_the_end() -> None:
+    """A swapped pair of events gives a negative time, which passes every comparison that it should fail."""
+    host, device = Clock(torch.device("cpu")), Clock(torch.device("cuda"))
+    assert host.ms(1.0, 1.5) == 500.0
+    at = {"start": 1.0, "end": 3.5}
+    start, end = (SimpleNamespace(at=at[name]) for name in ("start", "end"))
+    start.elapsed_time = lambda other: other.at - start.at
+    assert device.ms(start, end) == 2.5
