@@ -236,6 +236,27 @@ def test_a_restore_that_fails_can_be_tried_again(device: SmallDevice, fails: str
     rig.end()
 
 
+def test_a_restore_after_one_that_failed_before_its_copies_still_waits_for_the_spill(
+    device: SmallDevice,
+) -> None:
+    """On another lane than the one that settled the spill, which nothing else orders behind it. What failed
+    leaves its own event with each record; a wait for that is a wait for the spill only if it waited itself."""
+    rig = Rig(device=device)
+    found: list[Tensor] = []
+    y, expected = save_all(rig, 4, found)
+    rig.leave()
+    with device.use_lane(device.new_compute_lane("side")):
+        device.records_left = 0
+        with pytest.raises(torch.OutOfMemoryError):
+            rig.transfers.restore(rig.records(), Priority.SPECULATIVE)
+        device.heal()
+        assert rig.transfers.restore(rig.records(), Priority.SPECULATIVE) is not None
+    y.backward()
+    assert_equal_bits(expected, found)
+    del y
+    rig.end()
+
+
 def test_a_sparse_view_that_there_is_no_room_to_pack_leaves_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     wide = torch.randn(16, 64)
