@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload import group_commit, group_start, init_chunk_handler, offload_hooks, step_end
+from offload import (
+    PipelineOffloadManager,
+    group_commit,
+    group_start,
+    init_chunk_handler,
+    offload_hooks,
+    step_end,
+)
+from offload.groups.scope import GroupScope, KeptScope
+from tests.unit.groups.handlers import begun
 from tests.unit.groups.regions import let_go
 from tests.unit.groups.stack import build_manager, installed
 
@@ -47,3 +56,26 @@ def test_noise_that_an_operator_draws_after_autograd_has_saved_it_leaves_when_it
     assert leaf.grad is not None
     assert expected is not None
     assert torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_scope_takes_nothing_while_offload_is_off_or_once_its_step_has_ended(
+    kept: bool, manager: PipelineOffloadManager
+) -> None:
+    handler = begun(manager)
+    group = handler.on_group_start_forward("a")
+    scope = (
+        KeptScope(manager.engine, handler, group, None)
+        if kept
+        else GroupScope(manager.engine, handler, group)
+    )
+    tensors = [torch.randn(ELEMENTS) for _ in range(4)]
+    assert scope.take(tensors[0]) is not None
+    manager.disable_offload()
+    assert scope.take(tensors[1]) is None
+    manager.enable_offload()
+    assert scope.take(tensors[2]) is not None
+    step_end()
+    begun(manager)  # of the next step: the handler lives on, its group of that step does not
+    assert scope.take(tensors[3]) is None
+    assert manager.engine.transfers.counts.saved == 0
