@@ -47,6 +47,9 @@ def test_everything_free_goes(device: FakeDevice, arena: HostArena) -> None:
     assert arena.held_bytes == arena.stats().free_bytes == arena.stats().free_ranges == 0
     assert all(memory.released for memory in device.memories)
     check_books(device, arena)
+    slabs = [weakref.ref(memory) for memory in device.memories]
+    device.memories.clear()
+    assert [slab() for slab in slabs] == [None, None], "a slab that has gone is not kept by anybody"
 
 
 @pytest.mark.parametrize(

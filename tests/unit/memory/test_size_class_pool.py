@@ -199,6 +199,7 @@ def test_slabs_from_an_arena_count_in_the_host_budget() -> None:
         backend.clear()
     backend.release(buffer)
     backend.clear()
+    assert backend.free_slabs == {MIB: 2, 4 * MIB: 2}, "none is both given back and free"
     arena.clear()
     assert arena.budget.used_bytes == 0
     assert backend.allocate(10).numel() == 10
