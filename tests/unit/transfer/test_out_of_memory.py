@@ -240,7 +240,7 @@ def test_a_restore_after_one_that_failed_before_its_copies_still_waits_for_the_s
     device: SmallDevice,
 ) -> None:
     """On another lane than the one that settled the spill, which nothing else orders behind it. What failed
-    leaves its own event with each record; a wait for that is a wait for the spill only if it waited itself."""
+    leaves its own event with each record: to wait for that is to wait for the spill if it waited itself."""
     rig = Rig(device=device)
     found: list[Tensor] = []
     y, expected = save_all(rig, 4, found)
