@@ -39,6 +39,14 @@ def test_a_rank_without_host_memory_lines_up_as_often_as_the_others() -> None:
     assert len(times) == 3
 
 
+def test_copies_that_take_no_time_give_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimDevice()
+    arena = HostArena(device, budget=LocalHostBudget(1 << 30))
+    monkeypatch.setattr(link, "_seconds", lambda *_: 0.0)
+    assert link.measure_rates(Copier(device, CapsAdmission(LIMITS)), arena, lambda: None) is None
+    assert arena.lent_bytes == 0
+
+
 def test_the_simulated_device_has_no_link_to_measure() -> None:
     engine = OffloadEngine(OffloadConfig(), device="sim")
     engine.reserve_host(1 << 20)
