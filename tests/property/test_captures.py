@@ -316,3 +316,30 @@ def test_capture_that_fails_is_undone(by: str) -> None:
             layer.backward()
     layer.check_replays([forward, backward])
     region.release()
+
+
+def test_backward_capture_that_fails_leaves_on_the_host_what_it_had_fetched() -> None:
+    """One read, one still on its way: the next capture fetches both again, into memory of its own."""
+    layer = Layer(SimDevice())
+    device, transfers = layer.device, layer.transfers
+
+    def fail() -> None:
+        with device.capture():
+            for record in records[:2]:
+                transfers.restore([record], Priority.REQUIRED)
+            transfers.ready(records[0])
+            assert [record.state.name for record in records] == ["RESTORED", "RESTORING", "SPILLED"]
+            device.poll(device.record(device.compute))
+
+    with layer.engine.capturing() as region:
+        with device.capture() as forward:
+            layer.forward()
+        records = [handle.record for handle in layer.handles]
+        with pytest.raises(HazardError, match="capture: a poll"):
+            fail()
+        assert [record.state.name for record in records] == ["SPILLED"] * 3
+        assert (transfers.restoring_bytes, transfers.device_bytes) == (0, 0)
+        with device.capture() as backward:
+            layer.backward()
+    layer.check_replays([forward, backward])
+    region.release()
