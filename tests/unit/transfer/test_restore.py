@@ -14,8 +14,10 @@ from offload.errors import HazardError, OffloadError
 from offload.transfer.admission import Priority
 from offload.transfer.record import RecordState
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
+from tests.unit.saved.test_views import keep
 
 KIB = 1024
+PAGE = 4096
 ELEMENTS = KIB // 4
 """Of a float32 tensor of one KiB."""
 
@@ -345,3 +347,35 @@ def test_a_restore_may_be_asked_for_by_hand() -> None:
     y.sum().backward()
     del y
     assert rig.end().restored == 2
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_tensor_whose_host_bytes_lie_in_two_places_comes_back_whole(executor: ExecutorName) -> None:
+    """Three pages of host memory, the middle one lent: what needs two gets the first and the last."""
+    rig = Rig(executor, host_limit_bytes=3 * PAGE)
+    found: list[Tensor] = []
+    pages = [torch.randn(PAGE // 4) for _ in range(3)]
+    graphs = []
+    for page in pages:
+        with rig.group():
+            graphs.append(keep(found, page))
+    middle = pages[1].clone()
+    del page, pages
+    rig.leave()
+    graphs[0] = graphs[2] = None
+    rig.transfers.bury()
+    wide = torch.randn(2 * PAGE // 4)
+    expected = wide.clone()
+    with rig.group():
+        y = keep(found, wide)
+    del wide
+    (record,) = [record for record in rig.records() if record.nbytes == 2 * PAGE]
+    assert record.block is not None
+    assert [extent.numel() for extent in record.block.extents] == [PAGE, PAGE]
+    rig.leave()
+    y.backward()
+    graphs[1].backward()
+    assert_equal_bits([expected, middle], found)
+    del y
+    graphs.clear()
+    rig.end()
