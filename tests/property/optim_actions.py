@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +27,10 @@ from tests.property.optim_world import MASTER, WIDTH, World, batch
 
 __all__ = ["ACTIONS", "Kind", "of_kind", "play"]
 
-Kind = Literal["backward", "again", "gradients", "hidden", "step", "zero", "between", "view"]
+Kind = Literal["backward", "again", "gradients", "hidden", "step", "zero", "between", "view", "tied"]
 """backward: makes final gradients. again: several backwards, or hooks. gradients: written so that a version
 counter moves. hidden: so that none does. step, zero. between: weights, state, groups. view: of a weight,
-taken before step() and read after it, which "forward" cannot see."""
+taken before step() and read after it, which "forward" cannot see. tied: two parameters of one memory."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,24 @@ def assign_gradients(w: World, n: int) -> None:
     some = [w.model.middle[0].weight, w.model.head.weight, w.model.scale]
     for parameter, gradient in zip(some, torch.autograd.grad(w.loss(n), some), strict=True):
         parameter.grad = gradient
+
+
+@action("again")
+def train_with_graph(w: World, n: int) -> None:
+    """Gradients have a graph of their own."""
+    w.loss(n).backward(create_graph=True)
+
+
+@action("gradients")
+def expanded_gradients(w: World, _: int) -> None:
+    for parameter in w.model.pair:
+        parameter.grad = torch.full((1, 1), 0.5, dtype=parameter.dtype).expand(2, 3)
+
+
+@action("gradients")
+def one_gradient_for_two(w: World, _: int) -> None:
+    first, second = w.model.pair
+    second.grad = first.grad
 
 
 @action("again")
@@ -345,6 +364,24 @@ def zero_by_the_model(w: World, n: int) -> None:
 
 
 @action("step")
+def step_under(w: World, n: int) -> None:
+    """Inside of a context that changes what tensors are made."""
+    contexts = [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.inference_mode,
+        torch.enable_grad,
+        torch.autograd.detect_anomaly,
+    ]
+    if n % 5 == 4:
+        torch.set_default_dtype(torch.float64)
+    try:
+        with contexts[n % 4](), warnings.catch_warnings():
+            w.optimizer(n).step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@action("step")
 def step_by_torchs_own(w: World, n: int) -> None:
     """A second optimizer, of torch, over some of the weights."""
     some = [parameter for parameter, _ in w.with_gradient()][n % 3 :: 2]
@@ -360,6 +397,20 @@ def average(w: World, _: int) -> None:
     w.kept["average"].update_parameters(w.model)
     for parameter in w.kept["average"].parameters():
         w.see("average", parameter)
+
+
+@action("between")
+def load_by_assignment(w: World, _: int) -> None:
+    """New parameters take the old ones' place in the module; the optimizer keeps the old ones."""
+    saved = {key: value.clone() for key, value in w.model.head.state_dict().items()}
+    w.model.head.load_state_dict(saved, assign=True)
+
+
+@action("tied")
+def tie_by_data(w: World, _: int) -> None:
+    """Two parameters of one memory, each with its own gradient."""
+    first, second = w.model.pair
+    second.data = first.data
 
 
 @action("between")
@@ -536,6 +587,15 @@ def change_rates(w: World, n: int) -> None:
         group["betas"] = (0.8, 0.9)
     group["weight_decay"] = 0.01 * (n % 4)
     group["maximize"] = n % 5 == 0
+
+
+@action("between")
+def rate_as_a_tensor(w: World, n: int) -> None:
+    group = w.optimizer(n).param_groups[-1]
+    if isinstance(group["lr"], Tensor):
+        group["lr"].mul_(0.5)
+    elif "betas" in group:
+        group["lr"] = torch.tensor(0.004 * (1 + n % 3))
 
 
 @action("between")

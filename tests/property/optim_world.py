@@ -25,7 +25,7 @@ def batch(number: int, dtype: torch.dtype) -> Tensor:
 
 
 class Layers(nn.Module):
-    """Ten parameters of 0 to 660 elements: in modules, in none, tied, read past their modules, of four
+    """Twelve parameters of 0 to 660 elements: in modules, in none, tied, read past their modules, of four
     dimensions, unused."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -37,6 +37,7 @@ class Layers(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
         self.nothing = nn.Parameter(torch.empty(0, 3))
         self.spare = nn.Linear(5, 3)
+        self.pair = nn.ParameterList([torch.empty(2, 3), torch.empty(2, 3)])
         self.late: nn.Module | None = None
         self.to(dtype)
         generator = torch.Generator().manual_seed(0)
@@ -53,6 +54,7 @@ class Layers(nn.Module):
             inner = torch.tanh(F.linear(self.first(x), self.middle[0].weight))
         else:
             inner = self.middle(self.first(x))
+        inner = inner * (1 + self.pair[0].sum() - self.pair[1].square().sum())
         images = inner[:, :18].reshape(-1, 2, 3, 3)
         y = self.head(inner) * self.scale + self.conv(images).sum((1, 2, 3)).unsqueeze(1)
         if how == 3:
@@ -170,4 +172,4 @@ class Mastered(Optimizer):
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, state in state_dict["state"].items():  # torch's would round to the parameter's type
             self.state[every[place]] = {key: value.clone() for key, value in state.items()}
-        self.masters = {each: state[MASTER] for each, state in self.state.items() if MASTER in state}
+        self.masters.update((each, state[MASTER]) for each, state in self.state.items() if MASTER in state)

@@ -128,7 +128,8 @@ ROUNDS = st.lists(
 def compare(program: Program, setup: Setup, overlap: Overlap) -> None:
     """Raises AssertionError at the first bit that differs, and what the hybrid optimizer raised."""
     if setup.place == "mixed" and not setup.masters:  # torch steps the resident ones: see optim_pair.py
-        program = [act for act in program if act[0] not in ("channels_last", "gradients_of_another_layout")]
+        layouts = ("channels_last", "gradients_of_another_layout", "expanded_gradients")
+        program = [act for act in program if act[0] not in layouts]
     try:
         expected = play(program, World(setup.torchs, setup.dtype, setup.optimizers))
     except (RuntimeError, ValueError, KeyError, AssertionError, TypeError):
@@ -213,6 +214,11 @@ FOUND: dict[str, tuple[Overlap, Setup, Program]] = {
         "forward",
         Setup(executor="random", bucket_bytes=1 << 20),
         [("train", 0), ("gradients_in_one_buffer", 0), ("step_all", 1), ("write_the_buffer", 0)],
+    ),
+    "two parameters of one memory are stepped one after the other": (
+        "step",
+        Setup(place="stepped by the CPU", bucket_bytes=1 << 20),
+        [("tie_by_data", 0), *ROUND],
     ),
     "a momentum lies as its weight did when it was made": (
         "step",
