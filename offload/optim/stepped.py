@@ -215,9 +215,23 @@ class SteppedOptimizer(Optimizer):
             if norm is None:
                 norm = total_norm(gradients, norm_type, self._engine.device.torch_device)
             if gradients:
-                clip_(gradients, max_norm, norm)
+                clip_(self._lay_out_gradients(), max_norm, norm)
         self.last_grad_norm = norm
         return norm
+
+    def _lay_out_gradients(self) -> list[Tensor]:
+        """The gradients, of DTensors summed where a rank has a share: a scaled sum is not the sum of scaled
+        shares, bit for bit. Collective where a DTensor's gradient lies otherwise than its parameter."""
+        found = []
+        for member in self._placed.present:
+            gradient = member.gradient
+            if gradient is None:
+                continue
+            laid_out = laid_out_as(member.parameter, gradient)
+            if laid_out is not gradient:
+                member.gradient = laid_out
+            found.append(laid_out)
+        return found
 
     # -- readers ---------------------------------------------------------------------------------------------
     def synchronize_parameters(self) -> None:

@@ -149,6 +149,11 @@ class ParamView:
         decoupled = getattr(self.parameter, "decoupled_grad", None)
         return decoupled if decoupled is not None else self.parameter.grad
 
+    @gradient.setter
+    def gradient(self, gradient: Tensor) -> None:
+        has_decoupled = getattr(self.parameter, "decoupled_grad", None) is not None
+        setattr(self.parameter, "decoupled_grad" if has_decoupled else "grad", gradient)
+
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient's elements in the order of the parameter's memory, 1-D; a copy on the current lane
         where it lies otherwise.

@@ -141,29 +141,6 @@ def test_without_an_edge_it_is_a_hazard(
         assert "hazard" in rank[name].error
 
 
-def test_replicas_gradients_leave_at_step_and_it_is_announced(seen: list[dict[str, Seen]]) -> None:
-    """No byte leaves in a backward: what has left before step n is the construction's and that of n steps."""
-    for rank in seen:
-        found = rank["replicas, cpu"]
-        assert any(
-            "leave at step(): with several ranks they may be reduced after the backward" in line
-            for line in found.said
-        )
-        gradients = 4 * sum(found.sizes.values())
-        steps = [after - before for before, after in zip(found.landed, found.landed[1:], strict=False)]
-        assert steps == [gradients] * (len(found.landed) - 1)
-        assert found.landed[0] == gradients, "the masters, as many bytes"
-
-
-def test_fsdp2s_gradients_leave_in_the_backward(seen: list[dict[str, Seen]]) -> None:
-    """Before the first step nobody knows which backward is the last, unless it is said, as accumulation does
-    here."""
-    for rank in seen:
-        found = rank["shards, cpu"]
-        assert not any("leave at step()" in line for line in found.said)
-        assert found.landed[0] == 2 * 4 * sum(found.sizes.values())
-
-
 @pytest.mark.req("S3-28")
 def test_places_are_the_same_on_every_rank_however_uneven_the_shards(seen: list[dict[str, Seen]]) -> None:
     """What has no elements on a rank needs no place there."""
