@@ -30,12 +30,10 @@ from offload.errors import CaptureError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
 from offload.policy.actions import Rates
-from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.saved.chunk import SavedChunk
 from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.handles import Handle
 from offload.saved.hooks import SavedTensorHooks
-from offload.saved.prefetch import Prefetcher
-from offload.saved.staying import KnownForward, StayingSaves
 from offload.saved.store import TensorStore
 from offload.telemetry.records import ClientStats, StepStats
 from offload.transfer.admission import Admission, CapsAdmission, Limits
@@ -44,7 +42,7 @@ from offload.transfer.copier import Copier
 from offload.transfer.engine import TransferEngine
 from offload.transfer.in_flight import TransferCounts
 from offload.transfer.link import LINK_TEST_BYTES, measure_rates
-from offload.transfer.record import RecordState
+from offload.transfer.prefetch import Prefetcher
 
 __all__ = ["DEFAULT_IN_FLIGHT_BYTES", "Client", "OffloadEngine", "checked_config"]
 
@@ -52,10 +50,6 @@ logger = logging.getLogger(__name__)
 
 # bytes: 20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting
 DEFAULT_IN_FLIGHT_BYTES = 1 << 30
-
-KNOWN_SHARE = 256
-"""Of a device limit, one part in so many is the most that is counted too high for groups that stay: a piece
-counts until all is read."""
 
 
 class Client:
@@ -223,15 +217,6 @@ class OffloadEngine:
         with self.lock:
             self.externals.register(tensor, ExternalKind.OPTED_OUT)
 
-    def staying(self, chunk: SavedChunk, group: SavedGroup, known: KnownForward | None) -> StayingSaves:
-        """The pack hook of a group that stays."""
-        pack, piece_bytes = self.hooks.pack, self.config.piece_bytes
-        if self.limits.device_limit_bytes is not None:
-            piece_bytes = min(piece_bytes, self.limits.device_limit_bytes // KNOWN_SHARE)
-        return StayingSaves(
-            chunk, group, known, transfers=self.transfers, pack=pack, lock=self.lock, piece_bytes=piece_bytes
-        )
-
     # -- captures --------------------------------------------------------------------------------------------
     @contextmanager
     def capturing(self) -> Iterator[CapturedRegion]:
@@ -329,15 +314,14 @@ class OffloadEngine:
         it later raises StaleHandleError. So nothing of one step holds device or pinned bytes in the next, but
         for what captured graphs own.
         """
-        self.transfers.bury()
+        self.transfers.reclaim_freed()
         leftovers = leftover_bytes = 0
         for chunk in chunks:
-            for record in chunk.living():
-                if record.state is not RecordState.RELEASED:
-                    if record.unread > 0:  # else its graph was only retained
-                        leftovers += record.storages
-                        leftover_bytes += record.nbytes
-                    self.transfers.release(record)
+            for block in [*chunk.living()]:
+                if block.unread > 0:  # else its graph was only retained
+                    leftovers += block.storages
+                    leftover_bytes += block.nbytes
+                self.transfers.release(block)
         if leftovers:
             logger.warning(
                 "step %d ended with %s saved tensors (%s bytes) whose backward has not run; they are "

@@ -26,7 +26,6 @@ import offload.engine
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, StepStats
 from offload.device import Device
 from offload.memory.arena import HostArena
-from offload.saved.staying import JUDGED_EVERY
 from parallel.transformer import TransformerConfig, TransformerStage, build_stage_module
 
 __all__ = [
@@ -44,9 +43,6 @@ __all__ = [
 
 PERIOD = 50
 """Steps, after which the shapes come again."""
-assert PERIOD % JUDGED_EVERY == 0, (
-    "a group that stays is judged anew at the same step of each period, or what is known of it differs"
-)
 
 LONGEST_RUN = 7
 """Steps of one shape in a row: long enough for a plan to settle and for unused host memory to be given

@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from offload.errors import OffloadError
 from offload.saved.handles import Handle, Passed
 from offload.saved.hooks import WrapperHandle
-from offload.transfer.record import Record
+from offload.transfer.block import DeviceBlock
 
 __all__ = ["KeptCall", "Operator", "RandomStep", "alias_of", "check_keepable", "sharing_versions"]
 
@@ -173,9 +173,9 @@ class KeptCall:
         self._leaves = [Passed(alias_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.is_collective = isinstance(operator, OpOverload) and operator.namespace == _COLLECTIVES
 
-    def leave(self, pack: Callable[[torch.Tensor], Any]) -> list[Record]:
+    def leave(self, pack: Callable[[torch.Tensor], Any]) -> list[DeviceBlock]:
         """Give the outputs to `pack`. What was changed in place since stays as it is, for the read to say so.
-        Returns the records made."""
+        Returns the blocks made."""
         with sharing_versions():
             for position, leaf in enumerate(self._leaves):
                 if (
@@ -186,7 +186,7 @@ class KeptCall:
                     if self.is_collective:
                         torch.ops._c10d_functional.wait_tensor(leaf.tensor)
                     self._leaves[position] = pack(leaf.tensor)
-        return [handle.record for leaf in self._leaves for handle in _handles(leaf)]
+        return [handle.record.block for leaf in self._leaves for handle in _handles(leaf)]
 
     def again(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], unpack: Callable[[Any], torch.Tensor]

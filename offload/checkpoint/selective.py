@@ -48,7 +48,7 @@ from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.saved.hooks import Scope, inside_checkpoint
-from offload.transfer.record import Record
+from offload.transfer.block import DeviceBlock
 
 __all__ = ["Contexts", "Groups", "KeepContext", "KeptGroup", "contexts_for"]
 
@@ -151,7 +151,7 @@ class KeptGroup(Protocol):
 
     def scope(self, lane: Lane | None) -> Scope | None: ...
 
-    def left(self, records: Iterable[Record]) -> None: ...
+    def left(self, blocks: Iterable[DeviceBlock]) -> None: ...
 
     def end(self) -> None: ...
 

@@ -29,9 +29,8 @@ from offload.memory.tensor_pool import GPUTensorPool
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
 from offload.saved.handles import Handle, Passed
-from offload.saved.staying import JUDGED_EVERY
 from offload.transfer.admission import Priority
-from offload.transfer.record import Record, RecordState
+from offload.transfer.block import BlockState, DeviceBlock
 
 if TYPE_CHECKING:
     from offload.engine import OffloadEngine
@@ -94,9 +93,6 @@ class ChunkOffloadHandler(HandCopies):
         """Forget this step's tensors; the recorded groups stay."""
         self.saved = SavedChunk(self.id)
         for group in self.groups:
-            if group.saved is not None and group.saved.staying is not None:
-                group.saved.staying.close()
-                group.saved.staying = None  # they hold each other, and all weak references of the chunk
             group.saved = None
         self.begun = False
         self._index = 0
@@ -107,12 +103,8 @@ class ChunkOffloadHandler(HandCopies):
         self._pushed.clear()
 
     def complete(self) -> None:
-        """The forward is over: see what its groups that stay have saved, for the next one."""
-        if not self.saved.readable:
-            self.saved.complete()
-            for group in self.groups:
-                if group.saved is not None and group.saved.staying is not None:
-                    group.known = group.saved.staying.learnt()
+        """The forward is over."""
+        self.saved.complete()
 
     def end_recording(self) -> None:
         """Groups that this step did not start are no longer part of the chunk."""
@@ -176,9 +168,6 @@ class ChunkOffloadHandler(HandCopies):
             group.saved = SavedGroup(
                 GroupId(self.id, index, name), leaves=leaves, stays_from=self.stays_from.get(index)
             )
-            if self.do_offload and group.stays:
-                known = None if (self.engine.step + index) % JUDGED_EVERY == 0 else group.known
-                group.saved.staying = self.engine.staying(self.saved, group.saved, known)
             self._started.append((name, group))
             return group
 
@@ -222,8 +211,6 @@ class ChunkOffloadHandler(HandCopies):
             if group is not None and name in (None, started):
                 del self._started[position]
                 group.committed = True
-                if group.saved is not None and group.saved.staying is not None:
-                    group.saved.staying.close()
                 return group
         raise self.not_started(name)
 
@@ -283,17 +270,17 @@ class ChunkOffloadHandler(HandCopies):
         group.slot_bytes = tuple(sorted(saved.slot_bytes.items()))
         # what the plan keeps is not released either, and that is nobody's mistake
         if forced and saved.leaves:
-            records = self.saved.living() if self._manager is None else self._manager.living_records()
+            blocks = self.saved.living() if self._manager is None else self._manager.living_blocks()
             marks = [mark() for group in self.groups for mark in group.marks]
             marked = [tensor for tensor in marks if tensor is not None]
-            release(forced, saved, records, self.engine.transfers, marked)
+            release(forced, saved, blocks, self.engine.transfers, marked)
 
-    def read_together(self, records: Sequence[Record]) -> None:
+    def read_together(self, blocks: Sequence[DeviceBlock]) -> None:
         """A recompute will read these saves of this chunk, first to last, before it computes."""
-        self.saved.read_together(records)
+        self.saved.read_together(blocks)
         self._regions += 1
-        for record in records:
-            self.groups[record.group.place].regions[record.slot] = self._regions
+        for block in blocks:
+            self.groups[block.group.place].regions[block.slot] = self._regions
 
     # -- marks, backward -------------------------------------------------------------------------------------
     def on_group_commit_backward(self, name: str) -> None:
@@ -384,9 +371,9 @@ class ChunkOffloadHandler(HandCopies):
                     continue
                 for transfer in group.saved.transfers:
                     self.engine.transfers.settle_spill(transfer)
-                records = [record for record in group.saved.living() if record.state is RecordState.SPILLED]
-                if records:
-                    self.engine.transfers.restore(records, Priority.REQUIRED)
+                blocks = [block for block in group.saved.living() if block.state is BlockState.SPILLED]
+                if blocks:
+                    self.engine.transfers.restore(blocks, Priority.REQUIRED)
                     return True
             return False
 

@@ -12,7 +12,6 @@ import torch
 
 from offload.device import Device, Event, Lane
 from offload.saved.chunk import SavedGroup
-from offload.saved.staying import KnownForward
 
 __all__ = ["DYNAMIC_SHAPE_GROUPS", "OffloadTensorGroup"]
 
@@ -29,10 +28,9 @@ class OffloadTensorGroup:
     logical_bytes: the same, one count a saved tensor, so that it does not depend on what shared a copy: a
         partial view does only while its storage has not left.
     slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
-    regions: by slot, the number of the checkpoint region whose recompute reads it. known: how its saves
-    looked the last time that it stayed and was noted. since: autograd's number of the first node after its
-    start. marks: the tensors that its start was given and returned. replayed: of saved tensors that stay
-    because CUDA graphs of torch.compile own their memory, bytes by address.
+    regions: by slot, the number of the checkpoint region whose recompute reads it. since: autograd's number
+    of the first node after its start. marks: the tensors that its start was given and returned. replayed: of
+    saved tensors that stay because CUDA graphs of torch.compile own their memory, bytes by address.
     stays: the plan keeps it on the device. hooked: its saves were asked for since its start. encloses:
     another group was started in it. committed: its end was marked. sent: what it saved until then has been
     sent, which a delayed commit does later.
@@ -52,7 +50,6 @@ class OffloadTensorGroup:
         self.slot_bytes: tuple[tuple[int, int], ...] = ()
         self.regions: dict[int, int] = {}
         self.saved: SavedGroup | None = None
-        self.known: KnownForward | None = None
         self.since = 0
         self.marks: tuple[weakref.ref[torch.Tensor], ...] = ()
         self.replayed: dict[int, int] = {}

@@ -14,7 +14,7 @@ from offload.groups.group import OffloadTensorGroup
 from offload.groups.scope import KeptScope
 from offload.groups.tracker import ChunkTracker
 from offload.saved.chunk import SavedChunk
-from offload.transfer.record import Record
+from offload.transfer.block import DeviceBlock
 
 __all__ = ["KeptGroup"]
 
@@ -30,7 +30,7 @@ class KeptGroup:
         self._handler = handler
         self._name = name
         self._own: OffloadTensorGroup | None = None
-        self._together: list[Record] = []
+        self._together: list[DeviceBlock] = []
         self._chunk: SavedChunk | None = None
         if handler is not None:
             self._chunk = handler.saved
@@ -55,9 +55,9 @@ class KeptGroup:
             open_group.hooked = True
         return KeptScope(self._manager.engine, handler, open_group, lane)
 
-    def left(self, records: Iterable[Record]) -> None:
+    def left(self, blocks: Iterable[DeviceBlock]) -> None:
         """The recompute will read these, after those before."""
-        self._together += records
+        self._together += blocks
 
     def end(self) -> None:
         """The region's forward has ended, or raised."""

@@ -27,8 +27,8 @@ from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.groups.release import checked_tensors
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
-from offload.transfer.captures import CapturedGraph
-from offload.transfer.record import Transfer
+from offload.transfer.block import Transfer
+from offload.transfer.graph import CapturedGraph
 
 __all__ = ["PipelineOffloadManager"]
 

@@ -99,11 +99,7 @@ class OpenScopes(ChunkTracker):
                 )
             return None
         self.engine.transfers.check_capture(f"group {group.name!r}")
-        saved = group.saved
-        staying = None if saved is None or stays is not None else saved.staying
-        return self.engine.hooks.push(
-            GroupScope(self.engine, handler, group), stays, None if staying is None else staying.pack
-        )
+        return self.engine.hooks.push(GroupScope(self.engine, handler, group), stays)
 
     @untraced
     def close_scope(self, installed: InstalledScope | None) -> None:

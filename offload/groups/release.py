@@ -14,8 +14,8 @@ import torch
 
 from offload.errors import OffloadError
 from offload.saved.chunk import SavedGroup
+from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
-from offload.transfer.record import Record, RecordState
 
 __all__ = ["ReleasedTensor", "checked_tensors", "release", "without_output"]
 
@@ -61,7 +61,7 @@ def without_output(
 def release(
     tensors: list[torch.Tensor],
     saved: SavedGroup,
-    records: Iterable[Record],
+    blocks: Iterable[DeviceBlock],
     transfers: TransferEngine,
     marked: Iterable[torch.Tensor] = (),
 ) -> None:
@@ -70,14 +70,14 @@ def release(
 
     A tensor that is freed becomes a `ReleasedTensor`: Python may still hold it, and an operator that reads it
     raises.
-    saved: the group that they left with. records: every living one that may share a storage with them.
+    saved: the group that they left with. blocks: every living one that may share a storage with them.
     marked: inputs and outputs of marks: what Python holds of them is released with a tensor of their storage.
     """
     own = set(saved.living())
-    sharing: dict[int, list[Record]] = {}
-    for record in records:
-        for key in record.storage_keys():
-            sharing.setdefault(key, []).append(record)
+    sharing: dict[int, list[DeviceBlock]] = {}
+    for block in blocks:
+        for key in block.storage_keys():
+            sharing.setdefault(key, []).append(block)
     listed: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.untyped_storage().nbytes():
@@ -87,18 +87,18 @@ def release(
             listed[tensor.untyped_storage()._cdata].append(tensor)
     for key, aliases in listed.items():
         sharers = sharing.get(key, [])
-        if any(record in own and saved.keeps(record.slot) for record in sharers):
+        if any(block in own and saved.keeps(block.slot) for block in sharers):
             continue  # the plan keeps this part of the group
         storage = aliases[0].untyped_storage()
         why = None
-        if not any(record in own and record.nbytes == storage.nbytes() for record in sharers):
+        if not any(block in own and block.nbytes == storage.nbytes() for block in sharers):
             why = "this group has not copied all of its storage to the host"
-        elif any(record.state is RecordState.RESIDENT for record in sharers):
+        elif any(block.state is BlockState.RESIDENT for block in sharers):
             why = "another save still keeps it on the device"
         else:
-            for record in sharers:
-                if record.transfer is not None:
-                    transfers.settle_spill(record.transfer)
+            for block in sharers:
+                if block.transfer is not None:
+                    transfers.settle_spill(block.transfer)
             if _is_held(aliases):
                 why = (
                     "a graph that saved it outside of the hooks, or a view that is not on the list, still "

@@ -18,7 +18,7 @@ class GroupScope:
     """Takes what autograd saves for `group`, until it is committed; after that a save is passed on to the
     scope outside."""
 
-    __slots__ = ("_engine", "_group", "_handler", "_saved")
+    __slots__ = ("_engine", "_group", "_handler", "_saved", "min_elements")
 
     def __init__(
         self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup
@@ -27,9 +27,7 @@ class GroupScope:
         self._handler = handler
         self._group = group
         self._saved = group.saved
-
-    def min_elements(self) -> int:
-        return self._handler.min_offloaded_tensor_size
+        self.min_elements = handler.min_offloaded_tensor_size
 
     def take(self, tensor: torch.Tensor) -> Handle | None:
         group, saved = self._group, self._saved
@@ -50,7 +48,7 @@ class KeptScope:
     lane: the compute lane that the operator ran on; None for the current one at the save.
     """
 
-    __slots__ = ("_engine", "_group", "_handler", "_lane", "_saved")
+    __slots__ = ("_engine", "_group", "_handler", "_lane", "_saved", "min_elements")
 
     def __init__(
         self,
@@ -64,9 +62,7 @@ class KeptScope:
         self._group = group
         self._lane = lane
         self._saved = group.saved
-
-    def min_elements(self) -> int:
-        return self._handler.min_offloaded_tensor_size
+        self.min_elements = handler.min_offloaded_tensor_size
 
     def take(self, tensor: torch.Tensor) -> Handle | None:
         group, saved = self._group, self._saved

@@ -30,7 +30,8 @@ from offload.policy.actions import Action, Kind
 from offload.policy.lookahead import Lookahead
 from offload.saved.chunk import SavedChunk
 from offload.saved.handles import Handle
-from offload.transfer.record import Record, RecordState
+from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.coming import ComingReads
 
 __all__ = ["ChunkTracker"]
 
@@ -60,7 +61,7 @@ class ChunkTracker(ABC):
         self._forward: ChunkOffloadHandler | None = None
         self._backward: ChunkOffloadHandler | None = None
         self._kind = "B"
-        self._coming: list[SavedChunk] = []
+        self._coming: list[ComingReads] = []
         self._announced = False
         self._counts: dict[int, int] = defaultdict(int)
         self._forward_order: list[ChunkOffloadHandler] = []
@@ -138,9 +139,9 @@ class ChunkTracker(ABC):
             if kind == "I":
                 self._input_half_reads[stage] = self._reads > 0
                 if self._reads > 0:
-                    for record in handler.saved.living():
-                        if record.state is RecordState.RESTORED:
-                            self.engine.transfers.drop(record)
+                    for block in handler.saved.living():
+                        if block.state is BlockState.RESTORED:
+                            self.engine.transfers.drop(block)
                     handler.saved.expect(self._weight_reads.get(stage, ()))
                 else:
                     handler.saved.expect_reverse()
@@ -213,8 +214,6 @@ class ChunkTracker(ABC):
             handler.reset()
         if handler.min_offloaded_tensor_size != min_elements:
             handler.min_offloaded_tensor_size = min_elements
-            for group in handler.groups:
-                group.known = None  # judged by another size
         self._forward = handler
         if not self._forward_order:
             self.engine.begin_step()
@@ -245,8 +244,8 @@ class ChunkTracker(ABC):
         self._look_ahead()
 
     def _on_read(self, handle: Handle) -> None:
-        record = handle.record
-        chunk_id = record.group.chunk
+        block = handle.record.block
+        chunk_id = block.group.chunk
         if self._backward is None or self._backward.id is not chunk_id:
             handler = self._handlers.get(chunk_id)
             if handler is None:
@@ -254,10 +253,10 @@ class ChunkTracker(ABC):
             if handler is not self._backward:
                 self.reading(handler)
         self._reads += 1
-        if self._kind == "W" and record.block is not None:
-            self._weight_log.append((record.group.place, record.slot))
-        if record.unread == 0:
-            self._read_bytes += record.nbytes
+        if self._kind == "W" and block.host is not None:
+            self._weight_log.append((block.group.place, block.slot))
+        if block.unread == 0:
+            self._read_bytes += block.nbytes
             # less cannot have made room for a piece
             if self._read_bytes >= self.engine.prefetch.stride_bytes:
                 self.pump()
@@ -265,26 +264,26 @@ class ChunkTracker(ABC):
     def _look_ahead(self) -> None:
         """The chunks that backwards will read next, soonest first; one whose forward runs is among them
         before it has saved anything."""
-        coming: list[SavedChunk] = []
+        coming: list[ComingReads] = []
         if self._backward is not None:
-            coming.append(self._backward.saved)
+            coming.append(self._backward.saved.coming)
         for action in self._lookahead.coming():
             handler = self._handlers.get(ChunkId(*action.chunk))
             if (
                 handler is not None
                 and (handler.begun or handler is self._forward)
-                and handler.saved not in coming
+                and handler.saved.coming not in coming
             ):
-                coming.append(handler.saved)
+                coming.append(handler.saved.coming)
                 if len(coming) == _CHUNKS_AHEAD:
                     break
         if not coming:
             following = self._queue.front()
             if following is not None:
-                coming.append(following.saved)
+                coming.append(following.saved.coming)
         self._coming = coming
 
-    def living_records(self) -> Iterator[Record]:
+    def living_blocks(self) -> Iterator[DeviceBlock]:
         """Every saved tensor of this step that a graph still holds."""
         for chunk in [*self._retired, *(handler.saved for handler in self._handlers.values())]:
             yield from chunk.living()
@@ -313,7 +312,7 @@ class ChunkTracker(ABC):
         self._read_bytes = 0
         if self._coming:
             if self.engine.transfers.dropped and self._backward is not None:
-                self.engine.prefetch.look_back(self._backward.saved)
+                self.engine.prefetch.look_back(self._backward.saved.coming)
             self.engine.prefetch.pump(self._coming)
 
     # -- step ------------------------------------------------------------------------------------------------

@@ -29,36 +29,33 @@ class ExternalKind(Enum):
 class ExternalStorages:
     """Storages by kind. A storage registered twice keeps the stricter kind (the first that is not BUFFER).
 
-    replayed: those of torch's own CUDA graphs, which nobody registers.
+    kinds: by the storage's key, for whoever sees one to read. replayed: those of torch's own CUDA graphs,
+    which nobody registers.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[WeakStorage, ExternalKind]] = {}
+        self.kinds: dict[int, ExternalKind] = {}
+        self._storages: dict[int, WeakStorage] = {}
         self.replayed = ReplayedMemory()
 
     def register(self, tensor: torch.Tensor, kind: ExternalKind) -> None:
         for part in _plain_parts(tensor):
             storage = part.untyped_storage()
-            known = self._entries.get(storage._cdata)
-            if known is None or known[1] is ExternalKind.BUFFER:
-                self._entries[storage._cdata] = (WeakStorage(storage), kind)
+            if self.kinds.get(storage._cdata, ExternalKind.BUFFER) is ExternalKind.BUFFER:
+                self._storages[storage._cdata] = WeakStorage(storage)
+                self.kinds[storage._cdata] = kind
 
     def register_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             self.register(parameter, ExternalKind.PARAMETER)
 
-    def kind_of(self, key: int) -> ExternalKind | None:
-        entry = self._entries.get(key)
-        return None if entry is None else entry[1]
-
     def forget_dead(self) -> None:
         """Drop entries whose storage is gone. Once a step: the dictionary stays as large as what lives."""
-        dead = [key for key, (weak, _) in self._entries.items() if weak.storage() is None]
-        for key in dead:
-            del self._entries[key]
+        for key in [key for key, weak in self._storages.items() if weak.storage() is None]:
+            del self._storages[key], self.kinds[key]
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.kinds)
 
 
 def _plain_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:

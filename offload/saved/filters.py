@@ -8,6 +8,7 @@ parameter autocast keeps no cast: each graph makes one and owns it, and it may l
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from offload.device import Device
 from offload.saved.externals import ExternalKind, ExternalStorages
+from offload.saved.replayed import TREES
 
 __all__ = ["Verdict", "is_plain", "is_wrapper", "judge", "waited"]
 
@@ -101,11 +103,50 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def judge(tensor: torch.Tensor, device: Device, externals: ExternalStorages, min_elements: int) -> Verdict:
-    """Whether a plain tensor that autograd saves may leave. Looks only at metadata; never blocks the host."""
-    if is_parameter(tensor):
-        return Verdict.PARAMETER
+    """Whether a plain tensor that autograd saves may leave. Looks only at metadata; never blocks the host.
+
+    Asked for every saved tensor, so what nearly all are is found out without a further call.
+    """
     if tensor.numel() < (min_elements or 1):
         return Verdict.SMALL
+    # `is_parameter`, where the first look answers
+    node = tensor.grad_fn
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor._base is not None
+        or (node is not None and type(node).__name__ in _LEADS_ON)
+    ) and is_parameter(tensor):
+        return Verdict.PARAMETER
+    keys = _dispatch_keys(tensor).raw_repr()
+    if type(tensor) is not torch.Tensor or keys not in _PLAIN_KEYS:
+        verdict = _judge_kind(tensor)
+        if verdict is not Verdict.ELIGIBLE:
+            return verdict
+        _PLAIN_KEYS.add(keys)
+    if not device.owns(tensor):
+        return Verdict.ELSEWHERE
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return Verdict.NO_BYTES
+    kind = externals.kinds.get(storage._cdata)
+    if kind is ExternalKind.PARAMETER:
+        return Verdict.PARAMETER
+    if kind is ExternalKind.OPTED_OUT:
+        return Verdict.OPTED_OUT
+    if TREES in sys.modules and externals.replayed.holds(tensor, storage):
+        return Verdict.REPLAYED
+    return Verdict.ELIGIBLE
+
+
+_LEADS_ON = _PASSING_NODES | {_ACCUMULATE}
+_PLAIN_KEYS: set[int] = set()
+"""Dispatch keys of tensors that were looked at and found plain: all that `_judge_kind` asks of a plain
+torch.Tensor is in them."""
+_dispatch_keys = torch._C._dispatch_keys
+
+
+def _judge_kind(tensor: torch.Tensor) -> Verdict:
+    """Whether its bytes are those of its storage, and will be when it is read; ELIGIBLE if so."""
     if torch._is_functional_tensor(tensor):
         return Verdict.NO_BYTES
     if type(tensor) is not torch.Tensor and not is_plain(tensor):
@@ -116,16 +157,4 @@ def judge(tensor: torch.Tensor, device: Device, externals: ExternalStorages, min
         return Verdict.LAYOUT
     if tensor.is_inference():
         return Verdict.INFERENCE
-    if not device.owns(tensor):
-        return Verdict.ELSEWHERE
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == 0:
-        return Verdict.NO_BYTES
-    kind = externals.kind_of(storage._cdata)
-    if kind is ExternalKind.PARAMETER:
-        return Verdict.PARAMETER
-    if kind is ExternalKind.OPTED_OUT:
-        return Verdict.OPTED_OUT
-    if externals.replayed.holds(tensor, storage):
-        return Verdict.REPLAYED
     return Verdict.ELIGIBLE

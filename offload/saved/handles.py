@@ -2,15 +2,15 @@
 itself, passed through.
 
 One invariant: neither keeps alive the node that it is kept by, and a handle keeps no device bytes but those
-that its record counts.
+that its record's block counts.
 """
 
 from __future__ import annotations
 
 import torch
 
+from offload.saved.record import Record
 from offload.transfer.layout import ViewLayout
-from offload.transfer.record import Record
 
 __all__ = ["Handle", "Passed", "modified"]
 
@@ -33,7 +33,7 @@ class Handle:
         self.layout = layout
         self.probe = probe
         self.version = version
-        self.pass_no = record.pass_no - 1  # not read yet in the pass under way
+        self.pass_no = record.block.pass_no - 1  # not read yet in the pass under way
 
 
 class Passed:
@@ -46,7 +46,10 @@ class Passed:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.version = None if tensor.is_inference() else tensor._version
+        try:
+            self.version: int | None = tensor._version
+        except RuntimeError:  # an inference tensor counts none
+            self.version = None
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
 
     def read(self) -> torch.Tensor:

@@ -30,10 +30,13 @@ __all__ = ["InstalledScope", "SavedTensorHooks", "Scope", "WrapperHandle", "insi
 
 logger = logging.getLogger(__name__)
 
+_graph_task = torch._C._current_graph_task_id
+
 
 class Scope(Protocol):
     """Who owns the tensors saved while it is innermost."""
 
+    @property
     def min_elements(self) -> int: ...
 
     def take(self, tensor: torch.Tensor) -> Handle | None:
@@ -129,21 +132,15 @@ class SavedTensorHooks:
         self._named_types: set[type[torch.Tensor]] = set()
 
     # -- scopes ----------------------------------------------------------------------------------------------
-    def push(
-        self,
-        scope: Scope,
-        stays: Callable[[torch.Tensor], bool] | None = None,
-        pack: Callable[[torch.Tensor], Any] | None = None,
-    ) -> InstalledScope:
+    def push(self, scope: Scope, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope:
         """Make `scope` the innermost and install the pair. Give what this returns to `pop`.
 
         stays: asked of each tensor saved while the scope is innermost, of a wrapper and of its members; one
             that does is kept.
-        pack: stands before `self.pack`, which it calls for what it does not know; None for that alone.
         """
-        pair = torch.autograd.graph.saved_tensors_hooks(self.pack if pack is None else pack, self.unpack)
+        pair = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         installed = InstalledScope(scope, pair, stays)
-        installed.pair.__enter__()
+        pair.__enter__()
         self._scopes.append(installed)
         self._owners.append(scope)
         return installed
@@ -161,14 +158,30 @@ class SavedTensorHooks:
 
     # -- the pair --------------------------------------------------------------------------------------------
     def pack(self, tensor: torch.Tensor) -> Any:
-        if torch._C._current_graph_task_id() != -1:
+        """What autograd keeps instead of `tensor`. Most of what it saves are plain tensors, and half of these
+        parameters and small ones, which are told from the rest without a further call."""
+        scopes = self._owners
+        if not scopes or _graph_task() != -1:
+            return Passed(tensor) if _graph_task() != -1 else self._pack_other(tensor)
+        if type(tensor) is not torch.Tensor or self._scopes[-1].stays is not None:
+            return self._pack_other(tensor)
+        scope = scopes[-1]
+        if tensor.numel() < scope.min_elements or type(tensor._base) is torch.nn.Parameter:
             return Passed(tensor)
-        if type(tensor) is not torch.Tensor:
-            tensor = waited(tensor)
+        with self._lock:
+            verdict = judge(tensor, self._device, self._externals, scope.min_elements)
+            if verdict is Verdict.ELIGIBLE:
+                handle = scope.take(tensor)
+                if handle is not None:
+                    return handle
+            return self._pack_judged(tensor, scopes, verdict)
+
+    def _pack_other(self, tensor: torch.Tensor) -> Any:
+        tensor = waited(tensor)
         stays = self._scopes[-1].stays if self._scopes else None
         if stays is not None and stays(tensor):
             return Passed(tensor)
-        if type(tensor) is not torch.Tensor and not is_plain(tensor) and is_wrapper(tensor):
+        if not is_plain(tensor) and is_wrapper(tensor):
             if is_parameter(tensor):  # asked of the wrapper: its members know neither base nor grad_fn
                 return Passed(tensor)
             return WrapperHandle(
@@ -180,7 +193,7 @@ class SavedTensorHooks:
     def pack_for(self, scope: Scope, tensor: torch.Tensor) -> Any:
         """`pack`, for a tensor that `scope` owns whatever pair is innermost: an operator's output that
         autograd never saves."""
-        if torch._C._current_graph_task_id() != -1:
+        if _graph_task() != -1:
             return Passed(tensor)
         tensor = waited(tensor)
         if not is_plain(tensor) and is_wrapper(tensor):
@@ -198,7 +211,12 @@ class SavedTensorHooks:
     def _pack_plain(self, tensor: torch.Tensor, scopes: Sequence[Scope]) -> Handle | Passed:
         if not scopes:
             return Passed(tensor)
-        verdict = judge(tensor, self._device, self._externals, scopes[-1].min_elements())
+        verdict = judge(tensor, self._device, self._externals, scopes[-1].min_elements)
+        return self._pack_judged(tensor, scopes, verdict)
+
+    def _pack_judged(
+        self, tensor: torch.Tensor, scopes: Sequence[Scope], verdict: Verdict
+    ) -> Handle | Passed:
         if verdict is Verdict.ELIGIBLE:
             for scope in reversed(scopes):
                 handle = scope.take(tensor)
@@ -219,26 +237,27 @@ class SavedTensorHooks:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is Handle:
-            record, alias = packed.record, packed.probe
+            block, alias = packed.record.block, packed.probe
             with self._lock:
                 if (
-                    record.storages > 1
-                    and 1 < record.unread < record.handles
-                    and packed.pass_no != record.pass_no
+                    block.storages > 1
+                    and 1 < block.unread < block.readers
+                    and packed.pass_no != block.pass_no
                     and alias is not None
                     and alias._version == packed.version
                 ):
                     # `read` in the midst of a piece that stays, of which nobody need know; autograd, which
                     # alone has the handle, aliases it
-                    packed.pass_no = record.pass_no
-                    record.unread -= 1
+                    packed.pass_no = block.pass_no
+                    block.unread -= 1
                     return alias
                 tensor = self._store.read(packed)
                 for reader in self._readers:
                     reader(packed)
                 return tensor
         if type(packed) is Passed:
-            return packed.read()
+            tensor, version = packed.tensor, packed.version
+            return tensor if version is None or tensor._version == version else packed.read()
         assert type(packed) is WrapperHandle, (
             f"unpack of a {type(packed).__name__}; give it what pack returned"
         )

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["ReplayedMemory"]
+__all__ = ["TREES", "ReplayedMemory"]
 
-_TREES = "torch._inductor.cudagraph_trees"
+TREES = "torch._inductor.cudagraph_trees"
+"""The module that records such graphs: until it is imported there are none."""
 _CONTAINERS = "tree_manager_containers"
 
 
@@ -46,7 +47,7 @@ class ReplayedMemory:
     def holds(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether `storage`, that of `tensor`, is an output of a graph that has run on the calling thread.
         Never blocks the host."""
-        trees = sys.modules.get(_TREES)
+        trees = sys.modules.get(TREES)
         if trees is None:  # nothing was compiled for such graphs
             return False
         device_index = tensor.device.index

@@ -8,6 +8,12 @@ bytes.
 # the record lives, the chunk is the same and the version has not moved. Storages written from outside
 # autograd (receive buffers: their version stands still) never join. So x saved for w1 and w3 is copied once,
 # and a buffer received into twice is copied twice. Captured graphs share none.
+
+# Note: [What stays is counted by the piece]
+# A tensor that the plan keeps, and that has its storage to itself, needs no block of its own: nothing of it
+# will move. Its handle has an alias, and its bytes are counted on one block with those of its neighbours, of
+# which a backward reads the last first. The block counts until all of it has been read, so it is no larger
+# than a piece, and small beside a device limit.
 """
 
 from __future__ import annotations
@@ -21,7 +27,9 @@ from offload.errors import StaleHandleError
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.handles import Handle, modified
+from offload.saved.record import Record
 from offload.transfer.admission import Priority
+from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
 from offload.transfer.layout import (
     Layouts,
@@ -32,20 +40,24 @@ from offload.transfer.layout import (
     span_of,
     view_of,
 )
-from offload.transfer.record import Record, RecordState, living
 
-__all__ = ["TensorStore"]
+__all__ = ["KEPT_SHARE", "TensorStore"]
+
+KEPT_SHARE = 256
+"""Of a device limit, one part in so many is the most that is counted too high for what stays."""
 
 # a lone view that covers less than half of its span is packed first: fewer bytes cross the link (S2-103)
 _GATHER_BELOW = 0.5
 
+_RESIDENT, _RELEASED = BlockState.RESIDENT, BlockState.RELEASED
+_SPILLING, _SPILLED = BlockState.SPILLING, BlockState.SPILLED
 _sequence_nr = torch._C._autograd._get_sequence_nr
 
 
 class TensorStore:
     """Saves and reads. Callers hold the engine's lock.
 
-    piece_bytes: a group's records leave as soon as this many wait, or the device limit is passed.
+    piece_bytes: a group's blocks leave as soon as this many wait, or the device limit is passed.
     """
 
     def __init__(
@@ -69,96 +81,127 @@ class TensorStore:
         """
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         whole = nbytes == storage_bytes and tensor.is_contiguous()
         start, stop = (0, nbytes) if whole else span_of(tensor, storage_bytes)
         version = tensor._version
-        external = self._externals.kind_of(storage._cdata) is ExternalKind.BUFFER
+        key = storage._cdata
+        external = self._externals.kinds.get(key) is ExternalKind.BUFFER
         chunk.touches += 1
-        record = None if external else self._joinable(chunk, storage._cdata, start, stop, version)
-        if record is None:
-            stays = whole and group.keeps(group.slots)
-            record = self._new_record(tensor, storage, start, stop, version, chunk, group, stays, lane)
-            record.external = external
-            if whole or (record.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * storage_bytes):
-                self._enqueue(record, group)
-            else:
-                if group.deferred is None:
-                    group.deferred = []
-                group.deferred.append(weakref.ref(record))
-        record.handles += 1
-        record.unread += 1
-        record.touch = chunk.touches
-        if chunk.noted is not None:
-            chunk.noted.append(weakref.ref(record))
         group.logical_bytes += nbytes
-        if record.stays:
-            record.lone_layout = None
-            handle = Handle(record, None, record.probe if record.handles == 1 else tensor.detach(), version)
-            record.keepers = (*record.keepers, weakref.ref(handle))
-            return handle
-        return self._leaving(record, tensor)
-
-    def _leaving(self, record: Record, tensor: torch.Tensor) -> Handle:
-        layout = self._layouts.of(tensor)
-        if record.handles == 1:
-            record.lone_layout, probe = layout, record.probe
+        record = (
+            None if external or key not in chunk.table else self._joinable(chunk, key, start, stop, version)
+        )
+        if record is None:
+            transfers, slot = self._transfers, group.slots
+            if whole and group.keeps(slot):
+                return self._keep(tensor, storage, version, chunk, group)
+            block = DeviceBlock(group.id, slot, start, stop, storage, transfers.freed_blocks)
+            block.lane = lane
+            block.external = external
+            group.slots = slot + 1
+            probe = self._probe(tensor)
+            record = Record(block, probe, version)
+            group.blocks.append(block)
+            chunk.blocks.append(block)
+            chunk.table[key] = weakref.ref(record)
+            transfers.adopt(block)
+            if whole or (block.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * storage_bytes):
+                self._enqueue(block, block.nbytes, group)
+            elif group.deferred is None:
+                group.deferred = [weakref.ref(record)]
+            else:
+                group.deferred.append(weakref.ref(record))
+            layout = record.layout = self._layouts.of(tensor)
         else:
+            block = record.block
+            if block.holders is not None:
+                return self._alias(record, tensor, version, chunk)
+            layout = self._layouts.of(tensor)
             probe = self._probe(tensor)  # `.data` shares the storage, but counts versions of its own
-            if record.lone_layout != layout:
-                record.lone_layout = None
-        return Handle(record, layout, probe, record.version)
+            if record.layout != layout:
+                record.layout = None
+        block.readers += 1
+        block.unread += 1
+        block.touch = chunk.touches
+        if chunk.noted is not None:
+            chunk.noted.append(block)
+        return Handle(record, layout, probe, version)
 
     def _joinable(self, chunk: SavedChunk, key: int, start: int, stop: int, version: int) -> Record | None:
-        reference = chunk.table.get(key)
-        record = None if reference is None else reference()
+        """The record of that storage at that version."""
+        found = chunk.table[key]()
         if (
-            record is None
-            or record.version != version
-            or record.probe is None
-            or record.probe._version != version
+            found is None
+            or found.version != version
+            or found.probe is None
+            or found.probe._version != version
         ):
             return None
-        if record.capture is not self._transfers.capture:  # a graph copies what it computed, and nothing else
+        record = found.record if isinstance(found, Handle) else found
+        block = record.block
+        if block.capture is not self._transfers.capture:  # a graph copies what it computed, and nothing else
             return None
+        if block.holders is not None:
+            return record
         # its bytes are a packed or a restored copy by now, and `key` may be a new storage's
-        if record.key != key:
+        if block.key != key:
             return None
-        if start < record.start or record.stop < stop:
-            if record.state is not RecordState.RESIDENT:
+        if start < block.start or block.stop < stop:
+            if block.state is not _RESIDENT:
                 return None
-            before = record.nbytes
+            before = block.nbytes
             # still here: the commit decides on the union of the saved ranges
-            record.cover(min(record.start, start), max(record.stop, stop))
-            self._transfers.resize(record, before)
+            block.cover(min(block.start, start), max(block.stop, stop))
+            self._transfers.resize(block, before)
         return record
 
-    def _new_record(
+    def _keep(
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        start: int,
-        stop: int,
         version: int,
         chunk: SavedChunk,
         group: SavedGroup,
-        stays: bool,
-        lane: Lane | None,
-    ) -> Record:
-        slot = group.slots if group.staying is None else group.staying.next_slot()
-        record = Record(group.id, slot, start, stop, storage, self._transfers.estate)
-        record.lane = lane
+    ) -> Handle:
+        """A storage that stays: an alias of it, counted with its piece. Note: [What stays is counted by the
+        piece]."""
+        nbytes, transfers, slot = tensor.nbytes, self._transfers, group.slots
         group.slots = slot + 1
-        record.device_bytes = storage
-        record.version = version
-        record.stays = stays
-        record.probe = tensor.detach() if stays else self._probe(tensor)
-        reference = weakref.ref(record)
-        group.records.append(reference)
-        chunk.records.append(reference)
-        chunk.table[storage._cdata] = reference
-        self._transfers.adopt(record)
-        return record
+        group.nbytes += nbytes
+        group.slot_bytes[slot] = nbytes
+        most, limit = self._piece_bytes, transfers.limits.device_limit_bytes
+        if limit is not None and limit // KEPT_SHARE < most:
+            most = limit // KEPT_SHARE
+        record = group.kept
+        if record is not None and record.block.nbytes + nbytes <= most:
+            transfers.extend(record.block, nbytes)
+        else:
+            block = DeviceBlock(group.id, slot, 0, nbytes, storage, transfers.freed_blocks)
+            block.device_bytes = None
+            block.holders = []
+            record = Record(block, None, version)
+            group.blocks.append(block)
+            chunk.blocks.append(block)
+            transfers.adopt(block)
+            # what a checkpointed region saves is read in an order of its own
+            group.kept = record if chunk.noted is None else None
+        handle = self._alias(record, tensor, version, chunk)
+        chunk.table[storage._cdata] = weakref.ref(handle)
+        return handle
+
+    @staticmethod
+    def _alias(record: Record, tensor: torch.Tensor, version: int, chunk: SavedChunk) -> Handle:
+        block = record.block
+        block.readers += 1
+        block.unread += 1
+        block.touch = chunk.touches
+        if chunk.noted is not None:
+            chunk.noted.append(block)
+        handle = Handle(record, None, tensor.detach(), version)
+        assert block.holders is not None
+        block.holders.append(weakref.ref(handle))
+        return handle
 
     def _probe(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that holds no bytes and shares the version counter of `tensor`, its base and its views."""
@@ -169,18 +212,17 @@ class TensorStore:
         probe.data = blank
         return probe
 
-    def _enqueue(self, record: Record, group: SavedGroup) -> None:
-        slot = record.slot
-        stays = group.keeps(slot)
-        # the same count whether it stays or leaves
-        nbytes = record.nbytes if not stays else self._packed_bytes(record) or record.nbytes
+    def _enqueue(self, block: DeviceBlock, nbytes: int, group: SavedGroup) -> None:
+        """nbytes: what it takes when it leaves, counted whether it leaves or stays."""
+        slot = block.slot
         group.nbytes += nbytes
         group.slot_bytes[slot] = nbytes
-        if stays:
+        if not group.leaves or (group.stays_from is not None and slot >= group.stays_from):
             return
         if group.pending is None:
-            group.pending = []
-        group.pending.append(weakref.ref(record))
+            group.pending = [block]
+        else:
+            group.pending.append(block)
         group.pending_bytes += nbytes
         if (
             group.pending_bytes >= self._piece_bytes or self._transfers.over_limit
@@ -188,61 +230,70 @@ class TensorStore:
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:
-        if group.pending is None:
-            return
-        pending = list(living(group.pending))
+        pending = group.pending
         group.pending = None
         group.pending_bytes = 0
         while pending:
             lane = pending[0].lane
-            # nearly always none
-            leaving, pending = pending, [record for record in pending if record.lane is not lane]
-            if pending:
-                leaving = [record for record in leaving if record.lane is lane]
+            leaving = pending
+            pending = None
+            if len(leaving) > 1:
+                pending = [block for block in leaving if block.lane is not lane]  # nearly always none
+                if pending:
+                    leaving = [block for block in leaving if block.lane is lane]
             transfer = self._transfers.spill(leaving)
             if transfer is not None:
                 group.transfers.append(transfer)
 
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
-        # a plan under a limit counts on what stays packed, too
-        packs_all = self._transfers.limits.device_limit_bytes is not None
-        for record in living(group.deferred or ()):
-            if (packs_all or not group.keeps(record.slot)) and record.state is RecordState.RESIDENT:
-                self._gather(record)
-            self._enqueue(record, group)
-        group.deferred = None
-        self._send(group)
+        group.kept = None  # its handles hold it
+        if group.deferred is not None:
+            # a plan under a limit counts on what stays packed, too
+            packs_all = self._transfers.limits.device_limit_bytes is not None
+            deferred, group.deferred = group.deferred, None
+            for reference in deferred:
+                record = reference()
+                if record is None:
+                    continue
+                block, packed_bytes = record.block, self._packed_bytes(record)
+                stays = group.keeps(block.slot)
+                if packed_bytes is not None and (packs_all or not stays):
+                    self._gather(record, packed_bytes)
+                # the same count whether it stays or leaves
+                self._enqueue(block, packed_bytes if stays and packed_bytes else block.nbytes, group)
+        if group.pending is not None:
+            self._send(group)
 
     def _packed_bytes(self, record: Record) -> int | None:
         """What a sparse view, saved as nothing else, takes when it is packed; None for a record that is worth
         no packing."""
-        layout = record.lone_layout
-        if layout is None or record.device_bytes is None or overlaps_itself(layout):
+        layout, block = record.layout, record.block
+        if layout is None or block.state is not _RESIDENT or overlaps_itself(layout):
             return None
         # nothing orders the current lane after the one that wrote it
-        if record.lane is not self._device.compute:
+        if block.lane is not self._device.compute:
             return None
         packed_bytes = layout.size.numel() * layout.dtype.itemsize
-        return packed_bytes if packed_bytes < _GATHER_BELOW * record.nbytes else None
+        return packed_bytes if packed_bytes < _GATHER_BELOW * block.nbytes else None
 
-    def _gather(self, record: Record) -> None:
+    def _gather(self, record: Record, packed_bytes: int) -> None:
         """Pack a sparse view on the compute lane, so that only its elements cross the link."""
-        packed_bytes, layout = self._packed_bytes(record), record.lone_layout
-        if packed_bytes is None or layout is None or record.device_bytes is None:
-            return
-        before = record.nbytes
+        layout, block = record.layout, record.block
+        assert layout is not None
+        assert block.device_bytes is not None
+        before = block.nbytes
         with torch.no_grad():
             try:
-                packed = torch.empty(layout.size, dtype=layout.dtype, device=record.device_bytes.device)
+                packed = torch.empty(layout.size, dtype=layout.dtype, device=block.device_bytes.device)
             except torch.OutOfMemoryError:
                 return  # no room to pack it in: it leaves whole
-            packed.copy_(view_of(record.device_bytes, layout, 0))
+            packed.copy_(view_of(block.device_bytes, layout, 0))
         record.gathered = layout
-        record.device_bytes = packed.untyped_storage()
-        record.refer_to(record.device_bytes)
-        record.cover(0, packed_bytes)
-        self._transfers.resize(record, before)
+        block.device_bytes = packed.untyped_storage()
+        block.refer_to(block.device_bytes)
+        block.cover(0, packed_bytes)
+        self._transfers.resize(block, before)
 
     # -- reading ---------------------------------------------------------------------------------------------
     def read(self, handle: Handle) -> torch.Tensor:
@@ -253,65 +304,56 @@ class TensorStore:
         after it was saved.
         """
         record = handle.record
-        if record.state is RecordState.RELEASED:
+        block = record.block
+        state = block.state
+        if state is _RELEASED:
             raise StaleHandleError(
-                f"{record.label} ({record.nbytes:,} bytes) was saved in a step that has ended; run its "
+                f"{block.label} ({block.nbytes:,} bytes) was saved in a step that has ended; run its "
                 "backward before step_end() or "
                 "reset(), or save it outside the offload hooks"
             )
-        probe = handle.probe
+        probe, layout = handle.probe, handle.layout
         assert probe is not None
         if probe._version != handle.version:
-            layout = handle.layout if handle.layout is not None else layout_of(probe)
-            raise modified(layout.dtype, layout.size, probe._version, handle.version)
-        # read before: a second pass over the graph begins for this record
-        if handle.pass_no == record.pass_no:
-            record.pass_no += 1
-            record.unread = record.handles
-        handle.pass_no = record.pass_no
-        record.unread -= 1
-        if handle.layout is None:
+            found = layout if layout is not None else layout_of(probe)
+            raise modified(found.dtype, found.size, probe._version, handle.version)
+        # read before: a second pass over the graph begins for this block
+        if handle.pass_no == block.pass_no:
+            block.pass_no += 1
+            block.unread = block.readers
+        handle.pass_no = block.pass_no
+        block.unread -= 1
+        if layout is None:
             # the alias itself is the handle's: an operator's kept output becomes a part of the recompute's
             # graph
             return probe.detach()
-        storage = self._on_device(record)
+        storage = block.device_bytes if state is _RESIDENT else None
+        if state is _SPILLING or state is _SPILLED:
+            storage = self._revived(block)
+            if storage is None:
+                if state is _SPILLING:
+                    assert block.transfer is not None
+                    self._transfers.settle_spill(block.transfer)
+                self._transfers.restore([block], Priority.REQUIRED)
+        if storage is None:
+            storage = self._transfers.ready(block)
+            if block.unread == 0:
+                self._transfers.drop(block)
         gathered = record.gathered
-        tensor = (
-            view_of(storage, handle.layout, record.base)
-            if gathered is None
-            else _scattered(storage, gathered)
-        )
+        tensor = view_of(storage, layout, block.base) if gathered is None else _scattered(storage, gathered)
         shared = probe.detach()
         # counts versions with what was saved: a backward that changes it in place is found out by the next
         # read
         shared.data = tensor
         return shared
 
-    def _on_device(self, record: Record) -> torch.UntypedStorage:
-        state = record.state
-        if state is RecordState.RESIDENT:
-            assert record.device_bytes is not None
-            return record.device_bytes
-        if state is RecordState.SPILLING or state is RecordState.SPILLED:
-            storage = self._revived(record)
-            if storage is not None:
-                return storage
-            if state is RecordState.SPILLING:
-                assert record.transfer is not None
-                self._transfers.settle_spill(record.transfer)
-            self._transfers.restore([record], Priority.REQUIRED)
-        storage = self._transfers.ready(record)
-        if record.unread == 0:
-            self._transfers.drop(record)
-        return storage
-
-    def _revived(self, record: Record) -> torch.UntypedStorage | None:
+    def _revived(self, block: DeviceBlock) -> torch.UntypedStorage | None:
         """The storage itself, where something still holds it: no copy. Not one that somebody outside autograd
         may have overwritten."""
-        if record.external and record.base == 0:
+        if block.external and block.base == 0:
             return None
-        storage = record.storage()
-        if storage is None or storage.nbytes() < record.stop - record.base:
+        storage = block.storage()
+        if storage is None or storage.nbytes() < block.stop - block.base:
             return None  # gone, or freed under its owner's hands (forced release)
         return storage
 

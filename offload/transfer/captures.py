@@ -39,78 +39,23 @@ released.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from offload.errors import CaptureError
+from offload.transfer.block import BlockState, DeviceBlock, living
+from offload.transfer.graph import CapturedGraph
 from offload.transfer.in_flight import InFlight
-from offload.transfer.record import Record, RecordState, living
 
 if TYPE_CHECKING:
-    from offload.device import Device, Event, Graph, Lane
-    from offload.memory.arena import Block, HostArena
-    from offload.transfer.engine import TransferEngine
+    from offload.device import Device, Graph
+    from offload.memory.arena import HostArena
 
-__all__ = ["CaptureSide", "CapturedGraph", "CapturedRegion"]
+__all__ = ["CaptureSide", "CapturedRegion"]
 
 logger = logging.getLogger(__name__)
-
-
-class CapturedGraph:
-    """One capture, and the graph that it became.
-
-    spill_bytes, restore_bytes: copied by each replay. kept_bytes: should have left at the capture, and stay
-        in the graph's memory.
-    blocks: of host memory, that its spills write. sources: graphs whose spills its restores read. records:
-        that it moved.
-    before_replay: what features do before each replay, whether it copies or not.
-    """
-
-    __slots__ = (
-        "before_replay",
-        "blocks",
-        "forked",
-        "kept_bytes",
-        "last_use",
-        "name",
-        "read_elsewhere",
-        "records",
-        "replays",
-        "restore_bytes",
-        "sources",
-        "spill_bytes",
-        "unread",
-    )
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.before_replay: list[Callable[[], None]] = []
-        self.blocks: list[Block] = []
-        self.records: list[weakref.ref[Record]] = []
-        self.forked: dict[Lane, None] = {}  # copy lanes that are part of the capture: they must be joined
-        self.sources: dict[CapturedGraph, None] = {}
-        self.read_elsewhere = False  # another graph restores what this one spills
-        self.unread = False  # ... and has not done so since the last replay
-        self.spill_bytes = self.restore_bytes = self.kept_bytes = 0
-        self.replays = 0
-        self.last_use: Event | None = None
-
-    @property
-    def copies(self) -> bool:
-        return bool(self.spill_bytes or self.restore_bytes)
-
-    def reads(self, other: CapturedGraph) -> None:
-        """A restore captured here reads what `other` spills."""
-        self.sources[other] = None
-        if other is not self:
-            other.read_elsewhere = True
-
-    def has_read(self, other: CapturedGraph | None) -> bool:
-        return other in self.sources
 
 
 class CaptureSide(InFlight):
@@ -120,16 +65,20 @@ class CaptureSide(InFlight):
     def check_capture(self, what: str) -> None:
         """Raise CaptureError if a graph is captured and no region watches it. what: asks, for the error."""
         if self.capture is None and self.device.is_capturing():
-            raise CaptureError(
-                f"{what} in a graph under capture, outside of a region: its replays would copy to and from "
-                "host blocks that are lent to "
-                "others by then; put the capture, and its warm-up, inside `with offload.capturing():`"
-            )
+            self.refuse_unwatched(what)
 
-    def _check_saved_in_capture(self, record: Record) -> None:
-        if self.capture is not None and record.capture is None:
+    @staticmethod
+    def refuse_unwatched(what: str) -> None:
+        raise CaptureError(
+            f"{what} in a graph under capture, outside of a region: its replays would copy to and from "
+            "host blocks that are lent to "
+            "others by then; put the capture, and its warm-up, inside `with offload.capturing():`"
+        )
+
+    def _check_saved_in_capture(self, block: DeviceBlock) -> None:
+        if self.capture is not None and block.capture is None:
             raise CaptureError(
-                f"{record.label} ({record.nbytes:,} bytes) was saved before {self.capture.name} was "
+                f"{block.label} ({block.nbytes:,} bytes) was saved before {self.capture.name} was "
                 "captured, and has left the device; "
                 "capture the forward that saves it as well, in the same region, or keep its group with "
                 "disable_offload()"
@@ -139,11 +88,11 @@ class CaptureSide(InFlight):
         """Settle everything in flight: nothing issued so far can be waited for in the capture. Blocks the
         host until the copies so far have passed and the arena has stopped growing. Order: [Order:
         capture]."""
-        self.bury()
+        self.reclaim_freed()
         self._settle_all()
-        for record in living(self._ahead):
-            if record.capture is not None and record.state is RecordState.RESTORED:
-                self.drop(record)  # fetched eagerly: no replay would write that buffer
+        for block in living(self._ahead):
+            if block.capture is not None and block.state is BlockState.RESTORED:
+                self.drop(block)  # fetched eagerly: no replay would write that buffer
         for lane in (self.device.d2h, self.device.h2d):
             self.device.synchronize(self.device.record(lane))
         self.arena.begin_capture()
@@ -167,9 +116,9 @@ class CaptureSide(InFlight):
         be replayed in any order that their data allows."""
         assert self.capture is not None
         self.join()
-        for record in living(self.capture.records):
-            if record.state is RecordState.RESTORED:
-                self.drop(record)
+        for block in living(self._captured):
+            if block.state is BlockState.RESTORED:
+                self.drop(block)
 
     def end_capture(self, complete: bool) -> CapturedGraph | None:
         """The capture is over. complete: it became a graph; else what it moved is undone: its saves are
@@ -178,8 +127,8 @@ class CaptureSide(InFlight):
         self.arena.end_capture()
         if capture is None:
             return None
+        captured, self._captured = self._captured, []
         if complete:
-            capture.records.clear()
             return capture
         for transfers in (self._spilling, self._restoring):
             # whose join CUDA refused
@@ -189,17 +138,17 @@ class CaptureSide(InFlight):
                     self.spilling_bytes -= transfer.nbytes
                     self._sources -= Counter(source.untyped_storage()._cdata for source in transfer.keepalive)
                 transfer.settled = True
-                transfer.let_go()
-        for record in living(capture.records):
-            if record.transfer is not None and record.transfer.capture is capture:
-                if record.state is RecordState.RESTORING:
-                    record.move_to(RecordState.RESTORED)
-                if record.state is RecordState.RESTORED:
-                    self.drop(record)
-            if record.capture is capture and record.state is not RecordState.RELEASED:
-                self.release(record)
-        for block in capture.blocks:
-            self.arena.give_back(block, None)
+                transfer.blocks = transfer.keepalive = ()
+        for block in living(captured):
+            if block.transfer is not None and block.transfer.capture is capture:
+                if block.state is BlockState.RESTORING:
+                    block.move_to(BlockState.RESTORED)
+                if block.state is BlockState.RESTORED:
+                    self.drop(block)
+            if block.capture is capture and block.state is not BlockState.RELEASED:
+                self.release(block)
+        for host in capture.host_blocks:
+            self.arena.give_back(host, None)
         return capture
 
 
@@ -222,7 +171,7 @@ class CapturedRegion:
         self,
         device: Device,
         arena: HostArena,
-        transfers: TransferEngine,
+        transfers: CaptureSide,
         lock: AbstractContextManager[object],
         clients: Boundary,
     ) -> None:
@@ -257,7 +206,7 @@ class CapturedRegion:
     @property
     def host_bytes(self) -> int:
         """Pinned bytes that the region holds."""
-        return sum(block.nbytes for graph in self.graphs for block in graph.blocks)
+        return sum(block.nbytes for graph in self.graphs for block in graph.host_blocks)
 
     @property
     def replays(self) -> int:
@@ -297,7 +246,7 @@ class CapturedRegion:
         if self.released:
             raise CaptureError(
                 f"{graph.name} is replayed, but its region was released, and other copies use its "
-                f"{len(graph.blocks)} host blocks; "
+                f"{len(graph.host_blocks)} host blocks; "
                 "capture it again, or release the region later"
             )
         if graph.unread:
@@ -307,8 +256,8 @@ class CapturedRegion:
             raise CaptureError(
                 f"{graph.name} is replayed for the {_ordinal(graph.replays + 1)} time before {readers}, "
                 "which reads back what it sent: its "
-                f"{len(graph.blocks)} host blocks of {graph.spill_bytes:,} bytes hold one forward. Run that "
-                "forward's backward first, "
+                f"{len(graph.host_blocks)} host blocks of {graph.spill_bytes:,} bytes hold one forward. "
+                "Run that forward's backward first, "
                 "capture the layer once for each forward in flight, or call region.forget() if that backward "
                 "will not run"
             )
@@ -362,9 +311,9 @@ class CapturedRegion:
             for graph in self.graphs:
                 if graph.last_use is not None:
                     self._device.synchronize(graph.last_use)
-                for block in graph.blocks:
-                    self._arena.give_back(block, None)
-                graph.blocks.clear()
+                for host in graph.host_blocks:
+                    self._arena.give_back(host, None)
+                graph.host_blocks.clear()
 
 
 def _ordinal(number: int) -> str:

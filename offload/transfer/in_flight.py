@@ -27,7 +27,6 @@ its reader is sent on its way again, whose copy has never stopped.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,11 +36,11 @@ from offload.device import Device, Lane
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
 from offload.transfer.admission import Limits
-from offload.transfer.record import Record, RecordState, Remains, Transfer, living
+from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
 from offload.transfer.stalls import Stall, total_ms
 
 if TYPE_CHECKING:
-    from offload.transfer.captures import CapturedGraph
+    from offload.transfer.graph import CapturedGraph
 
 __all__ = ["InFlight", "TransferCounts"]
 
@@ -60,7 +59,7 @@ class TransferCounts:
     wanted_peak_bytes: int = 0  # lent and refused together, at a refusal: what the host would have to hold
     stall_count: int = 0
     device_bytes_peak: int = 0
-    largest_bytes: int = 0  # of the records so far, when they were saved
+    largest_bytes: int = 0  # of the storages so far, when they were saved
     replays: int = 0
     replayed_bytes: int = 0
 
@@ -72,18 +71,19 @@ class InFlight:
         self.device = device
         self.arena = arena
         self.limits = limits
-        self.estate: deque[Remains] = deque()  # appended to by finalisers of records, on any thread
+        self.freed_blocks: deque[DeviceBlock] = deque()  # appended to by finalisers, on any thread
         self.counts = TransferCounts()
         self.capture: CapturedGraph | None = None  # the one under way; captures.py
+        self._captured: list[DeviceBlock] = []  # what it moves
         self._joined: Lane | None = None  # comes after every copy of the capture so far
         self.resident_bytes = 0
         self.spilling_bytes = 0
         self.restoring_bytes = 0
-        self._refused_bytes = 0  # of living records
+        self._refused_bytes = 0  # of blocks that can be read
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
-        # fetched, in that order; the dead ones at its start are let go in passing
-        self._ahead: deque[weakref.ref[Record]] = deque()
+        # fetched, in that order; the freed ones at its start are let go in passing
+        self._ahead: deque[DeviceBlock] = deque()
         # chunks of which something fetched ahead was dropped, since the prefetch looked back
         self.dropped: set[ChunkId] = set()
         # spills in flight, by storage: two chunks may save one storage
@@ -104,32 +104,44 @@ class InFlight:
         limit = self.limits.device_limit_bytes
         return limit is not None and self.device_bytes > limit
 
-    def adopt(self, record: Record) -> None:
-        """Count a new RESIDENT record, after making room for it. It is on the current compute lane unless it
+    def adopt(self, block: DeviceBlock) -> None:
+        """Count a new RESIDENT block, after making room for it. It is on the current compute lane unless it
         says another."""
-        if self.estate:
-            self.bury()
-        if record.lane is None:
-            record.lane = self.device.compute
-        record.capture = self.capture
-        self.resident_bytes += record.nbytes  # first: whatever fails below, a record that dies is counted out
-        self._make_room(0)
-        counts = self.counts
-        counts.saved += record.storages
-        # `_note_peak`, two calls fewer for every record
+        if self.freed_blocks:
+            self.reclaim_freed()
+        if block.lane is None:
+            block.lane = self.device.compute
+        block.capture = self.capture
+        self._count(block.nbytes, block.storages)
+
+    def extend(self, block: DeviceBlock, nbytes: int) -> None:
+        """Count one more storage of a block that stays, after making room for it."""
+        if self.freed_blocks:
+            self.reclaim_freed()
+        block.nbytes += nbytes
+        block.storages += 1
+        self._count(nbytes, 1)
+
+    def _count(self, nbytes: int, storages: int) -> None:
+        self.resident_bytes += nbytes  # first: whatever fails below, a block that is freed is counted out
         held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
+        counts, limit, cap = self.counts, self.limits.device_limit_bytes, self.limits.max_spilling_bytes
+        if (limit is not None and held > limit) or (cap is not None and self.spilling_bytes > cap):
+            self._make_room(0)
+            held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
+        counts.saved += storages
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
-        if record.nbytes > counts.largest_bytes:
-            counts.largest_bytes = record.nbytes
+        if nbytes > counts.largest_bytes:
+            counts.largest_bytes = nbytes
 
-    def resize(self, record: Record, nbytes_before: int) -> None:
-        """A RESIDENT record's bytes have changed since it was adopted; room is made for what it grew."""
-        self.resident_bytes += record.nbytes - nbytes_before
-        self.counts.largest_bytes = max(self.counts.largest_bytes, record.nbytes)
-        if record.refused:
-            self._refused_bytes += record.nbytes - nbytes_before
-        if record.nbytes > nbytes_before:
+    def resize(self, block: DeviceBlock, nbytes_before: int) -> None:
+        """A RESIDENT block's bytes have changed since it was adopted; room is made for what it grew."""
+        self.resident_bytes += block.nbytes - nbytes_before
+        self.counts.largest_bytes = max(self.counts.largest_bytes, block.nbytes)
+        if block.refused:
+            self._refused_bytes += block.nbytes - nbytes_before
+        if block.nbytes > nbytes_before:
             self._make_room(0)
         self._note_peak()
 
@@ -138,26 +150,31 @@ class InFlight:
         if held > self.counts.device_bytes_peak:
             self.counts.device_bytes_peak = held
 
-    def bury(self) -> None:
-        """Settle what dead records left behind: their share of the counts and their blocks."""
-        while self.estate:
-            state, nbytes, block, event, transfer, refused, capture = self.estate[0]
-            if state in (RecordState.RESTORING, RecordState.RESTORED):
-                assert transfer is not None
-                # may raise: what a record left is taken off only then
-                self._settle_restore(transfer, "abandon")
+    def reclaim_freed(self) -> None:
+        """Reclaim what freed blocks still hold: their share of the counts and their host bytes."""
+        freed = self.freed_blocks
+        while freed:
+            block = freed[0]
+            state, transfer, nbytes = block.state, block.transfer, block.nbytes
+            if state is BlockState.RESTORING or state is BlockState.RESTORED:
+                if transfer is not None and not transfer.settled:
+                    # may raise: what the block holds is taken off only then
+                    self._settle_restore(transfer, "abandon")
                 self.restoring_bytes -= nbytes
-            self.estate.popleft()
-            if refused:
+            freed.popleft()
+            block.state = BlockState.RELEASED
+            block.device_bytes = None
+            if block.refused:
                 self._refused_bytes -= nbytes
-            if state is RecordState.RESIDENT:
+            if state is BlockState.RESIDENT:
                 self.resident_bytes -= nbytes
                 # it was reclaimed, and its spill still holds the bytes
                 if transfer is not None and not transfer.settled:
                     transfer.nbytes += nbytes
                     self.spilling_bytes += nbytes
-            if block is not None and capture is None:  # else its region holds it
-                self.arena.give_back(block, event)
+            host, block.host = block.host, None
+            if host is not None and block.capture is None:  # else its region holds it
+                self.arena.give_back(host, block.event)
 
     # -- room ------------------------------------------------------------------------------------------------
     def _make_room(self, nbytes: int, may_settle: Callable[[Transfer], bool] | None = None) -> bool:
@@ -199,74 +216,62 @@ class InFlight:
         )
 
     def _let_held_back_go(self, device_bytes: int) -> None:
-        """Settle spills whose records were reclaimed and have not been read, the oldest first, until no more
+        """Settle spills whose blocks were reclaimed and have not been read, the oldest first, until no more
         than `device_bytes` are left: their copies have gone on, and the host has the bytes."""
         for transfer in [*self._spilling]:
             if self.device_bytes <= device_bytes:
                 return
-            held = [record for record in living(transfer.records) if self._is_held_back(record, transfer)]
-            held = [record for record in held if record.unread == record.handles]
-            for record in held:
-                record.move_to(RecordState.SPILLING)
-                record.device_bytes = None
-                transfer.nbytes += record.nbytes
-                self.spilling_bytes += record.nbytes
-                self.resident_bytes -= record.nbytes
+            held = [
+                block
+                for block in living(transfer.blocks)
+                if _is_held_back(block, transfer) and block.unread == block.readers
+            ]
+            for block in held:
+                block.move_to(BlockState.SPILLING)
+                block.device_bytes = None
+                transfer.nbytes += block.nbytes
+                self.spilling_bytes += block.nbytes
+                self.resident_bytes -= block.nbytes
             if held:
                 self.settle_spill(transfer)
-
-    @staticmethod
-    def _is_held_back(record: Record, transfer: Transfer) -> bool:
-        """Whether the record was reclaimed from this spill, whose block it still has. That happens to
-        complete chunks only, so no save has joined the record since, and the block has all that will be
-        read."""
-        return (
-            record.state is RecordState.RESIDENT
-            and record.transfer is transfer
-            and record.block is not None
-            and record.capture is None
-        )
 
     def _drop_furthest(self, nbytes: int) -> bool:
         """Drop at least `nbytes` of what was fetched ahead, the latest fetched first: it is read last. False
         if there is not as much."""
         while nbytes > 0 and self._ahead:
-            record = self._ahead.pop()()
-            if (
-                record is None
-                or record.transfer is None
-                or record.state not in (RecordState.RESTORING, RecordState.RESTORED)
-            ):
+            block = self._ahead.pop()
+            if block.is_freed or block.state not in (BlockState.RESTORING, BlockState.RESTORED):
                 continue
-            self._settle_restore(record.transfer, "abandon")
-            self.drop(record)
-            self.dropped.add(record.group.chunk)
-            nbytes -= record.nbytes
+            assert block.transfer is not None
+            self._settle_restore(block.transfer, "abandon")
+            self.drop(block)
+            self.dropped.add(block.group.chunk)
+            nbytes -= block.nbytes
         return nbytes <= 0
 
-    def reclaim(self, record: Record) -> None:
-        """A SPILLING record is about to be read: it stays after all. Its copy runs on unused, so the spill
-        keeps its source to the end, and the record its block: until the spill is settled it can be sent on
-        its way again (`_let_held_back_go`).
+    def reclaim(self, block: DeviceBlock) -> None:
+        """A SPILLING block is about to be read: it stays after all. Its copy runs on unused, so the spill
+        keeps its source to the end, and the block its host bytes: until the spill is settled it can be sent
+        on its way again (`_let_held_back_go`).
 
-        Not where that would leave less of the device limit than the largest record takes: what is resident
+        Not where that would leave less of the device limit than the largest block takes: what is resident
         can make no room, also when an input half has read it and its weight half is far away, and the next
         read has to go ahead.
         """
-        storage = record.storage()
-        transfer = record.transfer
-        if storage is None or transfer is None or record.external:
+        storage = block.storage()
+        transfer = block.transfer
+        if storage is None or transfer is None or block.external:
             return
         limit = self.limits.device_limit_bytes
-        if limit is not None and self.resident_bytes + record.nbytes + self.counts.largest_bytes > limit:
+        if limit is not None and self.resident_bytes + block.nbytes + self.counts.largest_bytes > limit:
             return
-        record.move_to(RecordState.RESIDENT)
-        record.device_bytes = storage
-        transfer.nbytes -= record.nbytes
-        self.spilling_bytes -= record.nbytes
-        self.resident_bytes += record.nbytes
-        if record.capture is not None:
-            record.block = None  # each replay writes it all the same
+        block.move_to(BlockState.RESIDENT)
+        block.device_bytes = storage
+        transfer.nbytes -= block.nbytes
+        self.spilling_bytes -= block.nbytes
+        self.resident_bytes += block.nbytes
+        if block.capture is not None:
+            block.host = None  # each replay writes it all the same
 
     # -- settling --------------------------------------------------------------------------------------------
     def settle_spill(self, transfer: Transfer) -> None:
@@ -276,48 +281,53 @@ class InFlight:
             return
         self._await(transfer, "settle")
         transfer.settled = True
-        self._spilling.remove(transfer)  # nearly always the first
+        if self._spilling[0] is transfer:  # nearly always
+            self._spilling.popleft()
+        else:
+            self._spilling.remove(transfer)
         self.spilling_bytes -= transfer.nbytes
-        for reference, source in zip(transfer.records, transfer.keepalive, strict=True):
-            record = reference()
+        copying = self._sources
+        for block, source in zip(transfer.blocks, transfer.keepalive, strict=True):
             key = source.untyped_storage()._cdata
-            copies = self._sources.pop(key) - 1
+            copies = copying.pop(key) - 1
             if copies:
-                self._sources[key] = copies
-            else:
-                if record is None or record.state is not RecordState.RESIDENT:
-                    self.device.note_free(transfer.lane, source)
-            if record is None:
-                continue
-            if record.state is RecordState.SPILLING:
-                record.move_to(RecordState.SPILLED)
-            # it stays, and its block is for the next spill
-            elif record.block is not None and self._is_held_back(record, transfer):
-                self.arena.give_back(record.block, record.event)
-                record.block = None
-        transfer.let_go()
+                copying[key] = copies
+            elif block.is_freed or block.state is not BlockState.RESIDENT:
+                self.device.note_free(transfer.lane, source)
+            if block.state is BlockState.SPILLING:
+                block.state = BlockState.SPILLED  # `move_to`, without a call
+            # it stays, and its host block is for the next spill
+            elif block.host is not None and _is_held_back(block, transfer):
+                self.arena.give_back(block.host, block.event)
+                block.host = None
+        transfer.blocks = transfer.keepalive = ()
 
     def _settle_restore(self, transfer: Transfer, order: str) -> None:
         if transfer.settled:
             return
         self._await(transfer, order)
         transfer.settled = True
-        self._restoring.remove(transfer)  # readers come in about the order of issue: near the front
+        if self._restoring[0] is transfer:  # readers come in about the order of issue
+            self._restoring.popleft()
+        else:
+            self._restoring.remove(transfer)
         if order == "read":  # what is abandoned only goes back to the allocator
             for home in transfer.keepalive:
                 self.device.note_read(transfer.lane, home)
-        for reference in transfer.records:
-            record = reference()
-            if record is not None and record.state is RecordState.RESTORING:
-                record.move_to(RecordState.RESTORED)
-        transfer.let_go()
+        for block in transfer.blocks:
+            if block.state is BlockState.RESTORING:
+                block.state = BlockState.RESTORED  # `move_to`, without a call
+        transfer.blocks = transfer.keepalive = ()
 
-    def drop(self, record: Record) -> None:
-        """Let a RESTORED record's device bytes go; its host copy is clean, so this is free. The caller may
+    def drop(self, block: DeviceBlock) -> None:
+        """Let a RESTORED block's device bytes go; its host copy is clean, so this is free. The caller may
         still hold the storage."""
-        record.move_to(RecordState.SPILLED)
-        record.device_bytes = None
-        self.restoring_bytes -= record.nbytes
+        if block.state is BlockState.RESTORED:
+            block.state = BlockState.SPILLED
+        else:
+            block.move_to(BlockState.SPILLED)
+        block.device_bytes = None
+        self.restoring_bytes -= block.nbytes
 
     def _await(self, transfer: Transfer, order: str) -> None:
         """Order the transfer's lane after it; where it had not passed yet, time the wait."""
@@ -340,21 +350,18 @@ class InFlight:
             self._settle_restore(self._restoring[0], restores_as)
 
     # -- step ------------------------------------------------------------------------------------------------
-    def release(self, record: Record) -> None:
-        """End a record's life whatever its state: a later read finds it RELEASED. Its block and counts are
-        settled now."""
-        remains = record.remains()
-        record.move_to(RecordState.RELEASED)
-        record.device_bytes = record.block = record.probe = None
-        for keeper in record.living_keepers():
-            keeper.probe = None
-        self.estate.append(remains)
-        self.bury()
+    def release(self, block: DeviceBlock) -> None:
+        """End a block's life whatever its state: a later read finds it RELEASED. Its counts and its host
+        bytes are reclaimed now."""
+        block.free()
+        for holder in block.living_holders():
+            holder.probe = None
+        self.reclaim_freed()
 
     def end_step(self) -> tuple[TransferCounts, float]:
         """Settle everything in flight and start new counts. Returns the step's counts and the stall of the
         step BEFORE it, in ms: a stall is read one step late, so that reading it never blocks the host."""
-        self.bury()
+        self.reclaim_freed()
         self._settle_all()
         self._ahead.clear()
         self.dropped.clear()
@@ -367,3 +374,14 @@ class InFlight:
     def in_flight(self) -> tuple[int, int]:
         """Transfers not yet settled: (spills, restores)."""
         return len(self._spilling), len(self._restoring)
+
+
+def _is_held_back(block: DeviceBlock, transfer: Transfer) -> bool:
+    """Whether the block was reclaimed from this spill, whose host block it still has. That happens to
+    complete chunks only, so no save has joined it since, and the host block has all that will be read."""
+    return (
+        block.state is BlockState.RESIDENT
+        and block.transfer is transfer
+        and block.host is not None
+        and block.capture is None
+    )

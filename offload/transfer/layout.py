@@ -54,7 +54,7 @@ class WeakStorage:
     __slots__ = ("_pointer", "key")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.key = int(storage._cdata)
+        self.key: int = storage._cdata
         self._pointer: Any = storage._weak_ref()
 
     def refer_to(self, storage: torch.UntypedStorage) -> None:
@@ -84,12 +84,13 @@ class Layouts:
     _MOST = 4096
 
     def __init__(self) -> None:
-        self._known: dict[ViewLayout, ViewLayout] = {}
+        self._known: dict[tuple[Any, ...], ViewLayout] = {}  # by the equal tuple
 
     def of(self, tensor: torch.Tensor) -> ViewLayout:
-        layout = layout_of(tensor)
-        known = self._known.get(layout)
+        look = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        known = self._known.get(look)
         if known is None:
+            layout = layout_of(tensor)
             if len(self._known) >= self._MOST:
                 self._known.clear()
             known = self._known[layout] = layout
@@ -119,7 +120,9 @@ def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
 
 def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
     """These bytes as a 1-D uint8 tensor that shares and holds the storage."""
-    return _over(storage, torch.uint8, start, (nbytes,), (1,))
+    if sanitizing():
+        return _unseen(storage, torch.uint8, start, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
 
 
 def contiguous_stride(size: torch.Size) -> tuple[int, ...]:
@@ -147,21 +150,21 @@ def overlaps_itself(layout: ViewLayout) -> bool:
 def view_of(storage: torch.UntypedStorage, layout: ViewLayout, start: int) -> torch.Tensor:
     """The view that `layout` describes, over a storage whose first byte is byte `start` of the original
     one."""
-    return _over(
-        storage, layout.dtype, layout.offset - start // layout.dtype.itemsize, layout.size, layout.stride
-    )
+    size, stride, offset, dtype = layout
+    offset -= start // dtype.itemsize
+    if sanitizing():
+        return _unseen(storage, dtype, offset, size, stride)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
-def _over(
+def _unseen(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
     offset: int,
     size: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> torch.Tensor:
-    """A tensor over bytes that are there already."""
-    if not sanitizing():
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-    # the sanitizer would see a kernel that writes all of it, beside a copy that still reads it
+    """A tensor over bytes that are there already: the sanitizer would see a kernel that writes all of it,
+    beside a copy that still reads it."""
     with torch._C._DisableTorchDispatch():
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

@@ -31,7 +31,7 @@ from offload import (
     step_end,
 )
 from offload.device.cuda import CudaDevice
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
 from tests.gpu.captured import SHAPE, ByHand, eager, numbers, parameters_of, pool_bytes, stages
 from tests.gpu.widened import WidenedDevice
 from tests.gpu.workbench import DEVICE, Program, assert_same_bits, build_manager, installed
@@ -447,7 +447,7 @@ def test_active_memory_between_forward_and_backward_falls_by_what_the_table_says
     manager = managed(reserve_bytes=4 * DEPTH * N, piece_bytes=1)
     with capturing() as region:
         with_offload, alive = held_after_forward()
-        left = [record for record in manager.living_records() if record.state is RecordState.SPILLED]
+        left = [record for record in manager.living_blocks() if record.state is BlockState.SPILLED]
         assert len(left) == DEPTH
         gone = [record for record in left if record.storage() is None]
         assert len(gone) == DEPTH - 1  # the last result is the output

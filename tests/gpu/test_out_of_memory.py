@@ -27,7 +27,7 @@ from offload import (
 )
 from offload.device.cuda import CudaDevice
 from offload.transfer.admission import Priority
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
 from tests.gpu.workbench import DEVICE, assert_same_bits, installed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
@@ -198,13 +198,13 @@ def test_a_restore_without_room_gives_up_ahead_of_its_reader_and_makes_room_for_
     for record in (first, second, third):
         assert record.transfer is not None
         transfers.settle_spill(record.transfer)
-    assert [record.state for record in (first, second, third)] == [RecordState.SPILLED] * 3
+    assert [record.state for record in (first, second, third)] == [BlockState.SPILLED] * 3
     assert transfers.restore([second], Priority.SPECULATIVE) is not None
     with no_room():
         assert transfers.restore([first], Priority.SPECULATIVE) is None
-        assert first.state is RecordState.SPILLED
+        assert first.state is BlockState.SPILLED
         assert transfers.restore([first], Priority.REQUIRED) is not None, "the room of what was fetched ahead"
-        assert second.state is RecordState.SPILLED
+        assert second.state is BlockState.SPILLED
     assert caplog.text.count("the device has no room for 16,777,216 bytes") == 1
     y.backward()
     found, x.grad = x.grad, None

@@ -91,11 +91,11 @@ class Desk(Client):
 
     def settle(self, handle: Handle) -> None:
         """As a cap does: compute waits for the spill, and the source goes back to its allocator."""
-        assert handle.record.transfer is not None
-        self.transfers.settle_spill(handle.record.transfer)
+        assert handle.record.block.transfer is not None
+        self.transfers.settle_spill(handle.record.block.transfer)
 
     def prefetch(self, handle: Handle) -> None:
-        assert self.transfers.restore([handle.record], Priority.SPECULATIVE) is not None
+        assert self.transfers.restore([handle.record.block], Priority.SPECULATIVE) is not None
 
     def read(self, handle: Handle) -> Tensor:
         """What the current stream sees when it gets there."""
@@ -185,10 +185,10 @@ def abandon(desk: Desk) -> Outcome:
     handle = desk.save(numbers(1.0))
     desk.settle(handle)
     desk.prefetch(handle)
-    assert handle.record.device_bytes is not None
-    address = handle.record.device_bytes.data_ptr()
+    assert handle.record.block.device_bytes is not None
+    address = handle.record.block.device_bytes.data_ptr()
     del handle  # its branch never runs backward
-    desk.transfers.bury()
+    desk.transfers.reclaim_freed()
     return desk.overwrite(address, 7.0), 7.0
 
 
@@ -255,8 +255,8 @@ def test_a_reader_on_another_stream_reads_a_copy_of_its_own() -> None:
             handle = desk.save(numbers(1.0))
             desk.settle(handle)
             desk.prefetch(handle)
-            assert handle.record.device_bytes is not None
-            address = handle.record.device_bytes.data_ptr()
+            assert handle.record.block.device_bytes is not None
+            address = handle.record.block.device_bytes.data_ptr()
             with torch.cuda.stream(desk.side):
                 tensor = desk.engine.store.read(handle)
                 assert tensor.data_ptr() != address

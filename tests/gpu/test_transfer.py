@@ -16,7 +16,7 @@ from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.telemetry.records import ClientStats
 from offload.transfer.admission import Priority
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
 from tests.gpu.widened import WidenedDevice, cycles_of, sleep
 from tests.gpu.workbench import DEVICE, bits
 
@@ -109,7 +109,7 @@ def test_a_tensor_comes_back_bit_by_bit(large_desk: Desk, dtype: str, size: tupl
     expected = tensor.clone()
     handle = large_desk.out(tensor)
     del tensor
-    assert handle.record.state is RecordState.SPILLED
+    assert handle.record.block.state is BlockState.SPILLED
     found = large_desk.engine.store.read(handle)
     assert found.device == expected.device
     assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
@@ -136,7 +136,7 @@ def test_a_view_comes_back_with_its_strides(large_desk: Desk, view: str, dtype: 
     shape, stride, expected = tensor.shape, tensor.stride(), bits(tensor).clone()
     handle = large_desk.out(tensor)
     del tensor
-    assert handle.record.state is RecordState.SPILLED
+    assert handle.record.block.state is BlockState.SPILLED
     found = large_desk.engine.store.read(handle)
     assert (found.shape, found.stride(), found.dtype) == (shape, stride, DTYPES[dtype])
     assert torch.equal(bits(found), expected)
@@ -149,7 +149,7 @@ def test_256_mb_cross_several_registrations_and_every_block_is_pinned(large_desk
     expected = tensor.clone()
     handle = large_desk.out(tensor)
     del tensor
-    block = handle.record.block
+    block = handle.record.block.host
     assert block is not None
     lengths = [extent.numel() for extent in block.extents]
     assert sum(lengths) == 256 * MIB + 4
@@ -261,7 +261,7 @@ def test_a_copy_that_has_passed_stalls_nobody(desk: Desk) -> None:
     torch.cuda.synchronize()
     (transfer,) = group.transfers
     desk.engine.transfers.settle_spill(transfer)
-    desk.engine.transfers.restore([handle.record], Priority.REQUIRED)
+    desk.engine.transfers.restore([handle.record.block], Priority.REQUIRED)
     torch.cuda.synchronize()
     assert bool((desk.engine.store.read(handle) == 1.0).all())
     assert desk.end().stall_count == 0

@@ -165,7 +165,7 @@ def train(schedule: str, modules: tuple[str, ...], microbatches: int) -> dict[st
         "losses": losses,
         "gradients": gradients,
         "spilled": spilled,
-        "leftover": sum(1 for _ in manager.living_records()),
+        "leftover": sum(1 for _ in manager.living_blocks()),
         "summary": dict(manager.offload_summary_bytes),
         "table": printed.getvalue(),
         "refused": manager.stats.refused,

@@ -61,21 +61,22 @@ class Layer:
     def backward(self) -> None:
         for index in reversed(range(len(self.handles))):
             record = self.handles.pop().record
-            if record.transfer is not None:
-                self.transfers.settle_spill(record.transfer)
-            self.transfers.restore([record], Priority.REQUIRED)
-            storage = self.transfers.ready(record)
-            found = bytes_of(storage, 0, record.nbytes).view(torch.float32)
+            block = record.block
+            if block.transfer is not None:
+                self.transfers.settle_spill(block.transfer)
+            self.transfers.restore([block], Priority.REQUIRED)
+            storage = self.transfers.ready(block)
+            found = bytes_of(storage, 0, block.nbytes).view(torch.float32)
             self.device.launch(lambda index=index, found=found: self.out[index].copy_(found))
-            self.transfers.drop(record)
+            self.transfers.drop(block)
 
     def eager(self, value: float) -> Handle:
         """A tensor of an eager forward, on its way out."""
         return self.engine.store.save(torch.full((NUMBERS,), value), self._chunk, self._group)
 
     def settle(self, handle: Handle) -> None:
-        assert handle.record.transfer is not None
-        self.transfers.settle_spill(handle.record.transfer)
+        assert handle.record.block.transfer is not None
+        self.transfers.settle_spill(handle.record.block.transfer)
 
     def read(self, handle: Handle) -> float:
         (value,) = self.engine.store.read(handle).unique().tolist()
@@ -155,10 +156,10 @@ def busy(layer: Layer) -> tuple[Handle, Handle]:
     leaving = layer.eager(1.0)
     fetched = layer.eager(2.0)
     layer.settle(fetched)
-    layer.transfers.restore([fetched.record], Priority.SPECULATIVE)
+    layer.transfers.restore([fetched.record.block], Priority.SPECULATIVE)
     free = layer.eager(3.0)
     layer.settle(free)
-    layer.transfers.restore([free.record], Priority.SPECULATIVE)
+    layer.transfers.restore([free.record.block], Priority.SPECULATIVE)
     return leaving, fetched
 
 
@@ -277,9 +278,9 @@ def test_records_that_die_give_no_block_of_a_region_back(inside: bool) -> None:
             layer.forward()
         if inside:
             layer.handles.clear()
-            layer.transfers.bury()
+            layer.transfers.reclaim_freed()
     layer.handles.clear()
-    layer.transfers.bury()
+    layer.transfers.reclaim_freed()
     assert layer.engine.arena.lent_bytes == region.host_bytes == 3 * NBYTES
     region.release()
     assert layer.engine.arena.lent_bytes == 0
@@ -309,7 +310,7 @@ def test_capture_that_fails_is_undone(by: str) -> None:
             assert layer.engine.arena.lent_bytes == 0
             assert layer.transfers.in_flight() == (0, 0)
             assert layer.transfers.spilling_bytes == 0
-            assert all(handle.record.state.name == "RELEASED" for handle in stale)
+            assert all(handle.record.block.state.name == "RELEASED" for handle in stale)
         with device.capture() as forward:
             layer.forward()
         with device.capture() as backward:

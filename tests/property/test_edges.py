@@ -53,8 +53,8 @@ class Desk:
 
     def settle(self, handle: Handle) -> None:
         """As a cap does: compute waits for the spill, and the source goes back to its allocator."""
-        assert handle.record.transfer is not None
-        self.transfers.settle_spill(handle.record.transfer)
+        assert handle.record.block.transfer is not None
+        self.transfers.settle_spill(handle.record.block.transfer)
 
     def read(self, handle: Handle) -> float:
         """What the backward sees; all numbers are one, or it was the wrong bytes."""
@@ -62,11 +62,11 @@ class Desk:
         return float(value)
 
     def prefetch(self, handle: Handle) -> None:
-        assert self.transfers.restore([handle.record], Priority.SPECULATIVE) is not None
+        assert self.transfers.restore([handle.record.block], Priority.SPECULATIVE) is not None
 
-    def bury(self) -> None:
-        """As every call of the engine does first: see to what dead records left behind."""
-        self.transfers.bury()
+    def reclaim(self) -> None:
+        """As every call of the engine does first: reclaim what freed blocks hold."""
+        self.transfers.reclaim_freed()
 
 
 def spill(device: SimDevice) -> None:
@@ -134,11 +134,24 @@ def abandon(device: SimDevice) -> None:
     desk.settle(handle)
     desk.prefetch(handle)
     del handle  # its branch never runs backward
-    desk.bury()
+    desk.reclaim()
     device.empty(NBYTES)  # the allocator may hand out the same bytes
     assert desk.transfers.device_bytes == 0
     assert desk.transfers.in_flight() == (0, 0)
     assert desk.engine.arena.stats().lent == 0
+
+
+def read_elsewhere(device: SimDevice) -> None:
+    """Fetched on the lane that saved it, read for the last time on another one, and let go of."""
+    desk = Desk(device)
+    side = device.new_compute_lane("side")
+    handle = desk.save(1.0)
+    desk.settle(handle)
+    desk.prefetch(handle)
+    with device.use_lane(side):
+        assert desk.read(handle) == 1.0
+    del handle
+    device.empty(NBYTES)  # the allocator may hand out the same bytes
 
 
 def join(device: SimDevice) -> None:
@@ -182,6 +195,15 @@ EDGES = {
     "read": Edge(read, "RAW", COPY.format("h2d"), r"note_read of 4,096 bytes \(operation \d+ of compute\)"),
     "abandon": Edge(
         abandon, "allocator reuse", COPY.format("h2d"), "work issued to compute may get them next"
+    ),
+    "read elsewhere": Edge(
+        read_elsewhere, "RAW", COPY.format("h2d"), r"note_read of 4,096 bytes \(operation \d+ of side\)"
+    ),
+    "return": Edge(
+        read_elsewhere,
+        "allocator reuse",
+        r"note_read of 4,096 bytes \(operation \d+ of side\)",
+        "work issued to compute may get them next",
     ),
     "join": Edge(join, "allocator reuse", COPY.format("d2h"), "compute frees them"),
 }

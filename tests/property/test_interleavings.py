@@ -33,7 +33,8 @@ def test_any_interleaving_gives_the_gradients_of_a_run_without_offloading_and_le
 
     explore()
     happened = (
-        *TITLES,
+        # a program computes on one lane
+        *(title for title in TITLES if title not in ("read elsewhere", "return")),
         "spilled",
         "kept",
         "restored",

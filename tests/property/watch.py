@@ -8,21 +8,20 @@ The statements, each derived from what a call may do, with `held` = kept + leavi
     prefetch    a restore that nobody waits for never ends above the limit, and stays within
                 max_restoring_bytes; a tensor larger than that comes alone
     spilling    after a spill, at most max_spilling_bytes are leaving, or one piece; none where that is 0
-    counts      each of the three counts is the sum over the living records in its states, and the arena has
-                lent what the records hold
+    counts      each of the three counts is the sum over the blocks in its states that can be read, and the
+                arena has lent what the blocks hold
     step end    nothing is held, lent or in flight
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from offload import OffloadEngine, StepStats
 from offload.transfer.admission import Priority
+from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.layout import WeakStorage, bytes_of
-from offload.transfer.record import Record, RecordState, Transfer
 
 __all__ = ["Watch"]
 
@@ -38,7 +37,7 @@ class Watch:
         self.transfers = engine.transfers
         self.seen: Counter[str] = Counter()  # what happened, for a test that asks whether it did
         self.over_limit_bytes = 0  # the most that was held above the limit
-        self._records: list[weakref.ref[Record]] = []
+        self._blocks: list[DeviceBlock] = []
         self._written: dict[int, WeakStorage] | None = {} if declare else None
         self._adopt, self._resize = self.transfers.adopt, self.transfers.resize
         self._spill, self._restore = self.transfers.spill, self.transfers.restore
@@ -47,30 +46,30 @@ class Watch:
         self.transfers.spill = self.spill  # type: ignore[method-assign]
         self.transfers.restore = self.restore  # type: ignore[method-assign]
 
-    def adopt(self, record: Record) -> None:
-        self._adopt(record)
-        self._records.append(weakref.ref(record))
-        self._declare(record)
-        self._check_limit(f"saving {record}")
+    def adopt(self, block: DeviceBlock) -> None:
+        self._adopt(block)
+        self._blocks.append(block)
+        self._declare(block)
+        self._check_limit(f"saving {block}")
 
-    def _declare(self, record: Record) -> None:
+    def _declare(self, block: DeviceBlock) -> None:
         """The lane that saves a tensor for the first time is the one that wrote it."""
-        if self._written is None or record.device_bytes is None:  # a piece that stays is never copied
+        if self._written is None or block.device_bytes is None:  # a piece that stays is never copied
             return
-        known = self._written.get(record.key)
+        known = self._written.get(block.key)
         if known is None or known.storage() is None:
-            assert record.device_bytes is not None
-            self._written[record.key] = WeakStorage(record.device_bytes)
+            assert block.device_bytes is not None
+            self._written[block.key] = WeakStorage(block.device_bytes)
             device = self.engine.device
-            device.note_write(device.compute, bytes_of(record.device_bytes, record.start, record.nbytes))
+            device.note_write(device.compute, bytes_of(block.device_bytes, block.start, block.nbytes))
 
-    def resize(self, record: Record, nbytes_before: int) -> None:
-        self._resize(record, nbytes_before)
-        if record.nbytes > nbytes_before:
-            self._check_limit(f"growing {record} from {nbytes_before:,} bytes")
+    def resize(self, block: DeviceBlock, nbytes_before: int) -> None:
+        self._resize(block, nbytes_before)
+        if block.nbytes > nbytes_before:
+            self._check_limit(f"growing {block} from {nbytes_before:,} bytes")
 
-    def spill(self, records: Sequence[Record]) -> Transfer | None:
-        transfer = self._spill(records)
+    def spill(self, blocks: Sequence[DeviceBlock]) -> Transfer | None:
+        transfer = self._spill(blocks)
         cap = self.transfers.limits.max_spilling_bytes
         if cap is not None and transfer is not None:
             leaving = self.transfers.spilling_bytes
@@ -78,30 +77,30 @@ class Watch:
                 f"{leaving:,} bytes leave, {transfer.nbytes:,} of them newly, the cap is {cap:,}"
             )
             assert cap > 0, "a cap of 0 refuses"
-        self._check_limit(f"sending {records}")
+        self._check_limit(f"sending {blocks}")
         return transfer
 
     def restore(
         self,
-        records: Sequence[Record],
+        blocks: Sequence[DeviceBlock],
         priority: Priority,
         may_settle: Callable[[Transfer], bool] | None = None,
     ) -> Transfer | None:
-        transfer = self._restore(records, priority, may_settle)
+        transfer = self._restore(blocks, priority, may_settle)
         if priority >= Priority.REQUIRED:
-            self._check_limit(f"restoring {records}", sum(record.nbytes for record in records))
+            self._check_limit(f"restoring {blocks}", sum(block.nbytes for block in blocks))
         elif transfer is not None:
-            self._check_prefetch(records)
+            self._check_prefetch(blocks)
         return transfer
 
-    def _check_prefetch(self, records: Sequence[Record]) -> None:
+    def _check_prefetch(self, blocks: Sequence[DeviceBlock]) -> None:
         self.seen["prefetched"] += 1
         held, limits = self.transfers.device_bytes, self.transfers.limits
         limit, cap = limits.device_limit_bytes, limits.max_restoring_bytes
         assert cap > 0, "a cap of 0 refuses"
         assert limit is None or held <= limit, f"a prefetch made {held:,} bytes of {limit:,}"
-        nbytes = sum(record.nbytes for record in records)
-        assert nbytes <= cap or len(records) == 1, f"a prefetch of {nbytes:,} bytes, the cap is {cap:,}"
+        nbytes = sum(block.nbytes for block in blocks)
+        assert nbytes <= cap or len(blocks) == 1, f"a prefetch of {nbytes:,} bytes, the cap is {cap:,}"
 
     def _check_limit(self, what: str, forced_bytes: int = 0) -> None:
         held, limit = self.transfers.device_bytes, self.transfers.limits.device_limit_bytes
@@ -116,20 +115,16 @@ class Watch:
 
     def check_counts(self) -> None:
         with self.engine.lock:
-            self.transfers.bury()
-            held: dict[RecordState, int] = dict.fromkeys(RecordState, 0)
+            self.transfers.reclaim_freed()
+            held: dict[BlockState, int] = dict.fromkeys(BlockState, 0)
             lent = 0
-            living: list[weakref.ref[Record]] = []
-            for reference in self._records:
-                record = reference()
-                if record is not None:
-                    living.append(reference)
-                    held[record.state] += record.nbytes
-                    lent += 0 if record.block is None else record.block.nbytes
-            self._records = living
-            assert self.transfers.resident_bytes == held[RecordState.RESIDENT]
-            assert self.transfers.restoring_bytes == held[RecordState.RESTORING] + held[RecordState.RESTORED]
-            assert self.transfers.spilling_bytes >= held[RecordState.SPILLING]
+            self._blocks = [block for block in self._blocks if not block.is_freed]
+            for block in self._blocks:
+                held[block.state] += block.nbytes
+                lent += 0 if block.host is None else block.host.nbytes
+            assert self.transfers.resident_bytes == held[BlockState.RESIDENT]
+            assert self.transfers.restoring_bytes == held[BlockState.RESTORING] + held[BlockState.RESTORED]
+            assert self.transfers.spilling_bytes >= held[BlockState.SPILLING]
             assert self.engine.arena.stats().lent_bytes == lent
             limit = self.engine.config.host_limit_bytes
             assert limit is None or self.engine.arena.held_bytes <= limit

@@ -186,7 +186,7 @@ def test_a_leftover_leaves_nothing_behind_wherever_its_bytes_are(when: str) -> N
         rig.leave()
     if when == "restoring":
         rig.chunks[0].complete()
-        rig.engine.prefetch.pump(rig.chunks)
+        rig.pump()
         assert rig.transfers.in_flight() == (0, 3)
     if when == "retained":
         y.backward(retain_graph=True)

@@ -131,7 +131,7 @@ def assert_empty(manager: PipelineOffloadManager) -> None:
     """No saved byte is on the device, on loan or in flight."""
     engine = manager.engine
     with engine.lock:
-        engine.transfers.bury()
+        engine.transfers.reclaim_freed()
     assert engine.transfers.device_bytes == 0
     assert engine.transfers.in_flight() == (0, 0)
     assert engine.arena.stats().lent == 0
@@ -142,17 +142,13 @@ def coming_labels(manager: PipelineOffloadManager) -> list[str]:
     handler = manager.cur_forward_chunk()
     assert handler is not None
     handler.saved.complete()
-    return [
-        str(record.label)
-        for reference in handler.saved.coming._records
-        if (record := reference()) is not None
-    ]
+    return [str(block.label) for block in handler.saved.coming._blocks if not block.is_freed]
 
 
 @contextmanager
 def noted_reads(manager: PipelineOffloadManager) -> Iterator[list[str]]:
     reads: list[str] = []
-    manager.engine.on_read(lambda handle: reads.append(str(handle.record.label)))
+    manager.engine.on_read(lambda handle: reads.append(str(handle.record.block.label)))
     yield reads
 
 

@@ -18,7 +18,7 @@ from offload import (
     PipelineOffloadManager,
 )
 from offload.device.sim import SimDevice
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
 from tests.unit.groups.handlers import begun, device_of, group_of, settle, states
 from tests.unit.groups.stack import EXECUTORS, build_manager, installed
 
@@ -238,7 +238,7 @@ def test_records_move_on_when_a_group_is_committed_late(manager: PipelineOffload
         handler.on_group_commit_forward()
         assert states(group) == ["SPILLING"] * 3
         assert group.saved is not None
-        assert {record.state for record in group.saved.living()} == {RecordState.SPILLING}
+        assert {record.state for record in group.saved.living()} == {BlockState.SPILLING}
         assert (group.total_offload_bytes, group.total_tensor_count) == (2 * 256 + 32, 3)
         for tag in tags:
             handler.tensor_pop(tag)

@@ -30,7 +30,7 @@ from offload import (
 )
 from offload.device.sim import SimDevice, SimGraph
 from offload.transfer.admission import Priority
-from offload.transfer.record import Record, Transfer
+from offload.transfer.block import DeviceBlock, Transfer
 from tests.unit.groups.stack import EXECUTORS, ROWS, WIDTH, Stack, build_manager, build_stages, installed
 
 CAPS: dict[str, dict[str, Any]] = {
@@ -440,14 +440,14 @@ def test_what_finds_no_host_memory_at_the_capture_is_counted_and_said_once(
 def test_records_of_two_captures_are_never_shared(manager: PipelineOffloadManager) -> None:
     """Each graph copies what it computed or was given, so a replay of one needs no replay of the other."""
     device, x = device_of(manager), leaf()
-    kept: list[Record] = []
+    kept: list[DeviceBlock] = []
     with capturing() as region:
         for _ in range(2):
             with device.capture():
                 marked = group_start(x, "act")
                 with offload_hooks():
                     y = marked.square()
-                kept.extend(manager.living_records())
+                kept.extend(manager.living_blocks())
                 group_commit(y, "act")
                 del y
     assert [graph.spill_bytes for graph in region.graphs] == [bytes_of(x)] * 2

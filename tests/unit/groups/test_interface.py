@@ -29,7 +29,7 @@ from offload import (
     reset,
     step_end,
 )
-from offload.transfer.record import living
+from offload.transfer.block import living
 from tests.unit.groups.stack import (
     EXECUTORS,
     assert_same,
@@ -155,7 +155,7 @@ def leaving(manager: PipelineOffloadManager) -> list[str]:
     return [
         str(record.label)
         for transfer in manager.engine.transfers._spilling
-        for record in living(transfer.records)
+        for record in living(transfer.blocks)
     ]
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import PipelineOffloadManager, init_chunk_handler, selective_contexts, step_end
 from offload.device.sim import ExecutorName
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
 from tests.unit.groups.regions import (
     BLOCKS,
     CALLS,
@@ -102,7 +102,7 @@ def test_what_stays_is_given_again_as_a_tensor_of_its_own(
         init_chunk_handler(None, None, 10**6)  # elements
     x = source()
     y = kept(body, x)  # type: ignore[arg-type]
-    assert [record.state for record in manager.living_records()] == [RecordState.RESIDENT] * (
+    assert [record.state for record in manager.living_blocks()] == [BlockState.RESIDENT] * (
         stays_by == "plan"
     )
     first, second = (torch.autograd.grad(y.sum(), [x], create_graph=True)[0] for _ in range(2))

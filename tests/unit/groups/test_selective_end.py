@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload import OffloadError, PipelineOffloadManager, init_chunk_handler, step_end
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
 from tests.unit.groups.regions import (
     BLOCKS,
     CALLS,
@@ -124,10 +124,10 @@ def test_a_kept_output_is_let_go_by_its_reader_when_it_was_fetched(manager: Pipe
     init_chunk_handler(None, None, 1)
     loss = forward(build_blocks(), source(), kept)
     let_go(manager)
-    states: list[RecordState] = []
-    manager.engine.on_read(lambda handle: states.append(handle.record.state))
+    states: list[BlockState] = []
+    manager.engine.on_read(lambda handle: states.append(handle.record.block.state))
     loss.backward()
-    assert states == [RecordState.SPILLED] * BLOCKS
+    assert states == [BlockState.SPILLED] * BLOCKS
 
 
 # -- what does not leave -------------------------------------------------------------------------------------

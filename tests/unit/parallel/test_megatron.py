@@ -381,9 +381,9 @@ def sent_before_the_flush(manager: PipelineOffloadManager, close: Any) -> bool:
     y = close(opened, y)
     chunk = manager.cur_forward_chunk()
     assert chunk is not None
-    sent = any(record.state.name != "RESIDENT" for record in manager.living_records())
+    sent = any(record.state.name != "RESIDENT" for record in manager.living_blocks())
     Interface.flush_delayed_groups()
-    assert any(record.state.name != "RESIDENT" for record in manager.living_records())
+    assert any(record.state.name != "RESIDENT" for record in manager.living_blocks())
     y.sum().backward()
     Interface.reset()
     return sent

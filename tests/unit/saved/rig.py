@@ -24,7 +24,7 @@ from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import ClientStats, StepStats
 from offload.transfer.admission import Admission
-from offload.transfer.record import Record, RecordState
+from offload.transfer.block import BlockState, DeviceBlock
 
 EXECUTORS: tuple[ExecutorName, ...] = ("late", "early", "random", "clock")
 
@@ -44,10 +44,7 @@ class GroupScope:
         self.chunk = chunk
         self.group = group
         self.sizes = sizes
-        self._min_elements = min_elements
-
-    def min_elements(self) -> int:
-        return self._min_elements
+        self.min_elements = min_elements
 
     def take(self, tensor: Tensor) -> Handle | None:
         self.sizes.append(tuple(tensor.size()))
@@ -80,7 +77,7 @@ class Rig(Client):
         self.sizes: list[tuple[int, ...]] = []  # of every tensor that was taken, one a save
         self.reads: list[str] = []  # labels of the records, one a read
         self.engine.attach(self)
-        self.engine.on_read(lambda handle: self.reads.append(str(handle.record.label)))
+        self.engine.on_read(lambda handle: self.reads.append(str(handle.record.block.label)))
 
     # -- saving ----------------------------------------------------------------------------------------------
     def chunk(self) -> SavedChunk:
@@ -125,13 +122,17 @@ class Rig(Client):
             for transfer in group.transfers:
                 self.transfers.settle_spill(transfer)
 
-    # -- looking ---------------------------------------------------------------------------------------------
-    def records(self) -> list[Record]:
-        """The living records, in the order in which they were made."""
-        return [record for chunk in self.chunks for record in chunk.living()]
+    def pump(self) -> None:
+        """Fetch what the coming reads of the chunks want."""
+        self.engine.prefetch.pump([chunk.coming for chunk in self.chunks])
 
-    def states(self) -> list[RecordState]:
-        return [record.state for record in self.records()]
+    # -- looking ---------------------------------------------------------------------------------------------
+    def blocks(self) -> list[DeviceBlock]:
+        """Those that can be read, in the order in which they were made."""
+        return [block for chunk in self.chunks for block in chunk.living()]
+
+    def states(self) -> list[BlockState]:
+        return [block.state for block in self.blocks()]
 
     @property
     def saved(self) -> int:

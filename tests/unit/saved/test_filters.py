@@ -179,7 +179,7 @@ def test_the_size_limit_counts_elements_and_spares_the_tensor_that_has_exactly_a
         rig = Rig()
         with rig.group(min_elements=100):
             y = keep([], torch.zeros(99, dtype=dtype), torch.zeros(100, dtype=dtype))
-        assert [record.nbytes for record in rig.records()] == [100 * dtype.itemsize]
+        assert [record.nbytes for record in rig.blocks()] == [100 * dtype.itemsize]
         del y
         rig.end()
 
@@ -313,7 +313,7 @@ def test_the_stricter_kind_wins_in_either_order() -> None:
         registry = ExternalStorages()
         for kind in kinds:
             registry.register(value, kind)
-        assert registry.kind_of(key) is ExternalKind.PARAMETER
+        assert registry.kinds.get(key) is ExternalKind.PARAMETER
         assert len(registry) == 1
 
 
@@ -323,7 +323,8 @@ def test_a_registered_storage_is_not_kept_alive_and_is_forgotten() -> None:
     key = value.untyped_storage()._cdata
     registry.register(value, ExternalKind.OPTED_OUT)
     del value
-    assert registry.kind_of(key) is ExternalKind.OPTED_OUT  # the address is pinned as long as the entry lives
+    # the address is pinned as long as the entry lives
+    assert registry.kinds.get(key) is ExternalKind.OPTED_OUT
     registry.forget_dead()
     assert len(registry) == 0
 

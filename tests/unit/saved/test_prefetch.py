@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from offload.device.sim import ExecutorName
-from offload.saved.coming import ComingReads
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
+from offload.transfer.coming import ComingReads
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 
 KIB = 1024
 ELEMENTS = KIB // 4
-SPILLED, RESTORING, RESIDENT = RecordState.SPILLED, RecordState.RESTORING, RecordState.RESIDENT
+SPILLED, RESTORING, RESIDENT = BlockState.SPILLED, BlockState.RESTORING, BlockState.RESIDENT
 
 
 def leaf() -> Tensor:
@@ -45,7 +45,7 @@ def saved(rig: Rig, length: int, *, gone: bool = True) -> Tensor:
 
 
 def pump(rig: Rig) -> None:
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
 
 
 # -- order ---------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_what_is_on_its_way_out_and_read_next_is_kept_instead_of_fetched() -> No
     rig = Rig(max_restoring_bytes=2 * KIB)
     y = saved(rig, 3, gone=False)
     pump(rig)
-    assert rig.states() == [RecordState.SPILLING, RESIDENT, RESIDENT]
+    assert rig.states() == [BlockState.SPILLING, RESIDENT, RESIDENT]
     y.sum().backward()
     assert rig.restored_bytes == 0
     del y
@@ -195,7 +195,7 @@ def test_dead_and_ended_records_are_passed_over() -> None:
     assert rig.states() == [SPILLED, RESTORING]
     chunks = list(rig.chunks)
     rig.end()
-    rig.engine.prefetch.pump(chunks)
+    rig.engine.prefetch.pump([chunk.coming for chunk in chunks])
     assert rig.restored_bytes == KIB
     del y
 
@@ -205,7 +205,8 @@ def test_ahead_bytes_count_what_lies_between_the_reader_and_the_fetch() -> None:
     with rig.group():
         packed = [rig.engine.hooks.pack(torch.randn(ELEMENTS)) for _ in range(4)]
     rig.leave()
-    coming = ComingReads(rig.records())
+    coming = ComingReads(rig.chunks[0].id)
+    coming.expect(rig.blocks())
     look = coming.look(3 * KIB, KIB)
     assert [len(look.fetch), look.sizes, look.nbytes] == [1, [KIB], KIB]
     coming.take(look)
@@ -235,7 +236,7 @@ def test_what_was_fetched_and_dropped_is_fetched_again_after_a_look_back() -> No
     pump(rig)
     assert rig.states() == dropped[:6], "the window thinks that it has it"
     for _ in range(2):
-        rig.engine.prefetch.look_back(rig.chunks[0])
+        rig.engine.prefetch.look_back(rig.chunks[0].coming)
         pump(rig)
         assert rig.states() == fetched
         assert rig.chunks[0].coming.ahead_bytes == 4 * KIB

@@ -157,7 +157,7 @@ class Program:
         for output in outputs[:: self.order]:
             for retain in (True, False) if self.retains else (False,):
                 if rig is not None:
-                    rig.engine.prefetch.pump(rig.chunks[:: self.order])
+                    rig.engine.prefetch.pump([chunk.coming for chunk in rig.chunks[:: self.order]])
                 output.backward(retain_graph=retain)
         return [torch.zeros(()) if value.grad is None else value.grad for value in inputs]
 

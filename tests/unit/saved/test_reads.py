@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from offload.device.sim import ExecutorName
 from offload.errors import StaleHandleError
+from offload.transfer.block import BlockState
 from offload.transfer.layout import WeakStorage
-from offload.transfer.record import RecordState
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 
 KIB = 1024
@@ -174,7 +173,7 @@ def test_a_graph_may_be_dropped_on_another_thread() -> None:
         dropper = threading.Thread(target=box.clear)
         dropper.start()
         dropper.join()
-        assert rig.records() == []
+        assert rig.blocks() == []
     rig.end()
 
 
@@ -189,14 +188,14 @@ def test_what_is_never_read_is_freed_without_the_garbage_collector(executor: Exe
         x = leaf()
         with rig.group():
             y = chain(x)
-        watched = [weakref.ref(record) for record in rig.records()]
-        storages = [WeakStorage(record.storage()) for record in rig.records()]  # type: ignore[arg-type]
+        watched = rig.blocks()
+        storages = [WeakStorage(block.storage()) for block in watched]  # type: ignore[arg-type]
         assert len(watched) == CHAIN_SAVES
         del y
-        assert [reference() for reference in watched] == CHAIN_SAVES * [None]
+        assert all(block.is_freed and block.device_bytes is None for block in watched)
         rig.leave()
         assert [storage.storage() for storage in storages] == CHAIN_SAVES * [None]
-        rig.transfers.bury()
+        rig.transfers.reclaim_freed()
         rig.assert_empty()
         rig.end()
     finally:
@@ -212,7 +211,7 @@ def test_a_graph_that_outlives_its_step_unread_holds_no_memory(executor: Executo
     for _ in range(2):
         with rig.group():
             kept.append(chain(leaf()))
-        storages = [WeakStorage(record.storage()) for record in rig.records()]  # type: ignore[arg-type]
+        storages = [WeakStorage(block.storage()) for block in rig.blocks()]  # type: ignore[arg-type]
         rig.leave()
         rig.end()  # nothing lent, nothing in flight, nothing counted
         assert [storage.storage() for storage in storages[:-1]] == (CHAIN_SAVES - 1) * [None]
@@ -259,7 +258,7 @@ def test_an_exception_in_the_forward_leaves_nothing() -> None:
     with pytest.raises(KeyError):
         interrupted()
     assert rig.engine.hooks.innermost() is None
-    assert rig.records() == []
+    assert rig.blocks() == []
     rig.end()
 
 
@@ -314,7 +313,7 @@ def test_a_graph_of_an_ended_step_may_die_at_any_time() -> None:
     with rig.group():
         z = chain(leaf()).sum()
     del y
-    assert rig.states() == CHAIN_SAVES * [RecordState.SPILLING]
+    assert rig.states() == CHAIN_SAVES * [BlockState.SPILLING]
     rig.leave()
     z.backward()
     del z

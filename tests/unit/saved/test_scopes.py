@@ -21,8 +21,7 @@ ELEMENTS = 256
 class Passing:
     """Takes nothing: every tensor goes to the scope outside."""
 
-    def min_elements(self) -> int:
-        return 0
+    min_elements = 0
 
     def take(self, tensor: Tensor) -> Handle | None:
         return None
@@ -143,7 +142,7 @@ def test_every_reader_is_told_of_every_read_under_the_lock() -> None:
     rig = Rig()
     told: list[tuple[int, ChunkId]] = []
     for number in (1, 2):
-        rig.engine.on_read(lambda handle, number=number: told.append((number, handle.record.group.chunk)))  # type: ignore[misc]
+        rig.engine.on_read(lambda handle, n=number: told.append((n, handle.record.block.group.chunk)))  # type: ignore[misc]
     with rig.group():
         y = keep([], torch.randn(ELEMENTS))
     y.backward()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
 from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
 from tests.unit.saved.test_views import keep
 
@@ -115,7 +115,7 @@ def test_a_save_joins_a_copy_that_is_on_its_way_or_on_the_host() -> None:
         with rig.group():
             outputs.append(keep([], shared))
         rig.leave()
-    assert rig.states() == [RecordState.SPILLED]
+    assert rig.states() == [BlockState.SPILLED]
     assert (rig.saved, rig.spilled_bytes) == (1, KIB)
     outputs.clear()
     rig.end()
@@ -281,7 +281,7 @@ def test_a_tensor_that_is_still_alive_is_read_without_a_copy() -> None:
     with rig.group():
         y = keep(found, value)
     rig.leave()
-    assert rig.states() == [RecordState.SPILLED]
+    assert rig.states() == [BlockState.SPILLED]
     y.backward()
     assert found[0].data_ptr() == value.data_ptr()
     assert rig.restored_bytes == 0

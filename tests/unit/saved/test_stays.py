@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+from offload.transfer.block import BlockState
 from offload.transfer.layout import WeakStorage
-from offload.transfer.record import RecordState
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 
 ELEMENTS = 256
 NBYTES = 4 * ELEMENTS
-SPILLED, RESIDENT = RecordState.SPILLED, RecordState.RESIDENT
+SPILLED, RESIDENT = BlockState.SPILLED, BlockState.RESIDENT
 
 
 def value() -> Tensor:
@@ -177,7 +177,7 @@ def test_the_bytes_that_stay_go_when_the_last_of_their_nodes_has_run() -> None:
         output.backward()
         output.grad_fn.found.clear()  # type: ignore[union-attr]
         assert (storage.storage() is None) == (number == 1)
-    rig.transfers.bury()
+    rig.transfers.reclaim_freed()
     assert rig.transfers.resident_bytes == 0
     del output, outputs
     rig.end()

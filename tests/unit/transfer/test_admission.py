@@ -103,7 +103,7 @@ def test_a_prefetch_that_is_denied_moves_nothing() -> None:
         y = (torch.randn(256, requires_grad=True) * 2).sin()
     rig.leave()
     rig.chunks[0].complete()
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     assert arbiter.priorities(Direction.H2D) == [Priority.SPECULATIVE]
     assert rig.restored_bytes == 0
     assert rig.transfers.in_flight() == (0, 0)
@@ -156,7 +156,7 @@ def test_a_lease_ends_where_the_device_has_no_room(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(SimDevice, "empty", full)
-    records = rig.records()
+    records = rig.blocks()
     assert rig.transfers.restore(records, Priority.SPECULATIVE) is None
     with pytest.raises(torch.OutOfMemoryError):
         rig.transfers.restore(records, Priority.REQUIRED)

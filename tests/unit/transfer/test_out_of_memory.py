@@ -17,7 +17,7 @@ from torch import Tensor
 from offload.device import CopyPair, Event, Lane
 from offload.device.sim import ExecutorName, SimDevice
 from offload.transfer.admission import Priority
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits
 from tests.unit.saved.test_views import keep
 
@@ -88,14 +88,14 @@ def test_a_prefetch_without_room_gives_up_and_asks_no_more_in_that_step(
     found: list[Tensor] = []
     y, expected = save_all(rig, 3, found)
     rig.leave()
-    records = rig.records()
+    records = rig.blocks()
     device.capacity_bytes = device.active_bytes()
     for _ in range(2):
         assert rig.transfers.restore(records[:1], Priority.SPECULATIVE) is None
     assert device.asked == 1, (
         "torch frees its cached blocks, and so blocks the host, each time that it finds no room"
     )
-    assert rig.states() == [RecordState.SPILLED] * 3
+    assert rig.states() == [BlockState.SPILLED] * 3
     assert (rig.transfers.restoring_bytes, rig.restored_bytes) == (0, 0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "the device has no room for 1,024 bytes that come back" in caplog.text
@@ -108,7 +108,7 @@ def test_a_prefetch_without_room_gives_up_and_asks_no_more_in_that_step(
     rig.end()
     y, _ = save_all(rig, 1, [])
     rig.leave()
-    assert rig.transfers.restore(rig.records(), Priority.SPECULATIVE) is not None, "a new step tries again"
+    assert rig.transfers.restore(rig.blocks(), Priority.SPECULATIVE) is not None, "a new step tries again"
     y.backward()
     del y
     rig.end()
@@ -120,7 +120,7 @@ def test_a_reader_without_room_gets_what_spills_in_flight_and_fetched_records_he
     rig = Rig(device=device)
     found: list[Tensor] = []
     y, expected = save_all(rig, 4, found)
-    first, second, third, fourth = rig.records()
+    first, second, third, fourth = rig.blocks()
     for record in (first, second, fourth):
         assert record.transfer is not None
         rig.transfers.settle_spill(record.transfer)
@@ -129,9 +129,9 @@ def test_a_reader_without_room_gets_what_spills_in_flight_and_fetched_records_he
     device.capacity_bytes = device.active_bytes()
     rig.transfers.restore([first], Priority.REQUIRED)
     assert [first.state, second.state, third.state] == [
-        RecordState.RESTORING,
-        RecordState.SPILLED,
-        RecordState.SPILLED,
+        BlockState.RESTORING,
+        BlockState.SPILLED,
+        BlockState.SPILLED,
     ]
     assert (rig.transfers.spilling_bytes, rig.transfers.restoring_bytes) == (0, KIB)
     device.heal()
@@ -149,7 +149,7 @@ def test_a_reader_that_no_room_can_be_made_for_raises_and_may_read_again_later(d
     device.capacity_bytes = 0
     with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 1024 bytes"):
         y.backward(retain_graph=True)
-    assert rig.states() == [RecordState.SPILLED] * 2
+    assert rig.states() == [BlockState.SPILLED] * 2
     assert rig.transfers.device_bytes == 0
     device.heal()
     found.clear()
@@ -175,7 +175,7 @@ def test_a_spill_that_fails_leaves_its_tensors_where_they_were_and_lends_nothing
     with pytest.raises(torch.OutOfMemoryError), rig.group(commit=True):
         y = keep(found, *kept)
     del kept
-    assert rig.states() == [RecordState.RESIDENT] * 4
+    assert rig.states() == [BlockState.RESIDENT] * 4
     assert rig.transfers.device_bytes == rig.transfers.resident_bytes == 4 * KIB
     assert rig.engine.arena.stats().lent == 0
     assert not rig.transfers._sources
@@ -210,7 +210,7 @@ def test_host_memory_of_a_restore_that_failed_is_not_released_under_its_copies(d
     rig.leave()
     device.copies_left = 0
     with pytest.raises(torch.OutOfMemoryError):
-        rig.transfers.restore(rig.records(), Priority.SPECULATIVE)
+        rig.transfers.restore(rig.blocks(), Priority.SPECULATIVE)
     device.heal()
     del y
     rig.end()
@@ -226,8 +226,8 @@ def test_a_restore_that_fails_can_be_tried_again(device: SmallDevice, fails: str
     rig.leave()
     setattr(device, fails, after if fails == "records_left" else 0)
     with pytest.raises(torch.OutOfMemoryError):
-        rig.transfers.restore(rig.records(), Priority.SPECULATIVE)
-    assert rig.states() == [RecordState.SPILLED] * 4
+        rig.transfers.restore(rig.blocks(), Priority.SPECULATIVE)
+    assert rig.states() == [BlockState.SPILLED] * 4
     assert (rig.transfers.device_bytes, rig.transfers.in_flight()) == (0, (0, 0))
     device.heal()
     y.backward()
@@ -269,12 +269,18 @@ def test_a_sparse_view_that_there_is_no_room_to_pack_leaves_whole(monkeypatch: p
     def full(*_arguments: object, **_keywords: object) -> Tensor:
         raise torch.OutOfMemoryError("no room for the packed copy")
 
+    assert group.deferred is not None
+    record = group.deferred[0]()
+    assert record is not None
+    packed_bytes = rig.engine.store._packed_bytes(record)
+    assert packed_bytes is not None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", full)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(1)
-        rig.engine.store._gather(rig.records()[0])
-    assert rig.records()[0].gathered is None
+        rig.engine.store._gather(record, packed_bytes)
+    assert record.gathered is None
+    del record
     rig.engine.store.commit(group)
     rig.leave()
     y.backward()

@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError, OffloadError
 from offload.transfer.admission import Priority
-from offload.transfer.record import RecordState
+from offload.transfer.block import BlockState
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 from tests.unit.saved.test_views import keep
 
@@ -40,7 +40,7 @@ def gone(length: int, rig: Rig) -> Tensor:
         y = chain(leaf(), length)
     rig.leave()
     rig.chunks[-1].complete()
-    assert rig.states() == length * [RecordState.SPILLED]
+    assert rig.states() == length * [BlockState.SPILLED]
     return y
 
 
@@ -72,11 +72,11 @@ def test_compute_waits_for_its_own_bytes_and_the_host_for_nothing() -> None:
 def test_records_of_one_piece_are_fetched_under_one_event() -> None:
     rig = Rig(piece_bytes=3 * KIB)
     y = gone(3, rig)
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     assert rig.transfers.in_flight() == (0, 1)
     # one spill, so one event to wait for
     assert (rig.device.waits["allocate"], rig.device.waits["restore"]) == (1, 1)
-    assert rig.states() == 3 * [RecordState.RESTORING]
+    assert rig.states() == 3 * [BlockState.RESTORING]
     y.sum().backward()
     assert rig.device.waits["read"] == 1
     del y
@@ -87,10 +87,10 @@ def test_records_of_one_piece_are_fetched_under_one_event() -> None:
 def test_a_prefetch_fetches_what_is_read_next_within_its_cap() -> None:
     rig = Rig(max_restoring_bytes=2 * KIB)
     y = gone(5, rig)
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     assert rig.transfers.restoring_bytes == 2 * KIB
-    assert rig.states() == 3 * [RecordState.SPILLED] + 2 * [RecordState.RESTORING]
-    rig.engine.on_read(lambda _: rig.engine.prefetch.pump(rig.chunks))
+    assert rig.states() == 3 * [BlockState.SPILLED] + 2 * [BlockState.RESTORING]
+    rig.engine.on_read(lambda _: rig.pump())
     y.sum().backward()
     del y
     stats = rig.end()
@@ -104,10 +104,10 @@ def test_nothing_is_fetched_before_its_forward_is_complete() -> None:
     with rig.group():
         y = chain(leaf(), 3)
     rig.leave()
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     assert rig.restored_bytes == 0
     rig.chunks[0].complete()
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     assert rig.restored_bytes == 3 * KIB
     del y
     rig.end()
@@ -119,9 +119,9 @@ def test_a_tensor_larger_than_the_prefetch_cap_is_fetched_alone() -> None:
         y = chain(leaf(3), 2)
     rig.leave()
     rig.chunks[0].complete()
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     assert rig.transfers.restoring_bytes == 3 * KIB
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     assert rig.transfers.restoring_bytes == 3 * KIB
     del y
     rig.end()
@@ -130,9 +130,9 @@ def test_a_tensor_larger_than_the_prefetch_cap_is_fetched_alone() -> None:
 def test_a_prefetch_keeps_within_the_device_limit() -> None:
     rig = Rig(device_limit_bytes=2 * KIB, max_restoring_bytes=100 * KIB)
     y = gone(5, rig)
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     assert rig.transfers.device_bytes == 2 * KIB
-    rig.engine.on_read(lambda _: rig.engine.prefetch.pump(rig.chunks))
+    rig.engine.on_read(lambda _: rig.pump())
     y.sum().backward()
     del y
     stats = rig.end()
@@ -147,7 +147,7 @@ def test_what_is_still_alive_is_not_fetched() -> None:
         y = x.sin()
     rig.leave()
     rig.chunks[0].complete()
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     y.sum().backward()
     assert rig.restored_bytes == 0
     del y
@@ -160,11 +160,11 @@ def test_what_is_still_alive_is_not_fetched() -> None:
 def test_a_graph_dropped_while_its_tensors_come_back_leaves_nothing(executor: ExecutorName) -> None:
     rig = Rig(executor)
     y = gone(3, rig)
-    rig.engine.prefetch.pump(rig.chunks)
-    assert rig.states() == 3 * [RecordState.RESTORING]
+    rig.pump()
+    assert rig.states() == 3 * [BlockState.RESTORING]
     assert rig.transfers.restoring_bytes == 3 * KIB
     del y
-    rig.transfers.bury()
+    rig.transfers.reclaim_freed()
     rig.assert_empty()
     if executor == "late":
         assert rig.device.waits["abandon"] == 3
@@ -178,12 +178,12 @@ def test_part_of_a_restored_piece_may_die_unread() -> None:
         y, z = chain(leaf(), 2), chain(leaf(), 2)
     rig.leave()
     rig.chunks[0].complete()
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     assert rig.transfers.in_flight() == (0, 1)
     del y
-    rig.transfers.bury()
+    rig.transfers.reclaim_freed()
     assert rig.transfers.restoring_bytes == 2 * KIB
-    assert rig.states() == 2 * [RecordState.RESTORED]
+    assert rig.states() == 2 * [BlockState.RESTORED]
     z.sum().backward()
     del z
     rig.end()
@@ -194,7 +194,7 @@ def test_blocks_given_back_by_a_finaliser_are_lent_again() -> None:
     for _ in range(5):
         rig.chunk()
         y = gone(2, rig)
-        rig.engine.prefetch.pump([rig.chunks[-1]])
+        rig.engine.prefetch.pump([rig.chunks[-1].coming])
         del y
     assert rig.engine.arena.stats().lent_peak_bytes == 2 * KIB
     rig.end()
@@ -205,7 +205,7 @@ def test_a_dropped_tensor_is_fetched_again_without_a_second_spill() -> None:
     rig = Rig(max_restoring_bytes=0)
     y = gone(3, rig)
     y.sum().backward(retain_graph=True)
-    assert rig.states() == 3 * [RecordState.SPILLED]
+    assert rig.states() == 3 * [BlockState.SPILLED]
     y.sum().backward()
     assert (rig.spilled_bytes, rig.restored_bytes) == (3 * KIB, 6 * KIB)
     del y
@@ -245,7 +245,7 @@ def test_a_reader_on_another_compute_lane_gets_a_copy_of_its_own(executor: Execu
         y = chain(x, 3)
     rig.leave()
     rig.chunks[0].complete()
-    rig.engine.prefetch.pump(rig.chunks)  # allocates on the first lane
+    rig.pump()  # allocates on the first lane
     with rig.device.use_lane(rig.device.new_compute_lane("second")):
         (found,) = torch.autograd.grad(y.sum(), [x])
     assert_equal_bits(gradients(program, [x]), [found])
@@ -262,13 +262,13 @@ def test_that_copy_is_not_the_buffer_and_both_lanes_are_ordered() -> None:
     del value
     rig.leave()
     first = rig.engine.hooks.unpack(packed[0])  # the other reader is to come: the buffer stays
-    settled = rig.device.waits["settle"]
+    returned = rig.device.waits["return"]
     with rig.device.use_lane(rig.device.new_compute_lane("second")):
         second = rig.engine.hooks.unpack(packed[1])
     assert_equal_bits([expected, expected], [first, second])
     assert first.data_ptr() != second.data_ptr()
     # the buffer goes back to the first lane, after the second has read it
-    assert rig.device.waits["settle"] == settled + 1
+    assert rig.device.waits["return"] == returned + 1
     packed.clear()
     rig.end()
 
@@ -312,7 +312,7 @@ def test_an_audit_passes_what_nobody_touched() -> None:
 def test_an_audit_finds_a_host_copy_that_was_written_to() -> None:
     rig = Rig(audit=True, max_restoring_bytes=0)
     y = gone(2, rig)
-    block = rig.records()[0].block
+    block = rig.blocks()[0].host
     assert block is not None
     block.extents[0][7] ^= 1  # one bit of 8,192
     with pytest.raises(
@@ -328,10 +328,10 @@ def test_without_an_audit_nothing_is_checked() -> None:
     rig = Rig(max_restoring_bytes=0)
     y = gone(1, rig)
     rig.device.synchronize(rig.device.record(rig.device.d2h))
-    (record,) = rig.records()
-    assert record.block is not None
-    assert record.checksum is None
-    record.block.extents[0].zero_()
+    (block,) = rig.blocks()
+    assert block.host is not None
+    assert block.checksum is None
+    block.host.extents[0].zero_()
     y.sum().backward()
     del y
     rig.end()
@@ -340,7 +340,7 @@ def test_without_an_audit_nothing_is_checked() -> None:
 def test_a_restore_may_be_asked_for_by_hand() -> None:
     rig = Rig()
     y = gone(2, rig)
-    transfer = rig.transfers.restore(rig.records(), Priority.BACKGROUND)
+    transfer = rig.transfers.restore(rig.blocks(), Priority.BACKGROUND)
     assert transfer is not None
     assert transfer.nbytes == 2 * KIB
     assert isinstance(rig.device, SimDevice)

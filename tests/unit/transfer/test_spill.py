@@ -12,8 +12,8 @@ from torch import Tensor
 from offload.device import Event
 from offload.device.sim import ExecutorName, SimDevice
 from offload.memory.budget import LocalHostBudget
+from offload.transfer.block import BlockState
 from offload.transfer.layout import WeakStorage
-from offload.transfer.record import RecordState
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 
 KIB = 1024
@@ -49,7 +49,7 @@ def test_past_the_spilling_cap_compute_waits_for_the_oldest_and_the_host_for_not
     assert rig.transfers.in_flight() == (2, 0)
     assert rig.transfers.spilling_bytes == 2 * KIB
     assert device.waits["settle"] == 3
-    assert rig.states() == 3 * [RecordState.SPILLED] + 2 * [RecordState.SPILLING]
+    assert rig.states() == 3 * [BlockState.SPILLED] + 2 * [BlockState.SPILLING]
     assert device.blocked_s == 0
     del y
     rig.end()
@@ -62,7 +62,7 @@ def test_a_tensor_larger_than_the_spilling_cap_leaves_alone() -> None:
         assert rig.transfers.in_flight() == (1, 0)
         z = chain(leaf(3), 1)
     assert rig.transfers.in_flight() == (1, 0)
-    assert rig.states() == [RecordState.SPILLED, RecordState.SPILLING]
+    assert rig.states() == [BlockState.SPILLED, BlockState.SPILLING]
     del y, z
     rig.end()
 
@@ -194,7 +194,7 @@ def test_a_group_larger_than_a_piece_leaves_in_several_transfers_before_its_comm
     with rig.group(commit=False) as group:
         y = chain(leaf(), 5)
     assert [transfer.nbytes for transfer in group.transfers] == [2 * KIB, 2 * KIB]
-    assert rig.states() == 4 * [RecordState.SPILLING] + [RecordState.RESIDENT]
+    assert rig.states() == 4 * [BlockState.SPILLING] + [BlockState.RESIDENT]
     rig.engine.store.commit(group)
     assert [transfer.nbytes for transfer in group.transfers] == [2 * KIB, 2 * KIB, KIB]
     assert rig.device.copies(rig.device.d2h) == 5
@@ -229,7 +229,7 @@ def test_the_source_lives_until_compute_is_ordered_after_its_copy() -> None:
     rig = Rig()
     with rig.group():
         y = (leaf() * 2).sin()
-    (record,) = rig.records()
+    (record,) = rig.blocks()
     source = WeakStorage(record.storage())  # type: ignore[arg-type]
     assert record.device_bytes is None
     assert source.storage() is not None
@@ -244,10 +244,10 @@ def test_a_graph_dropped_while_its_tensors_leave_gives_every_block_back(executor
     rig = Rig(executor)
     with rig.group():
         y = chain(leaf(), 3)
-    assert rig.states() == 3 * [RecordState.SPILLING]
+    assert rig.states() == 3 * [BlockState.SPILLING]
     del y
-    assert rig.records() == []
-    rig.transfers.bury()
+    assert rig.blocks() == []
+    rig.transfers.reclaim_freed()
     assert rig.engine.arena.stats().lent == 0
     # the copies still read their sources
     assert (rig.transfers.spilling_bytes, rig.transfers.in_flight()) == (3 * KIB, (3, 0))
@@ -329,17 +329,17 @@ def reclaimed(**config: Any) -> tuple[Rig, Tensor]:
     with rig.group():
         y = (leaf() * 2).sin()
     rig.chunks[0].complete()
-    rig.engine.prefetch.pump(rig.chunks)
+    rig.pump()
     return rig, y
 
 
 def test_a_tensor_on_its_way_out_that_is_read_next_stays() -> None:
     rig, y = reclaimed()
-    assert rig.states() == [RecordState.RESIDENT]
+    assert rig.states() == [BlockState.RESIDENT]
     assert (rig.transfers.resident_bytes, rig.transfers.spilling_bytes) == (KIB, 0)
     assert rig.engine.arena.stats().lent == 1, "while its copy runs it may have to leave after all"
     rig.leave()
-    assert rig.states() == [RecordState.RESIDENT]
+    assert rig.states() == [BlockState.RESIDENT]
     assert rig.engine.arena.stats().lent == 0
     y.sum().backward()
     assert rig.restored_bytes == 0
@@ -353,7 +353,7 @@ def test_what_was_held_back_makes_room_for_a_save_that_finds_no_other(executor: 
     rig, y = reclaimed(executor=executor, device_limit_bytes=2 * KIB, max_restoring_bytes=KIB)
     with rig.group(leaves=False):
         z = chain(leaf(), 2)
-    assert rig.states() == [RecordState.SPILLED, RecordState.RESIDENT, RecordState.RESIDENT]
+    assert rig.states() == [BlockState.SPILLED, BlockState.RESIDENT, BlockState.RESIDENT]
     assert rig.transfers.counts.device_bytes_peak == 2 * KIB
     (y.sum() + z.sum()).backward()
     assert rig.restored_bytes == KIB
@@ -364,7 +364,7 @@ def test_what_was_held_back_makes_room_for_a_save_that_finds_no_other(executor: 
 def test_the_bytes_of_a_tensor_that_stayed_count_until_its_unused_copy_has_run() -> None:
     rig, y = reclaimed()
     del y
-    rig.transfers.bury()
+    rig.transfers.reclaim_freed()
     assert (rig.transfers.resident_bytes, rig.transfers.spilling_bytes) == (0, KIB)
     rig.end()
 
@@ -375,16 +375,16 @@ def test_room_is_not_made_by_waiting_for_a_spill_that_holds_nothing() -> None:
     with rig.group():
         z = chain(leaf(), 2)
     assert rig.device.waits["settle"] == 1  # for the first of the two new ones
-    assert rig.states() == [RecordState.RESIDENT, RecordState.SPILLED, RecordState.SPILLING]
+    assert rig.states() == [BlockState.RESIDENT, BlockState.SPILLED, BlockState.SPILLING]
     del y, z
     rig.end()
 
 
 @pytest.mark.parametrize(
-    ("limit_bytes", "state"), [(2 * KIB, RecordState.RESIDENT), (2 * KIB - 1, RecordState.SPILLING)]
+    ("limit_bytes", "state"), [(2 * KIB, BlockState.RESIDENT), (2 * KIB - 1, BlockState.SPILLING)]
 )
 def test_a_tensor_on_its_way_out_stays_only_if_the_largest_still_fits_beside_what_stays(
-    limit_bytes: int, state: RecordState
+    limit_bytes: int, state: BlockState
 ) -> None:
     rig, y = reclaimed(device_limit_bytes=limit_bytes, max_restoring_bytes=KIB)
     assert rig.states() == [state]
@@ -409,7 +409,7 @@ def test_the_next_spill_into_the_block_of_an_unused_copy_waits_for_it() -> None:
 def test_the_next_spill_into_the_block_of_a_dead_tensor_waits_for_its_unused_copy() -> None:
     rig, y = reclaimed(executor="late")
     del y
-    rig.transfers.bury()
+    rig.transfers.reclaim_freed()
     with rig.group():
         z = (leaf() * 2).sin()
     assert rig.engine.arena.stats().lent_peak_bytes == KIB, "the copy of the first is still in flight"

@@ -1,5 +1,5 @@
-"""The state machine of a record: what is legal, what is refused and in which words, and what a dead record
-leaves behind."""
+"""The state machine of a block: what is legal, what is refused and in which words, and what happens to it
+when nobody can read it any more."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 
 from offload.errors import OffloadError, RecordStateError
 from offload.ids import ChunkId, GroupId
-from offload.transfer.record import LEGAL_MOVES, Record, RecordState, Remains
+from offload.saved.record import Record
+from offload.transfer.block import LEGAL_MOVES, BlockState, DeviceBlock
 
-S = RecordState
+S = BlockState
 LEGAL = {
     (S.RESIDENT, S.SPILLING),
     (S.RESIDENT, S.RELEASED),
@@ -31,43 +32,41 @@ LEGAL = {
 ALL = list(itertools.product(S, S))
 
 
-def record_in(state: RecordState, estate: deque[Remains] | None = None) -> Record:
+def block_in(state: BlockState) -> DeviceBlock:
     storage = torch.empty(4096, dtype=torch.uint8).untyped_storage()
-    record = Record(
-        GroupId(ChunkId(1, 4), 2, "core_attn"), 0, 0, 4096, storage, deque() if estate is None else estate
-    )
-    record.state = state
-    return record
+    block = DeviceBlock(GroupId(ChunkId(1, 4), 2, "core_attn"), 0, 0, 4096, storage, deque())
+    block.state = state
+    return block
 
 
 @pytest.mark.parametrize(
     ("start", "end"), [move for move in ALL if move in LEGAL], ids=lambda state: state.name
 )
-def test_a_legal_move_is_made(start: RecordState, end: RecordState) -> None:
-    record = record_in(start)
-    record.move_to(end)
-    assert record.state is end
+def test_a_legal_move_is_made(start: BlockState, end: BlockState) -> None:
+    block = block_in(start)
+    block.move_to(end)
+    assert block.state is end
 
 
 @pytest.mark.parametrize(
     ("start", "end"), [move for move in ALL if move not in LEGAL], ids=lambda state: state.name
 )
-def test_any_other_move_is_refused_and_changes_nothing(start: RecordState, end: RecordState) -> None:
-    record = record_in(start)
+def test_any_other_move_is_refused_and_changes_nothing(start: BlockState, end: BlockState) -> None:
+    block = block_in(start)
     with pytest.raises(RecordStateError, match=f"cannot move {start.name} -> {end.name}; legal from here: "):
-        record.move_to(end)
-    assert record.state is start
+        block.move_to(end)
+    assert block.state is start
 
 
 def test_the_error_names_the_tensor_its_bytes_and_the_way_out() -> None:
     with pytest.raises(RecordStateError) as caught:
-        record_in(S.SPILLING).move_to(S.RESTORED)
+        block_in(S.SPILLING).move_to(S.RESTORED)
     assert str(caught.value) == (
         "s1m4/core_attn#2[0] (4,096 bytes) cannot move SPILLING -> RESTORED; legal from here: RELEASED, "
         "RESIDENT, SPILLED"
     )
     with pytest.raises(RecordStateError, match=re.escape("RELEASED -> SPILLING; legal from here: none")):
-        record_in(S.RELEASED).move_to(S.SPILLING)
+        block_in(S.RELEASED).move_to(S.SPILLING)
     assert issubclass(RecordStateError, OffloadError)
 
 
@@ -80,19 +79,20 @@ def test_every_state_may_end_and_none_comes_back_from_the_end() -> None:
 @pytest.mark.parametrize(
     "state", [state for state in S if state is not S.RELEASED], ids=lambda state: state.name
 )
-def test_a_dying_record_leaves_its_state_and_its_bytes_to_the_engine(state: RecordState) -> None:
-    estate: deque[Remains] = deque()
-    record = record_in(state, estate)
+def test_a_block_whose_record_died_goes_to_the_engine_once_and_holds_nothing(state: BlockState) -> None:
+    block = block_in(state)
+    record = Record(block, None, 0)
     del record
-    assert [(remains.state, remains.nbytes) for remains in estate] == [(state, 4096)]
+    block.free()
+    assert list(block.freed_blocks) == [block]
+    assert (block.state, block.nbytes, block.device_bytes) == (state, 4096, None)
 
 
-def test_a_released_record_leaves_nothing_when_it_dies() -> None:
-    estate: deque[Remains] = deque()
-    record = record_in(S.RELEASED, estate)
-    del record
-    assert not estate
+def test_a_released_block_leaves_nothing_to_the_engine() -> None:
+    block = block_in(S.RELEASED)
+    block.free()
+    assert not block.freed_blocks
 
 
-def test_a_record_prints_whose_bytes_it_names() -> None:
-    assert repr(record_in(S.SPILLED)) == "Record(s1m4/core_attn#2[0], 4,096 bytes, SPILLED)"
+def test_a_block_prints_whose_bytes_it_names() -> None:
+    assert repr(block_in(S.SPILLED)) == "DeviceBlock(s1m4/core_attn#2[0], 4,096 bytes, SPILLED)"

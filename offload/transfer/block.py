@@ -1,0 +1,227 @@
+"""A range of bytes of one device storage that may leave for the host and come back: where its bytes are, and
+who
+has copied them last.
+
+One invariant: `move_to` and `RELEASED` in `reclaim_freed` are the only writers of a block's state, and they
+allow what `LEGAL_MOVES` lists.
+
+    RESIDENT --spill--> SPILLING --settle--> SPILLED --restore--> RESTORING --wait--> RESTORED
+       ^                                        ^                                        |
+       +-- (no host block, no room: it stays)   +------- drop: the host copy is clean ---+
+    every state may end in RELEASED: its readers are gone, or the step ended.
+
+A block holds the device bytes strongly only while RESIDENT, RESTORING or RESTORED. Bytes that leave are held
+by the transfer that moves them. Whoever reads the block (a saved tensor's record) calls `free` when nobody
+can read it any more, on whichever thread that happens: that takes no lock, lets the bytes go and appends the
+block to a deque of its engine, which reclaims counts and host bytes at its next call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from offload.errors import RecordStateError
+from offload.ids import GroupId, SlotId
+from offload.transfer.layout import WeakStorage
+
+if TYPE_CHECKING:
+    from offload.device import Event, Lane
+    from offload.memory.arena import Block
+    from offload.transfer.graph import CapturedGraph
+
+__all__ = ["LEGAL_MOVES", "BlockState", "DeviceBlock", "Transfer", "living"]
+
+
+class BlockState(Enum):
+    # members are compared by identity; Enum's own hash is a Python call, two of them a move
+    __hash__ = object.__hash__
+    RESIDENT = auto()  # on the device, in the storage that was saved
+    SPILLING = auto()  # D2H issued; its transfer keeps the device storage alive
+    SPILLED = auto()  # the host block holds the only copy that is ours
+    RESTORING = auto()  # H2D issued; readers must wait for its event
+    RESTORED = auto()  # on the device again, in a new storage, and the compute lane is ordered after the copy
+    RELEASED = auto()  # no more readers: they are gone, or the step has ended
+
+
+_S = BlockState
+LEGAL_MOVES: dict[BlockState, frozenset[BlockState]] = {
+    _S.RESIDENT: frozenset({_S.SPILLING, _S.RELEASED}),
+    _S.SPILLING: frozenset({_S.SPILLED, _S.RESIDENT, _S.RELEASED}),
+    _S.SPILLED: frozenset({_S.RESTORING, _S.RELEASED}),
+    _S.RESTORING: frozenset({_S.RESTORED, _S.RELEASED}),
+    _S.RESTORED: frozenset({_S.SPILLED, _S.RELEASED}),
+    _S.RELEASED: frozenset(),
+}
+
+
+class Transfer:
+    """A piece in flight: its bytes stay alive until the event has passed, or until a lane that reuses them is
+    ordered after it.
+
+    blocks: what moves. keepalive: device tensors, sources of a spill or destinations of a restore, one a
+        block; of both none once it is settled.
+    lane: the compute lane whose allocator owns them.
+    capture: the graph that its copies are part of, None if they were issued; only the same capture may wait
+        for the event.
+    """
+
+    __slots__ = ("blocks", "capture", "event", "keepalive", "lane", "nbytes", "settled")
+
+    def __init__(
+        self,
+        blocks: tuple[DeviceBlock, ...],
+        keepalive: tuple[torch.Tensor, ...],
+        lane: Lane,
+        event: Event,
+        nbytes: int,
+        capture: CapturedGraph | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.keepalive = keepalive
+        self.lane = lane
+        self.event = event
+        self.nbytes = nbytes
+        self.capture = capture
+        self.settled = False  # passed, or `lane` waits for it
+
+
+class Holder(Protocol):
+    """Who holds the bytes of a block that stays. probe: an alias of what was saved."""
+
+    probe: torch.Tensor | None
+
+
+class DeviceBlock(WeakStorage):
+    """Bytes `start` to `stop` of one storage, saved by one chunk: a weak reference to that storage, later to
+    the restored one, or to a packed copy.
+
+    It has few objects of its own, because each that lives as long as a saved tensor is one more for Python's
+    collector to walk.
+
+    group, slot: whose it is. start, nbytes: the bytes of the saved storage that move. readers: how many times
+    it was saved; unread: how many of them have not been read in the pass under way; pass_no: of that pass.
+    touch: the order of its latest save, so of its first read in a backward. external: written from outside
+    autograd, so that a storage that is still alive says nothing about its bytes. capture: the graph in which
+    it was saved, and whose replays write its host block; None outside of captures. holders: of a block that
+    stays for good, weak references to those who hold its bytes. storages: of such a one, how many; it has no
+    bytes of its own to move.
+    """
+
+    __slots__ = (
+        "base",
+        "capture",
+        "checksum",
+        "device_bytes",
+        "event",
+        "external",
+        "freed_blocks",
+        "group",
+        "holders",
+        "host",
+        "is_freed",
+        "lane",
+        "nbytes",
+        "pass_no",
+        "readers",
+        "refused",
+        "slot",
+        "start",
+        "state",
+        "storages",
+        "touch",
+        "transfer",
+        "unread",
+    )
+
+    def __init__(
+        self,
+        group: GroupId,
+        slot: int,
+        start: int,
+        stop: int,
+        storage: torch.UntypedStorage,
+        freed_blocks: deque[DeviceBlock],
+    ) -> None:
+        """start, stop: the bytes of `storage` that move. freed_blocks: its engine's."""
+        self.key = storage._cdata  # `WeakStorage`, without a call
+        self._pointer = storage._weak_ref()
+        self.group = group
+        self.slot = slot
+        self.start = start
+        self.nbytes = stop - start
+        # first byte of the saved storage that the one referred to has: 0, after a restore `start`
+        self.base = 0
+        self.freed_blocks = freed_blocks
+        self.is_freed = False
+        self.state = BlockState.RESIDENT
+        self.device_bytes: torch.UntypedStorage | None = storage
+        self.lane: Lane | None = None  # the compute lane that saved it, and so comes after its writer
+        self.capture: CapturedGraph | None = None
+        self.host: Block | None = None
+        self.event: Event | None = None  # last use of the host block: its spill, then each restore
+        self.transfer: Transfer | None = None  # the one under way, or the last
+        self.external = False
+        self.readers = self.unread = self.pass_no = self.touch = 0
+        self.holders: list[Callable[[], Holder | None]] | None = None
+        self.storages = 1
+        self.checksum: int | None = None
+        self.refused = False  # it should have left, and found no room on the host
+
+    @property
+    def label(self) -> SlotId:
+        return SlotId(self.group, self.slot)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+    def storage_keys(self) -> set[int]:
+        """Of the storages whose bytes these are."""
+        if self.holders is None:
+            return {self.key}
+        probes = [holder.probe for holder in self.living_holders()]
+        return {probe.untyped_storage()._cdata for probe in probes if probe is not None}
+
+    def living_holders(self) -> Iterator[Holder]:
+        for reference in self.holders or ():
+            holder = reference()
+            if holder is not None:
+                yield holder
+
+    def cover(self, start: int, stop: int) -> None:
+        """Move these bytes of the storage, and no others."""
+        self.start = start
+        self.nbytes = stop - start
+
+    def move_to(self, state: BlockState) -> None:
+        legal = LEGAL_MOVES[self.state]
+        if state not in legal:
+            names = ", ".join(sorted(move.name for move in legal)) or "none"
+            raise RecordStateError(
+                f"{self.label} ({self.nbytes:,} bytes) cannot move {self.state.name} -> {state.name}; legal "
+                f"from here: {names}"
+            )
+        self.state = state
+
+    def free(self) -> None:
+        """Nobody can read it any more. Takes no lock; may be called by a finaliser, on any thread, in the
+        midst of a call of the engine."""
+        if not self.is_freed and self.state is not BlockState.RELEASED:
+            self.is_freed = True
+            self.device_bytes = None
+            self.freed_blocks.append(self)
+
+    def __repr__(self) -> str:
+        return f"DeviceBlock({self.label}, {self.nbytes:,} bytes, {self.state.name})"
+
+
+def living(blocks: Iterable[DeviceBlock]) -> Iterator[DeviceBlock]:
+    """Those that somebody can still read."""
+    for block in blocks:
+        if not block.is_freed:
+            yield block
