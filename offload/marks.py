@@ -175,8 +175,9 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
     After an exception in between they stay until step_end() or reset(). Blocks the host: never. Raises
     CaptureError in a CUDA graph captured outside of `capturing()`.
     """
-    check_mark("group_start", tensor, name)
-    manager = existing_manager()
+    if type(name) is not str or not name or not isinstance(tensor, torch.Tensor):
+        check_mark("group_start", tensor, name)
+    manager = PipelineOffloadManager.OFFLOAD_MGR
     if manager is None:
         return tensor
     handler = manager.active_handler()
@@ -223,8 +224,9 @@ def group_commit(
         kind: Any = type(tensor)
         # torch.return_types take a sequence, as tuple does
         return cast(T, kind(*items) if hasattr(tensor, "_fields") else kind(items))
-    check_mark("group_commit", tensor, name)
-    manager = existing_manager()
+    if type(name) is not str or not name or not isinstance(tensor, torch.Tensor):
+        check_mark("group_commit", tensor, name)
+    manager = PipelineOffloadManager.OFFLOAD_MGR
     if manager is None:
         return tensor
     manager.close_at_commit(name)
@@ -242,7 +244,7 @@ def group_commit(
         tensor,
         handler,
         name,
-        without_output(forced_released_tensors, tensor, name),
+        forced_released_tensors and without_output(forced_released_tensors, tensor, name),
         delay_offload,
     )
 

@@ -69,7 +69,7 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.cpu_offload_handler = cpu_offload_handler
         cpu_offload_handler.on_group_start_forward(name)
-        return same(tensor)
+        return tensor if _has_views(tensor) else tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -92,9 +92,11 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
         ctx.backward_chunk = cur_forward_chunk
         ctx.group = name
         cur_forward_chunk.commit(name, forced_released_tensors, delay_offload)
-        if tensor.requires_grad and not (tensor.is_leaf or tensor._is_view()) and _has_views(tensor):
+        if not _has_views(tensor):
+            return tensor.detach()
+        if tensor.requires_grad and not (tensor.is_leaf or tensor._is_view()):
             ctx.mark_dirty(tensor)
-        return same(tensor)
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:

@@ -255,10 +255,11 @@ class ChunkOffloadHandler(HandCopies):
         """
         forced = checked_tensors(forced_released_tensors)
         with self.engine.lock:
-            group = self.close(name) if group is None else group
-            self._commit(group, forced)
+            self.send(self.close(name) if group is None else group, forced)
 
-    def _commit(self, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
+    def send(self, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
+        """Send what has not left yet of a group that is closed, and release `forced`. Callers hold the
+        engine's lock."""
         saved = group.saved
         if saved is None:
             return  # its forward was begun again in between, or its step has ended
@@ -359,7 +360,7 @@ class ChunkOffloadHandler(HandCopies):
         with self.engine.lock:
             group = self.innermost_open()
             if group is not None and self.should_bulk_offload():
-                self._commit(group, forced)
+                self.send(group, forced)
 
     def bulk_reload_group(self) -> bool:
         """Fetch the group back that is read next: the last one not fetched yet. False if none is left."""

@@ -186,14 +186,14 @@ class PipelineOffloadManager(OpenScopes, Client):
         delay_offload: bool = False,
     ) -> None:
         """Close the innermost open group of that name; send it, or queue it for `flush_delayed_groups`."""
-        forced = checked_tensors(forced_released_tensors)
+        forced = [] if forced_released_tensors is None else checked_tensors(forced_released_tensors)
         with self.engine.lock:
             group = handler.close(name)
             if group.replayed:
                 self._compile_report.replayed(
                     name, handler.id, len(group.replayed), sum(group.replayed.values())
                 )
-            if self.is_capturing:
+            if self.engine.transfers.capture is not None:
                 self._captured.add(handler)
             if delay_offload:
                 self._delayed.append(
@@ -207,7 +207,7 @@ class PipelineOffloadManager(OpenScopes, Client):
     ) -> None:
         """In warm-up, before a group is committed: say what compiled functions in it keep where no hook sees
         it."""
-        if self.is_warmup:
+        if self._planner.is_warmup:
             self._compile_report.look(
                 group.name, handler.id, output, group.since, handler.tensor_need_offloading_checker
             )
@@ -215,8 +215,8 @@ class PipelineOffloadManager(OpenScopes, Client):
     def _send(
         self, handler: ChunkOffloadHandler, group: OffloadTensorGroup, forced: list[torch.Tensor]
     ) -> None:
-        handler.on_group_commit_forward(forced, group=group)
-        cap = self.settings.max_inflight_offloads
+        handler.send(group, forced)
+        cap = self._planner.settings.max_inflight_offloads
         if cap is not None and group.saved is not None and group.saved.transfers:
             pending = self._pending[group.name]
             pending.append(group.saved.transfers)

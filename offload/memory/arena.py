@@ -143,13 +143,15 @@ class HostArena:
 
         Blocks the host: never with background growth, for the pinning with inline growth.
         """
-        needed = _needed(nbytes)
         with self._lock:
             self._asked += 1
-            self._update()
+            if self._returned:
+                self._accept_returned()
+            self._events.poll_oldest()
             whole = self._free.take_whole(nbytes)
             if whole is not None:
                 return self._lend(nbytes, whole.extents, whole.ranges, whole.pending)
+            needed = _needed(nbytes)
             # else the blocks of a steady step stay whole beside a size that changes
             if self._free.best_fit(needed) is None:
                 self._free.split_whole()
@@ -198,7 +200,8 @@ class HostArena:
         Raises PoolError if the block is not on loan from this arena. Blocks the host: never.
         """
         with self._lock:
-            self._accept_returned()
+            if self._returned:
+                self._accept_returned()
             self._accept(block, after)
 
     def give_back_later(self, block: Block, after: Event | None) -> None:

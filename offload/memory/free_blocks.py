@@ -185,7 +185,10 @@ class FreeBlocks:
         if not same:
             return None
         for at, block in enumerate(islice(same, EQUALS_LOOKED_AT)):
-            if _passed(block.pending):
+            for pending in block.pending:  # `_passed`, without a call
+                if pending.event is not None:
+                    break
+            else:
                 del same[at]
                 return block
         return same.popleft()

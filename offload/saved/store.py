@@ -94,7 +94,7 @@ class TensorStore:
         )
         if record is None:
             transfers, slot = self._transfers, group.slots
-            if whole and group.keeps(slot):
+            if whole and (not group.leaves or (group.stays_from is not None and slot >= group.stays_from)):
                 return self._keep(tensor, storage, version, chunk, group)
             block = DeviceBlock(group.id, slot, start, stop, storage, transfers.freed_blocks)
             block.lane = lane

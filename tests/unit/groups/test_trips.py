@@ -31,19 +31,20 @@ from offload import (
     group_start,
     offload_hooks,
 )
+from offload.saved.replayed import TREES
 from tests.unit.groups.idle import IdleDevice
 from tests.unit.groups.stack import HELD, installed, leaf
 
 WANTED = {"pack and spill": 25, "unpack": 12, "commit": 14, "backward mark, two restores": 30}
 AT_MOST = {
-    "pack and spill": 43,
+    "pack and spill": 34,
     "unpack": 15,
-    "commit": 32,
-    "backward mark, two restores": 47,
-    "pack and spill, four a piece": 35,
+    "commit": 24,
+    "backward mark, two restores": 46,
+    "pack and spill, four a piece": 26,
     "unpack, four a piece": 11,
-    "commit, four a piece": 32,
-    "backward mark, two restores, four a piece": 32,
+    "commit, four a piece": 24,
+    "backward mark, two restores, four a piece": 31,
 }
 DEVICE_AT_MOST = {"pack and spill": 19, "unpack": 5, "commit": 0, "backward mark, two restores": 15}
 
@@ -190,7 +191,10 @@ def measured(piece_tensors: float) -> dict[str, Trip]:
 
 
 @pytest.mark.parametrize(("piece_tensors", "suffix"), [(0.0, ""), (4.0, ", four a piece")])
-def test_a_trip_takes_no_more_calls_than_it_did(piece_tensors: float, suffix: str) -> None:
+def test_a_trip_takes_no_more_calls_than_it_did(
+    piece_tensors: float, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, TREES, raising=False)  # else each save asks whose memory it is
     for name, trip in measured(piece_tensors).items():
         assert trip.calls <= AT_MOST[name + suffix], (name + suffix, trip)
         if not suffix:
