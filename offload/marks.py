@@ -244,7 +244,7 @@ def group_commit(
         tensor,
         handler,
         name,
-        forced_released_tensors and without_output(forced_released_tensors, tensor, name),
+        None if forced_released_tensors is None else without_output(forced_released_tensors, tensor, name),
         delay_offload,
     )
 

@@ -244,6 +244,7 @@ class TransferEngine(CaptureSide):
     ) -> Transfer | None:
         """Fetch SPILLED blocks back as one piece under one event. Blocks the host: never.
 
+        blocks: one that was freed since its caller looked is passed over.
         Each gets a new storage of its `nbytes`, allocated on compute. Readers go through `ready`.
         Returns None, with nothing moved, if admission, the device limit or a full device denies a speculative
             restore; a required one goes ahead, and raises torch.OutOfMemoryError where the device has no room
@@ -259,6 +260,9 @@ class TransferEngine(CaptureSide):
             self.refuse_unwatched("a restore")
         if self.freed_blocks:
             self.reclaim_freed()
+            blocks = [block for block in blocks if not block.is_freed]
+            if not blocks:
+                return None
         required = priority >= Priority.REQUIRED
         nbytes = 0
         for block in blocks:

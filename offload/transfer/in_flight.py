@@ -172,9 +172,10 @@ class InFlight:
                 if transfer is not None and not transfer.settled:
                     transfer.nbytes += nbytes
                     self.spilling_bytes += nbytes
-            host, block.host = block.host, None
+            host, event = block.host, block.event
+            block.host = block.event = block.transfer = None  # its chunk keeps the block to the step's end
             if host is not None and block.capture is None:  # else its region holds it
-                self.arena.give_back(host, block.event)
+                self.arena.give_back(host, event)
 
     # -- room ------------------------------------------------------------------------------------------------
     def _make_room(self, nbytes: int, may_settle: Callable[[Transfer], bool] | None = None) -> bool:
@@ -260,7 +261,7 @@ class InFlight:
         """
         storage = block.storage()
         transfer = block.transfer
-        if storage is None or transfer is None or block.external:
+        if storage is None or transfer is None or block.external or block.is_freed:
             return
         limit = self.limits.device_limit_bytes
         if limit is not None and self.resident_bytes + block.nbytes + self.counts.largest_bytes > limit:

@@ -24,19 +24,16 @@ __all__ = ["Prefetcher"]
 
 
 class Prefetcher:
-    """Keeps the h2d lane supplied. Callers hold the engine's lock."""
+    """Keeps the h2d lane supplied. Callers hold the engine's lock.
+
+    stride_bytes: how much is to be read before looking again is worth its host time: a piece, or a quarter of
+        a small window. As of the last `pump`.
+    """
 
     def __init__(self, transfers: TransferEngine, *, piece_bytes: int) -> None:
         self._transfers = transfers
         self._piece_bytes = piece_bytes
-
-    @property
-    def stride_bytes(self) -> int:
-        """How much is to be read before looking again is worth its host time: a piece, or a quarter of a
-        small window."""
-        quarter = self._transfers.limits.max_restoring_bytes // 4
-        # asked at every pump: min is a call
-        return quarter if quarter < self._piece_bytes else self._piece_bytes
+        self.stride_bytes = min(piece_bytes, transfers.limits.max_restoring_bytes // 4)
 
     def look_back(self, coming: ComingReads) -> None:
         """Something that was fetched may have been dropped for want of room: let it be fetched again.
@@ -55,6 +52,7 @@ class Prefetcher:
         """
         transfers = self._transfers
         room = transfers.limits.max_restoring_bytes
+        self.stride_bytes = min(self._piece_bytes, room // 4)
         for rank, coming in enumerate(chunks):
             if not coming.known:
                 return  # what is read after it is further away than a window

@@ -38,11 +38,11 @@ from tests.unit.groups.stack import HELD, installed, leaf
 WANTED = {"pack and spill": 25, "unpack": 12, "commit": 14, "backward mark, two restores": 30}
 AT_MOST = {
     "pack and spill": 34,
-    "unpack": 15,
+    "unpack": 14,
     "commit": 24,
     "backward mark, two restores": 46,
     "pack and spill, four a piece": 26,
-    "unpack, four a piece": 11,
+    "unpack, four a piece": 10,
     "commit, four a piece": 24,
     "backward mark, two restores, four a piece": 31,
 }

@@ -265,6 +265,7 @@ def test_stage_is_a_name_of_the_package_and_works_alone_with_the_configured_mana
                 y = super().forward(x).tanh()
             return group_commit(y, "linear")
 
+    PipelineOffloadManager.close_instance()  # an earlier test may have left one
     stage = parallel.OffloadPipelineStage(
         Marked(WIDTH, WIDTH), 0, 1, torch.device("cpu"), input_args=example(), output_args=example()
     )

@@ -172,6 +172,23 @@ def test_a_graph_dropped_while_its_tensors_come_back_leaves_nothing(executor: Ex
     assert (stats.spilled, stats.restored) == (3, 3)
 
 
+def test_what_is_freed_between_the_look_and_the_fetch_is_passed_over() -> None:
+    """A finaliser runs whenever it likes, on any thread."""
+    rig = Rig(max_restoring_bytes=0)
+    with rig.group():
+        packed = [rig.engine.hooks.pack(torch.randn(ELEMENTS)) for _ in range(2)]
+    rig.leave()
+    kept, freed = rig.blocks()
+    del packed[1]
+    transfer = rig.transfers.restore([kept, freed], Priority.SPECULATIVE)
+    assert transfer is not None
+    assert transfer.blocks == (kept,)
+    assert (freed.host, freed.event, freed.transfer) == (None, None, None)
+    packed.clear()
+    assert rig.transfers.restore([kept], Priority.SPECULATIVE) is None
+    rig.end()
+
+
 def test_part_of_a_restored_piece_may_die_unread() -> None:
     rig = Rig(piece_bytes=4 * KIB)
     with rig.group():
