@@ -327,10 +327,10 @@ def test_backward_capture_that_fails_leaves_on_the_host_what_it_had_fetched(by: 
 
     def fail() -> None:
         with device.capture():
-            for record in records[:2]:
-                transfers.restore([record], Priority.REQUIRED)
-            transfers.ready(records[0])
-            assert [record.state.name for record in records] == ["RESTORED", "RESTORING", "SPILLED"]
+            for block in blocks[:2]:
+                transfers.restore([block], Priority.REQUIRED)
+            transfers.ready(blocks[0])
+            assert [block.state.name for block in blocks] == ["RESTORED", "RESTORING", "SPILLED"]
             if by == "join":
                 device._without = frozenset({"join"})
             else:
@@ -339,11 +339,11 @@ def test_backward_capture_that_fails_leaves_on_the_host_what_it_had_fetched(by: 
     with layer.engine.capturing() as region:
         with device.capture() as forward:
             layer.forward()
-        records = [handle.record for handle in layer.handles]
+        blocks = [handle.record.block for handle in layer.handles]
         with pytest.raises(HazardError):
             fail()
         device._without = frozenset()
-        assert [record.state.name for record in records] == ["SPILLED"] * 3
+        assert [block.state.name for block in blocks] == ["SPILLED"] * 3
         assert (transfers.restoring_bytes, transfers.device_bytes) == (0, 0)
         with device.capture() as backward:
             layer.backward()

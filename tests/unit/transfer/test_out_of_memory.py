@@ -248,9 +248,9 @@ def test_a_restore_after_one_that_failed_before_its_copies_still_waits_for_the_s
     with device.use_lane(device.new_compute_lane("side")):
         device.records_left = 0
         with pytest.raises(torch.OutOfMemoryError):
-            rig.transfers.restore(rig.records(), Priority.SPECULATIVE)
+            rig.transfers.restore(rig.blocks(), Priority.SPECULATIVE)
         device.heal()
-        assert rig.transfers.restore(rig.records(), Priority.SPECULATIVE) is not None
+        assert rig.transfers.restore(rig.blocks(), Priority.SPECULATIVE) is not None
     y.backward()
     assert_equal_bits(expected, found)
     del y

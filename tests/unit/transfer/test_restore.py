@@ -380,15 +380,15 @@ def test_a_tensor_whose_host_bytes_lie_in_two_places_comes_back_whole(executor: 
     del page, pages
     rig.leave()
     graphs[0] = graphs[2] = None
-    rig.transfers.bury()
+    rig.transfers.reclaim_freed()
     wide = torch.randn(2 * PAGE // 4)
     expected = wide.clone()
     with rig.group():
         y = keep(found, wide)
     del wide
-    (record,) = [record for record in rig.records() if record.nbytes == 2 * PAGE]
-    assert record.block is not None
-    assert [extent.numel() for extent in record.block.extents] == [PAGE, PAGE]
+    (block,) = [block for block in rig.blocks() if block.nbytes == 2 * PAGE]
+    assert block.host is not None
+    assert [extent.numel() for extent in block.host.extents] == [PAGE, PAGE]
     rig.leave()
     y.backward()
     graphs[1].backward()
