@@ -17,6 +17,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from offload import marks
+from offload.compat.manager import PipelineOffloadManager
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -43,12 +45,16 @@ from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.captures import CapturedRegion
 
 if TYPE_CHECKING:
+    from offload.compat.handler import ChunkOffloadHandler as ChunkOffloadHandler
     from offload.compat.interface import (
         ActivationOffloadContext as ActivationOffloadContext,
     )
     from offload.compat.interface import (
         FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,
     )
+    from offload.compat.size_class_pool import CPUSpillBackend as CPUSpillBackend
+    from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
+    from offload.compat.tensor_pool import TensorPool as TensorPool
     from offload.errors import (
         CaptureError as CaptureError,
     )
@@ -73,14 +79,11 @@ if TYPE_CHECKING:
     from offload.errors import (
         StaleHandleError as StaleHandleError,
     )
-    from offload.groups.chunk import ChunkOffloadHandler as ChunkOffloadHandler
     from offload.groups.group import OffloadTensorGroup as OffloadTensorGroup
-    from offload.groups.manager import PipelineOffloadManager as PipelineOffloadManager
-    from offload.memory.size_class_pool import CPUSpillBackend as CPUSpillBackend
-    from offload.memory.tensor_pool import GPUTensorPool as GPUTensorPool
-    from offload.memory.tensor_pool import TensorPool as TensorPool
 
-    OffloadManager = PipelineOffloadManager
+
+OffloadManager = PipelineOffloadManager
+marks.manager_type = PipelineOffloadManager
 
 __all__ = [
     "CapturedRegion",
@@ -89,6 +92,7 @@ __all__ = [
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",
+    "PipelineOffloadManager",
     "StepStats",
     "backward_record",
     "capturing",
@@ -119,13 +123,11 @@ _MODULE_OF = {
     "PoolError": "errors",
     "RecordStateError": "errors",
     "StaleHandleError": "errors",
-    "ChunkOffloadHandler": "groups.chunk",
+    "ChunkOffloadHandler": "compat.handler",
     "OffloadTensorGroup": "groups.group",
-    "OffloadManager": "groups.manager",
-    "PipelineOffloadManager": "groups.manager",
-    "CPUSpillBackend": "memory.size_class_pool",
-    "GPUTensorPool": "memory.tensor_pool",
-    "TensorPool": "memory.tensor_pool",
+    "CPUSpillBackend": "compat.size_class_pool",
+    "GPUTensorPool": "compat.tensor_pool",
+    "TensorPool": "compat.tensor_pool",
 }
 
 
@@ -134,7 +136,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_MODULE_OF[name]}")
-    value = globals()[name] = getattr(module, "PipelineOffloadManager" if name == "OffloadManager" else name)
+    value = globals()[name] = getattr(module, name)
     return value
 
 

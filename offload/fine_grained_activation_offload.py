@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
+from offload.compat.handler import ChunkOffloadHandler
 from offload.compat.interface import FineGrainedActivationOffloadingInterface
+from offload.compat.manager import PipelineOffloadManager
+from offload.compat.tensor_pool import GPUTensorPool
 from offload.groups.autograd import (
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
 )
-from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.graphs import is_graph_capturing
 from offload.groups.group import OffloadTensorGroup
-from offload.groups.manager import PipelineOffloadManager
 from offload.marks import (
     FineGrainedOffloadingBackwardRecordFunction,
     backward_record,
@@ -34,7 +35,6 @@ from offload.marks import (
     offload_hooks,
     reset,
 )
-from offload.memory.tensor_pool import GPUTensorPool
 from offload.telemetry.summary import print_offload_summary_table
 
 __all__ = [

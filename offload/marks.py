@@ -37,7 +37,7 @@ from offload.groups.autograd import (
     same,
 )
 from offload.groups.graphs import check_event, record_backward, record_forward
-from offload.groups.manager import PipelineOffloadManager
+from offload.groups.manager import GroupsManager
 from offload.groups.release import without_output
 from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
 from offload.telemetry.records import StepStats
@@ -47,6 +47,8 @@ __all__ = [
     "FineGrainedOffloadingBackwardRecordFunction",
     "backward_record",
     "capturing",
+    "check_mark",
+    "close_manager",
     "configure",
     "default_manager",
     "disable_offload",
@@ -59,6 +61,7 @@ __all__ = [
     "init_chunk_handler",
     "mark_not_offloadable",
     "offload_hooks",
+    "put_manager",
     "reset",
     "selective_contexts",
     "step_end",
@@ -75,7 +78,7 @@ def configure(
     host_key: str | None = None,
     print_summary: bool = True,
     process_group: Any = None,
-) -> PipelineOffloadManager:
+) -> GroupsManager:
     """Build the process-wide manager anew; the old one returns its pinned memory to the system first.
 
     device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store:
@@ -91,10 +94,10 @@ def configure(
         limit = config.host_limit_bytes if config.host_limit_bytes is not None else default_host_limit_bytes()
         budget = StoreHostBudget(store, host_key if host_key is not None else _host_name(), limit)
     chosen = select_device(device)
-    PipelineOffloadManager.close_instance()
+    close_manager()
     engine = OffloadEngine(config, device=chosen, budget=budget)
-    manager = PipelineOffloadManager(engine, print_summary=print_summary, process_group=process_group)
-    PipelineOffloadManager.OFFLOAD_MGR = manager
+    manager = manager_type(engine, print_summary=print_summary, process_group=process_group)
+    put_manager(manager)
     return manager
 
 
@@ -136,19 +139,43 @@ def init_chunk_handler(
         if value is not None:
             check_index(name, value)
             changes[field] = value
-    manager.init_model_chunk_offload_handler(vp_size, vp_stage, min_offloaded_tensor_size)
+    manager.begin_forward(vp_size, vp_stage, min_offloaded_tensor_size)
     if changes:
         manager.settings = replace(manager.settings, **changes)
 
 
-def existing_manager() -> PipelineOffloadManager | None:
+manager_type: type[GroupsManager] = GroupsManager
+"""What is built where none is there. The public page puts compat's in, which has the sources' methods too."""
+
+_manager: GroupsManager | None = None
+
+
+def existing_manager() -> GroupsManager | None:
     """The process-wide manager, if one was built."""
-    return PipelineOffloadManager.OFFLOAD_MGR
+    return _manager
 
 
-def default_manager() -> PipelineOffloadManager:
+def default_manager() -> GroupsManager:
     """The process-wide manager; built with the default config on first use."""
-    return PipelineOffloadManager.get_instance()
+    if _manager is None:
+        put_manager(manager_type())
+    assert _manager is not None
+    return _manager
+
+
+def put_manager(manager: GroupsManager | None) -> None:
+    """`manager` is the process-wide one from now on; the old one is not closed."""
+    global _manager
+    _manager = manager
+
+
+def close_manager() -> None:
+    """Close the process-wide manager, if there is one. Raises PoolError, and leaves it in its place, while an
+    optimizer uses its engine's host memory."""
+    old = _manager
+    if old is not None:
+        old.close()
+        put_manager(None)
 
 
 def check_mark(function: str, value: object, name: object) -> None:
@@ -177,7 +204,7 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
     """
     if type(name) is not str or not name or not isinstance(tensor, torch.Tensor):
         check_mark("group_start", tensor, name)
-    manager = PipelineOffloadManager.OFFLOAD_MGR
+    manager = _manager
     if manager is None:
         return tensor
     handler = manager.active_handler()
@@ -226,7 +253,7 @@ def group_commit(
         return cast(T, kind(*items) if hasattr(tensor, "_fields") else kind(items))
     if type(name) is not str or not name or not isinstance(tensor, torch.Tensor):
         check_mark("group_commit", tensor, name)
-    manager = PipelineOffloadManager.OFFLOAD_MGR
+    manager = _manager
     if manager is None:
         return tensor
     manager.close_at_commit(name)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from offload import marks
-from offload.groups.manager import PipelineOffloadManager
+from offload.compat.manager import PipelineOffloadManager
+from offload.groups.manager import GroupsManager
 from offload.saved.hooks import InstalledScope
 
 __all__ = ["ActivationOffloadContext", "FineGrainedActivationOffloadingInterface"]
@@ -25,7 +26,7 @@ class FineGrainedActivationOffloadingInterface:
         self.offload = offload
         self.tensor = tensor
         self.name = name
-        self._manager: PipelineOffloadManager | None = None
+        self._manager: GroupsManager | None = None
         self._installed: InstalledScope | None = None
 
     def __enter__(self) -> torch.Tensor:

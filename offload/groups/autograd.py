@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.chunk import ChunkGroups
 
 __all__ = [
     "FineGrainedOffloadingGroupCommitFunction",
@@ -65,7 +65,7 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, cpu_offload_handler: ChunkOffloadHandler, name: str
+        ctx: Any, tensor: torch.Tensor, cpu_offload_handler: ChunkGroups, name: str
     ) -> torch.Tensor:
         ctx.cpu_offload_handler = cpu_offload_handler
         cpu_offload_handler.on_group_start_forward(name)
@@ -84,7 +84,7 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         tensor: torch.Tensor,
-        cur_forward_chunk: ChunkOffloadHandler,
+        cur_forward_chunk: ChunkGroups,
         name: str,
         forced_released_tensors: list[torch.Tensor] | None,
         delay_offload: bool,

@@ -12,66 +12,61 @@ holds of this step.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Protocol
 
 import torch
 
 from offload.config import check_min_elements
-from offload.device import Lane
+from offload.engine import OffloadEngine
 from offload.errors import GroupOrderError
-from offload.groups.by_hand import HandCopies
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.release import checked_tensors, release
 from offload.ids import ChunkId, GroupId
-from offload.memory.tensor_pool import GPUTensorPool
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
-from offload.saved.handles import Handle, Passed
-from offload.transfer.admission import Priority
-from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.block import DeviceBlock
 
-if TYPE_CHECKING:
-    from offload.engine import OffloadEngine
-    from offload.groups.tracker import ChunkTracker
-
-__all__ = ["ChunkOffloadHandler", "TensorTag"]
+__all__ = ["ChunkGroups", "Cursor"]
 
 
-class TensorTag(NamedTuple):
-    """A tensor pushed by hand: the index of its group in the chunk, and its position in that group. Never
-    used twice."""
+class Cursor(Protocol):
+    """Which chunk is current, to whom a chunk reports."""
 
-    group_index: int
-    position: int
+    def living_blocks(self) -> Iterator[DeviceBlock]: ...
+
+    def reading(self, handler: ChunkGroups) -> None: ...
+
+    def pump(self) -> None: ...
+
+    def commit(
+        self,
+        handler: ChunkGroups,
+        name: str,
+        forced_released_tensors: list[torch.Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> None: ...
 
 
-class ChunkOffloadHandler(HandCopies):
+class ChunkGroups:
     """Groups of one chunk.
 
-    min_offloaded_tensor_size: elements. cpu_tensor_pool: host buffers for `offload` and `reload` called by
-        hand; the hooks' own path takes blocks from the engine's arena. engine: whose lanes and store it uses;
-        None builds an engine of its own.
+    min_offloaded_tensor_size: elements. engine: whose lanes and store it uses. manager: None for a chunk that
+        stands alone.
     """
 
     def __init__(
         self,
         min_offloaded_tensor_size: int,
-        cpu_tensor_pool: GPUTensorPool | None = None,
-        d2h_stream: Lane | None = None,
-        h2d_stream: Lane | None = None,
         *,
-        engine: OffloadEngine | None = None,
+        engine: OffloadEngine,
         chunk_id: ChunkId = ChunkId(0, 0),
-        manager: ChunkTracker | None = None,
+        manager: Cursor | None = None,
     ) -> None:
-        if engine is None:
-            from offload.engine import OffloadEngine
-
-            engine = OffloadEngine()
         check_min_elements(min_offloaded_tensor_size)
-        super().__init__(engine, chunk_id, cpu_tensor_pool, d2h_stream, h2d_stream, manager)
+        self.id = chunk_id
+        self.engine = engine
+        self._manager = manager
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.do_offload = True
         self.groups: list[OffloadTensorGroup] = []
@@ -84,9 +79,6 @@ class ChunkOffloadHandler(HandCopies):
         self._regions = 0
         # not committed yet; None: started while nothing could leave
         self._started: list[tuple[str, OffloadTensorGroup | None]] = []
-        self._tags: dict[TensorTag, Handle | Passed] = {}
-        self._pushed: Counter[int] = Counter()
-        self._reload_index = 0
 
     # -- one step --------------------------------------------------------------------------------------------
     def reset(self) -> None:
@@ -97,10 +89,7 @@ class ChunkOffloadHandler(HandCopies):
         self.begun = False
         self._index = 0
         self._regions = 0
-        self._reload_index = 0
         self._started.clear()
-        self._tags.clear()
-        self._pushed.clear()
 
     def complete(self) -> None:
         """The forward is over."""
@@ -110,36 +99,6 @@ class ChunkOffloadHandler(HandCopies):
         """Groups that this step did not start are no longer part of the chunk."""
         if self.begun:
             del self.groups[self._index :]
-
-    # -- looking at the recorded groups ----------------------------------------------------------------------
-    def find_group_with_name(self, name: str, start_index: int = 0) -> OffloadTensorGroup | None:
-        """The first recorded group of that name at or after `start_index`."""
-        return next((group for group in self.groups[start_index:] if group.name == name), None)
-
-    def find_next_group(self, name: str | None = None) -> OffloadTensorGroup | None:
-        """The next group to be started, of that name if one is given."""
-        if name is None:
-            return self.groups[self._index] if self._index < len(self.groups) else None
-        return self.find_group_with_name(name, self._index)
-
-    def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether the chunk has no group, or none of that name."""
-        return not self.groups if name is None else self.find_group_with_name(name) is None
-
-    def finish_all_groups(self, name: str | None = None) -> bool:
-        """Whether every recorded group has been started, or none of that name remains. Needs a name while
-        some remain."""
-        if self.groups and self._index >= len(self.groups):
-            return True
-        assert name is not None, (
-            f"{self.id}: {len(self.groups) - self._index} of {len(self.groups)} groups remain; say of which "
-            "name"
-        )
-        return self.find_group_with_name(name, self._index) is None
-
-    def get_max_deduplicated_groups(self) -> int:
-        """Distinct group names."""
-        return len({group.name for group in self.groups})
 
     # -- marks, forward --------------------------------------------------------------------------------------
     def on_group_start_forward(self, name: str) -> OffloadTensorGroup:
@@ -283,6 +242,12 @@ class ChunkOffloadHandler(HandCopies):
         for block in blocks:
             self.groups[block.group.place].regions[block.slot] = self._regions
 
+    def may_leave(self, tensor: torch.Tensor) -> bool:
+        """False below the size limit, for parameters and their views, and for tensors marked not
+        offloadable."""
+        verdict = judge(tensor, self.engine.device, self.engine.externals, self.min_offloaded_tensor_size)
+        return verdict is Verdict.ELIGIBLE
+
     # -- marks, backward -------------------------------------------------------------------------------------
     def on_group_commit_backward(self, name: str) -> None:
         """The backward reaches the end of a group: this chunk is the one being read. Readers wait for their
@@ -293,99 +258,5 @@ class ChunkOffloadHandler(HandCopies):
     def on_group_start_backward(self) -> None:
         """The backward has passed a group: room for the next ones."""
         if self._manager is not None:
-            with self.engine.lock:
-                self._manager.pump()
-
-    # -- by hand: tensors ------------------------------------------------------------------------------------
-    def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
-        """False below the size limit, for parameters and their views, and for tensors marked not
-        offloadable."""
-        verdict = judge(tensor, self.engine.device, self.engine.externals, self.min_offloaded_tensor_size)
-        return verdict is Verdict.ELIGIBLE
-
-    def tensor_push(self, tensor: torch.Tensor) -> TensorTag:
-        """Save `tensor` in the innermost open group; a fake or functional one is passed through. Returns its
-        tag for `tensor_pop`."""
-        with self.engine.lock:
-            group = self.innermost_open()
-            if group is None or group.saved is None:
-                raise GroupOrderError(
-                    f"chunk {self.id}: tensor_push of shape {tuple(tensor.shape)}, but no group is open; "
-                    "call on_group_start_forward first"
-                )
-            group.hooked = True
-            place = group.saved.id.place
-            tag = TensorTag(place, self._pushed[place])
-            self._pushed[place] += 1
-            if self.do_offload and self.tensor_need_offloading_checker(tensor):
-                self._tags[tag] = self.engine.store.save(tensor, self.saved, group.saved)
-            else:
-                self._tags[tag] = Passed(tensor)
-            return tag
-
-    def tensor_pop(self, tag: TensorTag) -> torch.Tensor:
-        """The tensor of that tag, on the device; once. Raises KeyError for a tag that is unknown or popped
-        already."""
-        with self.engine.lock:
-            if tag not in self._tags:
-                raise KeyError(
-                    f"{self.id} holds no tensor under tag {tuple(tag)}; it holds {len(self._tags)} others"
-                )
-            packed = self._tags.pop(tag)
-            return packed.read() if isinstance(packed, Passed) else self.engine.store.read(packed)
-
-    # -- by hand: groups -------------------------------------------------------------------------------------
-    def should_bulk_offload(self) -> bool:
-        """Whether the group at hand leaves: not while offloading is off, nor when the plan keeps it, nor,
-        after warm-up, the last of its name in the chunk that is read next: it would have to come back at
-        once."""
-        group = self.innermost_open()
-        if group is None or not self.do_offload or not group.offload:
-            return False
-        manager = self._manager
-        if manager is None or manager.is_warmup or manager.front_backward_chunk(group.name) is not self:
-            return True
-        return self.find_next_group(group.name) is not None
-
-    def bulk_offload_group(self) -> None:
-        """Send every eligible tensor of the innermost open group; small ones stay."""
-        with self.engine.lock:
-            group = self.innermost_open()
-            if group is not None and group.saved is not None and self.should_bulk_offload():
-                self.engine.store.commit(group.saved)
-
-    def bulk_offload(self, forced_released_tensors: list[torch.Tensor] | None = None) -> None:
-        """Send the innermost open group and free the listed tensors' storage."""
-        forced = checked_tensors(forced_released_tensors)
-        with self.engine.lock:
-            group = self.innermost_open()
-            if group is not None and self.should_bulk_offload():
-                self.send(group, forced)
-
-    def bulk_reload_group(self) -> bool:
-        """Fetch the group back that is read next: the last one not fetched yet. False if none is left."""
-        with self.engine.lock:
-            while self._reload_index < len(self.groups):
-                group = self.groups[len(self.groups) - 1 - self._reload_index]
-                self._reload_index += 1
-                if group.saved is None:
-                    continue
-                for transfer in group.saved.transfers:
-                    self.engine.transfers.settle_spill(transfer)
-                blocks = [block for block in group.saved.living() if block.state is BlockState.SPILLED]
-                if blocks:
-                    self.engine.transfers.restore(blocks, Priority.REQUIRED)
-                    return True
-            return False
-
-    def pre_reload_last_layer(self) -> None:
-        """Start fetching the chunk's last group, which its backward reads first."""
-        if self._reload_index == 0:
-            self.bulk_reload_group()
-
-    def bulk_reload(self) -> None:
-        """Fetch the next group back, or, where this chunk has none left, what the next chunk's backward reads
-        first."""
-        if not self.bulk_reload_group() and self._manager is not None:
             with self.engine.lock:
                 self._manager.pump()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from offload.device import Lane
-from offload.groups.manager import PipelineOffloadManager
+from offload.groups.manager import GroupsManager
 
 __all__ = ["check_event", "is_graph_capturing", "record_backward", "record_forward"]
 
@@ -41,20 +41,20 @@ def check_event(function: str, event: Any) -> None:
         )
 
 
-def record_forward(manager: PipelineOffloadManager, event: Any) -> None:
+def record_forward(manager: GroupsManager, event: Any) -> None:
     """Record `event` on the current stream, and order what comes next there after what was sent to d2h.
     Blocks the host: never."""
     check_event("forward_record", event)
     _record(manager, event, manager.d2h_stream, "settle")
 
 
-def record_backward(manager: PipelineOffloadManager, event: Any) -> None:
+def record_backward(manager: GroupsManager, event: Any) -> None:
     """Record `event` on the current stream, and order what comes next there after what was fetched on h2d.
     Blocks the host: never."""
     _record(manager, event, manager.h2d_stream, "read")
 
 
-def _record(manager: PipelineOffloadManager, event: Any, copies: Lane, order: str) -> None:
+def _record(manager: GroupsManager, event: Any, copies: Lane, order: str) -> None:
     engine = manager.engine
     engine.transfers.check_capture("an event record")
     event.record()

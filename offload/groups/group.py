@@ -17,7 +17,7 @@ __all__ = ["DYNAMIC_SHAPE_GROUPS", "OffloadTensorGroup"]
 
 DYNAMIC_SHAPE_GROUPS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 """Groups whose shapes change with the routing of tokens: a pool keyed by exact shape would grow with them.
-The engine's own path lends blocks by the byte and needs no such rule; `ChunkOffloadHandler.offload`, called
+The engine's own path lends blocks by the byte and needs no such rule; `ChunkGroups.offload`, called
 directly, follows it."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from offload.device import Lane
-from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.chunk import ChunkGroups
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.scope import KeptScope
 from offload.groups.tracker import ChunkTracker
@@ -25,7 +25,7 @@ class KeptGroup:
     handler: its chunk; None where nothing may leave. name: of the group of the region's own.
     """
 
-    def __init__(self, manager: ChunkTracker, handler: ChunkOffloadHandler | None, name: str) -> None:
+    def __init__(self, manager: ChunkTracker, handler: ChunkGroups | None, name: str) -> None:
         self._manager = manager
         self._handler = handler
         self._name = name

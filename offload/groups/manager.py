@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -19,8 +19,7 @@ from offload.compile.untraced import import_compiler
 from offload.config import check_bytes
 from offload.device import Lane
 from offload.engine import Client, OffloadEngine
-from offload.errors import PoolError
-from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.chunk import ChunkGroups
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.open_scopes import OpenScopes
 from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
@@ -30,17 +29,15 @@ from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.block import Transfer
 from offload.transfer.graph import CapturedGraph
 
-__all__ = ["PipelineOffloadManager"]
+__all__ = ["GroupsManager"]
 
 
-class PipelineOffloadManager(OpenScopes, Client):
-    """Chunks, plan and prefetch over one engine, as its client "groups". `get_instance()` holds the
-    process-wide default; tests build their own.
+class GroupsManager(OpenScopes, Client):
+    """Chunks, plan and prefetch over one engine, as its client "groups".
 
     engine: None builds one with the default config. process_group: whose ranks the summary is printed for.
     """
 
-    OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
     name = "groups"
 
     def __init__(
@@ -57,47 +54,15 @@ class PipelineOffloadManager(OpenScopes, Client):
         self._planner = StepPlanner(self.engine, PlanSettings.of(self.engine.config))
         self.print_summary = print_summary
         self.process_group = process_group
-        self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
-        self._walk = 0
         # with the capture of the commit
         self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._compile_report = CompileReport()
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
 
-    # -- the process-wide instance ---------------------------------------------------------------------------
-    @classmethod
-    def get_instance(cls) -> PipelineOffloadManager:
-        """The process-wide manager; built with the default config on first use."""
-        if cls.OFFLOAD_MGR is None:
-            cls.OFFLOAD_MGR = cls()
-        return cls.OFFLOAD_MGR
-
-    @classmethod
-    def reset_instance(cls, manager: PipelineOffloadManager | None = None) -> PipelineOffloadManager:
-        """Close the old instance, which returns its pinned memory to the system, and put a new one (or
-        `manager`) in its place."""
-        if cls.OFFLOAD_MGR is not manager:
-            cls.close_instance()
-        cls.OFFLOAD_MGR = manager if manager is not None else cls()
-        return cls.OFFLOAD_MGR
-
-    @classmethod
-    def close_instance(cls) -> None:
-        """Close the process-wide instance, if there is one. Raises PoolError, and leaves it in its place,
-        while an optimizer uses its engine's host memory."""
-        old, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR, None
-        if old is not None:
-            try:
-                old.close()
-            except PoolError:
-                cls.OFFLOAD_MGR = old
-                raise
-
     def close(self) -> None:
         """Drop everything and unpin. Blocks the host until the copies in flight have passed. The manager must
         not be used after."""
-        self.cpu_tensor_pool.clear()
         self.engine.close()
         self.engine.detach(self)
         self._ended = None
@@ -180,7 +145,7 @@ class PipelineOffloadManager(OpenScopes, Client):
     # -- marks -----------------------------------------------------------------------------------------------
     def commit(
         self,
-        handler: ChunkOffloadHandler,
+        handler: ChunkGroups,
         name: str,
         forced_released_tensors: list[torch.Tensor] | None = None,
         delay_offload: bool = False,
@@ -202,19 +167,13 @@ class PipelineOffloadManager(OpenScopes, Client):
             else:
                 self._send(handler, group, forced)
 
-    def look_behind(
-        self, group: OffloadTensorGroup, handler: ChunkOffloadHandler, output: torch.Tensor
-    ) -> None:
+    def look_behind(self, group: OffloadTensorGroup, handler: ChunkGroups, output: torch.Tensor) -> None:
         """In warm-up, before a group is committed: say what compiled functions in it keep where no hook sees
         it."""
         if self._planner.is_warmup:
-            self._compile_report.look(
-                group.name, handler.id, output, group.since, handler.tensor_need_offloading_checker
-            )
+            self._compile_report.look(group.name, handler.id, output, group.since, handler.may_leave)
 
-    def _send(
-        self, handler: ChunkOffloadHandler, group: OffloadTensorGroup, forced: list[torch.Tensor]
-    ) -> None:
+    def _send(self, handler: ChunkGroups, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)
         cap = self._planner.settings.max_inflight_offloads
         if cap is not None and group.saved is not None and group.saved.transfers:
@@ -224,21 +183,6 @@ class PipelineOffloadManager(OpenScopes, Client):
                 for transfer in pending.popleft():
                     self.engine.transfers.settle_spill(transfer)
         self.pump()
-
-    def push_offload_groups(
-        self,
-        group_hook: Callable[[list[torch.Tensor]], None],
-        forced_released_tensors: list[torch.Tensor] | None = None,
-    ) -> None:
-        """Queue a delayed offload: `group_hook(forced_released_tensors)` runs at the flush."""
-        if not callable(group_hook):
-            raise ValueError(
-                f"push_offload_groups got a {type(group_hook).__name__}, must be a function of the tensors "
-                "to release"
-            )
-        self._delayed.append(
-            (self.engine.transfers.capture, partial(group_hook, checked_tensors(forced_released_tensors)))
-        )
 
     def flush_delayed_groups(self) -> None:
         """Send every delayed group, in the order of their commits. In a capture, those that it delayed: a
@@ -282,52 +226,6 @@ class PipelineOffloadManager(OpenScopes, Client):
             for saved in handler.open_groups():
                 self.engine.store.commit(saved)
 
-    # -- queue (S2's names) ----------------------------------------------------------------------------------
-    def flush(self) -> None:
-        """Move staged chunks to the backward queue, last stage first, once the first and the last stage have
-        equally many."""
-        self._queue.flush()
-
-    def push(self, handler: ChunkOffloadHandler) -> None:
-        """Append to the backward queue, and in warm-up to the order of backwards that the plan is made
-        from."""
-        if not isinstance(handler, ChunkOffloadHandler):
-            raise ValueError(
-                f"push of a {type(handler).__name__}, must be a ChunkOffloadHandler such as "
-                "cur_forward_chunk() returns"
-            )
-        self._queue.chunks.append(handler)
-        if self.is_warmup and handler not in self._backward_order:
-            self._backward_order.append(handler)
-
-    def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
-        """Advance to the next queued chunk that has a group (of that name) and make it current."""
-        with self.engine.lock:
-            handler = self._queue.pop(name)
-            self._start_reading(handler, "B")
-            return handler
-
-    def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """The chunk of the next group: the current one in warm-up, then a walk over the recorded ones; None
-        when they are exhausted."""
-        if not self.do_offload:
-            return None
-        if self.is_warmup:
-            return self._forward
-        while self._walk < len(self._cached_forward):
-            handler = self._cached_forward[self._walk]
-            if handler.find_next_group(name) is None:
-                self._walk += 1
-                continue
-            return handler
-        return None
-
-    def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
-        return self._forward
-
-    def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
-        return self._backward
-
     # -- step ------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
         """As Client."""
@@ -349,7 +247,6 @@ class PipelineOffloadManager(OpenScopes, Client):
         self._pending.clear()
         if self.is_warmup and self.do_offload:
             self._say_what_moved_nothing()
-        self.cpu_tensor_pool.reset()
         seconds = self._clock.end_step(self.engine.transfers.stalls)
         handlers = [handler for handler in self._handlers.values() if handler.begun]
         figures = self.engine.end_saves([*self._retired, *(handler.saved for handler in handlers)])
@@ -370,10 +267,7 @@ class PipelineOffloadManager(OpenScopes, Client):
                 planned = self._planner.after_step(seen)
             else:
                 self._planner.pass_over(seen)
-            if planned:
-                self._cached_forward = list(self._forward_order)
             self._forget_step()
-            self._walk = 0
         if planned and self.print_summary:
             print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
 
@@ -381,24 +275,6 @@ class PipelineOffloadManager(OpenScopes, Client):
         chunks = [handler for handler in self._handlers.values() if handler.begun]
         committed = [group for handler in chunks for group in handler.groups if group.committed]
         self.mark_report.end_step(committed, min((c.min_offloaded_tensor_size for c in chunks), default=0))
-
-    def reset(self) -> StepStats:
-        """A new iteration begins: the same as `step_end`."""
-        return self.step_end()
-
-    def post_warmup_callback(self) -> None:
-        """End warm-up: choose what stays from what this step was seen to do, and print the summary."""
-        with self.engine.lock:
-            forwards, backwards = len(set(self._forward_order)), len(self._backward_order)
-            assert forwards == backwards, (
-                f"{forwards} forward chunks and {backwards} backward chunks are cached, must be as many; run "
-                "the backward of every "
-                "forward first, or call step_end(), which plans from what it has seen"
-            )
-            self._cached_forward = list(self._forward_order)
-            self._planner.plan_now(self._seen(None))
-        if self.print_summary:
-            print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
 
 
 def _check_tensor(function: str, tensor: object) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
-from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.chunk import ChunkGroups
 from offload.groups.kept_group import KeptGroup
 from offload.groups.scope import GroupScope
 from offload.groups.tracker import ChunkTracker
@@ -38,7 +38,7 @@ class OpenScopes(ChunkTracker):
         self._warned_checkpoint = False
 
     # -- whose they are --------------------------------------------------------------------------------------
-    def active_handler(self) -> ChunkOffloadHandler | None:
+    def active_handler(self) -> ChunkGroups | None:
         """The chunk that a mark in a forward belongs to, if anything may leave now."""
         if (
             not self.do_offload
@@ -49,7 +49,7 @@ class OpenScopes(ChunkTracker):
             return None
         return self._forward
 
-    def muted_handler(self) -> ChunkOffloadHandler | None:
+    def muted_handler(self) -> ChunkGroups | None:
         """The chunk that a mark belongs to although nothing may leave: its starts and commits are still
         paired. None in a backward."""
         return None if torch._C._current_graph_task_id() != -1 else self._forward

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from offload.config import OffloadConfig
 from offload.engine import DEFAULT_IN_FLIGHT_BYTES, OffloadEngine
-from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.chunk import ChunkGroups
 from offload.groups.timed import TimedPlan, Trial, timed_plans
 from offload.groups.units import Stays
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps
@@ -78,9 +78,9 @@ class SeenStep:
     seconds: compute by action of an earlier step of this kind, where it was timed.
     """
 
-    chunks: Sequence[ChunkOffloadHandler]
-    forward_order: Sequence[ChunkOffloadHandler]
-    backward_order: Sequence[ChunkOffloadHandler]
+    chunks: Sequence[ChunkGroups]
+    forward_order: Sequence[ChunkGroups]
+    backward_order: Sequence[ChunkGroups]
     actions: Sequence[Action]
     seconds: dict[Action, float] | None
 
@@ -320,7 +320,7 @@ def _once_each(seen: Sequence[Action], sizes: Collection[ChunkKey]) -> list[Acti
     return [seen[at] for at in sorted(places)]
 
 
-def _sizes(chunk: ChunkOffloadHandler, stays: Stays | None = None) -> list[GroupSize]:
+def _sizes(chunk: ChunkGroups, stays: Stays | None = None) -> list[GroupSize]:
     """The groups' eligible bytes, less what stays of those that leave in part."""
     part_bytes = {} if stays is None else stays.part_bytes
     return [

@@ -7,7 +7,7 @@ import torch
 
 from offload.device import Lane
 from offload.engine import OffloadEngine
-from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.chunk import ChunkGroups
 from offload.groups.group import OffloadTensorGroup
 from offload.saved.handles import Handle
 
@@ -21,7 +21,7 @@ class GroupScope:
     __slots__ = ("_engine", "_group", "_handler", "_saved", "min_elements")
 
     def __init__(
-        self, engine: OffloadEngine, handler: ChunkOffloadHandler, group: OffloadTensorGroup
+        self, engine: OffloadEngine, handler: ChunkGroups, group: OffloadTensorGroup
     ) -> None:
         self._engine = engine
         self._handler = handler
@@ -53,7 +53,7 @@ class KeptScope:
     def __init__(
         self,
         engine: OffloadEngine,
-        handler: ChunkOffloadHandler,
+        handler: ChunkGroups,
         group: OffloadTensorGroup,
         lane: Lane | None,
     ) -> None:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.chunk import ChunkGroups
 from offload.groups.units import Stays, cut_into_units, stays_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.search import Plan, choose_keeps
@@ -90,7 +90,7 @@ def trials_for(num_units: int) -> int:
 
 
 def timed_plans(
-    chunks: Sequence[ChunkOffloadHandler],
+    chunks: Sequence[ChunkGroups],
     actions: Sequence[Action],
     compute_s: Sequence[float],
     rates: Rates,

@@ -4,8 +4,8 @@ One invariant: all of it is a hint for the prefetch and the plan. A chunk that w
 more, an evaluation in between or an exception change time, not results.
 
 A chunk becomes current in one of two ways: a pipeline stage announces it (`begin_chunk`, `end_forward`,
-`begin_backward`, `end_backward`), or `init_model_chunk_offload_handler` is called at the start of each
-forward, and the first mark or read of a backward tells the rest.
+`begin_backward`, `end_backward`), or `begin_forward` is called at the start of each forward, and the first
+mark or read of a backward tells the rest.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ import torch
 
 from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
-from offload.groups.chunk import ChunkOffloadHandler
+from offload.groups.chunk import ChunkGroups
 from offload.groups.clock import StepClock
 from offload.groups.mark_report import MarkReport
 from offload.groups.plan import SeenStep
-from offload.groups.queue import VirtualPipelineQueue
 from offload.ids import ChunkId
-from offload.memory.tensor_pool import GPUTensorPool
 from offload.policy.actions import Action, Kind
 from offload.policy.lookahead import Lookahead
 from offload.saved.chunk import SavedChunk
@@ -48,24 +46,22 @@ class ChunkTracker(ABC):
         self.engine = engine
         self.engine.on_read(self._on_read)
         self.do_offload = True
-        self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=engine.arena)
         self.mark_report = MarkReport()
         self.open_regions = 0  # checkpointed forwards that keep a part, running now
         self._clock = StepClock(engine.device)
-        self._handlers: dict[ChunkId, ChunkOffloadHandler] = {}
+        self._handlers: dict[ChunkId, ChunkGroups] = {}
         self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
         # in this step, into graphs: no step to come runs their marks
-        self._captured: set[ChunkOffloadHandler] = set()
-        self._queue: VirtualPipelineQueue[ChunkOffloadHandler] = VirtualPipelineQueue()
+        self._captured: set[ChunkGroups] = set()
         self._lookahead = Lookahead()
-        self._forward: ChunkOffloadHandler | None = None
-        self._backward: ChunkOffloadHandler | None = None
+        self._forward: ChunkGroups | None = None
+        self._backward: ChunkGroups | None = None
         self._kind = "B"
         self._coming: list[ComingReads] = []
         self._announced = False
         self._counts: dict[int, int] = defaultdict(int)
-        self._forward_order: list[ChunkOffloadHandler] = []
-        self._backward_order: list[ChunkOffloadHandler] = []
+        self._forward_order: list[ChunkGroups] = []
+        self._backward_order: list[ChunkGroups] = []
         self._reads = 0
         self._read_bytes = 0  # since the prefetch was pumped last
         self._input_half_reads: dict[int, bool] = {}
@@ -152,7 +148,7 @@ class ChunkTracker(ABC):
             self.pump()
 
     # -- chunks, one call a forward --------------------------------------------------------------------------
-    def init_model_chunk_offload_handler(
+    def begin_forward(
         self,
         vp_size: int | None = None,
         vp_stage: int | None = None,
@@ -191,20 +187,25 @@ class ChunkTracker(ABC):
             if not torch.is_grad_enabled():
                 self._forward = None  # an evaluation saves nothing, and is no microbatch of the step
                 return
-            self._queue.resize(size)
             microbatch = self._counts[stage]
             self._counts[stage] += 1
             self.mark_report.forwards(stage, self._counts[stage])
-            handler = self._begin(ChunkId(stage, microbatch), min_offloaded_tensor_size)
-            self._queue.stage(handler, stage)
+            self._begin(ChunkId(stage, microbatch), min_offloaded_tensor_size)
             self.pump()
 
-    def _begin(self, chunk_id: ChunkId, min_elements: int) -> ChunkOffloadHandler:
+    def _new_chunk(self, min_elements: int, chunk_id: ChunkId) -> ChunkGroups:
+        return ChunkGroups(min_elements, engine=self.engine, chunk_id=chunk_id, manager=self)
+
+    def _following(self) -> ChunkGroups | None:
+        """The chunk that is read next, where neither a schedule nor a step that was seen says so: of those
+        that no backward has come to, the one whose forward began last."""
+        unread = [chunk for chunk in self._forward_order if chunk not in self._backward_order]
+        return unread[-1] if unread else None
+
+    def _begin(self, chunk_id: ChunkId, min_elements: int) -> ChunkGroups:
         handler = self._handlers.get(chunk_id)
         if handler is None:
-            handler = ChunkOffloadHandler(
-                min_elements, self.cpu_tensor_pool, engine=self.engine, chunk_id=chunk_id, manager=self
-            )
+            handler = self._new_chunk(min_elements, chunk_id)
             handler.do_offload = self.do_offload
             self._handlers[chunk_id] = handler
         # the same forward again in one step: an exception was caught, or gradients are being verified
@@ -223,7 +224,7 @@ class ChunkTracker(ABC):
         return handler
 
     # -- reading ---------------------------------------------------------------------------------------------
-    def reading(self, handler: ChunkOffloadHandler) -> None:
+    def reading(self, handler: ChunkGroups) -> None:
         """A mark of `handler`'s backward runs."""
         with self.engine.lock:
             if handler is not self._backward and handler.begun:
@@ -232,7 +233,7 @@ class ChunkTracker(ABC):
                 self._start_reading(handler, "B")
             self.pump()
 
-    def _start_reading(self, handler: ChunkOffloadHandler, kind: str) -> None:
+    def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
         handler.complete()
         self._backward = handler
         self._kind = kind
@@ -240,7 +241,6 @@ class ChunkTracker(ABC):
         self._weight_log.clear()
         if handler not in self._backward_order:
             self._backward_order.append(handler)
-        self._queue.discard(handler)
         self._look_ahead()
 
     def _on_read(self, handle: Handle) -> None:
@@ -278,7 +278,7 @@ class ChunkTracker(ABC):
                 if len(coming) == _CHUNKS_AHEAD:
                     break
         if not coming:
-            following = self._queue.front()
+            following = self._following()
             if following is not None:
                 coming.append(following.saved.coming)
         self._coming = coming
@@ -288,10 +288,6 @@ class ChunkTracker(ABC):
         for chunk in [*self._retired, *(handler.saved for handler in self._handlers.values())]:
             yield from chunk.living()
 
-    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """The next queued chunk that has a group (of that name), not consumed; None if there is none."""
-        return self._queue.front(name)
-
     @property
     @abstractmethod
     def is_warmup(self) -> bool:
@@ -300,7 +296,7 @@ class ChunkTracker(ABC):
     @abstractmethod
     def commit(
         self,
-        handler: ChunkOffloadHandler,
+        handler: ChunkGroups,
         name: str,
         forced_released_tensors: list[torch.Tensor] | None = None,
         delay_offload: bool = False,
@@ -336,7 +332,6 @@ class ChunkTracker(ABC):
                 handler.reset()
         self._retired.clear()
         self._captured.clear()
-        self._queue.clear()
         self._lookahead.end_step()
         self._forward = self._backward = None
         self._coming = []

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from offload import PipelineOffloadManager
 from offload.config import OffloadConfig
 from offload.device import Event, Lane
 from offload.device.sim import ExecutorName, SimDevice
 from offload.engine import Client, OffloadEngine
-from offload.groups.manager import PipelineOffloadManager
 from offload.ids import Owner
 from offload.optim.hybrid import HybridDeviceOptimizer
 from offload.telemetry.records import ClientStats, StepStats

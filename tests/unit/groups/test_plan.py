@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from offload import OffloadConfig, OffloadEngine
+from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
-from offload.groups.chunk import ChunkOffloadHandler
 from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena

@@ -329,7 +329,7 @@ def test_an_arena_dropped_while_it_holds_pinned_memory_says_so() -> None:
 def test_a_process_that_forgets_to_close_ends_quietly() -> None:
     program = (
         "from tests.unit.memory.test_arena import *\n"
-        "from offload.memory import CPUSpillBackend, TensorPool\n"
+        "from offload import CPUSpillBackend, TensorPool\n"
         "arena = arena_on(FakeDevice(pins=True)); arena.reserve(PIECE); arena.reserve_later(9 * PIECE)\n"
         "pool = TensorPool(arena=arena); tensor = pool.allocate((4,)); pool.free(tensor); del tensor\n"
         "backend = CPUSpillBackend((1,), 1); buffer = backend.allocate(10)\n"

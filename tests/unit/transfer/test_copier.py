@@ -81,8 +81,7 @@ def test_a_lease_ends_where_a_copy_that_cannot_be_left_out_fails(monkeypatch: py
 
 
 def test_copies_by_hand_go_where_their_lane_is_and_belong_to_their_own_client() -> None:
-    from offload import OffloadConfig, OffloadEngine
-    from offload.groups.chunk import ChunkOffloadHandler
+    from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine
 
     engine = OffloadEngine(OffloadConfig(), device=SimDevice())
     handler = ChunkOffloadHandler(0, engine=engine)

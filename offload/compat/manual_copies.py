@@ -6,21 +6,18 @@ copy runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from offload.compat.tensor_pool import GPUTensorPool
 from offload.device import Event, Lane
+from offload.engine import OffloadEngine
 from offload.errors import StaleHandleError
 from offload.ids import ChunkId, Owner
-from offload.memory.tensor_pool import GPUTensorPool
 from offload.saved.filters import is_plain
 
-if TYPE_CHECKING:
-    from offload.engine import OffloadEngine
-    from offload.groups.tracker import ChunkTracker
-
-__all__ = ["HandCopies", "OffloadState"]
+__all__ = ["ManualCopies", "OffloadState"]
 
 
 class OffloadState(NamedTuple):
@@ -34,7 +31,7 @@ class OffloadState(NamedTuple):
     step: int
 
 
-class HandCopies:
+class ManualCopies:
     """The copies by hand of one chunk, its host buffers and its lanes."""
 
     def __init__(
@@ -44,8 +41,10 @@ class HandCopies:
         cpu_tensor_pool: GPUTensorPool | None,
         d2h_stream: Lane | None,
         h2d_stream: Lane | None,
-        manager: ChunkTracker | None,
+        *,
+        ends_with_step: bool,
     ) -> None:
+        """ends_with_step: the pool takes its buffers back when the step ends."""
         self.id = chunk_id
         self.engine = engine
         self.cpu_tensor_pool = (
@@ -56,7 +55,7 @@ class HandCopies:
         self.cpu_tensor_pool.ask(engine.device)
         self.d2h_stream: Lane = d2h_stream if d2h_stream is not None else engine.device.d2h
         self.h2d_stream: Lane = h2d_stream if h2d_stream is not None else engine.device.h2d
-        self._manager = manager
+        self._ends_with_step = ends_with_step
         self._copies = engine.copier.of(Owner("by hand", str(chunk_id)))
 
     def offload(
@@ -114,9 +113,8 @@ class HandCopies:
         self.engine.refuse_in_capture("reload of a tensor by hand")
         device = self.engine.device
         host = state.cpu_tensor
-        managed = self._manager is not None and self.cpu_tensor_pool is self._manager.cpu_tensor_pool
         # step_end has taken the pool's buffers back
-        if state.use_cpu_pool and managed and state.step != self.engine.step:
+        if state.use_cpu_pool and self._ends_with_step and state.step != self.engine.step:
             raise StaleHandleError(
                 f"{self.id}: a tensor of shape {tuple(host.shape)} was offloaded by hand in step "
                 f"{state.step}, and its host buffer went "

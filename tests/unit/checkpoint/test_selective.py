@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import PipelineOffloadManager, init_chunk_handler, selective_contexts, step_end
 from offload.device.sim import ExecutorName
 from offload.transfer.block import BlockState
-from tests.unit.groups.regions import (
+from tests.unit.checkpoint.regions import (
     BLOCKS,
     CALLS,
     FC1_BYTES,

@@ -21,7 +21,7 @@ from offload import (
     selective_contexts,
     step_end,
 )
-from tests.unit.groups.regions import (
+from tests.unit.checkpoint.regions import (
     BLOCKS,
     CALLS,
     FC1_BYTES,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from offload import PipelineOffloadManager, StaleHandleError, step_end
+from offload.compat.manual_copies import OffloadState
 from offload.device.sim import SimDevice
-from offload.groups.by_hand import OffloadState
 from tests.unit.groups.handlers import begun, device_of
 
 LAYOUTS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.groups.queue import VirtualPipelineQueue
+from offload.compat.queue import VirtualPipelineQueue
 
 
 class Chunk:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload import OffloadError, PipelineOffloadManager, init_chunk_handler, step_end
 from offload.transfer.block import BlockState
-from tests.unit.groups.regions import (
+from tests.unit.checkpoint.regions import (
     BLOCKS,
     CALLS,
     FC1_BYTES,

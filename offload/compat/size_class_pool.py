@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.compat.tensor_pool import FreeList
 from offload.device.base import Device, Event
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.arena import Block, HostArena
-from offload.memory.tensor_pool import FreeList
 
 __all__ = ["CPUSpillBackend"]
 

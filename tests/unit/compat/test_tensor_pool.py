@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from offload.compat.tensor_pool import GPUTensorPool, TensorPool
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
-from offload.memory.tensor_pool import GPUTensorPool, TensorPool
 from tests.unit.memory.fakes import FakeDevice, FakeEvent
 
 SHAPE = (128, 512)
@@ -282,7 +282,7 @@ AT_EXIT = """
 import torch
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
-from offload.memory.tensor_pool import TensorPool
+from offload.compat.tensor_pool import TensorPool
 from tests.unit.memory.fakes import FakeDevice
 sizes = {"slab_bytes": 1 << 20, "registration_bytes": 1 << 20}
 arena = HostArena(FakeDevice().protocol, budget=LocalHostBudget(1 << 20), **sizes)

@@ -1,0 +1,212 @@
+"""The manager under S2's names: the queue of virtual stages, groups pushed by hand, and the process-wide
+instance.
+
+One invariant: the queue is a hint for the first step, when no schedule was given and no step has been seen;
+whatever it says, the results are the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from offload import marks
+from offload.compat.handler import ChunkOffloadHandler
+from offload.compat.queue import VirtualPipelineQueue
+from offload.compat.tensor_pool import GPUTensorPool
+from offload.engine import OffloadEngine
+from offload.groups.chunk import ChunkGroups
+from offload.groups.manager import GroupsManager
+from offload.groups.release import checked_tensors
+from offload.ids import ChunkId
+from offload.telemetry.records import ClientStats, StepStats
+from offload.telemetry.summary import print_offload_summary_table
+
+__all__ = ["PipelineOffloadManager"]
+
+
+class _ProcessWide(ABCMeta):
+    """`OFFLOAD_MGR` of the class is the manager that the marks ask for."""
+
+    @property
+    def OFFLOAD_MGR(cls) -> PipelineOffloadManager | None:  # noqa: N802 - S2's name
+        return cast("PipelineOffloadManager | None", marks.existing_manager())
+
+    @OFFLOAD_MGR.setter
+    def OFFLOAD_MGR(cls, manager: PipelineOffloadManager | None) -> None:  # noqa: N802
+        marks.put_manager(manager)
+
+
+class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
+    """A `GroupsManager` of `ChunkOffloadHandler`s. `get_instance()` gives the process-wide one."""
+
+    def __init__(
+        self, engine: OffloadEngine | None = None, *, print_summary: bool = True, process_group: Any = None
+    ) -> None:
+        super().__init__(engine, print_summary=print_summary, process_group=process_group)
+        self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=self.engine.arena)
+        self._queue: VirtualPipelineQueue[ChunkOffloadHandler] = VirtualPipelineQueue()
+        self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
+        self._walk = 0
+
+    # -- the process-wide instance ---------------------------------------------------------------------------
+    @classmethod
+    def get_instance(cls) -> PipelineOffloadManager:
+        """The process-wide manager; built with the default config on first use."""
+        return cast(PipelineOffloadManager, marks.default_manager())
+
+    @classmethod
+    def reset_instance(cls, manager: PipelineOffloadManager | None = None) -> PipelineOffloadManager:
+        """Close the old instance, which returns its pinned memory to the system, and put a new one (or
+        `manager`) in its place."""
+        if manager is None or marks.existing_manager() is not manager:
+            marks.close_manager()
+        marks.put_manager(manager if manager is not None else cls())
+        return cls.get_instance()
+
+    @classmethod
+    def close_instance(cls) -> None:
+        """Close the process-wide instance, if there is one. Raises PoolError, and leaves it in its place,
+        while an optimizer uses its engine's host memory."""
+        marks.close_manager()
+
+    def close(self) -> None:
+        """As the manager's, and lets go of the buffers of copies by hand."""
+        self.cpu_tensor_pool.clear()
+        super().close()
+
+    # -- chunks ----------------------------------------------------------------------------------------------
+    def init_model_chunk_offload_handler(
+        self,
+        vp_size: int | None = None,
+        vp_stage: int | None = None,
+        min_offloaded_tensor_size: int | None = None,
+    ) -> None:
+        """`begin_forward`."""
+        self.begin_forward(vp_size, vp_stage, min_offloaded_tensor_size)
+
+    def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
+        """The chunk whose forward runs."""
+        return cast("ChunkOffloadHandler | None", self._forward)
+
+    def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
+        """The chunk that is being read."""
+        return cast("ChunkOffloadHandler | None", self._backward)
+
+    def _new_chunk(self, min_elements: int, chunk_id: ChunkId) -> ChunkOffloadHandler:
+        return ChunkOffloadHandler(
+            min_elements, self.cpu_tensor_pool, engine=self.engine, chunk_id=chunk_id, manager=self
+        )
+
+    def begin_forward(
+        self,
+        vp_size: int | None = None,
+        vp_stage: int | None = None,
+        min_offloaded_tensor_size: int | None = None,
+    ) -> None:
+        """As the manager's; the chunk is staged in the queue."""
+        super().begin_forward(vp_size, vp_stage, min_offloaded_tensor_size)
+        if self._forward is not None and torch._C._current_graph_task_id() == -1:
+            self._queue.resize(1 if vp_size is None else vp_size)
+            self._queue.stage(cast(ChunkOffloadHandler, self._forward), self._forward.id.stage)
+
+    def _following(self) -> ChunkGroups | None:
+        return self._queue.front()
+
+    def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
+        self._queue.discard(cast(ChunkOffloadHandler, handler))
+        super()._start_reading(handler, kind)
+
+    # -- queue (S2's names) ----------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Move staged chunks to the backward queue, last stage first, once the first and the last stage have
+        equally many."""
+        self._queue.flush()
+
+    def push(self, handler: ChunkOffloadHandler) -> None:
+        """Append to the backward queue, and in warm-up to the order of backwards that the plan is made
+        from."""
+        if not isinstance(handler, ChunkOffloadHandler):
+            raise ValueError(
+                f"push of a {type(handler).__name__}, must be a ChunkOffloadHandler such as "
+                "cur_forward_chunk() returns"
+            )
+        self._queue.chunks.append(handler)
+        if self.is_warmup and handler not in self._backward_order:
+            self._backward_order.append(handler)
+
+    def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler:
+        """Advance to the next queued chunk that has a group (of that name) and make it current."""
+        with self.engine.lock:
+            handler = self._queue.pop(name)
+            self._start_reading(handler, "B")
+            return handler
+
+    def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """The chunk of the next group: the current one in warm-up, then a walk over the recorded ones; None
+        when they are exhausted."""
+        if not self.do_offload:
+            return None
+        if self.is_warmup:
+            return self.cur_forward_chunk()
+        while self._walk < len(self._cached_forward):
+            handler = self._cached_forward[self._walk]
+            if handler.find_next_group(name) is None:
+                self._walk += 1
+                continue
+            return handler
+        return None
+
+    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """The next queued chunk that has a group (of that name), not consumed; None if there is none."""
+        return self._queue.front(name)
+
+    # -- delayed groups, and the step ------------------------------------------------------------------------
+    def push_offload_groups(
+        self,
+        group_hook: Callable[[list[torch.Tensor]], None],
+        forced_released_tensors: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Queue a delayed offload: `group_hook(forced_released_tensors)` runs at the flush."""
+        if not callable(group_hook):
+            raise ValueError(
+                f"push_offload_groups got a {type(group_hook).__name__}, must be a function of the tensors "
+                "to release"
+            )
+        self._delayed.append(
+            (self.engine.transfers.capture, partial(group_hook, checked_tensors(forced_released_tensors)))
+        )
+
+    def end_step(self) -> ClientStats:
+        """As Client; the buffers of copies by hand are taken back."""
+        self.cpu_tensor_pool.reset()
+        return super().end_step()
+
+    def _forget_step(self) -> None:
+        if not self.is_warmup and not self._cached_forward:
+            self._cached_forward = cast(list[ChunkOffloadHandler], list(self._forward_order))
+        super()._forget_step()
+        self._queue.clear()
+        self._walk = 0
+
+    def reset(self) -> StepStats:
+        """A new iteration begins: the same as `step_end`."""
+        return self.step_end()
+
+    def post_warmup_callback(self) -> None:
+        """End warm-up: choose what stays from what this step was seen to do, and print the summary."""
+        with self.engine.lock:
+            forwards, backwards = len(set(self._forward_order)), len(self._backward_order)
+            assert forwards == backwards, (
+                f"{forwards} forward chunks and {backwards} backward chunks are cached, must be as many; run "
+                "the backward of every "
+                "forward first, or call step_end(), which plans from what it has seen"
+            )
+            self._cached_forward = cast(list[ChunkOffloadHandler], list(self._forward_order))
+            self._planner.plan_now(self._seen(None))
+        if self.print_summary:
+            print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
