@@ -269,6 +269,7 @@ def test_stage_is_a_name_of_the_package_and_works_alone_with_the_configured_mana
     stage = parallel.OffloadPipelineStage(
         Marked(WIDTH, WIDTH), 0, 1, torch.device("cpu"), input_args=example(), output_args=example()
     )
+    PipelineOffloadManager.close_instance()
     assert stage.announcer is None
     try:
         manager = configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim", print_summary=False)
