@@ -1,7 +1,8 @@
 """A chunk's handler under S2's names: tensors by tag, groups in bulk, single tensors by hand, and looks at
 what was recorded.
 
-One invariant: it adds ways in, and no state of a tensor: what it saves are the chunk's own records.
+The engine's own path, marks and hooks, calls none of these methods; callers of the source do. One invariant:
+they add ways in, and no state of a tensor: what they save are the chunk's own records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Host buffers in a few fixed sizes: the pool of the watermark runtime (S0-19 to S0-34).
+"""Host buffers in a few fixed sizes: the pool of the watermark runtime (S0-19 to S0-34). The engine borrows
+blocks from the arena and does not use it; it serves callers who know it.
 
 It serves what the exact-shape pool cannot, tensors whose sizes vary: any buffer of a class serves any request
 that fits. One invariant: a slab goes back to the class it was made for, whatever it served. The pool never
