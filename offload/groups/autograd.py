@@ -8,7 +8,6 @@ tensor subclass, or a layout that has no views, gets an alias, whose writes its 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,51 +24,39 @@ __all__ = [
 
 def apply_mark(mark: type[torch.autograd.Function], tensor: torch.Tensor, *arguments: object) -> torch.Tensor:
     """`mark.apply`, as an identity."""
-    if not _has_views(tensor):
-        alias: torch.Tensor = mark.apply(tensor, *arguments)
-        return alias
-    version = tensor._version
     marked: torch.Tensor
-    # a dispatch mode (a selective checkpoint) sees no operator that a recompute would not call again
-    with torch._C._DisableTorchDispatch() if torch._C._len_torch_dispatch_stack() else nullcontext():
+    if torch._C._len_torch_dispatch_stack():
+        # a dispatch mode (a selective checkpoint) sees no operator that a recompute would not call again
+        with torch._C._DisableTorchDispatch():
+            marked = mark.apply(tensor, *arguments)
+    else:
         marked = mark.apply(tensor, *arguments)
-    if marked is tensor:  # nothing was written
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    if marked is tensor:  # autograd counts a write, and nothing was written
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version - 1,))
     elif marked._is_view():
         # else torch refuses a write to it: its history would replace that of the mark, an identity
-        torch._C._autograd._set_creation_meta(
-            marked,
-            torch._C._autograd._get_creation_meta(tensor)
-            if tensor._is_view()
-            else torch._C._autograd.CreationMeta.DEFAULT,
-        )
+        as_of = torch._C._autograd._get_creation_meta(tensor) if tensor._is_view() else _PLAIN_VIEW
+        torch._C._autograd._set_creation_meta(marked, as_of)
     return marked
 
 
-def _has_views(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_inference()
-    )
+_PLAIN_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:
     """What the forward of a mark returns for its input."""
-    return tensor if _has_views(tensor) else tensor.detach()
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return tensor if plain and not (tensor.is_nested or tensor.is_inference()) else tensor.detach()
 
 
 class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     """Opens a group in the forward; in the backward there is room for the next ones."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, cpu_offload_handler: ChunkGroups, name: str
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, cpu_offload_handler: ChunkGroups, name: str) -> torch.Tensor:
         ctx.cpu_offload_handler = cpu_offload_handler
         cpu_offload_handler.on_group_start_forward(name)
-        return tensor if _has_views(tensor) else tensor.detach()
+        return same(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -92,11 +79,10 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
         ctx.backward_chunk = cur_forward_chunk
         ctx.group = name
         cur_forward_chunk.commit(name, forced_released_tensors, delay_offload)
-        if not _has_views(tensor):
-            return tensor.detach()
-        if tensor.requires_grad and not (tensor.is_leaf or tensor._is_view()):
+        marked = same(tensor)
+        if marked is tensor and tensor.requires_grad and not (tensor.is_leaf or tensor._is_view()):
             ctx.mark_dirty(tensor)
-        return tensor
+        return marked
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:

@@ -130,11 +130,11 @@ class ChunkGroups:
             self._started.append((name, group))
             return group
 
-    def note_mark(self, *tensors: torch.Tensor) -> None:
-        """The tensors that the innermost open group's start was given and returned."""
-        group = self.innermost_open()
+    def note_mark(self, given: torch.Tensor, marked: torch.Tensor) -> None:
+        """The tensors that the start of the group that was opened last was given and returned."""
+        group = self._started[-1][1]
         if group is not None:
-            group.marks = tuple(map(weakref.ref, tensors))
+            group.marks = (weakref.ref(given), weakref.ref(marked))
 
     def mute(self, name: str) -> None:
         """A group that is started while nothing may be offloaded: its commit must find its start."""

@@ -38,13 +38,9 @@ def checked_tensors(tensors: object) -> list[torch.Tensor]:
     return list(tensors)
 
 
-def without_output(
-    tensors: list[torch.Tensor] | None, output: torch.Tensor, name: str
-) -> list[torch.Tensor] | None:
+def without_output(tensors: list[torch.Tensor], output: torch.Tensor, name: str) -> list[torch.Tensor]:
     """`tensors` but for those that share the storage of the group's output, which its caller reads next; a
     warning names them."""
-    if tensors is None:
-        return None
     own, checked = output.untyped_storage()._cdata, checked_tensors(tensors)
     kept = [tensor for tensor in checked if tensor.untyped_storage()._cdata != own]
     if len(kept) < len(checked):
