@@ -21,7 +21,7 @@ from offload import marks
 from offload.compat.manager import PipelineOffloadManager
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
-from offload.errors import OffloadError
+from offload.errors import HostBudgetError, OffloadError
 from offload.marks import (
     backward_record,
     capturing,
@@ -35,9 +35,11 @@ from offload.marks import (
     init_chunk_handler,
     mark_not_offloadable,
     offload_hooks,
-    reset,
     selective_contexts,
     step_end,
+)
+from offload.marks import (
+    reset as reset,
 )
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 from offload.telemetry.records import StepStats
@@ -68,9 +70,6 @@ if TYPE_CHECKING:
         HazardError as HazardError,
     )
     from offload.errors import (
-        HostBudgetError as HostBudgetError,
-    )
-    from offload.errors import (
         PoolError as PoolError,
     )
     from offload.errors import (
@@ -88,6 +87,7 @@ marks.manager_type = PipelineOffloadManager
 __all__ = [
     "CapturedRegion",
     "FSDPGPUOptimizerWrapper",
+    "HostBudgetError",
     "HybridDeviceOptimizer",
     "OffloadConfig",
     "OffloadEngine",
@@ -107,7 +107,6 @@ __all__ = [
     "mark_not_offloadable",
     "offload_hooks",
     "print_offload_summary_table",
-    "reset",
     "selective_contexts",
     "step_end",
 ]
@@ -119,7 +118,6 @@ _MODULE_OF = {
     "DeviceLimitError": "errors",
     "GroupOrderError": "errors",
     "HazardError": "errors",
-    "HostBudgetError": "errors",
     "PoolError": "errors",
     "RecordStateError": "errors",
     "StaleHandleError": "errors",
