@@ -14,8 +14,8 @@ from offload import (
     step_end,
 )
 from offload.groups.scope import GroupScope, KeptScope
-from tests.unit.groups.handlers import begun
 from tests.unit.checkpoint.regions import let_go
+from tests.unit.groups.handlers import begun
 from tests.unit.groups.stack import build_manager, installed
 
 ELEMENTS = 64
