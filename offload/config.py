@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["OffloadConfig", "check_bytes", "check_fraction", "check_index", "check_min_elements"]
+__all__ = [
+    "OffloadConfig",
+    "check_bytes",
+    "check_fraction",
+    "check_index",
+    "check_min_elements",
+    "checked_config",
+]
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -132,3 +139,14 @@ class OffloadConfig:
                 f"{self.host_limit_bytes:,}; "
                 "raise the limit or reserve less"
             )
+
+
+def checked_config(config: object) -> OffloadConfig:
+    """The config itself, or the default one for None; ValueError for anything else."""
+    if config is None:
+        return OffloadConfig()
+    if not isinstance(config, OffloadConfig):
+        raise ValueError(
+            f"config is a {type(config).__name__}, must be an OffloadConfig, or None for the default one"
+        )
+    return config

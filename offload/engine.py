@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,8 +23,9 @@ from dataclasses import asdict
 
 import torch
 
-from offload.config import OffloadConfig
-from offload.device import Device, select_device
+from offload.client import Client, Clients
+from offload.config import OffloadConfig, checked_config
+from offload.device import Device, device_name, select_device
 from offload.errors import CaptureError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
@@ -44,62 +44,10 @@ from offload.transfer.in_flight import TransferCounts
 from offload.transfer.link import LINK_TEST_BYTES, measure_rates
 from offload.transfer.prefetch import Prefetcher
 
-__all__ = ["DEFAULT_IN_FLIGHT_BYTES", "Client", "OffloadEngine", "checked_config"]
+__all__ = ["Client", "OffloadEngine", "default_engine"]
 
 logger = logging.getLogger(__name__)
 
-# bytes: 20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting
-DEFAULT_IN_FLIGHT_BYTES = 1 << 30
-
-
-class Client:
-    """A feature that attaches to the engine; what it has nothing to do for, it inherits. All but `step_ended`
-    are called under the engine's lock."""
-
-    name: str
-    """To print; the client of its copies' owners."""
-
-    def begin_step(self) -> None:
-        """The first forward of a step begins."""
-
-    def end_step(self) -> ClientStats:
-        """End its own transfers, and no other client's. Returns its figures but for its copies, which the
-        engine counts. Blocks the host: never."""
-        return ClientStats()
-
-    def step_ended(self, stats: StepStats) -> None:
-        """Every client has ended the step. Called without the lock: it may communicate."""
-
-    def capture_begins(self) -> None:
-        """A capture begins after this: events may still be waited for."""
-
-    def capture_ends(self) -> None:
-        """A capture ends after this: what it copies must be issued by now."""
-
-
-class _Clients:
-    """Clients in the order in which they were attached. Held weakly: one that is dropped is gone."""
-
-    def __init__(self) -> None:
-        self._attached: list[weakref.ref[Client]] = []
-
-    def add(self, client: Client) -> None:
-        if client not in self.living():
-            self._attached.append(weakref.ref(client))
-
-    def remove(self, client: Client) -> None:
-        self._attached = [other for other in self._attached if other() not in (None, client)]
-
-    def living(self) -> list[Client]:
-        return [client for reference in self._attached if (client := reference()) is not None]
-
-    def capture_begins(self) -> None:
-        for client in self.living():
-            client.capture_begins()
-
-    def capture_ends(self) -> None:
-        for client in self.living():
-            client.capture_ends()
 
 
 class OffloadEngine:
@@ -121,11 +69,8 @@ class OffloadEngine:
         self.config = checked_config(config)
         self.device: Device = select_device(device) if device is None or isinstance(device, str) else device
         self.lock = threading.RLock()
-        if budget is None:
-            limit = self.config.host_limit_bytes
-            budget = LocalHostBudget(limit if limit is not None else default_host_limit_bytes())
-        self.arena = HostArena(self.device, budget=budget)
-        self.limits = _limits(self.config)
+        self.arena = HostArena(self.device, budget=budget if budget is not None else _budget_of(self.config))
+        self.limits = Limits(self.config)
         self.copier = Copier(self.device, admission if admission is not None else CapsAdmission(self.limits))
         self.transfers = TransferEngine(self.arena, self.limits, self.copier, audit=self.config.audit)
         self.externals = ExternalStorages()
@@ -134,7 +79,8 @@ class OffloadEngine:
         )
         self.prefetch = Prefetcher(self.transfers, piece_bytes=self.config.piece_bytes)
         self._readers: list[Callable[[Handle], None]] = []
-        self._clients = _Clients()
+        self._clients = Clients()
+        self.closed = False  # and nobody has attached since
         self._stepping = False  # a step has begun and not ended
         self._saves = TransferCounts()  # of the step that ends
         self.regions: list[CapturedRegion] = []  # not released
@@ -150,6 +96,7 @@ class OffloadEngine:
         """From now on `client` is told of steps and captures, after those attached before. The engine holds
         it weakly."""
         with self.lock:
+            self.closed = False
             self._clients.add(client)
 
     def detach(self, client: Client) -> None:
@@ -165,6 +112,10 @@ class OffloadEngine:
     def on_read(self, reader: Callable[[Handle], None]) -> None:
         """Call `reader` after every read of a saved record, under the engine's lock."""
         self._readers.append(reader)
+
+    def off_read(self, reader: Callable[[Handle], None]) -> None:
+        """Undo `on_read`, once or again."""
+        self._readers[:] = [other for other in self._readers if other != reader]
 
     def at_work(self) -> bool:
         """Whether the calling thread is inside a call of the engine: what it computes now is the engine's,
@@ -183,6 +134,29 @@ class OffloadEngine:
         self.arena.reserve(nbytes)
         if measure and self.rates is None and self.can_measure_link:
             self.measure_link()
+
+    def reconfigure(self, config: OffloadConfig, budget: HostBudget | None = None) -> None:
+        """Take other limits, which hold for every client from here on; for between steps. Host memory on loan
+        stays on loan, and steps are counted from 0 again.
+
+        Blocks the host while host_reserve_bytes are pinned. Raises HostBudgetError, and changes nothing, if
+        they or what is on loan do not fit; CaptureError in a capture.
+        """
+        with self.lock:
+            self.refuse_in_capture("a change of the engine's limits")
+            before, held_bytes = self.arena.budget, self.arena.held_bytes
+            self.arena.change_budget(budget if budget is not None else _budget_of(config))
+            try:
+                self.reserve_host(config.host_reserve_bytes)
+            except BaseException:
+                self.arena.trim(held_bytes)
+                self.arena.change_budget(before)
+                raise
+            self.config = config
+            self.limits.follow(config)
+            self.transfers.audit = config.audit
+            self.store.piece_bytes = self.prefetch.piece_bytes = config.piece_bytes
+            self.step, self.last_stats = 0, StepStats(step=-1)
 
     @property
     def can_measure_link(self) -> bool:
@@ -340,12 +314,20 @@ class OffloadEngine:
             refused_bytes=self._saves.refused_bytes,
         )
 
+    def close_unused(self) -> None:
+        """`close`, unless a client is attached that does more than listen: for one that leaves an engine
+        which others may use."""
+        with self.lock:
+            if all(client.listens_only for client in self.clients):
+                self.close()
+
     def close(self) -> None:
         """End the step, release every captured region, and return every pinned byte to the system. Blocks the
         host until the copies in flight have passed. Raises PoolError while an optimizer or a pool has host
         memory on loan; called again after, it goes on."""
         with self.lock:
             self._end_step()
+            self.closed = True
             for region in self.regions:
                 region.release()
             self.regions.clear()
@@ -360,22 +342,32 @@ class OffloadEngine:
                 ) from None
 
 
-def checked_config(config: object) -> OffloadConfig:
-    """The config itself, or the default one for None; ValueError for anything else."""
-    if config is None:
-        return OffloadConfig()
-    if not isinstance(config, OffloadConfig):
-        raise ValueError(
-            f"config is a {type(config).__name__}, must be an OffloadConfig, or None for the default one"
-        )
-    return config
+_defaults: dict[str, OffloadEngine] = {}
+_defaults_lock = threading.Lock()
 
 
-def _limits(config: OffloadConfig) -> Limits:
-    limit = config.device_limit_bytes
-    spilling, restoring = config.max_spilling_bytes, config.max_restoring_bytes
-    if spilling is None and limit is None:
-        spilling = DEFAULT_IN_FLIGHT_BYTES
-    if restoring is None:
-        restoring = DEFAULT_IN_FLIGHT_BYTES if limit is None else limit // 4
-    return Limits(device_limit_bytes=limit, max_spilling_bytes=spilling, max_restoring_bytes=restoring)
+def default_engine(
+    device: str | None = None, config: OffloadConfig | None = None, budget: HostBudget | None = None
+) -> OffloadEngine:
+    """The engine of this process for a device, which everybody uses who is given none: one budget, one pair
+    of copy lanes, limits that hold for all. It is built when it is first asked for, and anew after it was
+    closed.
+
+    device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU. config, budget: as of
+        OffloadEngine. A living engine takes them over (`reconfigure`); without a config it stays as it is.
+    Raises ValueError for an unknown device, HostBudgetError beyond the budget; nothing has changed then.
+    Blocks the host while host_reserve_bytes are pinned.
+    """
+    name = device_name(device)
+    with _defaults_lock:
+        engine = _defaults.get(name)
+        if engine is None or engine.closed:
+            engine = _defaults[name] = OffloadEngine(config, device=name, budget=budget)
+        elif config is not None:
+            engine.reconfigure(config, budget)
+        return engine
+
+
+def _budget_of(config: OffloadConfig) -> HostBudget:
+    limit = config.host_limit_bytes
+    return LocalHostBudget(limit if limit is not None else default_host_limit_bytes())

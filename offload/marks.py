@@ -27,9 +27,8 @@ import torch
 from offload.checkpoint.kept import Operator
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.compile.untraced import untraced
-from offload.config import OffloadConfig, check_fraction, check_index
-from offload.device import select_device
-from offload.engine import OffloadEngine, checked_config
+from offload.config import OffloadConfig, check_fraction, check_index, checked_config
+from offload.engine import default_engine
 from offload.groups.autograd import (
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
@@ -79,25 +78,29 @@ def configure(
     print_summary: bool = True,
     process_group: Any = None,
 ) -> GroupsManager:
-    """Build the process-wide manager anew; the old one returns its pinned memory to the system first.
+    """Give the process-wide engine these limits, and its groups a new manager. Other clients, such as an
+    optimizer, stay attached: the limits hold for them too.
 
     device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store:
     a torch.distributed Store: the host limit is then one number for all ranks whose host_key (None: the
     host's name) is the same. print_summary: print the rank table when warm-up ends; it gathers over
     process_group, so all its ranks must step. Blocks the host while host_reserve_bytes are pinned. Raises
-    ValueError for an unknown device, HostBudgetError beyond the limit, and PoolError while an optimizer uses
-    the old one's engine; the old one stays then.
+    ValueError for an unknown device, HostBudgetError if they, or what an optimizer holds, are beyond the
+    limit, and PoolError while a pool has host memory of the old manager on loan; nothing has changed then.
     """
     config = checked_config(config)
     budget: HostBudget | None = None
     if store is not None:
         limit = config.host_limit_bytes if config.host_limit_bytes is not None else default_host_limit_bytes()
         budget = StoreHostBudget(store, host_key if host_key is not None else _host_name(), limit)
-    chosen = select_device(device)
-    close_manager()
-    engine = OffloadEngine(config, device=chosen, budget=budget)
+    if _manager is not None:
+        _manager.prepare_close()  # raises while a buffer is on loan
+    engine = default_engine(device, config, budget)
     manager = manager_type(engine, print_summary=print_summary, process_group=process_group)
+    close_manager()
     put_manager(manager)
+    # pieces go whole, and what was reserved stays
+    engine.arena.trim(config.host_reserve_bytes + engine.arena.registration_bytes - 1)
     return manager
 
 

@@ -4,10 +4,12 @@ exists."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from offload import engine
 from scripts.requirements_table import TABLE, read_rows
 
 KNOWN_NUMBERS = frozenset(read_rows())
@@ -19,6 +21,13 @@ with contextlib.suppress(ImportError):
     # A shared or loaded machine is slow, not wrong: no example has a time limit.
     settings.register_profile("pipeline-offload", deadline=None, print_blob=True)
     settings.load_profile("pipeline-offload")
+
+
+@pytest.fixture(autouse=True)
+def _no_default_engine_of_another_test() -> Iterator[None]:
+    """Whoever is given no engine takes the process's own, which must not be one that a test has left."""
+    yield
+    engine._defaults.clear()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

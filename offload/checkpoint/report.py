@@ -9,7 +9,8 @@ import logging
 from collections.abc import Hashable, Iterable
 from weakref import WeakKeyDictionary
 
-from offload.engine import Client, OffloadEngine
+from offload.client import Client
+from offload.engine import OffloadEngine
 from offload.telemetry.records import StepStats
 
 __all__ = ["KeepReport", "report_of"]
@@ -36,6 +37,7 @@ class KeepReport(Client):
     """By what was asked for: a set of operators or a policy is one, however many checkpoints use it."""
 
     name = "checkpoint"
+    listens_only = True
 
     def __init__(self) -> None:
         self._asked: dict[Hashable, _Asked] = {}

@@ -15,7 +15,7 @@ import torch
 from offload.compat.manual_copies import ManualCopies
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.device import Lane
-from offload.engine import OffloadEngine
+from offload.engine import OffloadEngine, default_engine
 from offload.errors import GroupOrderError
 from offload.groups.chunk import ChunkGroups, Cursor
 from offload.groups.group import OffloadTensorGroup
@@ -52,7 +52,7 @@ class ChunkOffloadHandler(ChunkGroups, ManualCopies):
 
     min_offloaded_tensor_size: elements. cpu_tensor_pool: host buffers for `offload` and `reload` called by
         hand; the hooks' own path takes blocks from the engine's arena. engine: whose lanes and store it uses;
-        None builds an engine of its own.
+        None takes the default one.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ChunkOffloadHandler(ChunkGroups, ManualCopies):
         chunk_id: ChunkId = ChunkId(0, 0),
         manager: Queued | None = None,
     ) -> None:
-        engine = engine if engine is not None else OffloadEngine()
+        engine = engine if engine is not None else default_engine()
         ChunkGroups.__init__(
             self, min_offloaded_tensor_size, engine=engine, chunk_id=chunk_id, manager=manager
         )

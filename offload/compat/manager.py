@@ -74,10 +74,9 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         while an optimizer uses its engine's host memory."""
         marks.close_manager()
 
-    def close(self) -> None:
-        """As the manager's, and lets go of the buffers of copies by hand."""
+    def prepare_close(self) -> None:
+        """As the manager's: the buffers of copies by hand."""
         self.cpu_tensor_pool.clear()
-        super().close()
 
     # -- chunks ----------------------------------------------------------------------------------------------
     def init_model_chunk_offload_handler(

@@ -6,7 +6,24 @@ import torch
 
 from offload.device.base import CaptureWatcher, CopyPair, Device, Event, Graph, HostMemory, Lane
 
-__all__ = ["CaptureWatcher", "CopyPair", "Device", "Event", "Graph", "HostMemory", "Lane", "select_device"]
+__all__ = [
+    "CaptureWatcher",
+    "CopyPair",
+    "Device",
+    "Event",
+    "Graph",
+    "HostMemory",
+    "Lane",
+    "device_name",
+    "select_device",
+]
+
+
+def device_name(name: str | None = None) -> str:
+    """The device that `select_device(name)` takes, in full: "sim", or "cuda:N"."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "sim"
+    return f"cuda:{torch.cuda.current_device()}" if name == "cuda" and torch.cuda.is_available() else name
 
 
 def select_device(name: str | None = None) -> Device:
@@ -16,8 +33,7 @@ def select_device(name: str | None = None) -> Device:
     Raises ValueError for another name, or for "cuda" on a machine without a GPU: a simulated run is never a
     silent fallback.
     """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "sim"
+    name = device_name(name)
     if name == "sim":
         from offload.device.sim import SimDevice
 

@@ -1,5 +1,4 @@
-"""The manager: what a user of groups talks to. Commits, the process-wide instance, the plan, the end of a
-step.
+"""The manager: what a user of groups talks to. Commits, the plan, the end of a step.
 
 One invariant: it decides and never moves bytes itself. Which chunk is current and what is read next is
 tracker.py's, where hooks are installed and removed open_scopes.py's.
@@ -14,11 +13,13 @@ from typing import Any
 
 import torch
 
+from offload.client import Client
 from offload.compile.report import CompileReport
 from offload.compile.untraced import import_compiler
 from offload.config import check_bytes
 from offload.device import Lane
-from offload.engine import Client, OffloadEngine
+from offload.engine import OffloadEngine, default_engine
+from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.open_scopes import OpenScopes
@@ -35,7 +36,7 @@ __all__ = ["GroupsManager"]
 class GroupsManager(OpenScopes, Client):
     """Chunks, plan and prefetch over one engine, as its client "groups".
 
-    engine: None builds one with the default config. process_group: whose ranks the summary is printed for.
+    engine: None takes the default one. process_group: whose ranks the summary is printed for.
     """
 
     name = "groups"
@@ -49,7 +50,7 @@ class GroupsManager(OpenScopes, Client):
                 "default config"
             )
         import_compiler()
-        super().__init__(engine if engine is not None else OffloadEngine())
+        super().__init__(engine if engine is not None else default_engine())
         self.engine.attach(self)
         self._planner = StepPlanner(self.engine, PlanSettings.of(self.engine.config))
         self.print_summary = print_summary
@@ -60,11 +61,22 @@ class GroupsManager(OpenScopes, Client):
         self._compile_report = CompileReport()
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
 
+    def prepare_close(self) -> None:
+        """Let go of what is lent by hand; before anything else of it is closed."""
+
     def close(self) -> None:
-        """Drop everything and unpin. Blocks the host until the copies in flight have passed. The manager must
-        not be used after."""
-        self.engine.close()
-        self.engine.detach(self)
+        """Drop everything; the engine closes and unpins, unless another client uses it. Blocks the host until
+        the copies in flight have passed. The manager must not be used after."""
+        self.prepare_close()
+        with self.engine.lock:
+            self.end_step()
+            self.engine.detach(self)
+            try:
+                self.engine.close_unused()
+            except PoolError:
+                self.engine.attach(self)
+                raise
+            self.engine.off_read(self._on_read)
         self._ended = None
         for handler in self._handlers.values():
             handler.reset()

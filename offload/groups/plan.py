@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.config import OffloadConfig
-from offload.engine import DEFAULT_IN_FLIGHT_BYTES, OffloadEngine
+from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
 from offload.groups.timed import TimedPlan, Trial, timed_plans
 from offload.groups.units import Stays
@@ -29,6 +29,7 @@ from offload.policy.keeps import (
     margin_keeps,
     summary_bytes,
 )
+from offload.transfer.admission import DEFAULT_IN_FLIGHT_BYTES
 
 __all__ = ["PlanSettings", "SeenStep", "StepPlanner"]
 

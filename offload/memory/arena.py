@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 from offload.device.base import Device, Event
-from offload.errors import PoolError
+from offload.errors import HostBudgetError, PoolError
 from offload.memory.budget import HostBudget
 from offload.memory.free_blocks import (
     Block,
@@ -261,6 +261,30 @@ class HostArena:
                 self._growth.try_hold(nbytes)
             else:
                 self._growth.hold_later(nbytes)
+
+    def change_budget(self, budget: HostBudget) -> None:
+        """Count in `budget` from here on, not in the one before; what is free beyond its limit goes back to
+        the system. Blocks the host for that.
+
+        Raises HostBudgetError, and changes nothing, if what is lent does not fit in it.
+        """
+        shared = budget.counts_with(self.budget)
+        room = budget.limit_bytes - budget.used_bytes + shared * self.held_bytes
+        if self.lent_bytes <= room < self.held_bytes:
+            self.trim(room)
+        with self._lock:
+            self._growth.synchronize()
+            held_bytes = self._growth.held_bytes
+            if not (held_bytes <= room if shared else budget.reserve(held_bytes)):
+                raise HostBudgetError(
+                    f"{held_bytes:,} bytes of host memory are held, {self._lent_bytes:,} of them lent, and "
+                    f"the new limit leaves room for {max(0, room):,}; close the optimizers that use them, or "
+                    "raise host_limit_bytes"
+                )
+            if not shared:
+                self.budget.release(held_bytes)
+            self.budget = self._growth.budget = budget
+            self._growth.allow_retry()
 
     def synchronize_growth(self) -> None:
         """Block the host until the growth asked for so far is done or refused."""

@@ -38,6 +38,9 @@ class HostBudget(Protocol):
     def release(self, nbytes: int) -> None:
         """Give back bytes that `reserve` granted."""
 
+    def counts_with(self, other: HostBudget) -> bool:
+        """Whether both count in one place: what one of them granted is used in the other."""
+
 
 class LocalHostBudget:
     """The budget of one process. `limit_bytes` may be changed between steps; 0 refuses everything."""
@@ -65,6 +68,9 @@ class LocalHostBudget:
                 f"released {nbytes:,} bytes of {self._used_bytes:,} reserved"
             )
             self._used_bytes -= nbytes
+
+    def counts_with(self, other: HostBudget) -> bool:
+        return other is self
 
 
 class Counters(Protocol):
@@ -111,6 +117,9 @@ class StoreHostBudget:
     def release(self, nbytes: int) -> None:
         left = self._store.add(self._key, -nbytes)
         assert left >= 0, f"host budget {self._key!r} was released {-left:,} bytes below zero"
+
+    def counts_with(self, other: HostBudget) -> bool:
+        return isinstance(other, StoreHostBudget) and (other._store, other._key) == (self._store, self._key)
 
 
 def default_host_limit_bytes() -> int:

@@ -46,7 +46,7 @@ class Growth:
         self.pieces: dict[int, torch.Tensor] = {}
         self.inline = inline
         self._device = device
-        self._budget = budget
+        self.budget = budget
         self._free = free
         self._changed = lock
         self._slab_bytes = slab_bytes - slab_bytes % registration_bytes
@@ -94,7 +94,7 @@ class Growth:
         if (
             self._refused is not None
             and deficit >= self._refused[0]
-            and self._budget.limit_bytes == self._refused[1]
+            and self.budget.limit_bytes == self._refused[1]
         ):
             return
         self._target_bytes = max(self._target_bytes, target_bytes)
@@ -158,7 +158,7 @@ class Growth:
             freed_bytes = before_bytes - self.held_bytes
             if freed_bytes:
                 self._refused = None  # the budget has room again
-                self._budget.release(freed_bytes)  # once: it may be a round trip
+                self.budget.release(freed_bytes)  # once: it may be a round trip
         return freed_bytes
 
     # -- the end ---------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Growth:
         for slab in slabs.values():
             slab.release()
         if freed_bytes:
-            self._budget.release(freed_bytes)
+            self.budget.release(freed_bytes)
 
     # -- inside ----------------------------------------------------------------------------------------------
     def _allowed(self) -> bool:
@@ -226,7 +226,7 @@ class Growth:
         """Remember a refusal: asking for as much again at every miss costs a round trip, or the touch of all
         pages, each time."""
         if self._refused is None or nbytes < self._refused[0]:
-            self._refused = (nbytes, self._budget.limit_bytes)
+            self._refused = (nbytes, self.budget.limit_bytes)
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -254,19 +254,21 @@ class Growth:
             self._pinning = False
             self._changed.notify_all()
             if unpinned:
-                self._budget.release(unpinned)
+                self.budget.release(unpinned)
 
     def _reserve_budget(self, nbytes: int, registration_bytes: int) -> int:
         """The bytes granted: `nbytes` rounded up to whole registrations, or to pages where those do not
         fit."""
         for unit in (registration_bytes, PAGE_BYTES):
             rounded = round_up(nbytes, unit)
-            if self._budget.reserve(rounded):
+            if self.budget.reserve(rounded):
                 return rounded
         raise HostBudgetError(
             f"host arena holds {self.held_bytes:,} bytes and needs {nbytes:,} more, but "
-            f"{self._budget.used_bytes:,} of the host's "
-            f"{self._budget.limit_bytes:,} bytes are in use; raise host_limit_bytes, or offload less"
+            f"{self.budget.used_bytes:,} of the host's "
+            f"{self.budget.limit_bytes:,} bytes are in use; reserve "
+            f"{max(0, self.held_bytes + self.budget.limit_bytes - self.budget.used_bytes):,} or less (what a "
+            "step lacks is pinned beside it), or raise host_limit_bytes"
         )
 
     def _adopt(self, memory: HostMemory) -> int:

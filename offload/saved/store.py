@@ -66,7 +66,7 @@ class TensorStore:
         self._device = device
         self._transfers = transfers
         self._externals = externals
-        self._piece_bytes = piece_bytes
+        self.piece_bytes = piece_bytes
         self._blanks: dict[torch.dtype, torch.Tensor] = {}
         self._layouts = Layouts()
 
@@ -170,7 +170,7 @@ class TensorStore:
         group.slots = slot + 1
         group.nbytes += nbytes
         group.slot_bytes[slot] = nbytes
-        most, limit = self._piece_bytes, transfers.limits.device_limit_bytes
+        most, limit = self.piece_bytes, transfers.limits.device_limit_bytes
         if limit is not None and limit // KEPT_SHARE < most:
             most = limit // KEPT_SHARE
         record = group.kept
@@ -225,7 +225,7 @@ class TensorStore:
             group.pending.append(block)
         group.pending_bytes += nbytes
         if (
-            group.pending_bytes >= self._piece_bytes or self._transfers.over_limit
+            group.pending_bytes >= self.piece_bytes or self._transfers.over_limit
         ) and group.unwritten_until != _sequence_nr():
             self._send(group)
 

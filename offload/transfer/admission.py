@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple, Protocol
 
+from offload.config import OffloadConfig
 from offload.device import Event
 from offload.ids import Owner
 
 __all__ = [
+    "DEFAULT_IN_FLIGHT_BYTES",
     "UNCOUNTED",
     "Admission",
     "CapsAdmission",
@@ -27,6 +29,10 @@ __all__ = [
     "Limits",
     "Priority",
 ]
+
+
+# bytes: 20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting
+DEFAULT_IN_FLIGHT_BYTES = 1 << 30
 
 
 class Direction(Enum):
@@ -69,13 +75,28 @@ class Admission(Protocol):
         """Whether `owner` may copy a piece of `nbytes` now. Never blocks the host."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, init=False)
 class Limits:
     """Caps of one engine, in bytes; they may change between steps. None: no cap of that kind."""
 
     device_limit_bytes: int | None
     max_spilling_bytes: int | None
     max_restoring_bytes: int
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self.follow(config)
+
+    def follow(self, config: OffloadConfig) -> None:
+        """Take the caps that `config` has, or leaves to be derived."""
+        limit = config.device_limit_bytes
+        spilling, restoring = config.max_spilling_bytes, config.max_restoring_bytes
+        if spilling is None and limit is None:
+            spilling = DEFAULT_IN_FLIGHT_BYTES
+        if restoring is None:
+            restoring = DEFAULT_IN_FLIGHT_BYTES if limit is None else limit // 4
+        self.device_limit_bytes = limit
+        self.max_spilling_bytes = spilling
+        self.max_restoring_bytes = restoring
 
 
 class _Uncounted:

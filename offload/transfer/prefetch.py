@@ -32,7 +32,7 @@ class Prefetcher:
 
     def __init__(self, transfers: TransferEngine, *, piece_bytes: int) -> None:
         self._transfers = transfers
-        self._piece_bytes = piece_bytes
+        self.piece_bytes = piece_bytes
         self.stride_bytes = min(piece_bytes, transfers.limits.max_restoring_bytes // 4)
 
     def look_back(self, coming: ComingReads) -> None:
@@ -52,14 +52,14 @@ class Prefetcher:
         """
         transfers = self._transfers
         room = transfers.limits.max_restoring_bytes
-        self.stride_bytes = min(self._piece_bytes, room // 4)
+        self.stride_bytes = min(self.piece_bytes, room // 4)
         for rank, coming in enumerate(chunks):
             if not coming.known:
                 return  # what is read after it is further away than a window
             coming.follow_reader()
             room -= coming.ahead_bytes
             while room > 0:
-                batch = coming.look(room, self._piece_bytes)
+                batch = coming.look(room, self.piece_bytes)
                 if batch is None:
                     break
                 fetch, keep, _, nbytes = batch

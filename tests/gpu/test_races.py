@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offload import OffloadConfig, OffloadEngine
-from offload.engine import Client
+from offload.client import Client
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine, StepStats
-from offload.engine import Client
+from offload.client import Client
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from offload import PipelineOffloadManager
+from offload.client import Client
 from offload.config import OffloadConfig
 from offload.device import Event, Lane
 from offload.device.sim import ExecutorName, SimDevice
-from offload.engine import Client, OffloadEngine
+from offload.engine import OffloadEngine
 from offload.ids import Owner
 from offload.optim.hybrid import HybridDeviceOptimizer
 from offload.telemetry.records import ClientStats, StepStats

@@ -18,6 +18,7 @@ LEVELS: list[set[str]] = [
     {"memory"},
     {"transfer"},
     {"saved", "params"},
+    {"client"},  # what the engine asks of features
     {"engine"},
     {"compile"},  # what torch.compile must not see: features and marks are wrapped with it
     {"groups", "checkpoint", "spill", "optim", "planner", "weights", "streaming", "quant", "conductor"},

@@ -168,7 +168,8 @@ def test_reserve_pins_before_the_first_take(pins: bool) -> None:
 def test_reserve_beyond_the_budget_names_both_numbers_and_pins_nothing(device: FakeDevice) -> None:
     arena = arena_on(device, limit_bytes=2 * PIECE)
     with pytest.raises(
-        HostBudgetError, match=r"needs 196,608 more.* 131,072 bytes are in use; raise host_limit_bytes"
+        HostBudgetError,
+        match=r"needs 196,608 more.* 131,072 bytes are in use; reserve 131,072 or less.*host_limit_bytes",
     ):
         arena.reserve(3 * PIECE)
     assert device.host_bytes == arena.budget.used_bytes == 0

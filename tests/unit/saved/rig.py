@@ -14,9 +14,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from offload.client import Client
 from offload.config import OffloadConfig
 from offload.device.sim import ExecutorName, SimDevice
-from offload.engine import Client, OffloadEngine
+from offload.engine import OffloadEngine
 from offload.ids import ChunkId, GroupId
 from offload.memory.budget import HostBudget
 from offload.saved.chunk import SavedChunk, SavedGroup

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload.config import OffloadConfig
 from offload.device import Event
 from offload.device.sim import SimDevice
 from offload.ids import Owner
@@ -55,7 +56,7 @@ class Arbiter:
 
 
 def limits(max_spilling_bytes: int) -> Limits:
-    return Limits(device_limit_bytes=None, max_spilling_bytes=max_spilling_bytes, max_restoring_bytes=0)
+    return Limits(OffloadConfig(max_spilling_bytes=max_spilling_bytes))
 
 
 def test_a_cap_of_zero_refuses_every_spill_and_nothing_else() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload.config import OffloadConfig
 from offload.device.sim import SimDevice
 from offload.ids import Owner
 from offload.transfer.admission import CapsAdmission, Direction, Limits
@@ -15,7 +16,7 @@ from offload.transfer.copier import Copier
 from tests.unit.transfer.test_admission import Arbiter
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMITS = Limits(device_limit_bytes=None, max_spilling_bytes=None, max_restoring_bytes=0)
+LIMITS = Limits(OffloadConfig())
 BUCKET = Owner("optim", "bucket 12")
 
 

@@ -14,7 +14,7 @@ from offload.transfer.admission import CapsAdmission, Limits
 from offload.transfer.copier import Copier
 
 KIB = 1024
-LIMITS = Limits(device_limit_bytes=None, max_spilling_bytes=None, max_restoring_bytes=0)
+LIMITS = Limits(OffloadConfig())
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,65 @@
+"""What the engine asks of a feature, and the features that are attached to it.
+
+One invariant: the engine knows a feature by this class only.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from offload.telemetry.records import ClientStats, StepStats
+
+__all__ = ["Client", "Clients"]
+
+
+class Client:
+    """A feature that attaches to the engine; what it has nothing to do for, it inherits. All but `step_ended`
+    are called under the engine's lock."""
+
+    name: str
+    """To print; the client of its copies' owners."""
+
+    listens_only = False
+    """Whether the engine may close although it is attached."""
+
+    def begin_step(self) -> None:
+        """The first forward of a step begins."""
+
+    def end_step(self) -> ClientStats:
+        """End its own transfers, and no other client's. Returns its figures but for its copies, which the
+        engine counts. Blocks the host: never."""
+        return ClientStats()
+
+    def step_ended(self, stats: StepStats) -> None:
+        """Every client has ended the step. Called without the lock: it may communicate."""
+
+    def capture_begins(self) -> None:
+        """A capture begins after this: events may still be waited for."""
+
+    def capture_ends(self) -> None:
+        """A capture ends after this: what it copies must be issued by now."""
+
+
+class Clients:
+    """Clients in the order in which they were attached. Held weakly: one that is dropped is gone."""
+
+    def __init__(self) -> None:
+        self._attached: list[weakref.ref[Client]] = []
+
+    def add(self, client: Client) -> None:
+        if client not in self.living():
+            self._attached.append(weakref.ref(client))
+
+    def remove(self, client: Client) -> None:
+        self._attached = [other for other in self._attached if other() not in (None, client)]
+
+    def living(self) -> list[Client]:
+        return [client for reference in self._attached if (client := reference()) is not None]
+
+    def capture_begins(self) -> None:
+        for client in self.living():
+            client.capture_begins()
+
+    def capture_ends(self) -> None:
+        for client in self.living():
+            client.capture_ends()
