@@ -103,7 +103,7 @@ def run_steps(
         if step == 0 and table:
             if reporter is not None:
                 reporter.clear_for_table()
-            print_offload_summary_table(job.manager.offload_summary_bytes, process_group=rank.group)
+            print_offload_summary_table(job.manager.step_offload_bytes, process_group=rank.group)
         if options.eval_every and (step + 1) % options.eval_every == 0:
             losses = job.gathered(job.evaluate())
             if reporter is not None:

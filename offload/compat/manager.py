@@ -208,4 +208,4 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
             self._cached_forward = cast(list[ChunkOffloadHandler], list(self._forward_order))
             self._planner.plan_now(self._seen(None))
         if self.print_summary:
-            print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
+            print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)

@@ -23,8 +23,9 @@ from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import OffloadTensorGroup
 from offload.groups.open_scopes import OpenScopes
-from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
 from offload.groups.release import checked_tensors
+from offload.groups.seen import PlanSettings, SeenStep
+from offload.groups.step_planner import StepPlanner
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.block import Transfer
@@ -113,8 +114,15 @@ class GroupsManager(OpenScopes, Client):
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """Bytes by group that leave in a chunk of the steady state, after warm-up; {} before."""
+        """Bytes by group that leave up to the end of the first chunk to run backward, after warm-up; {}
+        before. About what a steady step has on the host at once."""
         return dict(self._planner.summary)
+
+    @property
+    def step_offload_bytes(self) -> dict[str, int]:
+        """Bytes by group that leave in a whole step that follows the plan: together, its
+        `StepStats.spill_bytes`. {} before warm-up has ended."""
+        return dict(self._planner.leaving)
 
     @property
     def offload_summary_total_bytes(self) -> int:
@@ -241,7 +249,7 @@ class GroupsManager(OpenScopes, Client):
     # -- step ------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
         """As Client."""
-        self._planner.before_step()
+        self._planner.trimmer.step_begins()
 
     def step_end(self) -> StepStats:
         """End the step, once its gradients are final: drop leftovers with one warning, settle, count, and
@@ -281,7 +289,7 @@ class GroupsManager(OpenScopes, Client):
                 self._planner.pass_over(seen)
             self._forget_step()
         if planned and self.print_summary:
-            print_offload_summary_table(self.offload_summary_bytes, process_group=self.process_group)
+            print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)
 
     def _say_what_moved_nothing(self) -> None:
         chunks = [handler for handler in self._handlers.values() if handler.begun]

@@ -22,7 +22,7 @@ from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
 from offload.groups.clock import StepClock
 from offload.groups.mark_report import MarkReport
-from offload.groups.plan import SeenStep
+from offload.groups.seen import SeenStep
 from offload.ids import ChunkId
 from offload.policy.actions import Action, Kind
 from offload.policy.lookahead import Lookahead

@@ -28,6 +28,7 @@ __all__ = [
     "all_of",
     "fraction_keeps",
     "kept_peak_bytes",
+    "leaving_bytes",
     "limit_keeps",
     "margin_keeps",
     "summary_bytes",
@@ -182,20 +183,20 @@ def kept_peak_bytes(actions: Sequence[Action], sizes: ChunkSizes, keeps: Keeps) 
 def summary_bytes(
     chunks_in_forward_order: OrderedChunks, first_backward: ChunkKey, keeps: Keeps
 ) -> dict[str, int]:
-    """What the table counts for each name: the leaving bytes of the forwards up to and including the first
-    chunk that runs backward.
+    """What `offload_summary_bytes` counts for each name: the leaving bytes of the forwards up to and
+    including the first chunk that runs backward, about what a steady schedule has on the host at once."""
+    counted = [chunk for chunk, _ in chunks_in_forward_order]
+    last = counted.index(first_backward) + 1 if first_backward in counted else len(counted)
+    return leaving_bytes(chunks_in_forward_order[:last], keeps)
 
-    From there on a steady schedule spills as much as it reads, so later chunks say nothing new. A name whose
-    groups all stay counts 0.
-    """
+
+def leaving_bytes(chunks: OrderedChunks, keeps: Keeps) -> dict[str, int]:
+    """The bytes that leave in these chunks, by the groups' names. A name whose groups all stay counts 0."""
     totals: dict[str, int] = {}
-    for chunk, groups in chunks_in_forward_order:
+    for chunk, groups in chunks:
         for index, group in enumerate(groups):
-            totals[group.name] = totals.get(group.name, 0) + (
-                0 if GroupKey(chunk, index) in keeps else group.nbytes
-            )
-        if chunk == first_backward:
-            break
+            stays = GroupKey(chunk, index) in keeps
+            totals[group.name] = totals.get(group.name, 0) + (0 if stays else group.nbytes)
     return totals
 
 

@@ -17,7 +17,7 @@ from tabulate import tabulate
 __all__ = ["format_offload_summary_table", "print_offload_summary_table"]
 
 TITLE = "Activation Offload Summary (MB)"
-MB = 2**20  # as Megatron-core prints it
+MB = 10**6  # bytes, here as wherever this project says MB or GB
 
 
 def print_offload_summary_table(
@@ -26,7 +26,8 @@ def print_offload_summary_table(
     process_group: dist.ProcessGroup | None = None,
     file: TextIO | None = None,
 ) -> None:
-    """Gather each rank's bytes by group name; the first rank of the process group writes the table.
+    """Gather each rank's bytes by group name; the first rank of the process group writes the table, in MB of
+    a million bytes.
 
     total_offload_bytes: this rank's bytes by group name; {} where it offloads nothing. If every rank's is
         empty, nothing is written.

@@ -55,7 +55,7 @@ class JobShape:
     samples: int = 3
     warmup: int = 6
     """Untimed steps after the first one. With 3 the timed plan has run once and unused pinned memory is given
-    back: see groups/plan.py."""
+    back: see groups/step_planner.py."""
     tiny: bool = False
     verify_layers: int = 2
     """Of one virtual stage in the comparison of gradients."""

@@ -12,7 +12,8 @@ from offload import OffloadConfig, OffloadEngine, group_commit, group_start, off
 from offload.device.sim import SimDevice
 from offload.groups.clock import StepClock
 from offload.groups.group import OffloadTensorGroup
-from offload.groups.plan import PlanSettings, SeenStep, StepPlanner
+from offload.groups.seen import PlanSettings, SeenStep
+from offload.groups.step_planner import StepPlanner
 from offload.groups.timed import TimedPlan, Trial, trials_for
 from offload.groups.units import Unit, cut_into_units, stays_of
 from offload.policy.actions import Action, GroupSize, Rates
@@ -26,7 +27,7 @@ from tests.unit.groups.stack import (
     installed,
     one_f_one_b,
 )
-from tests.unit.groups.test_plan import chunks_of, seen
+from tests.unit.groups.test_step_planner import chunks_of, seen
 
 KIB = 1024
 

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from offload.telemetry.summary import format_offload_summary_table, print_offload_summary_table
 
-MB = 2**20
+MB = 10**6
 LIMIT_S = 60
 
 

@@ -1,0 +1,195 @@
+"""After warm-up: which groups stay, and what the summary says. Between what steps were seen to do (seen.py)
+and the pure policies.
+
+One invariant: a plan only says what stays and how far ahead to fetch; a step that is unlike the planned one
+runs all the same.
+
+Under a device limit there are more plans. The first, after the first step, knows sizes and order only and
+keeps an equal part of every chunk. After the third step it is also known how long each action computes and
+what the link carries: timed.py simulates the step and tries the best plans, a step each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from offload.engine import OffloadEngine
+from offload.groups.seen import PlanSettings, SeenStep, sizes_of
+from offload.groups.step_report import StepReport
+from offload.groups.timed import TimedPlan, Trial, timed_plans
+from offload.groups.trim import Trimmer
+from offload.groups.units import Stays
+from offload.policy.actions import Action, ChunkKey, Keeps
+from offload.policy.keeps import (
+    all_of,
+    fraction_keeps,
+    kept_peak_bytes,
+    leaving_bytes,
+    limit_keeps,
+    margin_keeps,
+    summary_bytes,
+)
+from offload.transfer.admission import DEFAULT_IN_FLIGHT_BYTES
+
+__all__ = ["StepPlanner"]
+
+_LEAST_PIECES = 2  # in flight in one direction: one that is copied, one that waits behind it
+
+class StepPlanner:
+    """Plans when the shape of a step is new, and once more when its times are known."""
+
+    def __init__(self, engine: OffloadEngine, settings: PlanSettings) -> None:
+        self.settings = settings
+        self.is_warmup = True
+        self.summary: dict[str, int] = {}
+        self.leaving: dict[str, int] = {}  # bytes by group of a step that follows the plan
+        self._engine = engine
+        self._shape: object = None
+        self._trial: Trial | None = None
+        self._steady_steps = 0
+        self._actions: tuple[Action, ...] = ()  # of the planned step
+        self._looked_cut_short: object = None
+        self.trimmer = Trimmer(engine)
+        self._report = StepReport()
+        self._live_peak_bytes = 0  # of the planned step's saved tensors, if none left
+
+    def after_step(self, seen: SeenStep) -> bool:
+        """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward
+        plans nothing."""
+        self.pass_over(seen)
+        self.trimmer.step_ended()
+        if not seen.backward_order:
+            return False
+        shape = seen.shape(self.settings)
+        if shape != self._shape:
+            if self._cut_short(seen, shape):
+                return False
+            self._shape = shape
+            self._actions = tuple(seen.actions)
+            self._trial = None
+            self.trimmer.plan_changed()
+            self._steady_steps = 0
+            first, self.is_warmup = self.is_warmup, False
+            self._install(seen, self._untimed(seen))
+            return first
+        self._looked_cut_short = None
+        self._steady_steps += 1
+        trial = self._trial
+        if trial is None:
+            if self._steady_steps >= 2 and self._try_timed(seen):
+                self.trimmer.plan_changed()
+                self._steady_steps = 2
+                return False
+        elif (plan := trial.whole_step_ended()) is not None:
+            self._follow(seen, plan)
+            self._steady_steps = 2
+            return False
+        if self._steady_steps >= 2:
+            self._report.look(self._engine.last_stats, self._engine.limits, self._live_peak_bytes)
+        if self._steady_steps >= (4 if trial is None else 3):
+            self.trimmer.plan_settled()
+        return False
+
+    def pass_over(self, seen: SeenStep) -> None:
+        """A step has ended that says nothing of the plan, but for the stall of the one before it, which may
+        have been on trial."""
+        if self._trial is not None:
+            self._trial.stall_of_step_before(
+                self._engine.last_stats.stall_ms if seen.seconds is not None else None
+            )
+
+    def _cut_short(self, seen: SeenStep, shape: object) -> bool:
+        """Whether the step looks like the planned one, ended early by an exception: it did the first of its
+        actions and no others.
+
+        A plan for it would keep more than the next whole step has room for, and a step that ran out of memory
+        would do so again. A step with fewer microbatches may look the same: it is planned when it comes twice
+        in a row, if all of its chunks were read.
+        """
+        actions = tuple(seen.actions)
+        if len(actions) >= len(self._actions) or actions != self._actions[: len(actions)]:
+            return False
+        again = shape == self._looked_cut_short
+        self._looked_cut_short = shape
+        return not again or len(seen.chunks) > len(seen.backward_order)
+
+    def plan_now(self, seen: SeenStep) -> None:
+        """End warm-up with what this step was seen to do so far."""
+        self.is_warmup = False
+        self._trial = None
+        self._install(seen, self._untimed(seen))
+
+    def _install(self, seen: SeenStep, held: Keeps, parts: Mapping[ChunkKey, Stays] | None = None) -> None:
+        """held: whole groups that stay whatever the settings say. parts: what stays of groups that leave in
+        part."""
+        settings = self.settings
+        parts = parts if parts is not None else {}
+        keeps = fraction_keeps(
+            seen.sizes_in_backward_order(),
+            settings.fraction,
+            held=held,
+            pp_rank=settings.pp_rank,
+            delta_bytes=settings.delta_bytes,
+        )
+        for chunk in seen.chunks:
+            chunk.stays = frozenset(key.position for key in keeps if key.chunk == chunk.id)
+            chunk.stays_from = dict(parts[chunk.id].from_slot) if chunk.id in parts else {}
+        forward = [
+            (chunk.id, sizes_of(chunk, parts[chunk.id].part_bytes if chunk.id in parts else None))
+            for chunk in dict.fromkeys(seen.forward_order)
+        ]
+        self.leaving = leaving_bytes(forward, keeps)
+        self.summary = summary_bytes(forward, seen.backward_order[0].id, keeps) if seen.backward_order else {}
+
+    def _untimed(self, seen: SeenStep) -> Keeps:
+        """Without a device limit the margin: the last group of each name in the first chunk to run backward,
+        whose fetch could not be hidden. With one, as much of every chunk's end as fits beside the rooms for
+        what is leaving and coming back."""
+        limits = self._engine.limits
+        known, sizes = seen.schedule()
+        self._live_peak_bytes = kept_peak_bytes(known, sizes, all_of(sizes))
+        if limits.device_limit_bytes is None:
+            self._fit_windows(self._live_peak_bytes)
+            return margin_keeps(seen.sizes_in_backward_order())
+        spilling = (
+            limits.max_spilling_bytes
+            if limits.max_spilling_bytes is not None
+            else limits.device_limit_bytes // 4
+        )
+        return limit_keeps(known, sizes, limits.device_limit_bytes, spilling, limits.max_restoring_bytes)
+
+    def _fit_windows(self, live_peak_bytes: int) -> None:
+        """Where caps were left to the engine and there is no device limit: an eighth of what is live at once
+        for each direction, but a few pieces at least and the default at most. A step that saves less than the
+        defaults would otherwise never let go of anything."""
+        config, limits = self._engine.config, self._engine.limits
+        window_bytes = max(
+            _LEAST_PIECES * config.piece_bytes, min(DEFAULT_IN_FLIGHT_BYTES, live_peak_bytes // 8)
+        )
+        if config.max_spilling_bytes is None:
+            limits.max_spilling_bytes = window_bytes
+        if config.max_restoring_bytes is None:
+            limits.max_restoring_bytes = window_bytes
+
+    def _try_timed(self, seen: SeenStep) -> bool:
+        """Simulate the step with its measured times and begin a trial of the best plans; False where
+        something is not known."""
+        limits, rates = self._engine.limits, self._engine.rates
+        if limits.device_limit_bytes is None or rates is None or seen.seconds is None:
+            return False
+        known, _ = seen.schedule()
+        times = [seen.seconds.get(action) for action in known]
+        compute_s = [seconds for seconds in times if seconds is not None]
+        if len(compute_s) != len(known) or sum(compute_s) <= 0:
+            return False
+        piece_bytes = self._engine.config.piece_bytes
+        self._trial = Trial(
+            timed_plans(seen.backward_order, known, compute_s, rates, limits.device_limit_bytes, piece_bytes)
+        )
+        self._follow(seen, self._trial.plan)
+        return True
+
+    def _follow(self, seen: SeenStep, plan: TimedPlan) -> None:
+        if self._engine.config.max_restoring_bytes is None:
+            self._engine.limits.max_restoring_bytes = plan.restoring_room_bytes
+        self._install(seen, plan.keeps, plan.parts)
