@@ -260,6 +260,10 @@ class GroupsManager(OpenScopes, Client):
         """
         return self.engine.end_step()
 
+    def _drop_step(self) -> None:
+        self.end_step()
+        self._forget_step()
+
     def end_step(self) -> ClientStats:
         """As Client: what is still open is closed, what nobody read is dropped."""
         self._close_uncommitted()

@@ -42,9 +42,8 @@ class MarkReport:
         """So many forwards of a virtual stage have begun since the last step's end."""
         if number >= FORWARDS_WITHOUT_END and self._first("no end"):
             logger.warning(
-                "%s forwards of virtual stage %s have begun since the last step_end(): each keeps its "
-                "bookkeeping until then, and no plan is made. Call step_end() once a step, when its "
-                "gradients are final",
+                "%s forwards of virtual stage %s have begun since the last step_end(): they are not counted, "
+                "and no plan is made. Call step_end() once a step, when its gradients are final",
                 f"{number:,}",
                 stage,
             )

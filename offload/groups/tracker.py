@@ -21,7 +21,7 @@ from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
 from offload.groups.clock import StepClock
-from offload.groups.mark_report import MarkReport
+from offload.groups.mark_report import FORWARDS_WITHOUT_END, MarkReport
 from offload.groups.seen import SeenStep
 from offload.ids import ChunkId
 from offload.policy.actions import Action, Kind
@@ -187,6 +187,8 @@ class ChunkTracker(ABC):
             if not torch.is_grad_enabled():
                 self._forward = None  # an evaluation saves nothing, and is no microbatch of the step
                 return
+            if self._counts[stage] >= FORWARDS_WITHOUT_END and next(self.living_blocks(), None) is None:
+                self._drop_step()
             microbatch = self._counts[stage]
             self._counts[stage] += 1
             self.mark_report.forwards(stage, self._counts[stage])
@@ -292,6 +294,10 @@ class ChunkTracker(ABC):
     @abstractmethod
     def is_warmup(self) -> bool:
         """Whether no step with a backward has ended yet."""
+
+    @abstractmethod
+    def _drop_step(self) -> None:
+        """All of a step that nobody ends has been read: drop its bookkeeping, which would grow for ever."""
 
     @abstractmethod
     def commit(

@@ -130,3 +130,25 @@ def test_more_virtual_stages_than_a_model_has_layers_are_refused(manager: Pipeli
     """It made a list for each of them: 49 s and 7 GB."""
     with pytest.raises(ValueError, match="vp_size is 100,000,000; it counts the virtual stages of one rank"):
         init_chunk_handler(10**8, 0)
+
+
+def test_a_loop_that_never_ends_a_step_does_not_grow(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.groups.tracker.FORWARDS_WITHOUT_END", 4)
+    unread: Tensor | None = None
+    for number in range(20):
+        init_chunk_handler(None, None, 1)
+        y = marked(leaf())
+        if number == 6:
+            unread = y  # what is not read keeps its step
+        else:
+            y.sum().backward()
+        if number == 14:
+            assert unread is not None
+            unread.sum().backward()
+            unread = None
+        assert len(manager._handlers) <= 11
+    step_end()
+    del y
+    assert manager.engine.transfers.device_bytes == manager.engine.arena.lent_bytes == 0
