@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from offload.config import check_bytes
-from offload.engine import OffloadEngine
+from offload.engine import OffloadEngine, default_engine
 from offload.optim.classes import is_fused_adam
 from offload.optim.parts import HostOptions, StreamedPart
 from offload.params.view import ParamView, count_write, local_of, sharded_like
@@ -62,7 +62,7 @@ class FSDPGPUOptimizerWrapper:
         self._engine = (
             engine
             if engine is not None
-            else OffloadEngine(device="sim" if where.type == "cpu" else str(where))
+            else default_engine("sim" if where.type == "cpu" else str(where))
         )
         options = HostOptions(
             bucket_bytes=bucket_bytes, pin_grads=True, pin_params=True, masters_in_fp32=False, overlap=False
@@ -201,4 +201,4 @@ class FSDPGPUOptimizerWrapper:
         """Give the host memory back; an engine that was made here is closed too."""
         self._part.close()
         if self._given_engine is None:
-            self._engine.close()
+            self._engine.close_unused()

@@ -34,8 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from offload.client import Client
 from offload.config import check_bytes, check_fraction
-from offload.engine import OffloadEngine
+from offload.engine import OffloadEngine, default_engine
 from offload.errors import OffloadError
 from offload.optim.backward import BackwardSteps
 from offload.optim.classes import checked_class, defaults_of
@@ -47,6 +48,7 @@ from offload.optim.stepped import Overlap, SteppedOptimizer
 from offload.optim.stepping import HostedSteps
 from offload.optim.touch import WeightWatch
 from offload.params.view import ParamView
+from offload.telemetry.records import ClientStats
 
 __all__ = ["HybridDeviceOptimizer"]
 
@@ -185,8 +187,10 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         super().__init__(params, defaults)
         self._model = model
         self._names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-        self._engine = engine if engine is not None else OffloadEngine(device=self._device_name())
+        self._engine = engine if engine is not None else default_engine(self._device_name())
         self._build()
+        self._held = _HeldMemory(self._placed)
+        self._engine.attach(self._held)
 
     # -- building --------------------------------------------------------------------------------------------
     def _checked_overlap(self, overlap: str, model: nn.Module | None) -> Overlap:
@@ -439,8 +443,8 @@ class HybridDeviceOptimizer(SteppedOptimizer):
 
     # -- the end ---------------------------------------------------------------------------------------------
     def close(self) -> None:
-        """End the workers and give the host memory back; an engine that was made here is closed too. Blocks
-        the host. An optimizer that is dropped does the same."""
+        """End the workers and give the host memory back; the default engine closes if nobody else uses it.
+        Blocks the host. An optimizer that is dropped does the same, but closes no engine."""
         if not self._steps.failed:
             try:
                 self._steps.settle_host()
@@ -448,8 +452,9 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 logger.warning("closing after a failed step: %s", error)
         self._end.detach()
         self._close_parts()
+        self._engine.detach(self._held)
         if self._given_engine is None:
-            self._engine.close()
+            self._engine.close_unused()
 
     def _close_parts(self) -> None:
         if self._backward is not None:
@@ -458,6 +463,22 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             self._watch.close()
         self._steps.close()
         self._placed.close()
+
+
+class _HeldMemory(Client):
+    """What an optimizer holds of the engine from step to step, as its client "optim"."""
+
+    name = "optim"
+
+    def __init__(self, placed: Placement) -> None:
+        self._placed = placed
+
+    def end_step(self) -> ClientStats:
+        cpu, streamed = self._placed.cpu, self._placed.streamed
+        return ClientStats(
+            lent_bytes=cpu.host_bytes + streamed.host_bytes,
+            device_bytes=streamed.ring.nbytes if streamed.ring is not None else 0,
+        )
 
 
 def _of(reference: weakref.ref[HybridDeviceOptimizer]) -> HybridDeviceOptimizer:

@@ -41,9 +41,7 @@ def a_model() -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, engine: OffloadEngine | None = None) -> HybridDeviceOptimizer:
-    return HybridDeviceOptimizer(
-        model.parameters(), 1.0, lr=1e-2, engine=engine if engine is not None else default_engine("sim")
-    )
+    return HybridDeviceOptimizer(model.parameters(), 1.0, lr=1e-2, engine=engine)
 
 
 def step(model: nn.Module, optimizer: HybridDeviceOptimizer) -> None:
@@ -79,6 +77,8 @@ def test_one_step_s_figures_have_groups_and_optimizer() -> None:
     assert stats is not None
     assert stats.clients["groups"].out_bytes == KIB
     assert stats.clients["optim"].out_bytes > 0
+    assert stats.clients["optim"].lent_bytes == optimizer.host_bytes > 0
+    assert stats.clients["optim"].device_bytes == optimizer.ring_bytes > 0
     optimizer.close()
 
 
@@ -167,11 +167,15 @@ def test_ranks_that_share_a_budget_may_lower_it_while_they_hold_some() -> None:
     assert store.add("offload/host_bytes/here", 0) == 0
 
 
-def test_the_last_client_closes_the_engine() -> None:
+@pytest.mark.parametrize("last", ["manager", "optimizer"])
+def test_the_last_client_closes_the_engine(last: str) -> None:
     manager = configure(OffloadConfig(host_reserve_bytes=MIB), device="sim")
+    optimizer = optimizer_of(a_model())
     engine = manager.engine
-    assert engine.arena.held_bytes > 0
-    PipelineOffloadManager.close_instance()
+    enders = [PipelineOffloadManager.close_instance, optimizer.close]
+    for end in enders if last == "optimizer" else reversed(enders):
+        assert engine.arena.held_bytes > 0
+        end()
     assert engine.arena.held_bytes == 0
     assert default_engine("sim") is not engine
 
