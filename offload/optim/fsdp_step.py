@@ -148,10 +148,12 @@ class FSDPGPUOptimizerWrapper:
             for weights in bucket.weights:
                 device.note_read(device.compute, weights.view(torch.uint8))
         released = device.record(device.compute)
-        for bucket in buckets:
-            assert ring is not None
-            bucket.step(ring, released)
-        device.synchronize(device.record(device.d2h))
+        try:
+            for bucket in buckets:
+                assert ring is not None
+                bucket.step(ring, released)
+        finally:  # where one breaks off the caller's gradients and weights are in use until then, too
+            device.synchronize(device.record(device.d2h))
         for bucket in buckets:
             bucket.drop_gradients()
         count_write([member for member in self._members.values() if member.index in flats])

@@ -142,7 +142,6 @@ class HostedSteps:
         """
         buckets = [bucket for bucket in self._cpu.buckets if _has(bucket, flats)]
         streamed = [other for other in self._streamed.buckets if _has(other, flats)]
-        everything: list[HostBucket] = [*buckets, *streamed]
         for bucket in buckets:
             bucket.hold(flats)
         made = self.release(buckets)
@@ -163,11 +162,14 @@ class HostedSteps:
         self._lane = self._engine.device.compute
         for bucket in buckets:
             bucket.give_back()
-        for other in streamed:
-            assert self._streamed.ring is not None
-            other.step(self._streamed.ring, released)
-        self._pending = {id(bucket): bucket for bucket in everything}
-        self.settle()
+        self._pending = {id(bucket): bucket for bucket in buckets}
+        try:
+            for other in streamed:
+                assert self._streamed.ring is not None
+                self._pending[id(other)] = other
+                other.step(self._streamed.ring, released)
+        finally:  # one that breaks off reads its gradients until then, too
+            self.settle()
 
     # -- waiting ---------------------------------------------------------------------------------------------
     @property

@@ -99,3 +99,32 @@ def assert_same_bits(mine: list[Tensor], other: list[Tensor]) -> None:
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), (
             f"tensor {place} differs by {(one - two).abs().max()}"
         )
+
+
+def failing(call: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The call of that number, counted from one, raises before it does anything."""
+    calls = 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise MemoryError("no more")
+        return call(*arguments, **options)
+
+    return counted
+
+
+def broken_off(copy: Callable[..., None], at: int) -> Callable[..., None]:
+    """The copy of that number issues all of its pairs but the last and raises."""
+    calls = 0
+
+    def counted(device: SimDevice, lane: Any, pairs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            copy(device, lane, pairs[:-1])
+            raise MemoryError("no more")
+        copy(device, lane, pairs)
+
+    return counted

@@ -225,3 +225,16 @@ def test_the_optimizer_itself_is_not_copied(how: Callable[[Any], Any]) -> None:
     ):
         how(optimizer)
     optimizer.close()
+
+
+def test_a_closed_optimizer_leaves_the_model_without_a_hook_of_its_own() -> None:
+    model = net()
+
+    def hooks() -> int:
+        return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+    optimizer = hybrid(model, offload_fraction=1.0, model=model, fused=True)
+    assert hooks() > 0
+    train(model, optimizer, 1)
+    optimizer.close()
+    assert hooks() == 0

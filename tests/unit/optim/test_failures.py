@@ -20,7 +20,17 @@ from offload.optim import HybridDeviceOptimizer, streamed_step
 from offload.optim.cpu_step import CpuBucket
 from offload.optim.streamed_step import StreamedBucket
 from offload.params.worker import Worker
-from tests.unit.optim.rig import assert_same_bits, backward, engine, hybrid, net, train, weights
+from tests.unit.optim.rig import (
+    assert_same_bits,
+    backward,
+    broken_off,
+    engine,
+    failing,
+    hybrid,
+    net,
+    train,
+    weights,
+)
 
 FUSED = {"lr": 1e-2, "fused": True}
 
@@ -321,6 +331,49 @@ def test_what_a_bucket_issued_before_it_failed_is_waited_for(
 
 def fail(*_: Any, **__: Any) -> None:
     raise MemoryError("no more")
+
+
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+@pytest.mark.parametrize(
+    "fails_in", ["the copies in", "the first kernel", "the second kernel", "the copies out"]
+)
+@pytest.mark.parametrize("workers", [True, False])
+@pytest.mark.parametrize("same_bucket", [True, False])
+def test_a_streamed_step_that_breaks_off_leaves_its_slot_its_state_and_its_gradients_ordered(
+    same_bucket: bool, workers: bool, fails_in: str, executor: ExecutorName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps after it use the same slots of the ring, and the same state or that of other buckets. Without
+    workers they may follow at once: nobody synchronizes between."""
+    model = net()
+    weight, *others = model.parameters()
+    optimizer = hybrid(
+        model,
+        params=[{"params": [weight]}, {"params": others}],
+        offload_fraction=1.0,
+        cpu_share=0.0,
+        engine=engine(executor),
+        bucket_bytes=1 << 20 if same_bucket else 4096,
+        overlap_cpu_optimizer_d2h_h2d=workers,
+        fused=True,
+    )
+    saved = optimizer.state_dict()
+    with monkeypatch.context() as patch:
+        if fails_in.endswith("kernel"):
+            patch.setattr(streamed_step, "adam", failing(streamed_step.adam, 1 if "first" in fails_in else 2))
+        else:
+            patch.setattr(SimDevice, "copy", broken_off(SimDevice.copy, 1 if fails_in.endswith("in") else 2))
+        backward(model, 0)
+        with pytest.raises((MemoryError, OffloadError), match="no more"):
+            optimizer.step()
+    if workers:
+        optimizer.load_state_dict(saved)
+    for number in range(1, 5):  # more than the ring has slots
+        optimizer.zero_grad()
+        backward(model, number)
+        if not same_bucket:
+            weight.grad = None  # of the bucket that broke off
+        optimizer.step()
+    optimizer.close()
 
 
 # -- threads -------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload import OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
-from offload.optim import FSDPGPUOptimizerWrapper
-from tests.unit.optim.rig import assert_same_bits, backward, batch, net
+from offload.optim import FSDPGPUOptimizerWrapper, streamed_step
+from tests.unit.optim.rig import assert_same_bits, backward, batch, broken_off, failing, net
 
 
 def trained(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> list[torch.Tensor]:
@@ -48,6 +48,62 @@ def test_ten_steps_equal_the_optimizer_itself(
     reference, model = net(), net()
     expected = trained(reference, cls(reference.parameters(), lr=1e-2, fused=True, **options), 10)  # type: ignore[call-arg]
     assert_same_bits(trained(model, wrapped(model, cls, executor=executor, **options), 10), expected)
+
+
+def test_parameters_that_change_their_group_are_stepped_with_its_values() -> None:
+    """Nothing new has to be placed then: the groups alone are others."""
+    found = []
+    for make in (lambda inner: inner, lambda inner: FSDPGPUOptimizerWrapper(inner, "cpu", bucket_bytes=2048)):
+        model = net()
+        first, *others = model.parameters()
+        optimizer = make(Adam([{"params": [first], "lr": 0.1}, {"params": others}], lr=1e-3, fused=True))
+        trained(model, optimizer, 1)
+        one, other = optimizer.param_groups
+        one["params"], other["params"] = [others[0]], [first, *others[1:]]
+        found.append(trained(model, optimizer, 2, first=1))
+    assert_same_bits(found[1], found[0])
+    optimizer.close()
+
+
+def test_a_closure_is_evaluated_once_a_step_and_its_loss_returned() -> None:
+    model = net()
+    optimizer = wrapped(model)
+    losses: list[torch.Tensor] = []
+
+    def closure() -> torch.Tensor:
+        losses.append(backward(model, 0))
+        return losses[-1]
+
+    assert optimizer.step(closure) is losses[0]
+    assert len(losses) == 1
+    optimizer.close()
+
+
+@pytest.mark.parametrize("executor", get_args(ExecutorName))
+@pytest.mark.parametrize("fails_in", ["the copies in", "the kernel", "the copies out"])
+def test_a_step_that_breaks_off_is_over_when_its_error_arrives(
+    fails_in: str, executor: ExecutorName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three buckets. Its caller owns gradients and weights again: it zeroes those, and may load
+    these."""
+    model = net()
+    optimizer = wrapped(model, executor=executor)
+    device = optimizer._engine.device
+    with monkeypatch.context() as patch:
+        if fails_in == "the kernel":
+            patch.setattr(streamed_step, "adam", failing(streamed_step.adam, 2))
+        else:
+            patch.setattr(SimDevice, "copy", broken_off(SimDevice.copy, 3 if fails_in.endswith("in") else 4))
+        backward(model, 0)
+        with pytest.raises(MemoryError, match="no more"):
+            optimizer.step()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        for of_caller in (parameter.detach(), parameter.grad):
+            device.note_write(device.host, of_caller.view(-1).view(torch.uint8))
+    optimizer.zero_grad()
+    trained(model, optimizer, 3, first=1)
+    optimizer.close()
 
 
 @pytest.mark.req("S3-47")
