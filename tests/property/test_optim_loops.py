@@ -220,6 +220,11 @@ FOUND: dict[str, tuple[Overlap, Setup, Program]] = {
         Setup(place="stepped by the CPU", bucket_bytes=1 << 20),
         [("tie_by_data", 0), *ROUND],
     ),
+    "an optimizer was dropped, and its hooks outlive it": (
+        "backward",
+        Setup(bucket_bytes=1 << 20),
+        [*ROUND, ("another_optimizer", 0), *ROUND],
+    ),
     "a momentum lies as its weight did when it was made": (
         "step",
         Setup(recipe="momentum", bucket_bytes=1 << 20),
@@ -243,7 +248,19 @@ FOUND: dict[str, tuple[Overlap, Setup, Program]] = {
 }
 
 
-@pytest.mark.parametrize("story", FOUND)
+OPEN = {
+    "two parameters of one memory are stepped one after the other": "the CPU steps each from the old weights",
+    "an optimizer was dropped, and its hooks outlive it": "an AssertionError in the next backward",
+}
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        pytest.param(each, marks=pytest.mark.xfail(strict=True, reason=OPEN[each]) if each in OPEN else ())
+        for each in FOUND
+    ],
+)
 def test_a_program_that_was_wrong_once_has_torchs_bits(story: str) -> None:
     overlap, setup, program = FOUND[story]
     compare(program, setup, overlap)
