@@ -99,7 +99,7 @@ def row(run: Run, **what: Any) -> dict[str, Any]:
 
 def print_row(label: str, result: dict[str, Any], baseline: dict[str, Any] | None, rest: str = "") -> None:
     if result["status"] != "ok":
-        print(f"  {label:<22} {result['status']}: {result.get('reason', '')}", flush=True)
+        print(f"  {label:<30} {result['status']}: {result.get('reason', '')}", flush=True)
         return
     active, reserved, pinned = (
         result[name] / GB for name in ("active_peak", "reserved_peak", "pinned_bytes")
@@ -111,7 +111,7 @@ def print_row(label: str, result: dict[str, Any], baseline: dict[str, Any] | Non
         else ""
     )
     print(
-        f"  {label:<22} {result['step_ms']:>8.1f} ms {over}  active {active:6.2f}  reserved {reserved:6.2f}"
+        f"  {label:<30} {result['step_ms']:>8.1f} ms {over}  active {active:6.2f}  reserved {reserved:6.2f}"
         f"  pinned {pinned:6.2f} GB{host}{rest}",
         flush=True,
     )

@@ -9,9 +9,8 @@ numbers; only the optimizer differs.
 from __future__ import annotations
 
 import importlib
-import inspect
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,14 +129,6 @@ class Made:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def spelled(overlap: str, model: nn.Module, accepted: Collection[str]) -> dict[str, Any]:
-    """The optimizer's keyword arguments for what shall overlap its step, as this version accepts them."""
-    modules = {} if overlap == "step" else {"model": model}
-    if "overlap" in accepted:
-        return {"overlap": overlap, **modules}
-    return {**modules, "step_in_backward": overlap == "backward"}
-
-
 def _ours(
     model: nn.Module, engine: Any, *, fraction: float = 1.0, overlap: str = "step", **options: Any
 ) -> Made:
@@ -150,13 +141,13 @@ def _ours(
         "torch._dynamo"
     )  # torch's first optimizer imports it: 3 s of nobody's construction
     began = time.perf_counter()
-    accepted = inspect.signature(HybridDeviceOptimizer.__init__).parameters
     optimizer = HybridDeviceOptimizer(
         model.parameters(),
         fraction,
         engine=engine,
         fused=cuda or None,
-        **spelled(overlap, model, accepted),
+        overlap=overlap,
+        model=None if overlap == "step" else model,
         **ADAMW,
         **options,
     )

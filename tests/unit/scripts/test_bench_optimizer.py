@@ -10,7 +10,7 @@ import torch
 
 import bench_optimizer
 from bench.optim_child import OptimRequest, run
-from bench.optim_work import OPTIMIZERS, TINY, FusedStack, OptimShape, spelled
+from bench.optim_work import OPTIMIZERS, TINY, FusedStack, OptimShape
 
 
 def test_w4_has_as_many_parameters_as_the_stack_that_is_built() -> None:
@@ -42,14 +42,6 @@ def test_what_overlaps_the_step_and_what_leaves_beside_it_does_not_change_a_bit(
     assert [row["status"] for row in rows] == ["ok"] * len(rows), [row.get("reason") for row in rows]
     assert len({json.dumps(row["bits"]) for row in rows}) == 1
     assert all(row["groups"]["spill_bytes"] > 0 for row in rows[-2:])
-
-
-def test_the_overlap_is_asked_for_as_the_optimizer_spells_it() -> None:
-    model = torch.nn.Linear(2, 2)
-    assert spelled("step", model, ["overlap", "model"]) == {"overlap": "step"}
-    assert spelled("backward", model, ["overlap", "model"]) == {"overlap": "backward", "model": model}
-    assert spelled("backward", model, ["model"]) == {"model": model, "step_in_backward": True}
-    assert spelled("forward", model, ["model"]) == {"model": model, "step_in_backward": False}
 
 
 def test_a_peer_that_is_not_installed_is_named_and_is_no_failure() -> None:
