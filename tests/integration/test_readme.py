@@ -22,7 +22,7 @@ def python_examples() -> list[str]:
 def test_the_example_in_the_readme_runs_and_offloads() -> None:
     example = python_examples()[0]
     small_limits = "device_limit_bytes=6 << 20, max_restoring_bytes=0"
-    example = example.replace("device_limit_bytes=8 << 30, host_reserve_bytes=32 << 30", small_limits)
+    example = example.replace("device_limit_bytes=8 << 30, host_reserve_bytes=8 << 30", small_limits)
     blocks = [
         SimpleNamespace(attention=torch.nn.Linear(1024, 1024), mlp=torch.nn.Linear(1024, 1024))
         for _ in range(3)
