@@ -1,15 +1,15 @@
 """Offload engine: saved activations leave for pinned host memory and come back, beside the compute, without
 changing a bit.
 
-from offload import configure, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
+    from offload import configure, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
 
-init_chunk_handler(None, None)              # a forward begins
-x = group_start(x, "core_attn")
-with offload_hooks():
-    y = attention(x)
-y = group_commit(y, "core_attn")
-...                                         # backward, optimizer
-step_end()
+    init_chunk_handler()                        # a forward begins
+    x = group_start(x, "core_attn")
+    with offload_hooks():
+        y = attention(x)
+    y = group_commit(y, "core_attn")
+    ...                                         # backward, optimizer
+    step_end()
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class HostArena:
     slab_bytes: what one call of `device.host_memory` pins at most, and so what growth pins before a taker
         sees any of it.
     registration_bytes: one piece. 64 MiB: pinning a larger one stops every kernel launch for tens of ms
-        (design.md, decision 4).
+        (docs/design.md, decision 12).
     growth: who pins when bytes are missing. "background": a thread, and the taker gets None now; "inline":
         the taker, at once.
         None: background where pinning costs time (`device.pins`).
