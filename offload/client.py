@@ -13,11 +13,11 @@ __all__ = ["Client", "Clients"]
 
 
 class Client:
-    """A feature that attaches to the engine; what it has nothing to do for, it inherits. All but `step_ended`
-    are called under the engine's lock."""
+    """A feature that attaches to the engine and overrides the calls that it needs. The engine makes all calls
+    but `step_ended` under its lock."""
 
     name: str
-    """To print; the client of its copies' owners."""
+    """Names the client in figures and messages, and in the owner of each of its copies."""
 
     listens_only = False
     """Whether the engine may close although it is attached."""
@@ -34,14 +34,14 @@ class Client:
         """Every client has ended the step. Called without the lock: it may communicate."""
 
     def capture_begins(self) -> None:
-        """A capture begins after this: events may still be waited for."""
+        """A capture is about to begin: the last time that events from outside it may be waited for."""
 
     def capture_ends(self) -> None:
-        """A capture ends after this: what it copies must be issued by now."""
+        """A capture is about to end: the client issues the copies that belong into it."""
 
 
 class Clients:
-    """Clients in the order in which they were attached. Held weakly: one that is dropped is gone."""
+    """Clients in the order in which they were attached. They are held weakly, so a dropped one detaches."""
 
     def __init__(self) -> None:
         self._attached: list[weakref.ref[Client]] = []

@@ -118,8 +118,8 @@ class OffloadEngine:
         self._readers[:] = [other for other in self._readers if other != reader]
 
     def at_work(self) -> bool:
-        """Whether the calling thread is inside a call of the engine: what it computes now is the engine's,
-        and no model's."""
+        """Whether the calling thread is inside a call of the engine: operators that it runs now are the
+        engine's, not a model's."""
         # what threading.Condition asks of a lock
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
@@ -233,7 +233,7 @@ class OffloadEngine:
         """End the step: each client ends its own transfers, and says what it did. Blocks the host: never, but
         for a client that communicates once all have ended.
 
-        Copies that a client has under way go on, and nobody waits for another's. Raises CaptureError while a
+        Copies that a client has in flight go on: no client waits for another's. Raises CaptureError while a
         graph is captured.
         """
         with self.lock:

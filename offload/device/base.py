@@ -150,9 +150,9 @@ class Device(Protocol):
     def host_memory(self, nbytes: int, registration_bytes: int) -> HostMemory:
         """Allocate `nbytes` of host memory, pinned in registrations of at most `registration_bytes` each.
 
-        Blocks the host for about nbytes / 17 GB/s (peers.md: huge pages touched by 8 threads, then
-        registered), and every kernel launch for the time of one registration. Raises HostBudgetError if the
-        system refuses; nothing stays pinned then.
+        Blocks the host for about nbytes / 17 GB/s (huge pages touched by 8 threads, then registered), and
+        every kernel launch for the time of one registration. Raises HostBudgetError if the system refuses;
+        nothing stays pinned then.
         """
 
     @property

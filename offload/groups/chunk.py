@@ -1,5 +1,5 @@
-"""The handler of one chunk: which of its groups is open, which leave, and the way of their tensors out and
-back.
+"""The handler of one chunk: which of its groups is open, which groups leave, and when their tensors are sent
+and fetched.
 
 One invariant: every tensor that autograd hands back finds its own record through its handle; a handler is
 never asked "which chunk is current" to read anything. Positions (`_index`, the recorded groups) serve the
@@ -31,7 +31,7 @@ __all__ = ["ChunkGroups", "Cursor"]
 
 
 class Cursor(Protocol):
-    """Which chunk is current, to whom a chunk reports."""
+    """What a chunk reports to: it knows which chunk is current."""
 
     def living_blocks(self) -> Iterator[DeviceBlock]: ...
 
@@ -131,13 +131,13 @@ class ChunkGroups:
             return group
 
     def note_mark(self, given: torch.Tensor, marked: torch.Tensor) -> None:
-        """The tensors that the start of the group that was opened last was given and returned."""
+        """Note the tensors that the mark of the group opened last took and returned."""
         group = self._started[-1][1]
         if group is not None:
             group.marks = (weakref.ref(given), weakref.ref(marked))
 
     def mute(self, name: str) -> None:
-        """A group that is started while nothing may be offloaded: its commit must find its start."""
+        """Note a group that is started while nothing may be offloaded, so that its commit finds a start."""
         self._started.append((name, None))
 
     def unmute(self, name: str) -> bool:

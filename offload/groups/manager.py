@@ -1,7 +1,7 @@
 """The manager: what a user of groups talks to. Commits, the plan, the end of a step.
 
-One invariant: it decides and never moves bytes itself. Which chunk is current and what is read next is
-tracker.py's, where hooks are installed and removed open_scopes.py's.
+One invariant: it decides and never moves bytes itself. tracker.py knows which chunk is current and what is
+read next; open_scopes.py installs and removes hooks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GroupsManager(OpenScopes, Client):
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
 
     def prepare_close(self) -> None:
-        """Let go of what is lent by hand; before anything else of it is closed."""
+        """Release what the manager has lent by hand. Called before anything else of it is closed."""
 
     def close(self) -> None:
         """Drop everything; the engine closes and unpins, unless another client uses it. Blocks the host until
@@ -188,8 +188,8 @@ class GroupsManager(OpenScopes, Client):
                 self._send(handler, group, forced)
 
     def look_behind(self, group: OffloadTensorGroup, handler: ChunkGroups, output: torch.Tensor) -> None:
-        """In warm-up, before a group is committed: say what compiled functions in it keep where no hook sees
-        it."""
+        """In warm-up, before a group is committed: report what compiled functions in it keep where no hook
+        sees it."""
         if self._planner.is_warmup:
             self._compile_report.look(group.name, handler.id, output, group.since, handler.may_leave)
 
@@ -221,8 +221,8 @@ class GroupsManager(OpenScopes, Client):
         return self.engine.transfers.capture is not None
 
     def capture_begins(self) -> None:
-        """A piece ends where a capture begins. A chunk that was read to its end, by the warm-up of this
-        capture, begins anew: what the capture saves is fetched back in its own order."""
+        """As Client: no piece reaches across the begin of a capture. A chunk whose reads have ended, in the
+        warm-up of this capture, starts anew, so that what the capture saves is fetched in its own order."""
         self._commit_open_groups()
         forward = self._forward
         if (
@@ -237,7 +237,7 @@ class GroupsManager(OpenScopes, Client):
             self._look_ahead()
 
     def capture_ends(self) -> None:
-        """What was saved in the capture leaves in it, or never."""
+        """As Client: what was saved in the capture leaves before it ends, or never."""
         self.flush_delayed_groups()
         self._commit_open_groups()
 

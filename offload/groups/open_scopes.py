@@ -68,8 +68,8 @@ class OpenScopes(ChunkTracker):
     def open_scope(self, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope | None:
         """Install the hooks for the innermost open group of the current chunk; None if nothing may leave now.
 
-        stays: asked of each saved tensor, a wrapper as a whole and then its members; one that does stays on
-            the device.
+        stays: predicate, asked of each saved tensor, a wrapper and then its members; True keeps it on the
+            device.
         """
         handler = self.active_handler()
         if handler is None:

@@ -1,5 +1,5 @@
-"""After warm-up: which groups stay, and what the summary says. Between what steps were seen to do (seen.py)
-and the pure policies.
+"""After warm-up: which groups stay, and what the summary says. Turns what steps were seen to do (seen.py)
+into numbers for the pure policies.
 
 One invariant: a plan only says what stays and how far ahead to fetch; a step that is unlike the planned one
 runs all the same.

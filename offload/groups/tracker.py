@@ -199,8 +199,8 @@ class ChunkTracker(ABC):
         return ChunkGroups(min_elements, engine=self.engine, chunk_id=chunk_id, manager=self)
 
     def _following(self) -> ChunkGroups | None:
-        """The chunk that is read next, where neither a schedule nor a step that was seen says so: of those
-        that no backward has come to, the one whose forward began last."""
+        """The chunk that is probably read next, if neither a schedule nor an earlier step tells: the one
+        whose forward began last, among those without a backward so far."""
         unread = [chunk for chunk in self._forward_order if chunk not in self._backward_order]
         return unread[-1] if unread else None
 
@@ -227,7 +227,7 @@ class ChunkTracker(ABC):
 
     # -- reading ---------------------------------------------------------------------------------------------
     def reading(self, handler: ChunkGroups) -> None:
-        """A mark of `handler`'s backward runs."""
+        """A mark in the backward of `handler`'s chunk runs: that chunk is the one being read."""
         with self.engine.lock:
             if handler is not self._backward and handler.begun:
                 if not self._announced:
@@ -297,7 +297,8 @@ class ChunkTracker(ABC):
 
     @abstractmethod
     def _drop_step(self) -> None:
-        """All of a step that nobody ends has been read: drop its bookkeeping, which would grow for ever."""
+        """Drop the bookkeeping of a step whose tensors have all been read: in a loop that never calls
+        `step_end` it would grow for ever."""
 
     @abstractmethod
     def commit(

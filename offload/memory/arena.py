@@ -245,7 +245,7 @@ class HostArena:
     # -- growing and shrinking -------------------------------------------------------------------------------
     def reserve(self, nbytes: int) -> None:
         """Pin until at least `nbytes` are held, lent or free. For before step 1: blocks the host for nbytes /
-        17 GB/s (peers.md). Raises HostBudgetError if the budget or the system refuses."""
+        17 GB/s. Raises HostBudgetError if the budget or the system refuses."""
         with self._lock:
             self._growth.allow_retry()
             self._growth.hold(nbytes)

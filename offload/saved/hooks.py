@@ -1,8 +1,8 @@
 """The one pair of saved-tensor hooks, and the stack of scopes that it asks.
 
-torch shows a saved tensor to the innermost pair of hooks only, so there is one pair for all features; which
-group owns a tensor is the scope stack's business. One invariant: what a scope pushed is what leaves with it,
-whatever was switched on or off in between.
+torch shows a saved tensor to the innermost pair of hooks only, so there is one pair for all features, and the
+stack of scopes says which group owns a tensor. One invariant: `pop` removes the hooks and the scope that its
+`push` installed, whatever was switched on or off in between.
 
 A pack inside a backward is a recomputation (a checkpoint around the hooks): what it saves is read at once, so
 it always stays.
@@ -47,8 +47,8 @@ class Scope(Protocol):
 
 
 class InstalledScope:
-    """A scope and the pair installed for it. stays: what its owner keeps on the device by a mark of its own,
-    whatever scopes take it."""
+    """A scope and the pair installed for it. stays: predicate over tensors: never offload this one, whichever
+    scope owns it."""
 
     __slots__ = ("pair", "scope", "stays")
 
@@ -110,8 +110,8 @@ def _wrapper_probe(tensor: torch.Tensor, names: Sequence[str]) -> torch.Tensor |
 class SavedTensorHooks:
     """pack and unpack. unpack may run on autograd's own thread; both take the engine's lock.
 
-    readers: called after each read of a record, still under the lock; where the prefetcher is pumped. Of the
-    reads of a piece that stays, after the first and the last.
+    readers: callables that run after each read of a record, still under the lock; the prefetcher is pumped by
+    one. Of the reads of a piece that stays they run after the first and the last.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class SavedTensorHooks:
     def push(self, scope: Scope, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope:
         """Make `scope` the innermost and install the pair. Give what this returns to `pop`.
 
-        stays: asked of each tensor saved while the scope is innermost, of a wrapper and of its members; one
-            that does is kept.
+        stays: predicate, asked of each tensor saved while the scope is innermost, and of a wrapper and its
+            members. True keeps the tensor on the device.
         """
         pair = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         installed = InstalledScope(scope, pair, stays)
@@ -158,8 +158,8 @@ class SavedTensorHooks:
 
     # -- the pair --------------------------------------------------------------------------------------------
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps instead of `tensor`. Most of what it saves are plain tensors, and half of these
-        parameters and small ones, which are told from the rest without a further call."""
+        """What autograd keeps instead of `tensor`. Parameters and small tensors are about half of what it
+        saves; they are recognised here, without a further call."""
         scopes = self._owners
         if not scopes or _graph_task() != -1:
             return Passed(tensor) if _graph_task() != -1 else self._pack_other(tensor)
@@ -204,8 +204,8 @@ class SavedTensorHooks:
 
     @staticmethod
     def _pack_member(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        """Of a jagged tensor: its offsets stay, because their object is what says that two ragged sizes are
-        the same one."""
+        """Pack a member of a wrapper. The offsets of a jagged tensor stay, because torch compares two ragged
+        sizes by the offsets object."""
         return pack(tensor) if tensor.is_floating_point() else Passed(tensor)
 
     def _pack_plain(self, tensor: torch.Tensor, scopes: Sequence[Scope]) -> Handle | Passed:

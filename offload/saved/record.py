@@ -1,6 +1,5 @@
-"""One saved tensor, or several that share a storage at one version: how to find out that it was changed, and
-which
-bytes it has.
+"""One saved tensor, or several that share a storage at one version: which bytes they have, and whether they
+were changed since.
 
 One invariant: a record lives as long as a handle of it. When the last one dies, its block is freed.
 """

@@ -1,4 +1,4 @@
-"""Saved tensors: one record a storage and version, a layout for each view, and the way back.
+"""Saves and reads of tensors: one record for a storage at a version, and a layout for each view of it.
 
 One invariant: a read gives the bytes, sizes, strides and dtype that were saved, or an error; never other
 bytes.
@@ -164,8 +164,8 @@ class TensorStore:
         chunk: SavedChunk,
         group: SavedGroup,
     ) -> Handle:
-        """A storage that stays: an alias of it, counted with its piece. Note: [What stays is counted by the
-        piece]."""
+        """A handle for a storage that stays: it has an alias, and its bytes count with its piece. Note: [What
+        stays is counted by the piece]."""
         nbytes, transfers, slot = tensor.nbytes, self._transfers, group.slots
         group.slots = slot + 1
         group.nbytes += nbytes
@@ -213,7 +213,8 @@ class TensorStore:
         return probe
 
     def _enqueue(self, block: DeviceBlock, nbytes: int, group: SavedGroup) -> None:
-        """nbytes: what it takes when it leaves, counted whether it leaves or stays."""
+        """Count a save, and put it into the group's piece. nbytes: the bytes that it would move; they are
+        counted whether it leaves or stays."""
         slot = block.slot
         group.nbytes += nbytes
         group.slot_bytes[slot] = nbytes
@@ -266,8 +267,8 @@ class TensorStore:
             self._send(group)
 
     def _packed_bytes(self, record: Record) -> int | None:
-        """What a sparse view, saved as nothing else, takes when it is packed; None for a record that is worth
-        no packing."""
+        """Bytes of a sparse view once it is packed, if it is the record's only layout. None if it
+        cannot be packed, or packing does not pay."""
         layout, block = record.layout, record.block
         if layout is None or block.state is not _RESIDENT or overlaps_itself(layout):
             return None
@@ -348,8 +349,8 @@ class TensorStore:
         return shared
 
     def _revived(self, block: DeviceBlock) -> torch.UntypedStorage | None:
-        """The storage itself, where something still holds it: no copy. Not one that somebody outside autograd
-        may have overwritten."""
+        """The saved storage, if something else keeps it alive: no copy is needed then. None for a storage
+        that is written outside autograd, whose bytes may be new."""
         if block.external and block.base == 0:
             return None
         storage = block.storage()

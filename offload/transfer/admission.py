@@ -1,6 +1,6 @@
 """Admission: who may copy how many bytes, in which direction, now.
 
-One invariant: nobody waits for an answer. A REQUIRED copy that is denied goes ahead and is counted, because
+One invariant: `ask` answers at once. A REQUIRED copy that is denied goes ahead and is counted, because
 compute must not deadlock on an arbiter; any other copy that is denied moves nothing.
 
     lease     leave to copy one piece; it ends with the event of that copy, so that an arbiter can count what
@@ -69,7 +69,7 @@ class Lease(Protocol):
 
 
 class Admission(Protocol):
-    """Who answers. Called from several threads: the optimizer's workers copy too."""
+    """Grants or denies copies. Called from several threads, as the optimizer's workers copy too."""
 
     def ask(self, nbytes: int, direction: Direction, owner: Owner, priority: Priority) -> Lease | Denied:
         """Whether `owner` may copy a piece of `nbytes` now. Never blocks the host."""
@@ -100,7 +100,7 @@ class Limits:
 
 
 class _Uncounted:
-    """A lease whose end nobody waits for."""
+    """A lease whose end is not counted."""
 
     def done(self, event: Event | None) -> None:
         """Nothing is counted."""

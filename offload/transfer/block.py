@@ -1,6 +1,5 @@
 """A range of bytes of one device storage that may leave for the host and come back: where its bytes are, and
-who
-has copied them last.
+the event of their last copy.
 
 One invariant: `move_to` and `RELEASED` in `reclaim_freed` are the only writers of a block's state, and they
 allow what `LEGAL_MOVES` lists.
@@ -11,9 +10,9 @@ allow what `LEGAL_MOVES` lists.
     every state may end in RELEASED: its readers are gone, or the step ended.
 
 A block holds the device bytes strongly only while RESIDENT, RESTORING or RESTORED. Bytes that leave are held
-by the transfer that moves them. Whoever reads the block (a saved tensor's record) calls `free` when nobody
-can read it any more, on whichever thread that happens: that takes no lock, lets the bytes go and appends the
-block to a deque of its engine, which reclaims counts and host bytes at its next call.
+by the transfer that moves them. When a record can no longer be read, it calls `free` on its block, on
+whichever thread that happens. `free` takes no lock. It drops the device bytes and appends the block to a
+deque of its engine, which reclaims the counts and the host bytes at its next call.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ LEGAL_MOVES: dict[BlockState, frozenset[BlockState]] = {
 
 
 class Transfer:
-    """A piece in flight: its bytes stay alive until the event has passed, or until a lane that reuses them is
-    ordered after it.
+    """A piece in flight. Its bytes stay alive until the event has passed, or until the lane that may reuse
+    them waits for the event.
 
     blocks: what moves. keepalive: device tensors, sources of a spill or destinations of a restore, one a
         block; of both none once it is settled.
@@ -103,8 +102,9 @@ class DeviceBlock(WeakStorage):
     It has few objects of its own, because each that lives as long as a saved tensor is one more for Python's
     collector to walk.
 
-    group, slot: whose it is. start, nbytes: the bytes of the saved storage that move. readers: how many times
-    it was saved; unread: how many of them have not been read in the pass under way; pass_no: of that pass.
+    group, slot: the group that saved it, and its number there. start, nbytes: the bytes of the saved storage
+    that move. readers: how many times it was saved; unread: how many of them have not been read in the pass
+    under way; pass_no: of that pass.
     touch: the order of its latest save, so of its first read in a backward. external: written from outside
     autograd, so that a storage that is still alive says nothing about its bytes. capture: the graph in which
     it was saved, and whose replays write its host block; None outside of captures. holders: of a block that
@@ -209,8 +209,8 @@ class DeviceBlock(WeakStorage):
         self.state = state
 
     def free(self) -> None:
-        """Nobody can read it any more. Takes no lock; may be called by a finaliser, on any thread, in the
-        midst of a call of the engine."""
+        """End the block: it can no longer be read. Takes no lock, so a finaliser may call it on any thread,
+        also during a call of the engine."""
         if not self.is_freed and self.state is not BlockState.RELEASED:
             self.is_freed = True
             self.device_bytes = None

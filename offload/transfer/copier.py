@@ -2,8 +2,8 @@
 
 It asks admission, names the copies in a profile, issues them to their lane, records one event after them,
 ends the lease with that event, and counts by client what was copied and what was denied. One invariant:
-nothing else in the project calls `Device.copy`. What a copy has to wait for is its caller's to know, and is
-ordered before the call.
+nothing else in the project calls `Device.copy`. The caller makes the lane wait for what the copy needs,
+before the call.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Copier:
     ) -> Event:
         """Issue the copies of one piece; the event after them, with which the lease ends.
 
-        nbytes: their sum. lane: None for the device's own lane of that direction. Both sides stay alive until
-            the event has passed: that is the caller's part.
+        nbytes: their sum. lane: None for the device's own lane of that direction. The caller keeps both sides
+            alive until the event has passed.
         After an exception some of the copies may have been issued: the caller orders what comes after them,
         and ends the lease. Blocks the host only where its side is not pinned.
         """

@@ -1,8 +1,8 @@
 """Blocks out to the host in pieces, and back.
 
 One invariant: a copy comes after the last writer and the last reader of the bytes on both its sides, and a
-piece that fails half-way leaves every block in the state that it was in. How the bytes of a copy are let go
-of is in in_flight.py.
+piece that fails half-way leaves every block in the state that it was in. When the bytes of a copy are
+released is in in_flight.py.
 
 # [Order: spill]
 # hazard  RAW: `d2h` copies a tensor that `compute` is still writing.
@@ -79,7 +79,7 @@ _RESIDENT, _SPILLED = BlockState.RESIDENT, BlockState.SPILLED
 
 
 class TransferEngine(CaptureSide):
-    """Moves blocks. It never asks why; callers hold the engine's lock.
+    """Moves blocks, for reasons that its callers know. Callers hold the engine's lock.
 
     arena: lends the host blocks. limits: caps in bytes, read at every call, so they may change between steps.
     copier: issues the copies, on the lanes of its device.
@@ -244,8 +244,8 @@ class TransferEngine(CaptureSide):
     ) -> Transfer | None:
         """Fetch SPILLED blocks back as one piece under one event. Blocks the host: never.
 
-        blocks: one that was freed since its caller looked is passed over.
-        Each gets a new storage of its `nbytes`, allocated on compute. Readers go through `ready`.
+        blocks: one that was freed after its caller looked is passed over. Each gets a new storage of
+        its `nbytes`, allocated on compute. Readers go through `ready`.
         Returns None, with nothing moved, if admission, the device limit or a full device denies a speculative
             restore; a required one goes ahead, and raises torch.OutOfMemoryError where the device has no room
             for it at all. In a capture a speculative one is denied until its graph has read something of the
@@ -253,7 +253,7 @@ class TransferEngine(CaptureSide):
         Raises CaptureError in a capture for bytes that were saved outside: their host block will be lent to
         others when the graph is replayed.
         Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in
-        compute's own pool, so that reserved stays near active (hard-parts.md 4.2).
+        compute's own pool, so that reserved stays near active.
         """
         device, capture = self.device, self.capture
         if capture is None and device.is_capturing():
@@ -328,9 +328,9 @@ class TransferEngine(CaptureSide):
         return transfer
 
     def _homes(self, blocks: Sequence[DeviceBlock], *, required: bool) -> list[torch.Tensor] | None:
-        """Buffers for a restore. On a device without room a speculative one gives up, and so do those after
-        it in this step: each try makes torch return its cached blocks, which blocks the host. For a required
-        one everything that can go is let go first.
+        """Allocate the buffers of a restore. On a device without room a speculative restore gives up, and so
+        do those after it in this step: each try makes torch return its cached blocks, which blocks the host.
+        For a required restore everything that can be released is released first.
 
         Raises torch.OutOfMemoryError if the buffers do not fit even then; nothing has moved.
         """

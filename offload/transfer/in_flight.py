@@ -1,5 +1,5 @@
-"""Saved bytes on the device while copies of them run: how many there are, how room is made, and how they are
-let go of.
+"""Saved bytes on the device while copies of them run: how many there are, how room is made, and when they are
+released.
 
 One invariant: device bytes that a copy still touches are held by that copy's `Transfer`, and they return to
 the allocator only after a lane that could reuse them is ordered behind the copy. The host never blocks; where
@@ -8,8 +8,8 @@ bytes must wait, the compute lane does.
 Three counts say where saved bytes are on the device: resident (kept), spilling (leaving; held by transfers in
 `_spilling`, oldest first) and restoring (fetched back and not yet read for the last time). Their sum stays
 under `device_limit_bytes` as long as something can be waited for: before bytes are added, the oldest spill is
-settled, which makes compute wait for it and drops its source; where none holds bytes, what was held back for
-its reader is sent on its way again, whose copy has never stopped.
+settled, which makes compute wait for it and drops its source. If no spill holds bytes, blocks that `reclaim`
+kept for their reader release theirs: the copies of these blocks to the host were never stopped.
 
 # [Order: settle]
 # hazard  allocator reuse: the source goes back to compute's allocator while `d2h` still reads it.
@@ -218,7 +218,7 @@ class InFlight:
 
     def _let_held_back_go(self, device_bytes: int) -> None:
         """Settle spills whose blocks were reclaimed and have not been read, the oldest first, until no more
-        than `device_bytes` are left: their copies have gone on, and the host has the bytes."""
+        than `device_bytes` are left. Their copies were never stopped, so the host has the bytes."""
         for transfer in [*self._spilling]:
             if self.device_bytes <= device_bytes:
                 return
@@ -237,8 +237,8 @@ class InFlight:
                 self.settle_spill(transfer)
 
     def _drop_furthest(self, nbytes: int) -> bool:
-        """Drop at least `nbytes` of what was fetched ahead, the latest fetched first: it is read last. False
-        if there is not as much."""
+        """Drop at least `nbytes` of what was fetched ahead, the latest fetched first, as it is read last.
+        Returns False if fewer bytes were fetched ahead."""
         while nbytes > 0 and self._ahead:
             block = self._ahead.pop()
             if block.is_freed or block.state not in (BlockState.RESTORING, BlockState.RESTORED):
@@ -251,13 +251,12 @@ class InFlight:
         return nbytes <= 0
 
     def reclaim(self, block: DeviceBlock) -> None:
-        """A SPILLING block is about to be read: it stays after all. Its copy runs on unused, so the spill
-        keeps its source to the end, and the block its host bytes: until the spill is settled it can be sent
-        on its way again (`_let_held_back_go`).
+        """Keep a SPILLING block on the device, because it is about to be read.
 
-        Not where that would leave less of the device limit than the largest block takes: what is resident
-        can make no room, also when an input half has read it and its weight half is far away, and the next
-        read has to go ahead.
+        Its copy runs on unused: the spill holds the source until it is settled, and the block holds its host
+        bytes as long. Until then `_let_held_back_go` can still release the device bytes. Nothing is kept if
+        less of the device limit would be left than the largest block takes: RESIDENT bytes cannot make room,
+        not even between the input half of a backward and its weight half, and the next read needs room.
         """
         storage = block.storage()
         transfer = block.transfer
@@ -276,8 +275,8 @@ class InFlight:
 
     # -- settling --------------------------------------------------------------------------------------------
     def settle_spill(self, transfer: Transfer) -> None:
-        """Make compute wait for this spill and let its source go. A settled transfer is passed over. Order:
-        [Order: settle]."""
+        """Make compute wait for this spill, then release its source. A settled transfer is passed over.
+        Order: [Order: settle]."""
         if transfer.settled:
             return
         self._await(transfer, "settle")
@@ -321,7 +320,7 @@ class InFlight:
         transfer.blocks = transfer.keepalive = ()
 
     def drop(self, block: DeviceBlock) -> None:
-        """Let a RESTORED block's device bytes go; its host copy is clean, so this is free. The caller may
+        """Release a RESTORED block's device bytes without a copy, as the host copy is clean. The caller may
         still hold the storage."""
         if block.state is BlockState.RESTORED:
             block.state = BlockState.SPILLED
@@ -331,7 +330,7 @@ class InFlight:
         self.restoring_bytes -= block.nbytes
 
     def _await(self, transfer: Transfer, order: str) -> None:
-        """Order the transfer's lane after it; where it had not passed yet, time the wait."""
+        """Make the transfer's compute lane wait for its event, unless it has passed; the wait is timed."""
         device, lane, event = self.device, transfer.lane, transfer.event
         if transfer.capture is not None:
             if transfer.capture is self.capture and lane is not self._joined:
@@ -378,8 +377,8 @@ class InFlight:
 
 
 def _is_held_back(block: DeviceBlock, transfer: Transfer) -> bool:
-    """Whether the block was reclaimed from this spill, whose host block it still has. That happens to
-    complete chunks only, so no save has joined it since, and the host block has all that will be read."""
+    """Whether the block was reclaimed from this spill and still has its host block. Only blocks of chunks
+    whose forward is over are reclaimed, so no later save uses the block, and the host has all its bytes."""
     return (
         block.state is BlockState.RESIDENT
         and block.transfer is transfer
