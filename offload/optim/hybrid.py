@@ -22,6 +22,7 @@ error has said why not.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import weakref
@@ -56,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 REPLACED = {"overlap_backward": "backward", "step_in_backward": "backward"}
 """Arguments of before, and the overlap that does what they asked for."""
+
+_LIVING: weakref.WeakSet[HybridDeviceOptimizer] = weakref.WeakSet()
+"""Of overlap="backward", and not closed."""
 
 
 class HybridDeviceOptimizer(SteppedOptimizer):
@@ -256,10 +260,12 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         except BaseException:
             self._close_parts()  # what was pinned goes back to an engine that others use
             raise
-        self._end = weakref.finalize(self, _end, self._steps, self._placed)
+        self._end = weakref.finalize(self, _end, self._steps, self._placed, self._backward)
         self._built = True
 
     def _regroup(self) -> None:
+        if self.overlap == "backward":
+            self._refuse_shared()
         offloaded = self._placed.regroup(self.param_groups, self._names)
         self._steps.index()
         if self._backward is not None:
@@ -267,6 +273,25 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         if self._watch is not None and self._model is not None:
             indices = {id(member.parameter): member.index for member in self._placed.members}
             self._watch.attach(self._model, indices)
+
+    def _refuse_shared(self) -> None:
+        """Raises ValueError for a parameter that another living optimizer steps in the backward: two steps
+        of one weight would run beside each other."""
+        if self._shared() is not None:
+            gc.collect()  # a learning-rate scheduler makes a circle of its optimizer, which outlives its drop
+        shared = self._shared()
+        if shared is not None:
+            name = self._names.get(id(shared), "a parameter")
+            raise ValueError(
+                f"{name} ({shared.numel():,} elements of {shared.dtype}) is "
+                'stepped by another optimizer of overlap="backward"; close that one, or use overlap="forward"'
+            )
+        _LIVING.add(self)
+
+    def _shared(self) -> Tensor | None:
+        mine = {id(p) for group in self.param_groups for p in group["params"]}
+        groups = [group for each in _LIVING if each is not self for group in each.param_groups]
+        return next((p for group in groups for p in group["params"] if id(p) in mine), None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host
@@ -457,6 +482,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             self._engine.close_unused()
 
     def _close_parts(self) -> None:
+        _LIVING.discard(self)
         if self._backward is not None:
             self._backward.close()
         if self._watch is not None:
@@ -487,6 +513,8 @@ def _of(reference: weakref.ref[HybridDeviceOptimizer]) -> HybridDeviceOptimizer:
     return found
 
 
-def _end(steps: HostedSteps, placed: Placement) -> None:
-    """The optimizer was dropped: its weights arrive, and its host memory goes back."""
+def _end(steps: HostedSteps, placed: Placement, backward: BackwardSteps | None) -> None:
+    """The optimizer was dropped: its hooks go, its weights arrive, and its host memory goes back."""
+    if backward is not None:
+        backward.close()
     steps.end(placed.close)

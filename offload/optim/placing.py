@@ -8,6 +8,7 @@ Nothing is pinned until all parameters that are added together have been accepte
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.engine import OffloadEngine
+from offload.errors import OffloadError
 from offload.optim.classes import is_elementwise, is_fused_adam, made_for_cpu
 from offload.optim.parts import CpuPart, HostOptions, StreamedPart
 from offload.optim.ranks import is_split
@@ -103,6 +105,8 @@ class Placement:
         self.groups: dict[int, dict[str, Any]] = {}
         """The param group of each parameter that is in one now, by index."""
         self._place: dict[int, Place] = {}
+        self._moved = False  # a parameter was found elsewhere since `_tied` was looked for
+        self._tied: list[tuple[ParamView, ParamView]] = []
         self.cpu = CpuPart(engine, options.host, options.cpu_cls, options.kwargs)
         self.streamed = StreamedPart(engine, options.host)
         masters = options.host.masters_in_fp32
@@ -166,6 +170,7 @@ class Placement:
         with self._engine.lock:
             self._engine.externals.register_parameters([member.parameter for member in members])
         self.groups = {self.of[id(p)].index: group for group in groups for p in group["params"]}
+        self._moved = True
         for part in parts.values():
             part.regroup(self.groups)
         return offloaded
@@ -225,10 +230,31 @@ class Placement:
     def follow(self, member: ParamView, settle: Any) -> None:
         """Find the parameter's memory before a step. settle: brings everything to rest; called only where the
         elements lie in another order than before, and so their state has to."""
+        address = member.address
         before = member.follow()
+        self._moved |= member.address != address
         if before is not None and self.is_hosted(member):
             settle()
             (self.cpu if self[member] is Place.CPU else self.streamed).reorder(member, before)
+
+    def refuse_tied(self) -> None:
+        """Raises OffloadError if two parameters share memory, and the CPU steps one: from a copy of the
+        weights, made before the other's step, which would be lost."""
+        if self._moved:
+            ordered = sorted((m for m in self.present if m.numel and m.address), key=lambda m: m.address)
+            self._tied = [
+                pair
+                for pair in itertools.pairwise(ordered)
+                if pair[1].address < pair[0].address + pair[0].nbytes
+                and Place.CPU in (self[pair[0]], self[pair[1]])
+            ]
+            self._moved = False
+        for first, second in self._tied:
+            if first.parameter.requires_grad and second.parameter.requires_grad:
+                raise OffloadError(
+                    f"{first} and {second} share memory, and the CPU would step each from the same weights; "
+                    "use one parameter for both (a.weight = b.weight), cpu_share=0, or offload_fraction=0"
+                )
 
     def state_of(self, member: ParamView) -> Mapping[Any, Any]:
         """What its optimizer keeps. Of hosted ones views of host memory, which nothing may be writing."""

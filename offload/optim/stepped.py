@@ -108,6 +108,7 @@ class SteppedOptimizer(Optimizer):
             self._shown.take_writes(self._placed)
         for member in self._placed.present:
             self._placed.follow(member, self._steps.settle_host)
+        self._placed.refuse_tied()
         self._placed.refresh()
 
     def _check_groups(self) -> None:

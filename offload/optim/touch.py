@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.compile.untraced import untraced
 from offload.engine import Client, OffloadEngine
 from offload.optim.stepping import HostedSteps
 
@@ -82,7 +83,7 @@ class AwaitedWeight(_Awaited, nn.Parameter):
     """A weight on its way."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def arrived(found: Any) -> None:
     """Have the current lane wait for what is awaited among `found`, in tuples, lists and dictionaries too; it
     is plain after this. Blocks the host until the step's part is issued."""
@@ -201,7 +202,7 @@ class WeightWatch(Client):
             self._tell("a forward is captured outside of a region of the optimizer's engine")
         self._steps.arrive(indices)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def before_compiled(self) -> None:
         """A compiled forward is about to read weights: which, its module's hooks will not say again."""
         self._tell("a compiled forward reads the optimizer's weights")
@@ -239,7 +240,7 @@ class _Hook:
         if watch is not None:
             watch.before_forward(self._indices)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _compiled(self) -> None:
         watch = self._watch()
         if watch is not None:

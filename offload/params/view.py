@@ -59,8 +59,8 @@ class ParamView:
     """
 
     __slots__ = (
-        "_address",
         "_flat",
+        "address",
         "device",
         "dtype",
         "index",
@@ -103,7 +103,7 @@ class ParamView:
             )
         self.stride = stride
         self._flat = local.data.as_strided((local.numel(),), (1,), local.storage_offset())
-        self._address = local.data_ptr()
+        self.address = local.data_ptr()
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +122,7 @@ class ParamView:
         other elements than there were.
         """
         local = local_of(self.parameter)
-        if local.data_ptr() == self._address and local.stride() == self.stride:
+        if local.data_ptr() == self.address and local.stride() == self.stride:
             return None
         if tuple(local.shape) != self.shape or local.dtype != self.dtype or local.device != self.where:
             raise OffloadError(

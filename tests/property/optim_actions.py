@@ -713,11 +713,11 @@ def another_optimizer(w: World, n: int) -> None:
     saved = before.state_dict()
     if n % 2 and hasattr(before, "close"):
         before.close()
-    w.optimizers[place] = w.make(w.model, groups)
-    del before
-    w.optimizers[place].load_state_dict(saved)
     for key in (f"schedule {place}", f"state {place}"):
         w.kept.pop(key, None)
+    del w.optimizers[place], before
+    w.optimizers.insert(place, w.make(w.model, groups))
+    w.optimizers[place].load_state_dict(saved)
 
 
 @action("again")

@@ -163,6 +163,7 @@ COMMON: dict[str, Any] = {
 ANYTHING: tuple[Kind, ...] = ("backward", "again", "gradients", "hidden", "step", "zero", "between")
 
 
+@pytest.mark.req("S3-32")
 @settings(**COMMON)
 @given(program=programs(*ANYTHING, "view"), setup=setups(inline=True))
 def test_any_program_has_torchs_bits(program: Program, setup: Setup) -> None:
@@ -217,7 +218,7 @@ FOUND: dict[str, tuple[Overlap, Setup, Program]] = {
     ),
     "two parameters of one memory are stepped one after the other": (
         "step",
-        Setup(place="stepped by the CPU", bucket_bytes=1 << 20),
+        Setup(bucket_bytes=1 << 20),
         [("tie_by_data", 0), *ROUND],
     ),
     "an optimizer was dropped, and its hooks outlive it": (
@@ -248,19 +249,14 @@ FOUND: dict[str, tuple[Overlap, Setup, Program]] = {
 }
 
 
-OPEN = {
-    "two parameters of one memory are stepped one after the other": "the CPU steps each from the old weights",
-    "an optimizer was dropped, and its hooks outlive it": "an AssertionError in the next backward",
-}
-
-
-@pytest.mark.parametrize(
-    "story",
-    [
-        pytest.param(each, marks=pytest.mark.xfail(strict=True, reason=OPEN[each]) if each in OPEN else ())
-        for each in FOUND
-    ],
-)
+@pytest.mark.parametrize("story", list(FOUND))
 def test_a_program_that_was_wrong_once_has_torchs_bits(story: str) -> None:
     overlap, setup, program = FOUND[story]
     compare(program, setup, overlap)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_two_parameters_of_one_memory_are_refused_where_the_cpu_steps_them(inline: bool) -> None:
+    setup = Setup(place="stepped by the CPU", bucket_bytes=1 << 20, inline=inline)
+    with pytest.raises(OffloadError, match=r"pair.0.*and.*pair.1.* share memory"):
+        compare([*ROUND, ("tie_by_data", 0), *ROUND], setup, "step")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import inspect
 import io
 import pickle
 import sys
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import offload
 from offload import OffloadEngine
@@ -30,10 +30,6 @@ from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from tests.optim_pair import OVERLAPS, Overlap, assert_same, copies, hybrid, torchs
 from tests.unit.optim.rig import backward, batch, net
-
-pytestmark = pytest.mark.skipif(
-    "overlap" not in inspect.signature(HybridDeviceOptimizer.__init__).parameters, reason="not there yet"
-)
 
 SHARES = (1.0, 0.0)
 HOME = str(Path(offload.__file__).parent)
@@ -368,25 +364,39 @@ def test_a_backward_through_weights_that_were_stepped_is_refused_as_torch_does(o
     optimizer.close()
 
 
-@pytest.mark.xfail(strict=True, reason="both step in the backward; the simulated device alone sees it")
 def test_two_optimizers_of_one_parameter_are_refused_where_steps_run_in_the_backward() -> None:
-    """Both would step it beside each other; which came first nobody could say. They share an engine here, so
-    that it can be known when the second one is built, or at its first step."""
+    """Both would step it beside each other; which came first nobody could say. A closed or dropped one steps
+    nothing any more, although its learning-rate scheduler keeps it in a circle."""
     model, engine = net(), OffloadEngine(device=SimDevice(executor="late"))
-    made: list[Any] = []
 
-    def run() -> None:
-        for _ in range(2):
-            made.append(hybrid(model, overlap="backward", engine=engine, cpu_share=0.5))
-        for number in range(2):
-            backward(model, number)
-            for optimizer in made:
-                optimizer.step()
+    def build(parameters: Any = model) -> Any:
+        return hybrid(parameters, overlap="backward", engine=engine, cpu_share=0.5, model=model)
 
-    with pytest.raises((ValueError, OffloadError), match="another optimizer"):
-        run()
-    for optimizer in made:
-        optimizer.close()
+    first = build()
+    with pytest.raises(ValueError, match=r"0\.weight.*stepped by another optimizer"):
+        build()
+    other = build([nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match=r"0\.bias.*stepped by another optimizer"):
+        other.add_param_group({"params": [model[0].bias]})
+    assert len(other.param_groups) == 1
+    first.close()
+    other.add_param_group({"params": list(model.parameters())})
+    LambdaLR(other, lambda epoch: 1.0)
+    del other
+    build().close()
+    assert engine.arena.lent_bytes == 0
+
+
+def test_closing_the_last_client_of_the_default_engine_closes_it() -> None:
+    """The registrations go back to the system, not only the loans to the engine's free ranges."""
+    optimizer = HybridDeviceOptimizer(net().parameters(), 1.0)
+    other = HybridDeviceOptimizer(net().parameters(), 1.0)
+    arena = optimizer.engine.arena
+    assert other.engine is optimizer.engine
+    optimizer.close()
+    assert arena.held_bytes >= arena.lent_bytes > 0
+    other.close()
+    assert arena.held_bytes == 0
 
 
 def test_a_sparse_gradient_is_refused_before_anything_is_stepped() -> None:
