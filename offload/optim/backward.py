@@ -1,12 +1,11 @@
 """Steps that begin while the backward still runs, on the promise that a gradient is final when the backward
-has made
-it: `overlap="backward"`.
+has made it: `overlap="backward"`.
 
-A bucket goes when the gradients of all its parameters are final. A gradient is final when the parameter's
-last microbatch has been through; who says which that is: the user or the schedule (`last_microbatch`,
-`no_sync`), else the step before, whose number of backwards a parameter is expected to have again. FSDP2 calls
-the hooks after its reduction. One invariant: what breaks the promise and can be seen is an error before
-anything else is stepped.
+A bucket is stepped once the gradients of all its parameters are final. A gradient is final after the backward
+of the parameter's last microbatch. The user or the schedule says which one that is (`last_microbatch`,
+`no_sync`); else a parameter is expected to have as many backwards as in the step before. FSDP2 calls the
+hooks after its reduction. One invariant: a broken promise that can be seen is an error before anything else
+is stepped.
 
 What cannot be seen: a write through `.data`, or by a kernel or collective that moves no version counter,
 between the hook and `step()`.
@@ -71,7 +70,7 @@ class BackwardSteps:
         self._handles: list[Any] = []
 
     def hook(self, members: Sequence[ParamView]) -> None:
-        """Hooks hold this weakly: an optimizer that is dropped leaves none that does anything."""
+        """Register hooks on the parameters. They hold this object weakly."""
         reference = weakref.ref(self)
         for member in members:
             if member.parameter.requires_grad and member.parameter.is_leaf:
@@ -140,7 +139,7 @@ class BackwardSteps:
             )
 
     def touched(self, index: int) -> None:
-        """Somebody reads or writes a parameter between the backward's step of it and step()."""
+        """A parameter is read or written before step(): an error if this backward has stepped it."""
         if any(id(bucket) in self.stepped for bucket in self._steps.buckets_of.get(index, ())):
             self.broken(
                 f"the weights of parameter {index} were read or written before step() (use no_sync() in all "
@@ -148,7 +147,7 @@ class BackwardSteps:
             )
 
     def check(self, gradients: Mapping[int, Tensor]) -> None:
-        """Of step(): gradients are those that are there now."""
+        """Called by step(): check that the gradients are still the ones that were stepped."""
         for bucket in self.stepped.values():
             for member in bucket.members:
                 gradient, stamp = gradients.get(member.index), self._stamps.get(member.index)

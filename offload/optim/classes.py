@@ -114,7 +114,7 @@ def made_for_cpu(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, A
     """`kwargs` with torch's fused CPU kernel asked for, where the class has one and the user did not say how
     to compute.
 
-    The fused step is one pass over memory and lets go of the interpreter's lock; the plain one is a pass for
+    The fused step is one pass over memory and releases the interpreter's lock; the plain one is a pass for
     each operation.
     """
     chosen = dict(kwargs)

@@ -1,11 +1,11 @@
-"""Parameters stepped on the host: gradients and weights land in a bucket, the CPU optimizer steps views of
-it, new weights go back.
+"""Parameters stepped on the host: gradients and weights are copied into a bucket there, the CPU optimizer
+steps views of it, and new weights are copied back.
 
 The weights travel with their gradients: the device's are the ones that count, whoever wrote them, and where
 the bucket keeps float32 masters of half-precision weights, a master counts where rounding it gives the
 weight. The optimizer steps a view of flat memory for each parameter, so any class of torch.optim is right,
 parameters without a gradient are left alone and each has its own step count. One invariant: a bucket's master
-weights and moments change only between its gradients' landing and its weights' return, on one thread.
+weights and moments change only after its gradients have arrived and before its weights return, on one thread.
 
 # [Order: land]
 # hazard  RAW, WAR: `d2h` copies a gradient, or a weight, that `compute` is still writing; `h2d` then writes a
@@ -83,8 +83,8 @@ class CpuBucket:
         return self.section.view("master", piece.start, piece.numel, self.master_dtype)
 
     def _landing(self, piece: Piece, member: ParamView) -> Tensor:
-        """Where the device's weights land, and where new ones are rounded to: the master itself where it has
-        their type."""
+        """The host bytes that the device's weights are copied to and new ones are rounded into. They are the
+        master itself if it has the weights' dtype."""
         name = "weight" if member.dtype != self.master_dtype else "master"
         return self.section.view(name, piece.start, piece.numel, member.dtype)
 
@@ -118,8 +118,8 @@ class CpuBucket:
 
     # -- gradients in ----------------------------------------------------------------------------------------
     def hold(self, gradients: Mapping[int, Tensor]) -> None:
-        """Step these when told to. gradients: flat, by parameter, made on the current lane; one that is
-        missing is not stepped.
+        """Keep the gradients until `step`. gradients: flat, by parameter, made on the current lane. A
+        parameter without one is not stepped.
 
         Blocks the host only while the step before is still at this bucket.
         """
@@ -161,7 +161,8 @@ class CpuBucket:
         return self.landed is not None and self.device.poll(self.landed)
 
     def drop_gradients(self) -> None:
-        """The lane that they were allocated on has waited for `returned`, or it has passed."""
+        """Release the gradients. Called once the lane that they were allocated on has waited for `returned`,
+        or `returned` has passed."""
         self._sources, self._outward = [], []
 
     # -- the step --------------------------------------------------------------------------------------------
@@ -209,8 +210,8 @@ class CpuBucket:
         self.returned = self.copies.fetch(pairs)
 
     def step(self, scratch: Tensor | None) -> None:
-        """Everything between landing and return, for an optimizer of this bucket alone: the job of a
-        worker."""
+        """Wait for the gradients, step, and send the weights back, for an optimizer of this bucket alone. The
+        job of a worker."""
         assert self.optimizer is not None
         self.load_gradients(scratch)
         self.optimizer.step()

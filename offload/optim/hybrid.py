@@ -1,9 +1,10 @@
 """HybridDeviceOptimizer: a torch optimizer whose state lies on the host, and whose copies and steps run
 beside each other, beside the next forward, or beside the backward.
 
-    optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=1.0, lr=1e-4, overlap="forward",
-    model=model) loss_of(batch).backward()
-    optimizer.step()                         # returns; whoever touches a weight first waits for it
+    optimizer = HybridDeviceOptimizer(model.parameters(), lr=1e-4, overlap="forward", model=model)
+
+    loss_of(batch).backward()
+    optimizer.step()                         # returns early; the first touch of a weight waits for it
     optimizer.zero_grad()
 
 A parameter's state is in one of four places, see placing.py. Parameters, moments and masters are the same
@@ -379,7 +380,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._shown.replace(value)
 
     def _settle_state(self) -> None:
-        """Bring everything to rest, and take over what the user has changed."""
+        """Wait for the step under way, then take over what the user has changed."""
         self._rest()
         self._check_groups()
         self._shown.take_writes(self._placed)
@@ -453,7 +454,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             post_hook(self)
 
     def _forget_step(self) -> None:
-        """State is about to be loaded: come to rest, whatever was under way or has failed."""
+        """Before state is loaded: wait for the step under way, and forget a failure."""
         if self._backward is not None:
             self._backward.start_over()
         if self._steps.failed:
@@ -492,7 +493,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
 
 
 class _HeldMemory(Client):
-    """What an optimizer holds of the engine from step to step, as its client "optim"."""
+    """The client "optim" of the engine: reports the host and device memory that an optimizer holds."""
 
     name = "optim"
 

@@ -51,9 +51,8 @@ class HostOptions:
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a param group says to any optimizer: not its parameters, nor how to compute. A copy: a worker
-    reads it
-    while the user already changes the original."""
+    """What a param group says to any optimizer: not its parameters, nor how to compute. A copy, because a
+    worker reads it while the user already changes the original."""
     return {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()

@@ -1,4 +1,4 @@
-"""Every parameter in its place: who keeps its state, who steps it, and where its master is found.
+"""The place of every parameter: where its optimizer state lies, what steps it, and where its master is.
 
 Places follow from the order and the sizes of whole parameters, not of their shards, and from two fractions:
 so they are the same on every rank and in every run, and replicas get the same bits. One invariant: a
@@ -228,8 +228,8 @@ class Placement:
 
     # -- about one parameter ---------------------------------------------------------------------------------
     def follow(self, member: ParamView, settle: Any) -> None:
-        """Find the parameter's memory before a step. settle: brings everything to rest; called only where the
-        elements lie in another order than before, and so their state has to."""
+        """Find the parameter's memory before a step. settle: ends every copy and step; called only if the
+        elements lie in another order than before, because their state is then reordered too."""
         address = member.address
         before = member.follow()
         self._moved |= member.address != address

@@ -1,9 +1,9 @@
 """What an optimizer has to know of the other ranks: whether there are any, whose a gradient still is, and the
 norm of gradients that are spread over them.
 
-One invariant: nothing here waits for another rank, so a rank that has failed, or has no optimizer, holds up
-none. What a step does together with others (a norm over shards) it does in the order of the param groups, the
-same on every rank.
+One invariant: nothing here waits for another rank beyond torch's own collectives, so a rank that has failed,
+or has no optimizer, blocks none. Collectives of a step (a norm over shards) run in the order of the param
+groups, which is the same on every rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One step of the hybrid optimizer: gradients in, clipping, buckets to their workers, and who waits for what.
+"""One step of the hybrid optimizer: it reads the gradients, clips them, gives buckets to their workers, and
+orders later uses of weights behind the step.
 
-What is stepped where was decided before (placing.py), and the state's way in and out of the class is
-hybrid.py's. One
+placing.py has decided before what is stepped where; hybrid.py shows, saves and loads the state. One
 invariant: a step either begins with every gradient checked and every promise kept, or raises before anything
 is stepped; `overlap="step"` returns when every later use of a weight or gradient is ordered behind the step.
 """
@@ -31,7 +31,7 @@ Overlap = Literal["step", "forward", "backward"]
 
 
 class SteppedOptimizer(Optimizer):
-    """The step, for an heir that builds what is named here.
+    """The step. A subclass builds the attributes that are declared here.
 
     overlap: see HybridDeviceOptimizer. _workers: whether buckets are stepped by workers, or all on the
         calling thread. _atomic: whether an error leaves the last whole step.
@@ -183,7 +183,7 @@ class SteppedOptimizer(Optimizer):
         self._steps.arrive(now)
 
     def stepped_in_backward(self, bucket: HostBucket) -> None:
-        """Its weights are on their way: who touches them before step() breaks the promise."""
+        """Watch the weights of a bucket that the backward steps: a touch before step() breaks the promise."""
         assert self._watch is not None
         for member in bucket.members:
             if self._watch.can_watch(member.parameter):
@@ -242,15 +242,15 @@ class SteppedOptimizer(Optimizer):
         self._steps.arrive(None)
 
     def _rest(self) -> None:
-        """Bring everything to rest: the host may read and write weights, state and masters. Blocks the
-        host."""
+        """End every copy and step: after it the host may read and write weights, state and masters. Blocks
+        the host."""
         if self._backward is not None:
             self._backward.broken("state was asked for before step()")
         self._steps.settle_host()
 
     def _refuse_in_capture(self, what: str) -> None:
-        """What workers and the host's own state have a part in; an optimizer that keeps all on the device may
-        be captured."""
+        """Raise CaptureError for a call that uses workers or host state. An optimizer that keeps all state on
+        the device may be captured."""
         if self._steps.in_order:
             self._engine.refuse_in_capture(f"the optimizer's {what}")
 

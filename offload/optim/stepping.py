@@ -1,9 +1,8 @@
-"""The steps of offloaded buckets: given to workers, waited for by whoever touches their weights, and what is
-left when one fails.
+"""Steps of offloaded buckets: which worker runs them, how a use of their weights waits for them, and what
+remains when one fails.
 
-One invariant: a bucket is with at most one worker, and everybody who touches what the worker touches has
-waited
-for `done` and then for the event that the worker recorded.
+One invariant: a bucket is with at most one worker. Whatever else touches the bucket's bytes has waited first
+for `done`, and then for the event that the worker recorded.
 
 # [Order: weights back]
 # hazard  RAW, WAR, allocator reuse: `compute` reads a weight before `h2d`, or the optimizer's lane, has
@@ -252,7 +251,7 @@ class HostedSteps:
 
     @property
     def error(self) -> BaseException | None:
-        """What a worker met."""
+        """The error that a worker raised, None without one."""
         return self._stepper.error or self._streamer.error
 
     def fail(self, what: str) -> None:
@@ -262,8 +261,8 @@ class HostedSteps:
         raise self._failed
 
     def raise_failure(self) -> None:
-        """In the training thread, what a worker met, and what it means. Blocks the host: never, but at the
-        first time until the workers are idle."""
+        """Raise a worker's error in the training thread, with what it means for weights and state. Blocks the
+        host: never, but the first time until the workers are idle."""
         if self._failed is not None:
             raise self._failed
         error = self.error
@@ -278,8 +277,8 @@ class HostedSteps:
             raise self._failed from error
 
     def _let_go(self) -> None:
-        """After a failure nobody waits for weights any more: they are what they are, once the workers have
-        left."""
+        """After a failure: once the workers are idle, no use of a weight waits any more. Weights stay as the
+        failed step left them."""
         for bucket in self._pending.values():
             bucket.done.wait()
         self._pending = {}
@@ -333,12 +332,12 @@ def _has(bucket: HostBucket, flats: Mapping[int, Tensor]) -> bool:
 
 
 def _nothing() -> None:
-    """After a landing its bucket is still with the worker; before the CPU chooses a bucket it waits for
-    nothing."""
+    """Does nothing: for a landing, whose bucket stays with the worker, and for the CPU's queue, which waits
+    for nothing before it chooses."""
 
 
 def _nothing_of(index: int) -> None:
-    """Nobody asks for more."""
+    """Does nothing: nobody asked to be told of this parameter."""
 
 
 # -- all or none ---------------------------------------------------------------------------------------------

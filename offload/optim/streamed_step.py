@@ -104,8 +104,8 @@ class StreamedBucket:
         return (*moments, "master") if self.has_master else moments
 
     def hold(self, gradients: Mapping[int, Tensor]) -> None:
-        """Step these when told to. gradients: flat, by parameter; one that is missing is not stepped. Blocks
-        the host only while the step before is still at this bucket."""
+        """Keep the gradients until `step`. gradients: flat, by parameter; a parameter without one is not
+        stepped. Blocks the host only while the step before still uses this bucket."""
         self.done.wait()
         self._gradients = []
         self.weights = []
@@ -124,11 +124,12 @@ class StreamedBucket:
         return self.stepped
 
     def drop_gradients(self) -> None:
-        """The lane that they were allocated on has waited for `returned`, or it has passed."""
+        """Release the gradients. Called once the lane that they were allocated on has waited for `returned`,
+        or `returned` has passed."""
         self._gradients = []
 
     def step(self, ring: Ring, released: Event) -> None:
-        """State in, step, state out: the job of a worker, or of the calling thread.
+        """Fetch the state, step, send the state back. The job of a worker, or of the calling thread.
 
         Blocks the host: never. Order: [Order: ring], [Order: state in], [Order: state here], [Order:
         gradients made], [Order: state out].

@@ -1,5 +1,4 @@
-"""Who waits for the weights of a step that is still under way: whoever touches one first, through a module or
-not.
+"""Weights of a step that is still under way: the first use of one waits for it, through a module or not.
 
 While a weight is on its way its class is a subclass of Parameter whose `__torch_function__` waits, makes it a
 plain Parameter again, and then does what was asked; its gradient, which the step still reads, likewise. The

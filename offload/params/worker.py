@@ -1,9 +1,9 @@
-"""A thread of its own for what must not hold up the training thread: jobs one after the other, and the first
-error kept for the next call.
+"""A thread that runs jobs one after the other, so that the training thread need not wait for them. The first
+error is kept for the next call.
 
 A `ReadyQueue` lets the thread choose, when it is free, which of the waiting jobs it takes. One invariant:
-after a job has failed no further job runs until `forgive`; whoever waits is woken, and the error is raised in
-the training thread, where somebody can act on it.
+after a job has failed no further job runs until `forgive`; waiting threads are woken, and the error is raised
+in the training thread.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Worker:
             self._thread = None
 
     def start(self) -> None:
-        """Have the thread, so that no `submit` can fail. Blocks the host for the start, once. Raises
+        """Start the thread, so that no `submit` can fail. Blocks the host for the start, once. Raises
         OffloadError if it cannot."""
         if self._thread is not None:
             return
@@ -204,8 +204,8 @@ class ReadyQueue:
         self._taken.step()
 
     def _end_one(self) -> None:
-        """Of a job that was dropped, or failed before it chose, nothing is taken yet: the bucket that came
-        first ends with it."""
+        """End the bucket that came first: a job that was dropped, or that failed before it chose, has taken
+        none."""
         taken, self._taken = self._taken, None
         if taken is None:
             with self._lock:
