@@ -31,6 +31,8 @@ __all__ = ["InstalledScope", "SavedTensorHooks", "Scope", "WrapperHandle", "insi
 logger = logging.getLogger(__name__)
 
 _graph_task = torch._C._current_graph_task_id
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class Scope(Protocol):
@@ -47,19 +49,13 @@ class Scope(Protocol):
 
 
 class InstalledScope:
-    """A scope and the pair installed for it. stays: predicate over tensors: never offload this one, whichever
-    scope owns it."""
+    """A scope that the pair is installed for. stays: predicate over tensors: never offload this one,
+    whichever scope owns it."""
 
-    __slots__ = ("pair", "scope", "stays")
+    __slots__ = ("scope", "stays")
 
-    def __init__(
-        self,
-        scope: Scope,
-        pair: torch.autograd.graph.saved_tensors_hooks,
-        stays: Callable[[torch.Tensor], bool] | None = None,
-    ) -> None:
+    def __init__(self, scope: Scope, stays: Callable[[torch.Tensor], bool] | None = None) -> None:
         self.scope = scope
-        self.pair = pair
         self.stays = stays
 
 
@@ -138,9 +134,8 @@ class SavedTensorHooks:
         stays: predicate, asked of each tensor saved while the scope is innermost, and of a wrapper and its
             members. True keeps the tensor on the device.
         """
-        pair = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        installed = InstalledScope(scope, pair, stays)
-        pair.__enter__()
+        installed = InstalledScope(scope, stays)
+        _push_hooks(self.pack, self.unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
         self._scopes.append(installed)
         self._owners.append(scope)
         return installed
@@ -151,7 +146,7 @@ class SavedTensorHooks:
             if self._scopes[position] is installed:
                 del self._scopes[position], self._owners[position]
                 break
-        installed.pair.__exit__()
+        _pop_hooks()
 
     def innermost(self) -> Scope | None:
         return self._scopes[-1].scope if self._scopes else None

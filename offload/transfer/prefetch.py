@@ -53,6 +53,8 @@ class Prefetcher:
         transfers = self._transfers
         room = transfers.limits.max_restoring_bytes
         self.stride_bytes = min(self.piece_bytes, room // 4)
+        if not transfers.counts.spilled:
+            return  # all that was saved in this step is on the device
         for rank, coming in enumerate(chunks):
             if not coming.known:
                 return  # what is read after it is further away than a window
