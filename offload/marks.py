@@ -154,7 +154,7 @@ _manager: GroupsManager | None = None
 
 
 def existing_manager() -> GroupsManager | None:
-    """The process-wide manager, if one was built."""
+    """The process-wide manager, None if none was built."""
     return _manager
 
 

@@ -164,7 +164,7 @@ class CPUSpillBackend:
             self._unpooled.clear()
 
     def clear(self) -> None:
-        """Let go of every slab. Raises PoolError, and frees nothing, while slabs are lent."""
+        """Release every slab. Raises PoolError, and frees nothing, while slabs are lent."""
         with self._lock:
             if self._lent:
                 lent_bytes = sum(slab.size_class.slab_bytes for slab in self._lent.values())

@@ -238,8 +238,8 @@ class GPUTensorPool:
                 pool.lent.clear()
 
     def clear(self) -> None:
-        """Let go of every tensor; the next allocate is a miss. The arena gets a lent tensor's block once its
-        borrower drops it."""
+        """Release every tensor; the next allocate is a miss. The arena gets a lent tensor's block back once
+        its user drops it."""
         with self._lock:
             self._release()
 

@@ -1,8 +1,7 @@
-"""What a function that torch.compile took keeps of a group where the engine cannot move it, said once a
-region.
+"""A warning, once a region, about what a compiled function keeps of a group where the engine cannot move it.
 
-One invariant: it only looks; nothing asks it whether something may leave, and where everything left it says
-nothing.
+One invariant: it only observes. Nothing asks it whether a tensor may leave, and where everything left it
+gives no warning.
 
 Saved-tensor hooks see what a compiled function saves by `save_for_backward`, its donated buffers among it.
 Two things they do not get at: attributes that an autograd.Function inside sets on its ctx, which torch keeps

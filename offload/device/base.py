@@ -168,7 +168,7 @@ class Device(Protocol):
         """Work issued to `lane` from now on reads the tensor's bytes (unpack hands them to compute)."""
 
     def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
-        """The engine lets go of the tensor: its bytes may be reused by work that is issued to `lane` from now
+        """The engine releases the tensor: its bytes may be reused by work that is issued to `lane` from now
         on."""
 
     # -- graphs ----------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""How long each action of a step computed: timed events at its ends, less the stalls in between.
+"""How long each action of a step computed: the time between timed events at its two ends, less the stalls in
+between.
 
 One invariant: nothing here blocks the host. A step's times are read when a later step ends, and only if all
 of its events have passed.

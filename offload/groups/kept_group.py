@@ -1,7 +1,7 @@
-"""Where the outputs belong that a checkpointed region keeps: to the group that is open when they are made, or
-to one of the region's own.
+"""The group of the outputs that a checkpointed region keeps: the one that is open when they are made, or a
+group of the region's own.
 
-One invariant: what is given after the chunk has begun anew, or after its step, stays where it is.
+One invariant: an output that comes after the chunk was reset, or after its step, stays on the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What was asked of the marks and does not happen, said once each, with its cause and the way out.
+"""Warnings about marks that have no effect, each given once, with its cause and the way out.
 
-One invariant: it only listens; nothing asks it whether something may leave.
+One invariant: it only observes; nothing asks it whether a tensor may leave.
 """
 
 from __future__ import annotations

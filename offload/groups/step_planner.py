@@ -161,7 +161,7 @@ class StepPlanner:
     def _fit_windows(self, live_peak_bytes: int) -> None:
         """Where caps were left to the engine and there is no device limit: an eighth of what is live at once
         for each direction, but a few pieces at least and the default at most. A step that saves less than the
-        defaults would otherwise never let go of anything."""
+        defaults would otherwise never settle a spill."""
         config, limits = self._engine.config, self._engine.limits
         window_bytes = max(
             _LEAST_PIECES * config.piece_bytes, min(DEFAULT_IN_FLIGHT_BYTES, live_peak_bytes // 8)

@@ -1,6 +1,6 @@
-"""What the figures of a steady step say of the limits: a limit that is passed, and copies that save nothing.
+"""Warnings from the figures of a steady step: a limit that was passed, and copies that save no memory.
 
-One invariant: each is said once, with its cause and the way out; neither changes what is done.
+One invariant: each is given once, with its cause and the way out, and changes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Memory that a settled plan has no use for: host memory goes back to the system, and device memory that
-torch's allocator has cached to the driver.
+"""Gives back memory that a settled plan does not use: pinned host memory to the system, and device memory
+that torch's allocator has cached to the driver.
 
-One invariant: only what no block is lent of goes back, and nothing while a step lacks host memory.
+One invariant: no host memory goes back that is on loan, and none while a step lacks host memory.
 """
 
 from __future__ import annotations

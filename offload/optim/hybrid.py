@@ -103,9 +103,10 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 issued. Right in any loop that is right with torch's optimizer.
             "forward": also the weights' return, beside the next forward; needs `model`. As right: whoever
                 touches a weight on its way waits for it. Not seen: a view taken before step() and read after
-                it, C++ that reads a weight past torch's functions, a second lane that reads beside the step's
-                without synchronize_parameters(). A compiled forward, a graph captured outside of the engine's
-                region, and DTensors have step() wait.
+                it, a functional transform (torch.func) over a weight itself, C++ that reads a weight past
+                torch's functions, a second lane that reads beside the step's without
+                synchronize_parameters(). A compiled forward, a graph captured outside of the engine's region,
+                and DTensors have step() wait.
             "backward": also gradients' way out, and steps, beside the backward. A promise: gradients are
                 final when the backward has made them, step() follows, and groups, weights and state are left
                 alone between. A break that can be seen is an error: a gradient written or made again,

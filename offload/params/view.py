@@ -1,4 +1,4 @@
-"""A parameter as a client moves it: flat bytes on its device, the shape it has, and the gradient that counts.
+"""A parameter as a client moves it: its bytes as one flat tensor, its shape, and the gradient to step with.
 
 One invariant: everything here is a view of the parameter's own memory, whatever wraps it (a DTensor's local
 shard) and however its dimensions are laid out, as long as its elements fill one range of memory without gaps.

@@ -1,8 +1,8 @@
 """The saves of one group, and of one forward: which blocks they have, what still waits to leave, and in which
 order they will be read.
 
-One invariant: nothing here keeps a saved tensor's bytes. Blocks are held, and those that nobody can read any
-more are passed over; records are held weakly.
+One invariant: nothing here keeps a saved tensor's bytes. Blocks are held strongly, and freed ones are passed
+over; records are held weakly.
 """
 
 from __future__ import annotations

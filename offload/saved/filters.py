@@ -1,8 +1,8 @@
 """What may never leave the device, and why.
 
 One invariant: a tensor is offloaded only if its bytes are a value that this graph owns. Parameters, their
-views and the casts that autocast keeps of them are not (FSDP2 frees and refills their storage under our
-feet); fake, functional and freed tensors have no bytes; another device's bytes are not ours. Of a frozen
+views and the casts that autocast keeps of them are not (FSDP2 frees and refills their storage while they are
+saved); fake, functional and freed tensors have no bytes; bytes of another device are not copied. Of a frozen
 parameter autocast keeps no cast: each graph makes one and owns it, and it may leave.
 """
 

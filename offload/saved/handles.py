@@ -1,7 +1,7 @@
 """What autograd's graph keeps instead of a saved tensor: a handle of one that may leave, or the tensor
 itself, passed through.
 
-One invariant: neither keeps alive the node that it is kept by, and a handle keeps no device bytes but those
+One invariant: neither holds a reference to the graph node that holds it, and a handle keeps only device bytes
 that its record's block counts.
 """
 

@@ -4,7 +4,7 @@
 One invariant: a tensor whose bytes lie there is never taken from autograd. Its memory belongs to the graph
 and is never given back, so a copy would free nothing. And its storage object outlives its bytes: torch keeps
 it for the next replay, which overwrites them, while torch counts references to know whether they are still
-needed. A record that let go of it and then found it alive would read the bytes of another microbatch.
+needed. A record that released it and then found it alive would read the bytes of another microbatch.
 
 torch tells nobody which memory that is. Its tree of graphs is asked once for each node, when a tensor is
 first saved after the node ran: addresses of a graph's outputs stay the graph's as long as the tree lives.
