@@ -12,8 +12,8 @@ lane waited, and reads beside it. Who does so calls `synchronize_parameters()` t
 calls no Python: in a region of the engine each replay waits before it; after a capture elsewhere, or a
 compiled forward, `step()` itself waits for all.
 
-    step()      watch: class of each weight that is stepped    a touch, a module's forward: arrive, then plain
-    again
+    step()                         watch: a subclass becomes the class of each weight that is stepped
+    a touch, a module's forward    arrive: wait, then the weight is a plain Parameter again
 """
 
 from __future__ import annotations
