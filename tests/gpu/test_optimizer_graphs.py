@@ -50,11 +50,9 @@ def built(
         1.0,
         engine=engine,
         cpu_share=share,
-        model=model,
-        overlap="forward",
         bucket_bytes=1 << 20,
         lr=1e-2,
-        **options,
+        **{"model": model, "overlap": "forward", **options},
     )
     with ExitStack() as stack:
         stack.callback(engine.close)
@@ -96,7 +94,7 @@ class Graphed:
 def expected(share: float) -> list[Tensor]:
     """The same buckets without graphs and without overlap."""
     model = net()
-    with built(model, share, overlap_cpu_optimizer_d2h_h2d=False) as (optimizer, _):
+    with built(model, share, overlap="step", overlap_cpu_optimizer_d2h_h2d=False) as (optimizer, _):
         for number in range(STEPS):
             model(numbers(number)).square().mean().backward()
             optimizer.step()
