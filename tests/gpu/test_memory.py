@@ -2,8 +2,8 @@
 
 The model is a chain of L tanh, each a group. A tanh saves its result and nothing else, N bytes, so the peaks
 can be counted by hand. All tensors are of N bytes, a multiple of 2 MiB, so the allocator cuts every block to
-size. Memory is `active_bytes`: unlike `max_memory_allocated` it counts blocks that a stream still holds
-(peers.md, "memory is reported three ways").
+size. Memory is `active_bytes`: unlike `max_memory_allocated` it counts blocks that were freed and that a
+stream still uses.
 """
 
 from __future__ import annotations

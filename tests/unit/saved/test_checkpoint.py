@@ -81,8 +81,8 @@ def test_hooks_around_a_checkpoint_see_its_input_and_nothing_of_its_inside(
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_a_recomputation_under_active_hooks_keeps_what_it_saves(reentrant: bool) -> None:
-    """The whole step inside the hooks: recomputed tensors were offloaded and fetched back at once
-    (hard-parts.md 4.10)."""
+    """The whole step inside the hooks. A recomputed tensor is read at once, so a copy out would only have to
+    come back."""
     x = leaf()
     expected = expected_of(x)
     rig = Rig()

@@ -85,8 +85,8 @@ def test_a_registered_parameter_is_recognised_behind_detach() -> None:
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_weights_of_real_layers_never_leave(autocast: bool) -> None:
-    """`nn.Linear` saves weight.t(), and under autocast the transpose of a cast (hard-parts.md, failures of
-    the closest peer, 7)."""
+    """`nn.Linear` saves weight.t(), and under autocast the transpose of a cast: neither is the Parameter
+    itself, so an engine that asks for Parameters only would offload its weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.RMSNorm(64), nn.Linear(64, 32))
     x = torch.randn(4, 32)

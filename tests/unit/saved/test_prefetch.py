@@ -155,6 +155,22 @@ def test_what_never_left_takes_room_in_the_window_and_is_not_copied() -> None:
     rig.end()
 
 
+def test_a_step_of_which_nothing_has_left_is_not_looked_through() -> None:
+    rig = Rig(max_restoring_bytes=4 * KIB)
+    rig.chunk()
+    with rig.group(leaves=False):
+        y = chain(leaf(), 2)
+    rig.chunks[0].complete()
+    pump(rig)
+    assert rig.chunks[0].coming.ahead_bytes == 0
+    with rig.group():
+        z = chain(y, 1)
+    pump(rig)
+    assert rig.chunks[0].coming.ahead_bytes == 2 * KIB
+    del y, z
+    rig.end()
+
+
 def test_what_is_on_its_way_out_and_read_next_is_kept_instead_of_fetched() -> None:
     rig = Rig(max_restoring_bytes=2 * KIB)
     y = saved(rig, 3, gone=False)

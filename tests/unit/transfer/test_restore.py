@@ -99,7 +99,7 @@ def test_a_prefetch_fetches_what_is_read_next_within_its_cap() -> None:
 
 
 def test_nothing_is_fetched_before_its_forward_is_complete() -> None:
-    """A prefetch once brought back what had just left (hard-parts.md, lessons of the prototype, 1)."""
+    """A prefetch once brought back, inside a forward, what that forward had just sent out."""
     rig = Rig()
     with rig.group():
         y = chain(leaf(), 3)
