@@ -60,7 +60,7 @@ REPLACED = {"overlap_backward": "backward", "step_in_backward": "backward"}
 """Arguments of before, and the overlap that does what they asked for."""
 
 _LIVING: weakref.WeakSet[HybridDeviceOptimizer] = weakref.WeakSet()
-"""Of overlap="backward", and not closed."""
+"""Those that are not closed."""
 
 
 class HybridDeviceOptimizer(SteppedOptimizer):
@@ -266,8 +266,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self._built = True
 
     def _regroup(self) -> None:
-        if self.overlap == "backward":
-            self._refuse_shared()
+        self._refuse_shared()
         offloaded = self._placed.regroup(self.param_groups, self._names)
         self._steps.index()
         if self._backward is not None:
@@ -277,23 +276,34 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             self._watch.attach(self._model, indices)
 
     def _refuse_shared(self) -> None:
-        """Raises ValueError for a parameter that another living optimizer steps in the backward: two steps
-        of one weight would run beside each other."""
+        """Raises ValueError for a parameter that another living optimizer has too, where one of the two steps
+        it in the backward: two steps of one weight would run beside each other."""
         if self._shared() is not None:
             gc.collect()  # a learning-rate scheduler makes a circle of its optimizer, which outlives its drop
-        shared = self._shared()
-        if shared is not None:
-            name = self._names.get(id(shared), "a parameter")
+        if (shared := self._shared()) is not None:
+            parameter, overlap = shared
+            name = self._names.get(id(parameter), "a parameter")
             raise ValueError(
-                f"{name} ({shared.numel():,} elements of {shared.dtype}) is "
-                'stepped by another optimizer of overlap="backward"; close that one, or use overlap="forward"'
+                f"{name} ({parameter.numel():,} elements of {parameter.dtype}) is stepped by another "
+                f'optimizer, of overlap="{overlap}", and by this one, of overlap="{self.overlap}": a step in '
+                "the backward would run beside the other's; close() the other one, leave the parameter out "
+                'of one of them, or use overlap="forward" or "step" for both'
             )
         _LIVING.add(self)
 
-    def _shared(self) -> Tensor | None:
-        mine = {id(p) for group in self.param_groups for p in group["params"]}
-        groups = [group for each in _LIVING if each is not self for group in each.param_groups]
-        return next((p for group in groups for p in group["params"] if id(p) in mine), None)
+    def _shared(self) -> tuple[Tensor, Overlap] | None:
+        others = [other for other in _LIVING if other is not self]
+        if self.overlap != "backward":
+            others = [other for other in others if other.overlap == "backward"]
+        mine = {id(p) for group in self.param_groups for p in group["params"]} if others else set()
+        found = (
+            (p, other.overlap)
+            for other in others
+            for group in other.param_groups
+            for p in group["params"]
+            if id(p) in mine
+        )
+        return next(found, None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host

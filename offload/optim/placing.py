@@ -8,7 +8,6 @@ Nothing is pinned until all parameters that are added together have been accepte
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -241,13 +240,14 @@ class Placement:
         """Raises OffloadError if two parameters share memory, and the CPU steps one: from a copy of the
         weights, made before the other's step, which would be lost."""
         if self._moved:
-            ordered = sorted((m for m in self.present if m.numel and m.address), key=lambda m: m.address)
-            self._tied = [
-                pair
-                for pair in itertools.pairwise(ordered)
-                if pair[1].address < pair[0].address + pair[0].nbytes
-                and Place.CPU in (self[pair[0]], self[pair[1]])
-            ]
+            self._tied = []
+            reaching: list[ParamView] = []  # those whose memory ends behind the address looked at
+            for member in sorted((m for m in self.present if m.numel and m.address), key=lambda m: m.address):
+                reaching = [other for other in reaching if member.address < other.address + other.nbytes]
+                self._tied += [
+                    (other, member) for other in reaching if Place.CPU in (self[other], self[member])
+                ]
+                reaching.append(member)
             self._moved = False
         for first, second in self._tied:
             if first.parameter.requires_grad and second.parameter.requires_grad:

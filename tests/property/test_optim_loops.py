@@ -260,3 +260,24 @@ def test_two_parameters_of_one_memory_are_refused_where_the_cpu_steps_them(inlin
     setup = Setup(place="stepped by the CPU", bucket_bytes=1 << 20, inline=inline)
     with pytest.raises(OffloadError, match=r"pair.0.*and.*pair.1.* share memory"):
         compare([*ROUND, ("tie_by_data", 0), *ROUND], setup, "step")
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_parameters_inside_of_another_ones_memory_are_refused_where_the_cpu_steps_them(inline: bool) -> None:
+    """Only neighbours by address were compared: what lies behind a parameter inside of a larger one was not
+    seen."""
+    memory = torch.arange(64.0)
+    whole, frozen, inner = (nn.Parameter(each) for each in (memory[:48], memory[4:8], memory[16:24]))
+    other = nn.Parameter(memory[48:])
+    frozen.requires_grad_(False)
+    setup = Setup(place="stepped by the CPU", inline=inline)
+    make = setup.hybrid("step", OffloadEngine(device=SimDevice()), weakref.WeakSet())
+    optimizer = make(nn.Module(), [whole, frozen, inner, other])
+    for parameter in (whole, inner, other):
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(OffloadError, match=r"parameter 0 .*and parameter 2 .* share memory"):
+        optimizer.step()
+    inner.requires_grad_(False)
+    inner.grad = None
+    optimizer.step()
+    optimizer.close()

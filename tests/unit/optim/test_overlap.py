@@ -387,6 +387,30 @@ def test_two_optimizers_of_one_parameter_are_refused_where_steps_run_in_the_back
     assert engine.arena.lent_bytes == 0
 
 
+@pytest.mark.parametrize(("first", "second"), [("backward", "forward"), ("step", "backward")])
+def test_an_optimizer_that_steps_in_the_backward_shares_no_parameter_with_one_of_another_overlap(
+    first: Overlap, second: Overlap
+) -> None:
+    """The other's step() was not ordered against the backward's: which came first nobody could say."""
+    model, engine = net(), OffloadEngine(device=SimDevice(executor="late"))
+
+    def build(overlap: Overlap) -> Any:
+        return hybrid(model[2], overlap=overlap, engine=engine)
+
+    before = build(first)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"weight \(3,360 elements of torch.float32\) is stepped by another optimizer, of "
+            rf'overlap="{first}", and by this one, of overlap="{second}".*close\(\) the other one'
+        ),
+    ):
+        build(second)
+    before.close()
+    build(second).close()
+    assert engine.arena.lent_bytes == 0
+
+
 def test_closing_the_last_client_of_the_default_engine_closes_it() -> None:
     """The registrations go back to the system, not only the loans to the engine's free ranges."""
     optimizer = HybridDeviceOptimizer(net().parameters(), 1.0)
