@@ -15,99 +15,49 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
-from offload.device._sim_clock import SimEvent, SimLane
+from offload.device._sim_clock import Operation, SimLane
 
-__all__ = ["Operation", "StorageRef", "TrackedBytes", "byte_range"]
+__all__ = ["Span", "TrackedBytes"]
 
 _PRUNE_ABOVE = 64  # ranges of one storage, before the first look for ranges that can be forgotten
 
 
-class Operation:
-    """One numbered operation of a lane, as errors name it. Never holds a tensor."""
-
-    __slots__ = ("end_s", "lane", "nbytes", "number", "verb")
-
-    def __init__(self, lane: SimLane, verb: str, nbytes: int) -> None:
-        self.lane = lane
-        self.number = lane.issued + 1  # its number if it is issued: a hazard is raised before it is
-        self.verb = verb
-        self.nbytes = nbytes
-        self.end_s = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.verb} of {self.nbytes:,} bytes (operation {self.number} of {self.lane.name})"
-
-    @property
-    def after(self) -> SimEvent | None:
-        return None
-
-    def run(self) -> None:
-        """A declaration moves nothing."""
-
-
+@dataclass(slots=True, eq=False)
 class _Range:
-    """Bytes up to `end` that were accessed alike."""
+    """Bytes `start..end` that were accessed alike."""
 
-    __slots__ = ("end", "reads", "write")
-
-    def __init__(self, end: int, write: Operation | None, reads: list[Operation]) -> None:
-        self.end = end
-        self.write = write
-        self.reads = reads  # since the write, at most one a lane
-
-    def add_read(self, operation: Operation) -> None:
-        self.reads = [read for read in self.reads if read.lane is not operation.lane]
-        self.reads.append(operation)
+    start: int
+    end: int
+    write: Operation | None = None
+    reads: dict[SimLane, Operation] = field(default_factory=dict)  # since the write
 
 
-class StorageRef(weakref.ref[torch.UntypedStorage]):
-    """Tells, once the storage is dead, which one it was."""
-
-    __slots__ = ("key",)
-    key: int
+_START, _END = attrgetter("start"), attrgetter("end")
 
 
 class TrackedBytes:
     """What is known of the bytes of one storage."""
 
-    __slots__ = (
-        "_labels",
-        "_prune_above",
-        "_ranges",
-        "_ref",
-        "_starts",
-        "_weak",
-        "counted",
-        "home",
-        "host",
-        "key",
-        "nbytes",
-        "released",
-    )
-
     def __init__(
-        self,
-        storage: torch.UntypedStorage,
-        home: SimLane,
-        on_death: Callable[[StorageRef], None],
-        *,
-        host: bool,
+        self, storage: torch.UntypedStorage, home: SimLane, on_death: Callable[[int], None], *, host: bool
     ) -> None:
-        self.key: int = storage._cdata
+        """on_death: called with `key` once the storage is dead."""
+        key: int = storage._cdata
+        self.key = key
         self._weak: Any = storage._weak_ref()  # an address as an int; torch's annotation says otherwise
-        self._ref = StorageRef(storage, on_death)
-        self._ref.key = self.key
+        self._ref = weakref.ref(storage, lambda _: on_death(key))
         self.nbytes = storage.nbytes()
         self.home = home  # the lane that gets the bytes back when the storage dies
         self.host = host
         self.released = False
         self.counted = 0  # of active_bytes
-        self._starts: list[int] = []
-        self._ranges: list[_Range] = []
+        self._ranges: list[_Range] = []  # by place
         self._labels: dict[tuple[int, int], str] = {}
         self._prune_above = _PRUNE_ABOVE
 
@@ -119,6 +69,10 @@ class TrackedBytes:
         """The storage, or None if it is dead."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak)
         return found
+
+    @property
+    def whole(self) -> Span:
+        return Span(self, 0, self.nbytes)
 
     # -- names -----------------------------------------------------------------------------------------------
     def name(self, start: int, end: int, label: str) -> None:
@@ -142,18 +96,14 @@ class TrackedBytes:
         touched."""
         if start >= end:
             return
-        starts, ranges = self._starts, self._ranges
-        index = bisect_right(starts, start) - 1
-        if index < 0 or ranges[index].end <= start:
-            index += 1
-        while index < len(starts) and starts[index] < end:
-            found = ranges[index]
+        for found in self._ranges[bisect_right(self._ranges, start, key=_END) :]:
+            if found.start >= end:
+                return
             if found.write is not None:
                 yield found.write, True
             if writing:
-                for read in found.reads:
+                for read in found.reads.values():
                     yield read, False
-            index += 1
 
     def stamp(
         self, start: int, end: int, operation: Operation, *, writing: bool, floor: Sequence[int]
@@ -161,80 +111,62 @@ class TrackedBytes:
         """Note the access. floor: the host's clock; what it counts is ordered before everything to come."""
         if start >= end:
             return
-        starts, ranges = self._starts, self._ranges
-        index = bisect_left(starts, start)
-        # the same block again: the usual case
-        if index < len(starts) and starts[index] == start and ranges[index].end == end:
-            if writing:
-                ranges[index].write = operation
-                ranges[index].reads = []
-            else:
-                ranges[index].add_read(operation)
-            return
         first, last = self._cut(start), self._cut(end)
         if writing:
-            starts[first:last] = [start]
-            ranges[first:last] = [_Range(end, operation, [])]
+            self._ranges[first:last] = [_Range(start, end, operation)]
         else:
-            self._stamp_read(first, last, start, end, operation)
-        if len(ranges) > self._prune_above:
+            covered: list[_Range] = []
+            for known in self._ranges[first:last]:
+                if start < known.start:
+                    covered.append(_Range(start, known.start))
+                covered.append(known)
+                start = known.end
+            if start < end:
+                covered.append(_Range(start, end))
+            for known in covered:
+                known.reads[operation.lane] = operation
+            self._ranges[first:last] = covered
+        if len(self._ranges) > self._prune_above:
             self._forget(floor)
 
     def drop_accesses(self) -> None:
         """Let go of the operations: the storage is dead, and operations point back at storages."""
-        self._starts, self._ranges = [], []
+        self._ranges = []
 
     def _cut(self, at: int) -> int:
         """Split the range that crosses `at`, if one does; the index of the first range that starts at or
         after it."""
-        index = bisect_left(self._starts, at)
-        if index > 0 and self._ranges[index - 1].end > at:
-            crossing = self._ranges[index - 1]
-            self._starts.insert(index, at)
-            self._ranges.insert(index, _Range(crossing.end, crossing.write, list(crossing.reads)))
+        index = bisect_left(self._ranges, at, key=_START)
+        if index > 0 and (crossing := self._ranges[index - 1]).end > at:
+            self._ranges.insert(index, _Range(at, crossing.end, crossing.write, dict(crossing.reads)))
             crossing.end = at
         return index
 
-    def _stamp_read(self, first: int, last: int, start: int, end: int, operation: Operation) -> None:
-        starts: list[int] = []
-        ranges: list[_Range] = []
-        at = start
-        for begin, known in zip(self._starts[first:last], self._ranges[first:last], strict=True):
-            if at < begin:
-                starts.append(at)
-                ranges.append(_Range(begin, None, [operation]))
-            known.add_read(operation)
-            starts.append(begin)
-            ranges.append(known)
-            at = known.end
-        if at < end:
-            starts.append(at)
-            ranges.append(_Range(end, None, [operation]))
-        self._starts[first:last] = starts
-        self._ranges[first:last] = ranges
-
     def _forget(self, floor: Sequence[int]) -> None:
-        starts: list[int] = []
-        ranges: list[_Range] = []
-        for begin, known in zip(self._starts, self._ranges, strict=True):
+        for known in self._ranges:
             if known.write is not None and known.write.number <= floor[known.write.lane.index]:
                 known.write = None
-            known.reads = [read for read in known.reads if read.number > floor[read.lane.index]]
-            if known.write is not None or known.reads:
-                starts.append(begin)
-                ranges.append(known)
-        self._starts, self._ranges = starts, ranges
-        self._prune_above = max(_PRUNE_ABOVE, 2 * len(ranges))
+            reads = known.reads.items()
+            known.reads = {lane: read for lane, read in reads if read.number > floor[lane.index]}
+        self._ranges = [known for known in self._ranges if known.write is not None or known.reads]
+        self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._ranges))
 
 
-def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage from the tensor's first element to its last; what lies between strides counts
-    too."""
-    size = tensor.element_size()
-    start = int(tensor.storage_offset()) * size
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * size
-    if tensor.numel() == 0:
-        return start, start
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (int(last) + 1) * size
+class Span(NamedTuple):
+    """Bytes `start..end` of a storage."""
+
+    tracked: TrackedBytes
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return self.tracked.describe(self.start, self.end)
+
+    @classmethod
+    def of(cls, tracked: TrackedBytes, tensor: torch.Tensor) -> Span:
+        """From the tensor's first element to its last; what lies between strides counts too."""
+        size, last = tensor.element_size(), -1
+        start = int(tensor.storage_offset()) * size
+        if tensor.numel():
+            last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(tracked, start, start + (last + 1) * size)

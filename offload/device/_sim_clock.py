@@ -1,5 +1,5 @@
-"""The two clocks of a simulated lane: what its next work comes after (a vector clock), and when (virtual
-seconds).
+"""The lanes of the simulated device and their two clocks: what the next work of a lane comes after (a vector
+clock), and when (virtual seconds).
 
 One invariant: an operation happens before everything that a lane is given next if and only if that lane's
 vector clock counts it.
@@ -10,67 +10,37 @@ vector clock counts it.
     ran         number of the last operation that the lane has finished
     eager       a lane whose work is done when the call returns: torch on the CPU (`compute`), and the host
                 itself
+
+Virtual time passes where compute is announced and where a copy is issued; no reading makes it pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from offload.device.base import Event, Lane
 from offload.errors import HazardError
 
-__all__ = ["QueueItem", "SimEvent", "SimLane", "SimLanes", "order_after"]
-
-
-class QueueItem(Protocol):
-    """Work of a lane that is not eager, from issue until it ran."""
-
-    number: int
-    end_s: float
-
-    @property
-    def after(self) -> SimEvent | None:
-        """The event that must have passed before the item can run."""
-
-    def run(self) -> None: ...
+__all__ = ["Operation", "SimEvent", "SimLane", "SimLanes"]
 
 
 class SimLane:
     """One queue of simulated work. Only the device that made it moves its clocks."""
 
-    __slots__ = (
-        "busy_s",
-        "clock",
-        "copied_bytes",
-        "copies",
-        "eager",
-        "edges",
-        "host_version",
-        "index",
-        "left_out",
-        "name",
-        "owner",
-        "queue",
-        "ran",
-        "time_s",
-    )
-
-    def __init__(self, name: str, index: int, owner: object, *, eager: bool, lags: bool) -> None:
+    def __init__(self, name: str, index: int, *, eager: bool, lags: bool) -> None:
         self.name = name
         self.index = index
-        self.owner = owner
         self.eager = eager
         self.clock = [0] * (index + 1)
         # an eager lane that does not lag has finished whatever it was given
         self.ran: float = math.inf if eager and not lags else 0
-        self.queue: deque[QueueItem] = deque()
-        self.time_s = 0.0
-        self.busy_s = 0.0
-        self.copies = 0
-        self.copied_bytes = 0
+        self.queue: deque[Operation] = deque()  # from issue until it ran; empty if the lane is eager
+        self.time_s = self.busy_s = 0.0
+        self.copies = self.copied_bytes = 0
         self.host_version = 0
         # for errors: lane index -> the order title of the last edge from that lane
         self.edges: dict[int, str] = {}
@@ -87,15 +57,26 @@ class SimLane:
         self.clock[self.index] += 1
         return self.clock[self.index]
 
+    def order_after(self, clock: Sequence[int]) -> None:
+        """What the lane is given next comes after all that `clock` counts."""
+        for index, number in enumerate(clock):  # an older event knows fewer lanes
+            if self.clock[index] < number:
+                self.clock[index] = number
+
+    def say_left_out(self) -> str:
+        """For the end of an error."""
+        titles = ", ".join(repr(title) for title in self.left_out)
+        return titles and f"; edges left out of {self.name}: {titles}"
+
 
 class SimEvent:
     """A point recorded in a simulated lane: everything up to `number` there, and all that this came after."""
 
-    __slots__ = ("clock", "lane", "number", "program", "time_s", "timed")
+    __slots__ = ("capture", "clock", "lane", "number", "time_s", "timed")
 
-    def __init__(self, lane: SimLane, *, timed: bool, program: object = None) -> None:
-        """program: the capture that it is recorded in."""
-        self.program = program
+    def __init__(self, lane: SimLane, *, timed: bool, capture: object = None) -> None:
+        """capture: `SimGraph.capture` of the graph whose capture it is recorded in."""
+        self.capture = capture
         self.lane = lane
         self.number = lane.issued
         self.clock = tuple(lane.clock)
@@ -106,37 +87,110 @@ class SimEvent:
         return f"SimEvent(after operation {self.number} of {self.lane.name})"
 
 
+class Operation:
+    """One numbered operation of a lane, as errors name it. Never holds a tensor."""
+
+    __slots__ = ("after", "end_s", "lane", "nbytes", "number", "verb")
+
+    def __init__(self, lane: SimLane, verb: str, nbytes: int, after: SimEvent | None = None) -> None:
+        """after: the event that must have passed before the operation can run."""
+        self.lane = lane
+        self.number = lane.issued + 1  # its number if it is issued: a hazard is raised before it is
+        self.verb = verb
+        self.nbytes = nbytes
+        self.after = after
+        self.end_s = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.verb} of {self.nbytes:,} bytes (operation {self.number} of {self.lane.name})"
+
+    def run(self) -> None:
+        """A declaration and a wait move nothing."""
+
+
 class SimLanes:
-    """The lanes of one device, the host's among them: all host threads are one lane, which every later issue
-    comes after."""
+    """The lanes of one device and their meters. All host threads are one lane, `host`, which every later
+    issue comes after."""
 
     def __init__(self, *, lags: bool) -> None:
         """lags: the host does not see at once how far a compute lane is."""
-        self._owner = object()
+        self._lock = threading.RLock()
+        self._of_thread = threading.local()
         self._lags = lags
-        self.all: list[SimLane] = []
-        self.compute = self.new_compute("compute")
-        self.d2h = self._new("d2h", eager=False, lags=False)
-        self.h2d = self._new("h2d", eager=False, lags=False)
-        self.host = self._new("host", eager=True, lags=False)
+        self.all_lanes: list[SimLane] = []
+        self._compute = self.add_lane("compute")
+        self.d2h = self.add_lane("d2h", eager=False)
+        self.h2d = self.add_lane("h2d", eager=False)
+        self.host = self.add_lane("host")
+        """The host as a lane, to declare its own reads and writes of host memory with `note_read` and
+        `note_write`."""
+        self.host.ran = math.inf
+        self.waits: Counter[str] = Counter()
+        """How often each ordering edge was asked for, by its title, those of `without` included."""
+        self.stall_s = 0.0
+        """Virtual time that compute lanes waited for copy lanes."""
+        self.blocked_s = 0.0
+        """Virtual time that the host was blocked in `synchronize`, and compute idle with it; not part of the
+        stall."""
 
-    def new_compute(self, name: str) -> SimLane:
-        return self._new(name, eager=True, lags=self._lags)
+    def add_lane(self, name: str, *, eager: bool = True) -> SimLane:
+        lane = SimLane(name, len(self.all_lanes), eager=eager, lags=self._lags)
+        for known in self.all_lanes:
+            known.clock.append(0)
+        self.all_lanes.append(lane)
+        return lane
 
-    def new_branch(self, lane: SimLane) -> SimLane:
-        """A lane of the same kind, for the branch of a graph that `lane` is in its capture."""
-        return self._new(f"a graph's {lane.name}", eager=lane.eager, lags=lane.eager and self._lags)
+    @property
+    def compute(self) -> SimLane:
+        lane: SimLane = getattr(self._of_thread, "lane", self._compute)
+        return lane
 
-    def own(self, lane: Lane) -> SimLane:
-        if isinstance(lane, SimLane) and lane.owner is self._owner:
+    def new_compute_lane(self, name: str) -> SimLane:
+        """A further lane to compute on, unordered with `compute` until events say otherwise."""
+        with self._lock:
+            return self.add_lane(name)
+
+    @contextmanager
+    def use_lane(self, lane: Lane) -> Iterator[None]:
+        """The calling thread computes on `lane` inside."""
+        chosen, before = self._own(lane), self.compute
+        if not chosen.eager or chosen is self.host:
+            raise ValueError(f"{chosen.name} is not a compute lane; make one with new_compute_lane(name)")
+        self._of_thread.lane = chosen
+        try:
+            yield
+        finally:
+            self._of_thread.lane = before
+
+    # -- meters ----------------------------------------------------------------------------------------------
+    def copies(self, lane: Lane) -> int:
+        """Copies issued to `lane` so far, one a pair."""
+        return self._own(lane).copies
+
+    def copied_bytes(self, lane: Lane) -> int:
+        """Bytes of the copies issued to `lane` so far."""
+        return self._own(lane).copied_bytes
+
+    def busy_s(self, lane: Lane) -> float:
+        """Virtual time that `lane` worked."""
+        return self._own(lane).busy_s
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time of the calling thread's compute lane, and so of the host, which is not ahead of it."""
+        return self.compute.time_s
+
+    # -- inside ----------------------------------------------------------------------------------------------
+    def _own(self, lane: Lane) -> SimLane:
+        if isinstance(lane, SimLane) and lane in self.all_lanes:
             return lane
         raise ValueError(
             f"lane {lane!r} is not of this device; take compute, d2h or h2d of the device itself"
         )
 
-    def reachable(self, event: Event, waiter: str) -> SimEvent:
+    def _reachable(self, event: Event, waiter: str) -> SimEvent:
         """The event, if its lane will get there. waiter: who asks, for the error."""
-        if not isinstance(event, SimEvent) or event.lane.owner is not self._owner:
+        if not isinstance(event, SimEvent) or event.lane not in self.all_lanes:
             raise HazardError(
                 f"{waiter} waits for {event!r}, which this device never recorded, so it can never be "
                 "reached; record it here"
@@ -149,31 +203,13 @@ class SimLanes:
             )
         return event
 
-    def host_sees(self, event: SimEvent) -> None:
+    def _host_sees(self, event: SimEvent) -> None:
         """The host observed that the event passed: whatever it issues from now on comes after."""
-        order_after(self.host, event)
+        self.host.order_after(event.clock)
         self.host.host_version += 1
 
-    def catch_up(self, lane: SimLane) -> None:
+    def _catch_up(self, lane: SimLane) -> None:
         """Before work is issued to `lane`: it comes after what the host has seen and done."""
         if lane.host_version != self.host.host_version:
-            _merge(lane.clock, self.host.clock)
+            lane.order_after(self.host.clock)
             lane.host_version = self.host.host_version
-
-    def _new(self, name: str, *, eager: bool, lags: bool) -> SimLane:
-        lane = SimLane(name, len(self.all), self._owner, eager=eager, lags=lags)
-        for known in self.all:
-            known.clock.append(0)
-        self.all.append(lane)
-        return lane
-
-
-def order_after(lane: SimLane, event: SimEvent) -> None:
-    """What `lane` is given next comes after the event."""
-    _merge(lane.clock, event.clock)
-
-
-def _merge(clock: list[int], other: Sequence[int]) -> None:
-    for index, number in enumerate(other):  # an older event knows fewer lanes
-        if clock[index] < number:
-            clock[index] = number

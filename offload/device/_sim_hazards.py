@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.device._sim_bytes import Operation, StorageRef, TrackedBytes, byte_range
-from offload.device._sim_clock import SimLane
+from offload.device._sim_bytes import Span, TrackedBytes
+from offload.device._sim_clock import Operation, SimLane
 from offload.errors import HazardError
 
 __all__ = ["HazardChecker"]
@@ -29,7 +29,7 @@ class HazardChecker:
         self._host = host
         self._tracked: dict[int, TrackedBytes] = {}
         # appended to by finalisers, on any thread, possibly while that thread holds the lock
-        self._dead: deque[StorageRef] = deque()
+        self._dead: deque[int] = deque()  # keys
 
     # -- storages --------------------------------------------------------------------------------------------
     def track(self, storage: torch.UntypedStorage, home: SimLane, *, host: bool = False) -> TrackedBytes:
@@ -37,18 +37,12 @@ class HazardChecker:
         self._tracked[found.key] = found
         return found
 
-    def locate(self, tensor: torch.Tensor, home: SimLane) -> TrackedBytes:
-        """What is known of the tensor's storage. home: the lane that a storage met for the first time belongs
-        to."""
+    def locate(self, tensor: torch.Tensor, home: SimLane) -> Span:
+        """The tensor's bytes. home: the lane that a storage met for the first time belongs to."""
         storage = tensor.untyped_storage()
-        found = self._tracked.get(storage._cdata)
-        if found is None:
-            return self.track(storage, home)
-        if found.released:
-            raise HazardError(
-                f"{found.describe(*byte_range(tensor))} are host memory that was released; release it after "
-                "its last use"
-            )
+        found = Span.of(self._tracked.get(storage._cdata) or self.track(storage, home), tensor)
+        if found.tracked.released:
+            raise HazardError(f"{found} are host memory that was released; release it after its last use")
         return found
 
     def is_host(self, storage: torch.UntypedStorage) -> bool:
@@ -67,50 +61,48 @@ class HazardChecker:
     def bury(self) -> None:
         """Give the bytes of storages that died since the last call back to the lanes that they came from."""
         while self._dead:
-            tracked = self._tracked.pop(self._dead.popleft().key)
+            tracked = self._tracked.pop(self._dead.popleft())
             self.uncount(tracked)
             try:
-                self.check_free(tracked.home, tracked, 0, tracked.nbytes, "their storage died")
+                self.check_free(tracked.home, tracked.whole, "their storage died")
             finally:
                 tracked.drop_accesses()
 
     def release(self, pieces: Sequence[torch.Tensor]) -> None:
         """The host gives these host pieces back: no lane may still touch them, or touch them again."""
-        held = [self.locate(piece, self._host) for piece in pieces]
+        held = [self.locate(piece, self._host).tracked for piece in pieces]
         for tracked in held:
-            self.check_free(self._host, tracked, 0, tracked.nbytes, "the host releases them")
+            self.check_free(self._host, tracked.whole, "the host releases them")
         for tracked in held:
             tracked.released = True
 
     # -- verdicts --------------------------------------------------------------------------------------------
-    def check(
-        self, operation: Operation, tracked: TrackedBytes, start: int, end: int, *, writing: bool
-    ) -> None:
+    def check(self, operation: Operation, span: Span, *, writing: bool) -> None:
         """Raise unless the operation, about to be issued, is ordered after what it conflicts with."""
         if not self.strict:
             return
         clock = operation.lane.clock
-        for earlier, wrote in tracked.conflicts(start, end, writing=writing):
+        for earlier, wrote in span.tracked.conflicts(span.start, span.end, writing=writing):
             if clock[earlier.lane.index] < earlier.number:
-                raise _missing_edge(operation, writing, earlier, wrote, tracked.describe(start, end))
+                raise _missing_edge(operation, writing, earlier, wrote, span)
 
-    def stamp(
-        self, operation: Operation, tracked: TrackedBytes, start: int, end: int, *, writing: bool
-    ) -> None:
-        tracked.stamp(start, end, operation, writing=writing, floor=self._host.clock)
+    def stamp(self, operation: Operation, span: Span, *, writing: bool) -> None:
+        span.tracked.stamp(span.start, span.end, operation, writing=writing, floor=self._host.clock)
 
-    def check_free(self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, freed: str) -> None:
+    def check_free(self, lane: SimLane, span: Span, freed: str) -> None:
         """Raise unless all accesses are ordered before what `lane` is given next. freed: how the bytes went
         back, for the error."""
         if not self.strict:
             return
         seen = self._host.clock  # what is issued after the free comes after what the host has seen
-        for earlier, wrote in tracked.conflicts(start, end, writing=True):
+        for earlier, wrote in span.tracked.conflicts(span.start, span.end, writing=True):
             if max(lane.clock[earlier.lane.index], seen[earlier.lane.index]) < earlier.number:
-                raise _freed_too_early(lane, freed, earlier, wrote, tracked.describe(start, end))
+                raise _freed_too_early(lane, freed, earlier, wrote, span)
 
 
-def _missing_edge(later: Operation, writes: bool, earlier: Operation, wrote: bool, where: str) -> HazardError:
+def _missing_edge(
+    later: Operation, writes: bool, earlier: Operation, wrote: bool, where: Span
+) -> HazardError:
     """`later` touches bytes that `earlier` touched, and no event orders the two."""
     if earlier.verb == "empty":
         kind, did = "allocator reuse", "hands them out"
@@ -123,7 +115,7 @@ def _missing_edge(later: Operation, writes: bool, earlier: Operation, wrote: boo
     )
 
 
-def _freed_too_early(lane: SimLane, freed: str, earlier: Operation, wrote: bool, where: str) -> HazardError:
+def _freed_too_early(lane: SimLane, freed: str, earlier: Operation, wrote: bool, where: Span) -> HazardError:
     """Bytes go back to the allocator of `lane` while another lane may still touch them."""
     queued = earlier.number > earlier.lane.ran
     return HazardError(
@@ -142,12 +134,8 @@ def _edges(lane: SimLane, earlier: Operation) -> str:
     else:
         last = f" (last edge: '{lane.edges[other.index]}')" if other.index in lane.edges else ""
         has = f"{lane.name} comes after operation {known} of {other.name}{last}, not after {earlier.number}"
-    left_out = (
-        f"; edges left out of {lane.name}: {', '.join(repr(title) for title in lane.left_out)}"
-        if lane.left_out
-        else ""
-    )
     how = "synchronize or poll it" if lane.name == "host" else f"let {lane.name} wait for it"
     return (
-        f"{has}{left_out}. Record an event on {other.name} after operation {earlier.number} and {how} first"
+        f"{has}{lane.say_left_out()}. Record an event on {other.name} after operation {earlier.number} "
+        f"and {how} first"
     )

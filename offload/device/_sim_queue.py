@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 
-from offload.device._sim_bytes import Operation, TrackedBytes
-from offload.device._sim_clock import SimEvent, SimLane
+from offload.device._sim_bytes import Span, TrackedBytes
+from offload.device._sim_clock import Operation, SimEvent, SimLane
 from offload.errors import HazardError
 
-__all__ = ["POISON", "Copy", "Executor", "ExecutorName", "PendingWait", "copied_bytes_of"]
+__all__ = ["POISON", "Copy", "Executor", "ExecutorName", "check_pair"]
 
 ExecutorName = Literal["late", "early", "random", "clock"]
 
@@ -31,70 +31,48 @@ POISON = 0xCB
 bfloat16."""
 
 
-class PendingWait:
-    """A lane's wait for an event that had not passed when it was issued."""
-
-    __slots__ = ("after", "end_s", "number")
-
-    def __init__(self, number: int, after: SimEvent, end_s: float) -> None:
-        self.number = number
-        self.after: SimEvent | None = after
-        self.end_s = end_s
-
-    def run(self) -> None:
-        """Its event has passed: nothing is left to do."""
-
-
 class Copy(Operation):
     """One copy, from issue until it ran. Holds neither side: keeping them alive is the caller's promise."""
 
-    __slots__ = ("destination", "destination_start", "source", "source_start", "strict")
+    __slots__ = ("destination", "shadows", "source", "strict")
 
     def __init__(
         self,
         lane: SimLane,
-        nbytes: int,
-        to: TrackedBytes,
-        to_start: int,
-        source: TrackedBytes,
-        source_start: int,
+        destination: Span,
+        source: Span,
+        shadows: Mapping[TrackedBytes, torch.UntypedStorage],
         *,
         strict: bool,
     ) -> None:
-        """strict: a side that is dead when the copy runs is an error, else the copy is left out."""
-        super().__init__(lane, "copy", nbytes)
-        self.destination = to
-        self.destination_start = to_start
+        """shadows: what a graph's own memory has instead of storages that are dead.
+
+        strict: a side that is dead when the copy runs is an error, else the copy is left out."""
+        super().__init__(lane, "copy", source.end - source.start)
+        self.destination = destination
         self.source = source
-        self.source_start = source_start
+        self.shadows = shadows
         self.strict = strict
 
     def __str__(self) -> str:
-        source = self.source.describe(self.source_start, self.source_start + self.nbytes)
-        destination = self.destination.describe(self.destination_start, self.destination_start + self.nbytes)
-        return f"{super().__str__()} from {source} to {destination}"
+        return f"{super().__str__()} from {self.source} to {self.destination}"
 
-    def storage_of(self, side: TrackedBytes) -> torch.UntypedStorage | None:
-        """The bytes of one side, if they are still there."""
-        return side.storage()
+    def storage_of(self, side: Span) -> torch.UntypedStorage | None:
+        """The storage of one side, if the bytes are still there."""
+        storage = side.tracked.storage()
+        if storage is None:
+            storage = self.shadows.get(side.tracked)
+        return None if storage is None or storage.nbytes() < side.end else storage
 
     def run(self) -> None:
-        destination, source = self.storage_of(self.destination), self.storage_of(self.source)
-        if source is None or source.nbytes() < self.source_start + self.nbytes:
-            return self._freed("source")
-        if destination is None or destination.nbytes() < self.destination_start + self.nbytes:
-            return self._freed("destination")
-        # memmove rather than copy_: what a DMA engine does; no dispatch mode of the calling thread sees it,
-        # no version counter moves
-        ctypes.memmove(
-            destination.data_ptr() + self.destination_start,
-            source.data_ptr() + self.source_start,
-            self.nbytes,
-        )
-        return None
-
-    def _freed(self, side: str) -> None:
-        if self.strict:
+        source, destination = self.storage_of(self.source), self.storage_of(self.destination)
+        if source is not None and destination is not None:
+            # memmove rather than copy_: what a DMA engine does; no dispatch mode of the calling thread sees
+            # it, no version counter moves
+            to, from_ = destination.data_ptr() + self.destination.start, source.data_ptr() + self.source.start
+            ctypes.memmove(to, from_, self.nbytes)
+        elif self.strict:
+            side = "source" if source is None else "destination"
             raise HazardError(
                 f"{side} freed before the copy ran: {self}. Hold both sides until an event recorded after it "
                 "has passed"
@@ -126,11 +104,11 @@ class Executor:
         What touched the destination before, and is ordered before the copy, runs first: that is legal now,
         and poison would reach it. Without an event between nothing protects it.
         """
+        tracked, start, end = copy.destination
         destination = copy.storage_of(copy.destination)
         if self.name == "early" or copy.lane.eager or destination is None:
             return
-        start, end = copy.destination_start, copy.destination_start + copy.nbytes
-        for earlier, _ in copy.destination.conflicts(start, end, writing=True):
+        for earlier, _ in tracked.conflicts(start, end, writing=True):
             if earlier.lane.ran < earlier.number <= copy.lane.clock[earlier.lane.index]:
                 self.reach(earlier.lane, earlier.number, f"a copy on {copy.lane.name}")
         ctypes.memset(destination.data_ptr() + start, POISON, copy.nbytes)
@@ -151,8 +129,7 @@ class Executor:
                 lane.ran = number
                 continue
             item = lane.queue[0]
-            event = item.after
-            if event is not None and event.lane.ran < event.number:
+            if (event := item.after) is not None and event.lane.ran < event.number:
                 stack.append((event.lane, event.number))
                 continue
             try:
@@ -180,14 +157,13 @@ class Executor:
                 lane.ran = self._random.randint(int(lane.ran), lane.issued)
 
 
-def copied_bytes_of(destination: torch.Tensor, source: torch.Tensor) -> int:
-    """The length of the copy, if the two can be one."""
-    nbytes = destination.numel()
+def check_pair(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise ValueError unless the two can be one copy."""
     for side in (destination, source):
         if (
             side.dtype is not torch.uint8
             or side.dim() != 1
-            or side.numel() != nbytes
+            or side.numel() != destination.numel()
             or not side.is_contiguous()
         ):
             raise ValueError(
@@ -195,4 +171,3 @@ def copied_bytes_of(destination: torch.Tensor, source: torch.Tensor) -> int:
                 f"{tuple(destination.shape)} "
                 f"from {source.dtype} {tuple(source.shape)}; pass views of the bytes"
             )
-    return nbytes

@@ -23,38 +23,34 @@ that.
 from __future__ import annotations
 
 import os
-import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
-from offload.device._sim_bytes import Operation, TrackedBytes, byte_range
-from offload.device._sim_clock import SimEvent, SimLane, SimLanes, order_after
-from offload.device._sim_graph import (
-    AccessStep,
-    CopyStep,
-    LaunchStep,
-    RecordStep,
-    SimCaptures,
-    SimGraph,
-    WaitStep,
-)
+from offload.device._replays import replace_replay
+from offload.device._sim_bytes import Span, TrackedBytes
+from offload.device._sim_clock import Operation, SimEvent, SimLane, SimLanes
+from offload.device._sim_graph import SimGraph, Step
 from offload.device._sim_hazards import HazardChecker
 from offload.device._sim_memory import PlainMemory
-from offload.device._sim_meters import SimMeters
-from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, PendingWait, copied_bytes_of
-from offload.device.base import CopyPair, Event, Lane
-from offload.errors import HazardError
+from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, check_pair
+from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
+from offload.errors import CaptureError, HazardError
 
 __all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimGraph", "SimLane"]
 
+T = TypeVar("T")
 
-class SimDevice(SimCaptures, SimMeters):
+
+class SimDevice(SimLanes):
     """A device of lanes, events and copies without a GPU. One lock: autograd may call from a thread of its
     own."""
+
+    name = "sim"
+    torch_device = torch.device("cpu")
+    pins = False
 
     def __init__(
         self,
@@ -82,141 +78,54 @@ class SimDevice(SimCaptures, SimMeters):
             raise ValueError(
                 f"without is the string {without!r}, and must be a set of order titles; write {{{without!r}}}"
             )
-        self._lock = threading.RLock()
-        self._lanes = SimLanes(lags=executor == "random")
-        self._executor = Executor(executor, seed, self._lanes.all)
-        self._checker = HazardChecker(self._lanes.host, strict=check)
+        super().__init__(lags=executor == "random")
+        self._executor = Executor(executor, seed, self.all_lanes)
+        self._checker = HazardChecker(self.host, strict=check)
         self._poison = poison
         self._without = frozenset(without)
-        self._waits: Counter[str] = Counter()
         self._d2h_bytes_per_s = d2h_gb_s * 1e9
         self._h2d_bytes_per_s = h2d_gb_s * 1e9
-        self._of_thread = _OfThread()
-        self._program = None
-        self._watcher = None
-
-    # -- lanes -----------------------------------------------------------------------------------------------
-    @property
-    def name(self) -> str:
-        return "sim"
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def compute(self) -> SimLane:
-        return self._of_thread.lane or self._lanes.compute
-
-    @property
-    def d2h(self) -> SimLane:
-        return self._lanes.d2h
-
-    @property
-    def h2d(self) -> SimLane:
-        return self._lanes.h2d
-
-    @property
-    def host(self) -> SimLane:
-        """The host as a lane, to declare its own reads and writes of host memory with `note_read` and
-        `note_write`."""
-        return self._lanes.host
-
-    def new_compute_lane(self, name: str) -> SimLane:
-        """A further lane to compute on, unordered with `compute` until events say otherwise."""
-        with self._lock:
-            return self._lanes.new_compute(name)
+        self._graph: SimGraph | None = None  # whose capture is under way
+        self._watcher: CaptureWatcher | None = None
 
     @property
     def near_cores(self) -> frozenset[int]:
         return frozenset(os.sched_getaffinity(0))
 
-    @contextmanager
-    def use_lane(self, lane: Lane) -> Iterator[None]:
-        """The calling thread computes on `lane` inside."""
-        chosen = self._lanes.own(lane)
-        if not chosen.eager or chosen is self._lanes.host:
-            raise ValueError(f"{chosen.name} is not a compute lane; make one with new_compute_lane(name)")
-        before = self._of_thread.lane
-        self._of_thread.lane = chosen
-        try:
-            yield
-        finally:
-            self._of_thread.lane = before
-
     # -- order -----------------------------------------------------------------------------------------------
     def record(self, lane: Lane, *, timed: bool = False) -> SimEvent:
-        with self._lock:
-            mine, program = self._enter(lane), self._program
-            if timed:
-                self._forbid_in_capture("a timed event")
-            event = SimEvent(
-                mine, timed=timed, program=program if program is not None and program.has(mine) else None
-            )
-            if program is not None:
-                program.add(RecordStep(mine, event))
-            return event
+        if timed:
+            self._forbid_in_capture("a timed event")
+        return self._do(lane, self._record, timed)
 
     def wait(self, lane: Lane, event: Event, order: str) -> None:
-        with self._lock:
-            mine = self._enter(lane)
-            if mine is self._lanes.host:
-                raise ValueError(
-                    f"the host does not wait in a queue ({order!r}); call synchronize(event), which may "
-                    "block it"
-                )
-            waiter = f"{mine.name} ({order!r})"
-            point = self._lanes.reachable(event, waiter)
-            self._waits[order] += 1
-            if order in self._without:
-                mine.left_out[order] = None
-                return
-            self._check_event_of_capture(point, waiter)
-            if self._program is not None:
-                self._program.wait(mine, point, order)
-                self._program.add(WaitStep(mine, point, order))
-            if mine.eager:
-                self._executor.reach(point.lane, point.number, waiter)
-                if not point.lane.eager:
-                    self._stall_s += max(0.0, point.time_s - mine.time_s)
-            order_after(mine, point)
-            mine.edges[point.lane.index] = order
-            mine.time_s = max(mine.time_s, point.time_s)
-            # what comes later in this lane queues behind the wait
-            if point.lane is not mine and point.lane.ran < point.number:
-                mine.queue.append(PendingWait(mine.next_number(), point, mine.time_s))
+        self._do(lane, self._wait, event, order)
 
     def poll(self, event: Event) -> bool:
         with self._lock:
-            self._forbid_in_capture("a poll")
-            self._enter(self._lanes.host)
-            point = self._lanes.reachable(event, "poll")
-            self._check_event_of_capture(point, "poll")
-            if not self._executor.passed(point, self.compute.time_s):
+            point = self._asked_by_host(event, "poll")
+            if not self._executor.passed(point, self.now_s):
                 return False
-            self._lanes.host_sees(point)
+            self._host_sees(point)
             return True
 
     def synchronize(self, event: Event) -> None:
         with self._lock:
-            self._forbid_in_capture("a synchronize")
-            self._enter(self._lanes.host)
-            point = self._lanes.reachable(event, "synchronize")
-            self._check_event_of_capture(point, "synchronize")
+            point = self._asked_by_host(event, "synchronize")
             self._executor.reach(point.lane, point.number, "synchronize")
             lane = self.compute  # has nothing to do while the host, which feeds it, is blocked
-            self._blocked_s += max(0.0, point.time_s - lane.time_s)
+            self.blocked_s += max(0.0, point.time_s - lane.time_s)
             lane.time_s = max(lane.time_s, point.time_s)
-            self._lanes.host_sees(point)
+            self._host_sees(point)
 
     def elapsed_ms(self, start: Event, end: Event) -> float:
         """Virtual time between two timed events that have passed, in milliseconds."""
         with self._lock:
-            points = [self._lanes.reachable(event, "elapsed_ms") for event in (start, end)]
+            points = [self._reachable(event, "elapsed_ms") for event in (start, end)]
             for point in points:
                 if not point.timed:
                     raise ValueError(f"{point} is not timed; record it with timed=True")
-                if not self._executor.passed(point, self.compute.time_s):
+                if not self._executor.passed(point, self.now_s):
                     raise HazardError(
                         f"{point} was asked for its time before {point.lane.name} got there; poll or "
                         "synchronize it first"
@@ -242,143 +151,244 @@ class SimDevice(SimCaptures, SimMeters):
         if nbytes < 0:
             raise ValueError(f"{nbytes:,} bytes of device memory were asked for; ask for 0 or more")
         with self._lock:
-            lane = self._enter(self.compute)
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            tracked = self._checker.track(tensor.untyped_storage(), lane)
+            tracked = self._checker.track(tensor.untyped_storage(), self.compute)
             self._checker.count(tracked)
-            operation = Operation(lane, "empty", nbytes)
-            self._checker.stamp(operation, tracked, 0, nbytes, writing=True)
-            self._issue(operation)
-            if self._program is not None:
-                self._program.add(AccessStep(lane, tracked, 0, nbytes, "empty", True))
+            self._do(self.compute, self._access, tracked.whole, "empty", True)
             return tensor
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Compute: call `kernel` now, and again in each replay of the capture under way."""
+        self._do(self.compute, lambda lane: kernel())
+
+    def compute_for(self, seconds: float) -> None:
+        """The calling thread's compute lane is busy for `seconds` of virtual time."""
+        if not seconds >= 0:
+            raise ValueError(f"compute of {seconds} seconds was announced; announce 0 or more")
         with self._lock:
-            lane = self._enter(self.compute)
-            if self._program is not None:
-                self._program.add(LaunchStep(lane, kernel))
-        kernel()
+            lane = self.compute
+            lane.time_s += seconds
+            lane.busy_s += seconds
+            self._enter(lane)
 
     def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
         with self._lock:
-            mine = self._enter(lane)
-            if mine is self._lanes.host:
+            mine, graph = self._own(lane), self._graph
+            if mine is self.host:
                 raise ValueError(
                     "the host is not a lane for copies; issue them to d2h, h2d or a compute lane"
                 )
-            if self._program is not None:
-                self._program.copy(mine)
             for destination, source in pairs:
-                self._copy(mine, destination, source)
+                check_pair(destination, source)
+                sides = [self._checker.locate(side, self.compute) for side in (destination, source)]
+                if graph is not None:
+                    graph.copy(mine, sides)
+                self._do(mine, self._copy, *sides, {} if graph is None else graph.shadows)
 
     def host_memory(self, nbytes: int, registration_bytes: int) -> PlainMemory:
         with self._lock:
             self._forbid_in_capture(f"pinning {nbytes:,} bytes")
             memory = PlainMemory(nbytes, registration_bytes, self._release)
             for piece in memory.pieces:
-                self._checker.track(piece.untyped_storage(), self._lanes.host, host=True)
+                self._checker.track(piece.untyped_storage(), self.host, host=True)
             return memory
 
-    @property
-    def pins(self) -> bool:
-        return False
+    def active_bytes(self) -> int:
+        """Bytes of living storages that came from `empty` or were declared by `note_write`, and not freed
+        whole by `note_free`."""
+        with self._lock:
+            self._enter(self.host)
+            return self._checker.active_bytes
+
+    def release_cached(self, worth: int) -> int:
+        """Nothing: what is let go of here is gone."""
+        return 0
 
     # -- declarations ----------------------------------------------------------------------------------------
     def note_write(self, lane: Lane, tensor: torch.Tensor) -> None:
-        with self._lock:
-            tracked = self._note(lane, tensor, "note_write", writing=True)
-            if not tracked.host:
-                self._checker.count(tracked)
+        self._note(lane, tensor, "note_write", True)
 
     def note_read(self, lane: Lane, tensor: torch.Tensor) -> None:
-        with self._lock:
-            self._note(lane, tensor, "note_read", writing=False)
+        self._note(lane, tensor, "note_read", False)
 
     def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
         with self._lock:
             mine = self._enter(lane)
-            tracked, (start, end) = self._checker.locate(tensor, self.compute), byte_range(tensor)
-            self._checker.check_free(mine, tracked, start, end, f"{mine.name} frees them")
-            if end - start >= tracked.nbytes:
-                self._checker.uncount(tracked)
+            freed = self._checker.locate(tensor, self.compute)
+            self._checker.check_free(mine, freed, f"{mine.name} frees them")
+            if freed.end - freed.start >= freed.tracked.nbytes:
+                self._checker.uncount(freed.tracked)
 
     def name_bytes(self, tensor: torch.Tensor, label: str) -> None:
         """Errors call the tensor's bytes `label` from now on."""
         with self._lock:
-            self._enter(self._lanes.host)
-            self._checker.locate(tensor, self.compute).name(*byte_range(tensor), label)
+            self._enter(self.host)
+            tracked, start, end = self._checker.locate(tensor, self.compute)
+            tracked.name(start, end, label)
+
+    # -- graphs ----------------------------------------------------------------------------------------------
+    def is_capturing(self) -> bool:
+        return self._graph is not None and self._graph.has(self.compute)
+
+    @contextmanager
+    def capture(self) -> Iterator[SimGraph]:
+        """What is issued inside, on the calling thread's compute lane and on lanes that come to wait for it,
+        becomes the graph.
+
+        Raises HazardError at the end if a lane was not joined; the graph cannot be replayed then.
+        """
+        self._forbid_in_capture("another capture")
+        graph, watcher, complete = SimGraph(self, self._do), self._watcher, False
+        if watcher is not None:
+            watcher.capture_begins(graph)
+        self._graph = graph
+        try:
+            try:
+                yield graph
+            finally:
+                if watcher is not None:
+                    watcher.capture_ends(graph)
+            graph.end()
+            complete = True
+        finally:
+            self._graph = None
+            if watcher is not None:
+                watcher.capture_over(graph, complete)
+
+    @contextmanager
+    def watch_captures(self, watcher: CaptureWatcher) -> Iterator[None]:
+        if self._watcher is not None:
+            raise CaptureError(
+                f"captures on {self.name} are watched already; close the open region before another is opened"
+            )
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
+
+    def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
+        replace_replay(graph, before, after)
+
+    def _forbid_in_capture(self, what: str) -> None:
+        if self._graph is not None:
+            raise HazardError(
+                f"capture: {what} while a graph is captured, which ends the capture on a GPU; do it before "
+                "or after"
+            )
+
+    def _check_event_of_capture(self, event: SimEvent, waiter: str) -> None:
+        if event.capture is not None and (self._graph is None or event.capture is not self._graph.capture):
+            raise HazardError(
+                f"capture: {waiter} waits for {event}, which was recorded in a capture that is over: it "
+                "never passes"
+            )
 
     # -- inside: called with the lock held -------------------------------------------------------------------
     def _enter(self, lane: Lane) -> SimLane:
         """First in every call: storages that died since the last one, queued copies that run by now, what the
         host has seen by now."""
-        mine = self._lanes.own(lane)
+        mine = self._own(lane)
         self._checker.bury()
-        now_s = self.compute.time_s
+        now_s = self.now_s
         self._executor.progress(now_s)
         if not mine.eager and mine.time_s < now_s:  # nothing starts before it is issued
             mine.time_s = now_s
-        self._lanes.catch_up(mine)
+        self._catch_up(mine)
         return mine
 
-    def _issue(self, operation: Operation) -> None:
-        lane = operation.lane
-        lane.next_number()
-        if lane is self._lanes.host:
-            lane.host_version += 1
-        operation.end_s = lane.time_s
-        self._executor.submit(operation)
+    def _do(self, lane: Lane, issue: Callable[..., T], *arguments: Any) -> T:
+        """Issue a step with issue(lane, *arguments), and note it in the capture under way."""
+        with self._lock:
+            mine = self._enter(lane)
+            result = issue(mine, *arguments)
+            if self._graph is not None:
+                self._graph.add(Step(mine, issue, arguments, result))
+            return result
+
+    def _asked_by_host(self, event: Event, verb: str) -> SimEvent:
+        self._forbid_in_capture(f"a {verb}")
+        self._enter(self.host)
+        point = self._reachable(event, verb)
+        self._check_event_of_capture(point, verb)
+        return point
 
     def _release(self, pieces: Sequence[torch.Tensor]) -> None:
         with self._lock:
             self._forbid_in_capture("unpinning")
-            self._enter(self._lanes.host)
+            self._enter(self.host)
             self._checker.release(pieces)
 
-    def _note(self, lane: Lane, tensor: torch.Tensor, verb: str, *, writing: bool) -> TrackedBytes:
-        mine = self._enter(lane)
-        tracked, (start, end) = self._checker.locate(tensor, self.compute), byte_range(tensor)
-        self._access(mine, tracked, start, end, verb, writing=writing)
-        if self._program is not None:
-            self._program.add(AccessStep(mine, tracked, start, end, verb, writing))
-        return tracked
+    def _note(self, lane: Lane, tensor: torch.Tensor, verb: str, writing: bool) -> None:
+        with self._lock:
+            span = self._checker.locate(tensor, self.compute)
+            self._do(lane, self._access, span, verb, writing)
+            if writing and not span.tracked.host:
+                self._checker.count(span.tracked)
 
-    def _access(
-        self, lane: SimLane, tracked: TrackedBytes, start: int, end: int, verb: str, *, writing: bool
-    ) -> None:
-        operation = Operation(lane, verb, end - start)
-        self._checker.check(operation, tracked, start, end, writing=writing)
-        self._checker.stamp(operation, tracked, start, end, writing=writing)
+    # -- inside: steps ---------------------------------------------------------------------------------------
+    def _record(self, lane: SimLane, timed: bool) -> SimEvent:
+        graph = self._graph
+        return SimEvent(
+            lane, timed=timed, capture=graph.capture if graph is not None and graph.has(lane) else None
+        )
+
+    def _wait(self, lane: SimLane, event: Event, order: str) -> None:
+        if lane is self.host:
+            raise ValueError(
+                f"the host does not wait in a queue ({order!r}); call synchronize(event), which may block it"
+            )
+        waiter = f"{lane.name} ({order!r})"
+        point = self._reachable(event, waiter)
+        self.waits[order] += 1
+        if order in self._without:
+            lane.left_out[order] = None
+            return
+        self._check_event_of_capture(point, waiter)
+        if self._graph is not None:
+            self._graph.wait(lane, point, order)
+        if lane.eager:
+            self._executor.reach(point.lane, point.number, waiter)
+            if not point.lane.eager:
+                self.stall_s += max(0.0, point.time_s - lane.time_s)
+        lane.order_after(point.clock)
+        lane.edges[point.lane.index] = order
+        lane.time_s = max(lane.time_s, point.time_s)
+        # what comes later in this lane queues behind the wait
+        if point.lane is not lane and point.lane.ran < point.number:
+            self._issue(Operation(lane, "wait", 0, after=point))
+
+    def _access(self, lane: SimLane, span: Span, verb: str, writing: bool) -> None:
+        operation = Operation(lane, verb, span.end - span.start)
+        self._checker.check(operation, span, writing=writing)
+        self._checker.stamp(operation, span, writing=writing)
         self._issue(operation)
 
-    def _copy(self, lane: SimLane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        nbytes = copied_bytes_of(destination, source)
-        to, at = self._checker.locate(destination, self.compute), int(destination.storage_offset())
-        from_, start = self._checker.locate(source, self.compute), int(source.storage_offset())
-        if self._program is not None:
-            self._program.add(CopyStep(lane, to, at, from_, start, nbytes))
-        self._issue_copy(Copy(lane, nbytes, to, at, from_, start, strict=self._checker.strict))
-
-    def _issue_copy(self, copy: Copy) -> None:
-        lane, nbytes = copy.lane, copy.nbytes
-        sides = [(copy.source, copy.source_start, False), (copy.destination, copy.destination_start, True)]
-        for tracked, start, writing in sides:
-            self._checker.check(copy, tracked, start, start + nbytes, writing=writing)
+    def _copy(
+        self,
+        lane: SimLane,
+        destination: Span,
+        source: Span,
+        shadows: Mapping[TrackedBytes, torch.UntypedStorage],
+    ) -> None:
+        copy = Copy(lane, destination, source, shadows, strict=self._checker.strict)
+        self._checker.check(copy, source, writing=False)
+        self._checker.check(copy, destination, writing=True)
         if self._poison:
             self._executor.poison(copy)
-        seconds = nbytes / (self._d2h_bytes_per_s if copy.destination.host else self._h2d_bytes_per_s)
-        lane.time_s += seconds
-        lane.busy_s += seconds
+        rate = self._d2h_bytes_per_s if destination.tracked.host else self._h2d_bytes_per_s
+        lane.time_s += copy.nbytes / rate
+        lane.busy_s += copy.nbytes / rate
         lane.copies += 1
-        lane.copied_bytes += nbytes
-        for tracked, start, writing in sides:
-            self._checker.stamp(copy, tracked, start, start + nbytes, writing=writing)
+        lane.copied_bytes += copy.nbytes
+        self._checker.stamp(copy, source, writing=False)
+        self._checker.stamp(copy, destination, writing=True)
         self._issue(copy)
 
-
-class _OfThread(threading.local):
-    """What one host thread has chosen."""
-
-    lane: SimLane | None = None
+    def _issue(self, operation: Operation) -> None:
+        lane = operation.lane
+        lane.next_number()
+        if lane is self.host:
+            lane.host_version += 1
+        operation.end_s = lane.time_s
+        self._executor.submit(operation)

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from offload.device._sim_bytes import Operation, TrackedBytes
-from offload.device._sim_clock import SimLanes
+from offload.device._sim_bytes import TrackedBytes
+from offload.device._sim_clock import Operation, SimLanes
 
 SIZE = 40
 
@@ -33,7 +33,7 @@ def test_ranges_remember_what_each_byte_remembers(seed: int) -> None:
             (op, False) for r in reads[start:end] for op in r.values() if writing
         }
         assert set(tracked.conflicts(start, end, writing=writing)) == expected
-        lane = rng.choice(lanes.all)
+        lane = rng.choice(lanes.all_lanes)
         operation = Operation(lane, "access", end - start)
         lane.next_number()
         tracked.stamp(start, end, operation, writing=writing, floor=[0, 0, 0, 0])
