@@ -34,6 +34,7 @@ __all__ = [
     "parse_action",
     "reads_of",
     "require_sizes",
+    "require_times",
     "work_of",
 ]
 
@@ -239,6 +240,14 @@ def require_sizes(actions: Sequence[Action], sizes: ChunkSizes) -> None:
             )
 
 
+def require_times(actions: Sequence[Action], compute_s: Sequence[float]) -> None:
+    """Raise ValueError unless there is one time for each action."""
+    if len(actions) != len(compute_s):
+        raise ValueError(
+            f"{len(actions)} actions and {len(compute_s)} compute times; give one time for each action"
+        )
+
+
 def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
     """Every read of the step in the order in which it comes: B and I read a chunk from its last group to its
     first.
@@ -266,10 +275,7 @@ def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
 def work_of(actions: Sequence[Action], sizes: ChunkSizes, compute_s: Sequence[float]) -> tuple[Work, ...]:
     """The actions with their numbers, as the bound takes them: bytes at a chunk's F, and again at its last
     read, the B or the W."""
-    if len(actions) != len(compute_s):
-        raise ValueError(
-            f"{len(actions)} actions and {len(compute_s)} compute times; give one time for each action"
-        )
+    require_times(actions, compute_s)
     totals = {chunk: sum(group.nbytes for group in groups) for chunk, groups in sizes.items()}
     return tuple(
         Work(action, seconds, 0 if action.kind == "I" else totals[action.chunk])

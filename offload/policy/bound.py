@@ -27,9 +27,9 @@ row.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.policy.actions import Rates, Work, lives_of
 
@@ -87,29 +87,22 @@ def least_step(work: Sequence[Work], rates: Rates, cap_bytes: int, *, slices: in
         raise ValueError(f"slices is {slices}; give 1 or more")
     shares = _shares(work, slices)
     compute_s = sum(item.compute_s for item in work)
-    biggest_bytes = max((share.nbytes for share in shares), default=0.0)
-    if biggest_bytes == 0:
-        return Bound(
-            step_s=compute_s,
-            compute_s=compute_s,
-            moved_bytes=0,
-            action_s=tuple(item.compute_s for item in work),
-        )
-    program = _Program(work, shares, rates, cap_bytes, slices, byte_unit=biggest_bytes)
-    durations_s = program.solve_time()
-    moved_bytes = program.solve_moves(sum(durations_s))
-    action_s = tuple(sum(durations_s[at * slices : (at + 1) * slices]) for at in range(len(work)))
+    action_s, moved_bytes = [item.compute_s for item in work], 0.0
+    if shares:
+        program = _Program(work, shares, rates, cap_bytes, slices)
+        durations_s = program.solve_time()
+        moved_bytes = program.solve_moves(sum(durations_s))
+        action_s = [sum(durations_s[at * slices : (at + 1) * slices]) for at in range(len(work))]
     # the solver's tolerance may leave the sum a hair under the compute
     return Bound(
         step_s=max(sum(action_s), compute_s),
         compute_s=compute_s,
         moved_bytes=round(moved_bytes),
-        action_s=action_s,
+        action_s=tuple(action_s),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
+class _Share(NamedTuple):
     """The bytes that one slice makes and one later slice reads."""
 
     nbytes: float
@@ -118,16 +111,16 @@ class _Share:
 
 
 def _shares(work: Sequence[Work], slices: int) -> list[_Share]:
-    """Cut each chunk into as many shares as its actions have slices; the last share made is the first
-    read."""
+    """Cut each chunk that has bytes into as many shares as its actions have slices; the last share made is
+    the first read."""
     lives = lives_of([item.action for item in work])
-    shares: list[_Share] = []
     for at, item in enumerate(work):
         if item.compute_s < 0 or item.nbytes < 0:
             raise ValueError(
                 f"action {at}, {item.action}, has {item.compute_s} s and {item.nbytes:,} bytes; neither can "
                 "be below 0"
             )
+    shares: list[_Share] = []
     for life in lives.values():
         made, read = work[life.forward], work[life.last_read]
         if made.nbytes != read.nbytes:
@@ -147,25 +140,20 @@ def _shares(work: Sequence[Work], slices: int) -> list[_Share]:
 
 
 class _Program:
-    """The rows and columns of one step, in units of the largest share and of the time that it needs on the
-    link."""
+    """The rows and columns of one step, in units of the largest share and of the time that it needs to leave.
+    The first columns are the slices' durations."""
 
     def __init__(
-        self,
-        work: Sequence[Work],
-        shares: Sequence[_Share],
-        rates: Rates,
-        cap_bytes: int,
-        slices: int,
-        byte_unit: float,
+        self, work: Sequence[Work], shares: Sequence[_Share], rates: Rates, cap_bytes: int, slices: int
     ) -> None:
         self._optimize: Any = _scipy("scipy.optimize")
         self._sparse: Any = _scipy("scipy.sparse")
-        self._byte_unit = byte_unit
-        self._time_unit = byte_unit / rates.d2h_bytes_per_s
+        self._byte_unit = max(share.nbytes for share in shares)
+        self._time_unit = self._byte_unit / rates.d2h_bytes_per_s
         self._num_slices = len(work) * slices
-        compute = [item.compute_s / slices / self._time_unit for item in work for _ in range(slices)]
-        self._bounds: list[tuple[float, float | None]] = [(seconds, None) for seconds in compute]
+        self._bounds: list[tuple[float, float | None]] = [
+            (item.compute_s / slices / self._time_unit, None) for item in work for _ in range(slices)
+        ]
         self._out_columns: list[int] = []
         self._at_most = _Rows()
         self._equal = _Rows()
@@ -174,62 +162,59 @@ class _Program:
         aways: list[list[int]] = [[] for _ in range(self._num_slices)]
         on_device = [0.0] * self._num_slices
         for share in shares:
-            nbytes = share.nbytes / byte_unit
-            away_before: int | None = None
+            nbytes = share.nbytes / self._byte_unit
+            away_before: list[tuple[int, float]] = []
             for at in range(share.made_slice, share.read_slice + 1):
                 out, back = self._column(None), self._column(None)
                 outs[at].append(out)
                 ins[at].append(back)
-                row = [(out, -1.0), (back, 1.0)]
-                if away_before is not None:
-                    row.append((away_before, -1.0))
+                row = [(out, -1.0), (back, 1.0), *away_before]
                 if at < share.read_slice:
-                    away_before = self._column(nbytes)
-                    aways[at].append(away_before)
-                    row.append((away_before, 1.0))
+                    away = self._column(nbytes)
+                    aways[at].append(away)
+                    away_before = [(away, -1.0)]
+                    row.append((away, 1.0))
                     on_device[at] += nbytes
                 self._equal.add(row, 0.0)
         self._out_columns = [column for columns in outs for column in columns]
+        cap = cap_bytes / self._byte_unit
+        # relative to d2h's rate: in these units it moves one unit of bytes in one of time
+        h2d = rates.h2d_bytes_per_s / rates.d2h_bytes_per_s
+        both = rates.together_bytes_per_s / rates.d2h_bytes_per_s
         for at in range(self._num_slices):
-            self._link_rows(at, outs[at], ins[at], rates)
-            if on_device[at] > cap_bytes / byte_unit:
-                self._at_most.add([(away, -1.0) for away in aways[at]], cap_bytes / byte_unit - on_device[at])
+            for columns, rate in ((outs[at], 1.0), (ins[at], h2d), ([*outs[at], *ins[at]], both)):
+                if columns:
+                    self._at_most.add([*((column, 1.0) for column in columns), (at, -rate)], 0.0)
+            if on_device[at] > cap:
+                self._at_most.add([(away, -1.0) for away in aways[at]], cap - on_device[at])
 
     def solve_time(self) -> list[float]:
         """The slices' durations, in seconds, in a step of the least time."""
-        solution = self._solve([(at, 1.0) for at in range(self._num_slices)], self._at_most)
+        solution = self._solve(range(self._num_slices))
         return [value * self._time_unit for value in solution[: self._num_slices]]
 
     def solve_moves(self, step_s: float) -> float:
-        """The fewest bytes that leave in a step of `step_s`."""
-        rows = self._at_most.copy()
+        """The fewest bytes that leave in a step of `step_s`, which is a row of the program from here on."""
         # a hair of time, well under what anything can measure, or rounding makes the second program
         # infeasible
-        rows.add([(at, 1.0) for at in range(self._num_slices)], step_s / self._time_unit * (1 + 1e-9) + 1e-7)
-        solution = self._solve([(column, 1.0) for column in self._out_columns], rows)
+        most = step_s / self._time_unit * (1 + 1e-9) + 1e-7
+        self._at_most.add([(at, 1.0) for at in range(self._num_slices)], most)
+        solution = self._solve(self._out_columns)
         return sum(solution[column] for column in self._out_columns) * self._byte_unit
 
     def _column(self, at_most: float | None) -> int:
         self._bounds.append((0.0, at_most))
         return len(self._bounds) - 1
 
-    def _link_rows(self, at: int, outs: Sequence[int], ins: Sequence[int], rates: Rates) -> None:
-        """Rates relative to d2h's, because the units are chosen so that d2h moves one unit of bytes in one of
-        time."""
-        h2d = rates.h2d_bytes_per_s / rates.d2h_bytes_per_s
-        both = rates.together_bytes_per_s / rates.d2h_bytes_per_s
-        for columns, rate in ((outs, 1.0), (ins, h2d), ([*outs, *ins], both)):
-            if columns:
-                self._at_most.add([*((column, 1.0) for column in columns), (at, -rate)], 0.0)
-
-    def _solve(self, cost: Sequence[tuple[int, float]], rows: _Rows) -> list[float]:
+    def _solve(self, minimised: Iterable[int]) -> list[float]:
+        """The columns' values where the sum of those named is least."""
         costs = [0.0] * len(self._bounds)
-        for column, weight in cost:
-            costs[column] = weight
+        for column in minimised:
+            costs[column] = 1.0
         result = self._optimize.linprog(
             costs,
-            A_ub=rows.matrix(self._sparse, len(self._bounds)),
-            b_ub=rows.limits,
+            A_ub=self._at_most.matrix(self._sparse, len(self._bounds)),
+            b_ub=self._at_most.limits,
             A_eq=self._equal.matrix(self._sparse, len(self._bounds)),
             b_eq=self._equal.limits,
             bounds=self._bounds,
@@ -250,11 +235,6 @@ class _Rows:
     def add(self, row: Sequence[tuple[int, float]], limit: float) -> None:
         self._entries += [(len(self.limits), column, value) for column, value in row]
         self.limits.append(limit)
-
-    def copy(self) -> _Rows:
-        other = _Rows()
-        other.limits, other._entries = list(self.limits), list(self._entries)
-        return other
 
     def matrix(self, sparse: Any, num_columns: int) -> Any:
         rows, columns, values = zip(*self._entries, strict=True)

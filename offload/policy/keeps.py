@@ -10,7 +10,7 @@ cannot be kept leaves.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from offload.policy.actions import (
@@ -123,27 +123,20 @@ def limit_keeps(
     lives = lives_of(actions)
     require_sizes(actions, sizes)
     level_bytes = [0] * len(actions)
-    num_kept = dict.fromkeys(lives, 0)
-    growing = list(lives)
+    keeps: set[GroupKey] = set()
+    growing = deque(GroupKey(chunk, len(sizes[chunk]) - 1) for chunk in lives)
     while growing:
-        still = []
-        for chunk in growing:
-            index = len(sizes[chunk]) - 1 - num_kept[chunk]
-            if index < 0:
-                continue
-            # no forward runs inside the last read: there bytes only go
-            life = slice(lives[chunk].forward, lives[chunk].last_read)
-            nbytes = sizes[chunk][index].nbytes
-            if max(level_bytes[life]) + nbytes <= budget_bytes:
-                level_bytes[life] = [level + nbytes for level in level_bytes[life]]
-                num_kept[chunk] += 1
-                still.append(chunk)
-        growing = still
-    return frozenset(
-        GroupKey(chunk, index)
-        for chunk, count in num_kept.items()
-        for index in range(len(sizes[chunk]) - count, len(sizes[chunk]))
-    )
+        chunk, position = key = growing.popleft()
+        if position < 0:
+            continue
+        # no forward runs inside the last read: there bytes only go
+        life = slice(lives[chunk].forward, lives[chunk].last_read)
+        nbytes = sizes[chunk][position].nbytes
+        if max(level_bytes[life]) + nbytes <= budget_bytes:
+            level_bytes[life] = [level + nbytes for level in level_bytes[life]]
+            keeps.add(key)
+            growing.append(GroupKey(chunk, position - 1))
+    return frozenset(keeps)
 
 
 def tail_keeps(sizes: ChunkSizes, kept_bytes: Mapping[ChunkKey, float]) -> Keeps:
@@ -192,12 +185,11 @@ def summary_bytes(
 
 def leaving_bytes(chunks: OrderedChunks, keeps: Keeps) -> dict[str, int]:
     """The bytes that leave in these chunks, by the groups' names. A name whose groups all stay counts 0."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for chunk, groups in chunks:
         for index, group in enumerate(groups):
-            stays = GroupKey(chunk, index) in keeps
-            totals[group.name] = totals.get(group.name, 0) + (0 if stays else group.nbytes)
-    return totals
+            totals[group.name] += 0 if GroupKey(chunk, index) in keeps else group.nbytes
+    return dict(totals)
 
 
 def _in_reading_order(chunks_in_backward_order: OrderedChunks) -> list[tuple[GroupKey, GroupSize]]:

@@ -12,7 +12,8 @@ the cap wherever any of the tried ones does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, ChunkSizes, Keeps, Rates, require_sizes
 from offload.policy.keeps import kept_peak_bytes, limit_keeps, tail_keeps
@@ -85,26 +86,34 @@ def choose_keeps(
     require_sizes(actions, sizes)
     search = _Search(actions, sizes, compute_s, rates, device_limit_bytes, max_trials)
     search.try_equal_amounts()
-    for step in _STEPS if search.moves_anything else ():
+    # a plan that keeps everything is the best there is
+    for step in _STEPS if search.best.result.moved_bytes > 0 else ():
         while search.improve(step):
             pass
-    return search.best_plan()
+    return Plan(
+        keeps=search.best.keeps,
+        restoring_room_bytes=round(search.best.window_bytes),
+        device_limit_bytes=device_limit_bytes,
+        predicted=search.best.result,
+        num_trials=len(search.tried),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A plan before it is simulated: bytes that stay of each chunk, and the window."""
+class _Trial(NamedTuple):
+    """A simulated plan, made from the bytes that stay of each chunk and the window."""
 
+    score: tuple[int, float, int]
+    """(bytes above the limit, seconds, bytes moved): smaller is better, in this order."""
     kept_bytes: Mapping[ChunkKey, float]
     window_bytes: float
-
-
-_Score = tuple[int, float, int]
-"""(bytes above the limit, seconds, bytes moved): smaller is better, in this order."""
+    keeps: Keeps
+    result: Simulation
 
 
 class _Search:
-    """The best candidate so far, and everything that was tried."""
+    """The best plan so far, and everything that was tried."""
+
+    best: _Trial
 
     def __init__(
         self,
@@ -115,6 +124,7 @@ class _Search:
         limit_bytes: int,
         max_trials: int,
     ) -> None:
+        self.tried: set[tuple[Keeps, int]] = set()
         self._actions, self._sizes, self._compute_s, self._rates = actions, sizes, compute_s, rates
         self._limit_bytes = limit_bytes
         self._max_trials = max_trials
@@ -123,28 +133,18 @@ class _Search:
             for action in actions
             if action.kind == "F"
         }
-        self._tried: set[tuple[Keeps, int]] = set()
-        self._best: tuple[_Score, _Candidate, Plan] | None = None
 
     def try_equal_amounts(self) -> None:
-        most_bytes: dict[ChunkKey, float] = dict.fromkeys(self._total_bytes, 0)
+        most_bytes = dict.fromkeys(self._total_bytes, 0)
         for key in limit_keeps(self._actions, self._sizes, self._limit_bytes, 0, 0):
             most_bytes[key.chunk] += self._sizes[key.chunk][key.position].nbytes
         for part in _KEEP_STARTS:
             for window in _WINDOW_STARTS:
-                self._try(
-                    _Candidate(
-                        {chunk: part * most for chunk, most in most_bytes.items()}, window * self._limit_bytes
-                    )
-                )
-        # the least that any plan needs: all leaves, nothing is fetched early
-        if self._best is None or self._best[0][0] > 0:
-            self._try(_Candidate(dict.fromkeys(most_bytes, 0), 0))
-
-    @property
-    def moves_anything(self) -> bool:
-        """False once a plan keeps everything: none is better."""
-        return self._best is not None and self._best[0][2] > 0
+                kept_bytes = {chunk: part * most for chunk, most in most_bytes.items()}
+                self._try(kept_bytes, window * self._limit_bytes)
+        if self.best.score[0] > 0:
+            # the least that any plan needs: all leaves, nothing is fetched early
+            self._try(dict.fromkeys(most_bytes, 0), 0)
 
     def improve(self, step: float) -> bool:
         """One round over the window, all chunks together and each chunk alone; True if anything got
@@ -152,39 +152,32 @@ class _Search:
         improved = False
         chunks = list(self._total_bytes)
         for changed in ([], chunks, *([chunk] for chunk in chunks)):
-            for sign in (1.0, -1.0):
-                while self._try(self._moved(changed, sign * step)):
+            for change in (step, -step):
+                while self._try_changed(changed, change):
                     improved = True
         return improved
 
-    def best_plan(self) -> Plan:
-        assert self._best is not None, "max_trials is at least 1"
-        return replace(self._best[2], num_trials=len(self._tried))
-
-    def _moved(self, changed: Sequence[ChunkKey], step: float) -> _Candidate:
-        """The best candidate with `step` of their bytes more kept of the changed chunks, or a wider window
-        where none is named."""
-        assert self._best is not None, "equal amounts come first"
-        best = self._best[1]
-        if not changed:
-            window_bytes = best.window_bytes + step * self._limit_bytes / 2
-            return _Candidate(best.kept_bytes, min(max(window_bytes, 0.0), float(self._limit_bytes)))
-        kept_bytes = dict(best.kept_bytes)
-        for chunk in changed:
+    def _try_changed(self, chunks: Sequence[ChunkKey], change: float) -> bool:
+        """Try the best plan with `change` of their bytes more kept of these chunks, or a wider window where
+        none is named."""
+        kept_bytes, window_bytes = dict(self.best.kept_bytes), self.best.window_bytes
+        for chunk in chunks:
             total_bytes = self._total_bytes[chunk]
-            kept_bytes[chunk] = min(max(kept_bytes[chunk] + step * total_bytes, 0.0), float(total_bytes))
-        return _Candidate(kept_bytes, best.window_bytes)
+            kept_bytes[chunk] = min(max(kept_bytes[chunk] + change * total_bytes, 0.0), float(total_bytes))
+        if not chunks:
+            window_bytes += change * self._limit_bytes / 2
+        return self._try(kept_bytes, min(max(window_bytes, 0.0), float(self._limit_bytes)))
 
-    def _try(self, candidate: _Candidate) -> bool:
-        """Simulate it unless it was before, cannot fit, or the trials are used up; True if it is the best so
-        far."""
-        keeps = tail_keeps(self._sizes, candidate.kept_bytes)
-        window_bytes = round(candidate.window_bytes)
-        if len(self._tried) >= self._max_trials or (keeps, window_bytes) in self._tried:
+    def _try(self, kept_bytes: Mapping[ChunkKey, float], window_bytes: float) -> bool:
+        """Simulate this plan unless it was before, cannot fit, or the trials are used up; True if it is the
+        best so far."""
+        keeps = tail_keeps(self._sizes, kept_bytes)
+        room_bytes = round(window_bytes)
+        if len(self.tried) >= self._max_trials or (keeps, room_bytes) in self.tried:
             return False
         if kept_peak_bytes(self._actions, self._sizes, keeps) > self._limit_bytes:
             return False
-        self._tried.add((keeps, window_bytes))
+        self.tried.add((keeps, room_bytes))
         result = simulate(
             self._actions,
             self._sizes,
@@ -192,19 +185,12 @@ class _Search:
             self._rates,
             limit_bytes=self._limit_bytes,
             keeps=keeps,
-            restoring_room_bytes=window_bytes,
+            restoring_room_bytes=room_bytes,
         )
         over_bytes = max(0, result.peak_bytes - self._limit_bytes)
         # what differs by rounding alone is equal
         score = (over_bytes, float(f"{result.step_s:.7g}"), result.moved_bytes)
-        if self._best is not None and score >= self._best[0]:
+        if len(self.tried) > 1 and score >= self.best.score:
             return False
-        plan = Plan(
-            keeps=keeps,
-            restoring_room_bytes=window_bytes,
-            device_limit_bytes=self._limit_bytes,
-            predicted=result,
-            num_trials=len(self._tried),
-        )
-        self._best = (score, candidate, plan)
+        self.best = _Trial(score, kept_bytes, window_bytes, keeps, result)
         return True

@@ -31,7 +31,17 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate
 
-from offload.policy.actions import Action, ChunkKey, ChunkSizes, GroupKey, GroupSize, Keeps, Rates, reads_of
+from offload.policy.actions import (
+    Action,
+    ChunkKey,
+    ChunkSizes,
+    GroupKey,
+    GroupSize,
+    Keeps,
+    Rates,
+    reads_of,
+    require_times,
+)
 from offload.policy.link_model import D2H, H2D, Link
 
 __all__ = ["Simulation", "simulate"]
@@ -76,27 +86,27 @@ def simulate(
     keeps: groups that stay; every other group leaves as soon as it is made.
     restoring_room_bytes: how far ahead of the reader the window goes; 0 fetches only what is being read.
     """
-    if len(actions) != len(compute_s):
-        raise ValueError(
-            f"{len(actions)} actions and {len(compute_s)} compute times; give one time for each action"
-        )
+    require_times(actions, compute_s)
     step = _Step(actions, sizes, rates, limit_bytes, keeps, restoring_room_bytes)
-    for at, (action, seconds) in enumerate(zip(actions, compute_s, strict=True)):
-        groups = sizes[action.chunk]
-        if not groups:
-            step.compute(seconds)
-        elif action.kind == "F":
-            step.forward(action.chunk, _spread(seconds, groups))
-        else:
-            step.read(at, action.chunk, _spread(seconds, groups))
-    return step.result(sum(compute_s))
+    for action, seconds in zip(actions, compute_s, strict=True):
+        step.do(action, seconds)
+    return Simulation(
+        step_s=step.now_s,
+        compute_s=sum(compute_s),
+        peak_bytes=step.peak_bytes,
+        moved_bytes=step.moved_bytes,
+        restored_bytes=step.restored_bytes,
+        spill_stall_s=step.stall_s[D2H],
+        restore_stall_s=step.stall_s[H2D],
+    )
 
 
 class _At(Enum):
     """Where a group's bytes are, as the host knows it."""
 
-    HERE = auto()  # on the device, and never left or no longer leaving
+    HERE = auto()  # on the device, and never left
     LEAVING = auto()  # queued on d2h, or there: the host does not know
+    WANTED = auto()  # as LEAVING, but it is read before its room is needed: not dropped any more
     AWAY = auto()  # dropped from the device
     BACK = auto()  # a restore was issued; the host copy is clean
     READ_LEAVING = auto()  # dead, but its copy out may still read it
@@ -113,95 +123,92 @@ class _Step:
         rates: Rates,
         limit_bytes: int,
         keeps: Keeps,
-        restoring_room_bytes: int,
+        window_bytes: int,
     ) -> None:
+        self.now_s = 0.0
+        self.stall_s = [0.0, 0.0]  # by direction
+        self.peak_bytes = self.moved_bytes = self.restored_bytes = 0
         self._sizes = sizes
         self._limit_bytes = limit_bytes
         self._keeps = keeps
-        self._window_bytes = restoring_room_bytes
+        self._window_bytes = window_bytes
         self._link = Link(rates)
         self._reads = reads_of(actions, sizes)
         self._read_bytes = [sizes[read.group.chunk][read.group.position].nbytes for read in self._reads]
         self._ahead_bytes = [0, *accumulate(self._read_bytes)]
-        self._passes: dict[ChunkKey, deque[int]] = {}
-        for read in self._reads:
-            passes = self._passes.setdefault(read.group.chunk, deque())
-            if read.action_index not in passes:
-                passes.append(read.action_index)
-        # actions whose reads may be fetched: their chunk is complete, its I is over
-        self._open_passes: set[int] = set()
+        # by action: how many must have ended before its reads are fetched, those up to the one of its chunk
+        # before it
+        self._after: list[int] = []
+        latest: dict[ChunkKey, int] = {}
+        for number, action in enumerate(actions, 1):
+            self._after.append(latest.get(action.chunk, 0))
+            latest[action.chunk] = number
+        self._num_ended = self._next_read = self._next_fetch = self._device_bytes = 0
         self._at: dict[GroupKey, _At] = {}
         self._spills: deque[GroupKey] = deque()
-        self._left: set[GroupKey] = set()
-        self._next_read = 0
-        self._next_fetch = 0
-        self._now_s = 0.0
-        self._device_bytes = self._peak_bytes = self._moved_bytes = self._restored_bytes = 0
-        self._spill_stall_s = self._restore_stall_s = 0.0
 
-    def compute(self, seconds: float) -> None:
-        self._now_s += seconds
+    def do(self, action: Action, seconds: float) -> None:
+        """The next action of the step."""
+        groups = self._sizes[action.chunk]
+        if not groups:
+            self.now_s += seconds
+        elif action.kind == "F":
+            self._forward(action.chunk, groups, _spread(seconds, groups))
+        else:
+            self._read(action, groups, _spread(seconds, groups))
+        self._num_ended += 1
+        self._fetch()
 
-    def forward(self, chunk: ChunkKey, seconds: Sequence[float]) -> None:
-        for index, group in enumerate(self._sizes[chunk]):
+    def _forward(self, chunk: ChunkKey, groups: Sequence[GroupSize], seconds: Sequence[float]) -> None:
+        for index, group in enumerate(groups):
             key = GroupKey(chunk, index)
             self._make_room(group.nbytes)
             self._take(group.nbytes)
-            self._now_s += seconds[index]
+            self.now_s += seconds[index]
             if key in self._keeps or group.nbytes == 0:
                 self._at[key] = _At.HERE
             else:
                 self._at[key] = _At.LEAVING
-                self._left.add(key)
                 self._spills.append(key)
-                self._moved_bytes += group.nbytes
-                self._link.issue(D2H, key, group.nbytes, self._now_s)
-            if index == len(seconds) - 1:
-                self._open_passes.add(self._passes[chunk].popleft())
+                self.moved_bytes += group.nbytes
+                self._link.issue(D2H, key, group.nbytes, self.now_s)
             self._fetch()
 
-    def read(self, at: int, chunk: ChunkKey, seconds: Sequence[float]) -> None:
-        groups = self._sizes[chunk]
+    def _read(self, action: Action, groups: Sequence[GroupSize], seconds: Sequence[float]) -> None:
         # of the region that is being read, the compute that its reads come before
-        last, region, owed_s = True, 0, 0.0
-        while self._next_read < len(self._reads) and self._reads[self._next_read].action_index == at:
+        region, owed_s = 0, 0.0
+        for _ in groups:
             _, key, last = self._reads[self._next_read]
             if groups[key.position].region != region:
-                self._now_s += owed_s
+                self.now_s += owed_s
                 region, owed_s = groups[key.position].region, 0.0
             nbytes = self._read_bytes[self._next_read]
             if self._at[key] is _At.AWAY:
                 self._make_room(nbytes)
                 self._restore(key, nbytes)
             if self._at[key] is _At.BACK:
-                waited_s = max(0.0, self._link.finish(H2D, key) - self._now_s)
-                self._restore_stall_s += waited_s
-                self._now_s += waited_s
+                self._wait(H2D, key)
             if region:
                 owed_s += seconds[key.position]
             else:
-                self._now_s += seconds[key.position]
-            if last:
-                self._free(key, nbytes)
+                self.now_s += seconds[key.position]
+            if last and self._at[key] in (_At.LEAVING, _At.WANTED):
+                self._at[key] = _At.READ_LEAVING
+                # twice in the queue if still there: the earlier one frees it, the later one finds it gone
+                self._spills.append(key)
+            elif last:
+                self._at[key] = _At.GONE
+                self._device_bytes -= nbytes
             self._next_read += 1
             self._next_fetch = max(self._next_fetch, self._next_read)
             self._fetch()
-        self._now_s += owed_s
-        if not last:
-            self._drop_clean(chunk)
-            self._open_passes.add(self._passes[chunk].popleft())
-            self._fetch()
-
-    def result(self, compute_s: float) -> Simulation:
-        return Simulation(
-            step_s=self._now_s,
-            compute_s=compute_s,
-            peak_bytes=self._peak_bytes,
-            moved_bytes=self._moved_bytes,
-            restored_bytes=self._restored_bytes,
-            spill_stall_s=self._spill_stall_s,
-            restore_stall_s=self._restore_stall_s,
-        )
+        self.now_s += owed_s
+        if action.kind == "I":
+            for index, group in enumerate(groups):
+                key = GroupKey(action.chunk, index)
+                if self._at[key] is _At.BACK:
+                    self._at[key] = _At.AWAY
+                    self._device_bytes -= group.nbytes
 
     def _fetch(self) -> None:
         """Bring back what the window holds, as far as there is room."""
@@ -212,11 +219,11 @@ class _Step:
                 > self._window_bytes
             ):
                 return
-            if read.action_index not in self._open_passes:
+            if self._after[read.action_index] > self._num_ended:
                 return
             where = self._at[read.group]
             if where is _At.LEAVING:
-                self._at[read.group] = _At.HERE  # needed before its room is: not dropped any more
+                self._at[read.group] = _At.WANTED
             elif where is _At.AWAY:
                 nbytes = self._read_bytes[self._next_fetch]
                 if not self._make_room(nbytes):
@@ -227,8 +234,8 @@ class _Step:
     def _restore(self, key: GroupKey, nbytes: int) -> None:
         self._take(nbytes)
         self._at[key] = _At.BACK
-        self._restored_bytes += nbytes
-        self._link.issue(H2D, key, nbytes, self._now_s)
+        self.restored_bytes += nbytes
+        self._link.issue(H2D, key, nbytes, self.now_s)
 
     def _make_room(self, nbytes: int) -> bool:
         """Compute waits for the oldest spills until `nbytes` fit; False if they do not although nothing is in
@@ -238,32 +245,19 @@ class _Step:
             where = self._at[key]
             if where is not _At.LEAVING and where is not _At.READ_LEAVING:
                 continue
-            waited_s = max(0.0, self._link.finish(D2H, key) - self._now_s)
-            self._spill_stall_s += waited_s
-            self._now_s += waited_s
+            self._wait(D2H, key)
             self._device_bytes -= self._sizes[key.chunk][key.position].nbytes
             self._at[key] = _At.AWAY if where is _At.LEAVING else _At.GONE
         return self._device_bytes + nbytes <= self._limit_bytes
 
-    def _free(self, key: GroupKey, nbytes: int) -> None:
-        if self._at[key] is not _At.BACK and key in self._left:
-            self._at[key] = _At.READ_LEAVING
-            # a second entry if the first is still there: the earlier one frees it, the later finds it gone
-            self._spills.append(key)
-        else:
-            self._at[key] = _At.GONE
-            self._device_bytes -= nbytes
-
-    def _drop_clean(self, chunk: ChunkKey) -> None:
-        for index, group in enumerate(self._sizes[chunk]):
-            key = GroupKey(chunk, index)
-            if self._at[key] is _At.BACK:
-                self._at[key] = _At.AWAY
-                self._device_bytes -= group.nbytes
+    def _wait(self, direction: int, key: GroupKey) -> None:
+        waited_s = max(0.0, self._link.finish(direction, key) - self.now_s)
+        self.stall_s[direction] += waited_s
+        self.now_s += waited_s
 
     def _take(self, nbytes: int) -> None:
         self._device_bytes += nbytes
-        self._peak_bytes = max(self._peak_bytes, self._device_bytes)
+        self.peak_bytes = max(self.peak_bytes, self._device_bytes)
 
 
 def _spread(seconds: float, groups: Sequence[GroupSize]) -> list[float]:
