@@ -14,14 +14,32 @@ changing a bit.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 from offload import marks
+
+# the errors one by one and the sources' spellings are importable, and no part of `__all__`
+from offload.compat.handler import ChunkOffloadHandler  # noqa: F401
+from offload.compat.interface import (  # noqa: F401
+    ActivationOffloadContext,
+    FineGrainedActivationOffloadingInterface,
+)
 from offload.compat.manager import PipelineOffloadManager
+from offload.compat.size_class_pool import CPUSpillBackend  # noqa: F401
+from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
+from offload.compat.tensor_pool import TensorPool as TensorPool
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
-from offload.errors import HostBudgetError, OffloadError
+from offload.errors import (  # noqa: F401
+    CaptureError,
+    DeviceLimitError,
+    GroupOrderError,
+    HazardError,
+    HostBudgetError,
+    OffloadError,
+    PoolError,
+    RecordStateError,
+    StaleHandleError,
+)
+from offload.groups.group import OffloadTensorGroup  # noqa: F401
 from offload.marks import (
     backward_record,
     capturing,
@@ -38,48 +56,11 @@ from offload.marks import (
     selective_contexts,
     step_end,
 )
-from offload.marks import (
-    reset as reset,
-)
+from offload.marks import reset as reset
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.captures import CapturedRegion
-
-if TYPE_CHECKING:
-    from offload.compat.handler import ChunkOffloadHandler as ChunkOffloadHandler
-    from offload.compat.interface import (
-        ActivationOffloadContext as ActivationOffloadContext,
-    )
-    from offload.compat.interface import (
-        FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,
-    )
-    from offload.compat.size_class_pool import CPUSpillBackend as CPUSpillBackend
-    from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
-    from offload.compat.tensor_pool import TensorPool as TensorPool
-    from offload.errors import (
-        CaptureError as CaptureError,
-    )
-    from offload.errors import (
-        DeviceLimitError as DeviceLimitError,
-    )
-    from offload.errors import (
-        GroupOrderError as GroupOrderError,
-    )
-    from offload.errors import (
-        HazardError as HazardError,
-    )
-    from offload.errors import (
-        PoolError as PoolError,
-    )
-    from offload.errors import (
-        RecordStateError as RecordStateError,
-    )
-    from offload.errors import (
-        StaleHandleError as StaleHandleError,
-    )
-    from offload.groups.group import OffloadTensorGroup as OffloadTensorGroup
-
 
 OffloadManager = PipelineOffloadManager
 marks.manager_type = PipelineOffloadManager
@@ -110,33 +91,3 @@ __all__ = [
     "selective_contexts",
     "step_end",
 ]
-
-_MODULE_OF = {
-    "ActivationOffloadContext": "compat.interface",
-    "FineGrainedActivationOffloadingInterface": "compat.interface",
-    "CaptureError": "errors",
-    "DeviceLimitError": "errors",
-    "GroupOrderError": "errors",
-    "HazardError": "errors",
-    "PoolError": "errors",
-    "RecordStateError": "errors",
-    "StaleHandleError": "errors",
-    "ChunkOffloadHandler": "compat.handler",
-    "OffloadTensorGroup": "groups.group",
-    "CPUSpillBackend": "compat.size_class_pool",
-    "GPUTensorPool": "compat.tensor_pool",
-    "TensorPool": "compat.tensor_pool",
-}
-
-
-def __getattr__(name: str) -> object:
-    """The errors one by one, and the sources' spellings: no part of `__all__`, importable as it."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_MODULE_OF[name]}")
-    value = globals()[name] = getattr(module, name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
