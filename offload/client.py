@@ -5,7 +5,7 @@ One invariant: the engine knows a feature by this class only.
 
 from __future__ import annotations
 
-import weakref
+from weakref import WeakKeyDictionary
 
 from offload.telemetry.records import ClientStats, StepStats
 
@@ -40,26 +40,13 @@ class Client:
         """A capture is about to end: the client issues the copies that belong into it."""
 
 
-class Clients:
+class Clients(WeakKeyDictionary[Client, None]):
     """Clients in the order in which they were attached. They are held weakly, so a dropped one detaches."""
 
-    def __init__(self) -> None:
-        self._attached: list[weakref.ref[Client]] = []
-
-    def add(self, client: Client) -> None:
-        if client not in self.living():
-            self._attached.append(weakref.ref(client))
-
-    def remove(self, client: Client) -> None:
-        self._attached = [other for other in self._attached if other() not in (None, client)]
-
-    def living(self) -> list[Client]:
-        return [client for reference in self._attached if (client := reference()) is not None]
-
     def capture_begins(self) -> None:
-        for client in self.living():
+        for client in list(self):
             client.capture_begins()
 
     def capture_ends(self) -> None:
-        for client in self.living():
+        for client in list(self):
             client.capture_ends()

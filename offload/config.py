@@ -17,7 +17,6 @@ __all__ = [
     "checked_config",
 ]
 
-GIB = 1 << 30
 MIB = 1 << 20
 
 
@@ -30,9 +29,13 @@ def check_fraction(name: str, value: float) -> None:
         )
 
 
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def check_min_elements(value: int) -> None:
     """ValueError unless `value` is a count of elements."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not _is_count(value):
         raise ValueError(
             f"min_offloaded_tensor_size is {value!r}, must be a whole number of elements, 0 or more (the "
             f"default is {MIB:,})"
@@ -41,15 +44,13 @@ def check_min_elements(value: int) -> None:
 
 def check_index(name: str, value: object) -> None:
     """ValueError unless `value` counts from 0: a rank, a virtual stage, a microbatch."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not _is_count(value):
         raise ValueError(f"{name} is {value!r}, must be a whole number, 0 or more")
 
 
 def check_bytes(name: str, value: object, *, optional: bool = False, least: int = 0) -> None:
     """ValueError unless `value` is a number of bytes."""
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not (_is_count(value, least) or (optional and value is None)):
         none = " or None" if optional else ""
         raise ValueError(f"{name} is {value!r}, must be a whole number of bytes, {least:,} or more{none}")
 
@@ -117,18 +118,14 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         check_min_elements(self.min_offloaded_tensor_size)
         check_fraction("activation_offload_fraction", self.activation_offload_fraction)
-        check_bytes("delta_offload_bytes_across_pp_ranks", self.delta_offload_bytes_across_pp_ranks)
-        check_bytes("device_limit_bytes", self.device_limit_bytes, optional=True)
-        check_bytes("max_spilling_bytes", self.max_spilling_bytes, optional=True)
-        check_bytes("max_restoring_bytes", self.max_restoring_bytes, optional=True)
-        check_bytes("piece_bytes", self.piece_bytes, least=1)
-        check_bytes("host_limit_bytes", self.host_limit_bytes, optional=True)
-        check_bytes("host_reserve_bytes", self.host_reserve_bytes)
         check_index("pp_rank", self.pp_rank)
+        check_bytes("piece_bytes", self.piece_bytes, least=1)
+        for name in ("delta_offload_bytes_across_pp_ranks", "host_reserve_bytes"):
+            check_bytes(name, getattr(self, name))
+        for name in ("device_limit_bytes", "max_spilling_bytes", "max_restoring_bytes", "host_limit_bytes"):
+            check_bytes(name, getattr(self, name), optional=True)
         inflight = self.max_inflight_offloads
-        if inflight is not None and (
-            isinstance(inflight, bool) or not isinstance(inflight, int) or inflight < 0
-        ):
+        if not (inflight is None or _is_count(inflight)):
             raise ValueError(
                 f"max_inflight_offloads is {inflight!r}, must be None (no cap) or a whole number of groups, "
                 "0 or more"
@@ -136,8 +133,7 @@ class OffloadConfig:
         if self.host_limit_bytes is not None and self.host_reserve_bytes > self.host_limit_bytes:
             raise ValueError(
                 f"host_reserve_bytes is {self.host_reserve_bytes:,} but host_limit_bytes only "
-                f"{self.host_limit_bytes:,}; "
-                "raise the limit or reserve less"
+                f"{self.host_limit_bytes:,}; raise the limit or reserve less"
             )
 
 

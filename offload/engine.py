@@ -97,17 +97,17 @@ class OffloadEngine:
         it weakly."""
         with self.lock:
             self.closed = False
-            self._clients.add(client)
+            self._clients.setdefault(client)
 
     def detach(self, client: Client) -> None:
         """`client` is told nothing more. It has ended its transfers."""
         with self.lock:
-            self._clients.remove(client)
+            self._clients.pop(client, None)
 
     @property
     def clients(self) -> list[Client]:
         """Those attached, in that order."""
-        return self._clients.living()
+        return list(self._clients)
 
     def on_read(self, reader: Callable[[Handle], None]) -> None:
         """Call `reader` after every read of a saved record, under the engine's lock."""
