@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
+from offload.compat.autograd import (
+    FineGrainedOffloadingBackwardRecordFunction,
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
+)
 from offload.compat.handler import ChunkOffloadHandler
 from offload.compat.interface import FineGrainedActivationOffloadingInterface
 from offload.compat.manager import PipelineOffloadManager
 from offload.compat.tensor_pool import GPUTensorPool
-from offload.groups.autograd import (
-    FineGrainedOffloadingGroupCommitFunction,
-    FineGrainedOffloadingGroupStartFunction,
-)
 from offload.groups.graphs import is_graph_capturing
 from offload.groups.group import OffloadTensorGroup
 from offload.marks import (
-    FineGrainedOffloadingBackwardRecordFunction,
     backward_record,
     disable_offload,
     enable_offload,

@@ -1,12 +1,16 @@
 """The functions that a model calls, short names and long ones; each is an identity where nothing is to be
 offloaded.
 
-    x = group_start(x, "core_attn")             # identity in the graph: opens a group
+    x = group_start(x, "core_attn")             # opens a group
     with offload_hooks(): y = attention(x)      # what autograd saves in here belongs to the group
-    y = group_commit(y, "core_attn")            # identity: the group's bytes start to leave
+    y = group_commit(y, "core_attn")            # the group's bytes start to leave
 
-One invariant: the process-wide manager is looked up here, by `existing_manager` and `default_manager`;
-nothing below asks for it.
+One invariant: a mark returns the tensor that it was given, and adds no node to autograd's graph, so gradients
+add up in the order that they have without it. A commit is told of the backward by a hook on the node that
+made its tensor; where there is none, or it never runs, the first read of a saved tensor tells the same.
+
+The process-wide manager is looked up here, by `existing_manager` and `default_manager`; nothing below asks
+for it.
 
 torch.compile: a mark is a Python side effect, so each one breaks the graph, nothing of it is traced, and
 under fullgraph=True it is torch's error, with the way out. A `with` that is entered inside a compiled
@@ -17,10 +21,10 @@ device; one warning names the group and the graph (offload/compile).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,21 +33,15 @@ from offload.checkpoint.selective import Contexts, contexts_for
 from offload.compile.untraced import untraced
 from offload.config import OffloadConfig, check_fraction, check_index, checked_config
 from offload.engine import default_engine
-from offload.groups.autograd import (
-    FineGrainedOffloadingGroupCommitFunction,
-    FineGrainedOffloadingGroupStartFunction,
-    apply_mark,
-    same,
-)
 from offload.groups.graphs import check_event, record_backward, record_forward
 from offload.groups.manager import GroupsManager
 from offload.groups.release import without_output
 from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
+from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import StepStats
 from offload.transfer.captures import CapturedRegion
 
 __all__ = [
-    "FineGrainedOffloadingBackwardRecordFunction",
     "backward_record",
     "capturing",
     "check_mark",
@@ -196,11 +194,9 @@ def check_mark(function: str, value: object, name: object) -> None:
 
 @untraced
 def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torch.Tensor:
-    """Open group `name` in the current chunk. Returns a tensor with the same bytes; `tensor` itself where
-    nothing may be offloaded.
+    """Open group `name` in the current chunk. Returns `tensor`.
 
-    tensor: any shape and dtype; an input of the group's layers, so that the mark's backward runs after
-        theirs.
+    tensor: any shape and dtype; an input of the group's layers.
     hooks: install the hooks as well, until this group's commit; for a layer that torch.compile takes whole.
     After an exception in between they stay until step_end() or reset(). Blocks the host: never. Raises
     CaptureError in a CUDA graph captured outside of `capturing()`.
@@ -219,9 +215,10 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
             recomputes = torch._C._current_graph_task_id() != -1
             (manager.mark_report.recomputed if recomputes else manager.mark_report.not_announced)(name)
     else:
-        manager.engine.transfers.check_capture(f"group {name!r}")
-        given, tensor = tensor, apply_mark(FineGrainedOffloadingGroupStartFunction, tensor, handler, name)
-        handler.note_mark(given, tensor)
+        transfers = manager.engine.transfers
+        if transfers.capture is None and transfers.device.is_capturing():
+            transfers.refuse_unwatched(f"group {name!r}")
+        handler.on_group_start_forward(name)
     if hooks:
         manager.open_until_commit(name)
     return tensor
@@ -234,28 +231,24 @@ def group_commit(
     forced_released_tensors: list[torch.Tensor] | None = None,
     delay_offload: bool = False,
 ) -> T:
-    """Close the innermost open group called `name`: what it saved leaves, unless the plan keeps it.
+    """Close the innermost open group called `name`: what it saved leaves, unless the plan keeps it. Returns
+    `tensor`.
 
-    tensor: an output of the group's layers, or a tuple or list whose first element is one; an empty one
-        passes through.
+    tensor: an output of the group's layers, whose gradient begins their backward; or a tuple or list whose
+        first element is one. An empty one passes through.
     forced_released_tensors: freed once they are copied, although Python still holds them; compute waits for
         the copy. One that anything else still needs stays, with a warning; an operator on one that was freed
         raises OffloadError.
     delay_offload: send at `flush_delayed_groups` instead of now.
     Raises GroupOrderError if no such group is open. Blocks the host: never.
     """
-    if isinstance(tensor, (tuple, list)):
-        if not tensor:
+    output: Any = tensor
+    while isinstance(output, (tuple, list)):
+        if not output:
             return tensor
-        items: list[Any] = [
-            group_commit(tensor[0], name, forced_released_tensors, delay_offload),
-            *tensor[1:],
-        ]
-        kind: Any = type(tensor)
-        # torch.return_types take a sequence, as tuple does
-        return cast(T, kind(*items) if hasattr(tensor, "_fields") else kind(items))
-    if type(name) is not str or not name or not isinstance(tensor, torch.Tensor):
-        check_mark("group_commit", tensor, name)
+        output = output[0]
+    if type(name) is not str or not name or not isinstance(output, torch.Tensor):
+        check_mark("group_commit", output, name)
     manager = _manager
     if manager is None:
         return tensor
@@ -268,29 +261,31 @@ def group_commit(
         if manager.active_handler() is None:
             return tensor  # started before the chunk was announced, or switched off in between
         raise handler.not_started(name)
-    manager.look_behind(group, handler, tensor)
-    return apply_mark(
-        FineGrainedOffloadingGroupCommitFunction,
-        tensor,
-        handler,
-        name,
-        None if forced_released_tensors is None else without_output(forced_released_tensors, tensor, name),
-        delay_offload,
-    )
+    manager.look_behind(group, handler, output)
+    if forced_released_tensors is not None:
+        forced_released_tensors = without_output(forced_released_tensors, output, name)
+    manager.commit(handler, name, forced_released_tensors, delay_offload)
+    node = output.grad_fn
+    if node is not None:
+        node.register_prehook(handler.output_has_gradient)
+    return tensor
 
 
-@contextmanager
-def offload_hooks() -> Iterator[None]:
+class offload_hooks(ContextDecorator):  # noqa: N801 - to its callers a function, as contextlib's own are
     """What autograd saves inside belongs to the innermost open group at entry."""
-    manager = existing_manager()
-    if manager is None:
-        yield
-        return
-    installed = manager.open_scope()
-    try:
-        yield
-    finally:
-        manager.close_scope(installed)
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[GroupsManager, InstalledScope | None]] = []
+
+    def __enter__(self) -> None:
+        manager = _manager
+        if manager is not None:
+            self._entered.append((manager, manager.open_scope()))
+
+    def __exit__(self, *exception: object) -> None:
+        if self._entered:
+            manager, installed = self._entered.pop()
+            manager.close_scope(installed)
 
 
 @untraced
@@ -349,25 +344,10 @@ def forward_record(event: Any) -> None:
     record_forward(default_manager(), event)
 
 
-class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
-    """An identity whose backward records `event` on the current lane, and orders what comes next there after
-    the restores."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, event: Any) -> torch.Tensor:
-        ctx.event = event
-        return same(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-        record_backward(default_manager(), ctx.event)
-        return grad_output, None
-
-
 @untraced
 def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
-    """An identity whose backward records `event` on the current stream, and orders what comes next there
-    after the restores so far.
+    """In the backward, when the gradient of `tensor` is ready, record `event` on the current stream, and
+    order what comes next there after the restores so far. Returns `tensor`, of a leaf a view.
 
     event: as `forward_record` takes it.
     """
@@ -376,7 +356,11 @@ def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
             f"backward_record got a {type(tensor).__name__}, must be a tensor that the layer works on"
         )
     check_event("backward_record", event)
-    return apply_mark(FineGrainedOffloadingBackwardRecordFunction, tensor, event)
+    if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+        tensor = tensor.view_as(tensor)  # a node that the hook lives on
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.register_prehook(lambda gradients: record_backward(default_manager(), event))
+    return tensor
 
 
 @untraced

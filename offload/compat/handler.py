@@ -116,6 +116,30 @@ class ChunkOffloadHandler(ChunkGroups, ManualCopies):
         """Distinct group names."""
         return len({group.name for group in self.groups})
 
+    # -- what the sources' autograd Functions call -----------------------------------------------------------
+    def commit(
+        self,
+        name: str,
+        forced_released_tensors: list[torch.Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> None:
+        """Close the innermost open group of that name; send it, or leave it to the manager's
+        `flush_delayed_groups`."""
+        if self._manager is not None:
+            self._manager.commit(self, name, forced_released_tensors, delay_offload)
+        else:
+            self.on_group_commit_forward(forced_released_tensors, name=name)
+
+    def on_group_commit_backward(self, name: str) -> None:
+        """The backward reaches the end of a group."""
+        self.output_has_gradient(None)
+
+    def on_group_start_backward(self) -> None:
+        """The backward has passed a group: room for the next ones."""
+        if self._manager is not None:
+            with self.engine.lock:
+                self._manager.pump()
+
     # -- by hand: tensors ------------------------------------------------------------------------------------
     def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
         """`may_leave`."""

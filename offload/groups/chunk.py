@@ -11,7 +11,6 @@ holds of this step.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -130,12 +129,6 @@ class ChunkGroups:
             self._started.append((name, group))
             return group
 
-    def note_mark(self, given: torch.Tensor, marked: torch.Tensor) -> None:
-        """Note the tensors that the mark of the group opened last took and returned."""
-        group = self._started[-1][1]
-        if group is not None:
-            group.marks = (weakref.ref(given), weakref.ref(marked))
-
     def mute(self, name: str) -> None:
         """Note a group that is started while nothing may be offloaded, so that its commit finds a start."""
         self._started.append((name, None))
@@ -187,19 +180,6 @@ class ChunkGroups:
             f"Call group_start(tensor, {name!r}) before it, once for each commit"
         )
 
-    def commit(
-        self,
-        name: str,
-        forced_released_tensors: list[torch.Tensor] | None = None,
-        delay_offload: bool = False,
-    ) -> None:
-        """Close the innermost open group of that name; send it, or leave it to the manager's
-        `flush_delayed_groups`."""
-        if self._manager is not None:
-            self._manager.commit(self, name, forced_released_tensors, delay_offload)
-        else:
-            self.on_group_commit_forward(forced_released_tensors, name=name)
-
     def on_group_commit_forward(
         self,
         forced_released_tensors: list[torch.Tensor] | None = None,
@@ -231,9 +211,7 @@ class ChunkGroups:
         # what the plan keeps is not released either, and that is nobody's mistake
         if forced and saved.leaves:
             blocks = self.saved.living() if self._manager is None else self._manager.living_blocks()
-            marks = [mark() for group in self.groups for mark in group.marks]
-            marked = [tensor for tensor in marks if tensor is not None]
-            release(forced, saved, blocks, self.engine.transfers, marked)
+            release(forced, saved, blocks, self.engine.transfers)
 
     def read_together(self, blocks: Sequence[DeviceBlock]) -> None:
         """A recompute will read these saves of this chunk, first to last, before it computes."""
@@ -249,14 +227,8 @@ class ChunkGroups:
         return verdict is Verdict.ELIGIBLE
 
     # -- marks, backward -------------------------------------------------------------------------------------
-    def on_group_commit_backward(self, name: str) -> None:
+    def output_has_gradient(self, gradients: object) -> None:
         """The backward reaches the end of a group: this chunk is the one being read. Readers wait for their
-        own bytes."""
+        own bytes. A hook of the node that made the group's output."""
         if self._manager is not None:
             self._manager.reading(self)
-
-    def on_group_start_backward(self) -> None:
-        """The backward has passed a group: room for the next ones."""
-        if self._manager is not None:
-            with self.engine.lock:
-                self._manager.pump()

@@ -6,8 +6,6 @@ One invariant: a group object is recorded once and used again in every step; wha
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from offload.device import Device, Event, Lane
@@ -29,8 +27,8 @@ class OffloadTensorGroup:
         partial view does only while its storage has not left.
     slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
     regions: by slot, the number of the checkpoint region whose recompute reads it. since: autograd's number
-    of the first node after its start. marks: the tensors that its start was given and returned. replayed: of
-    saved tensors that stay because CUDA graphs of torch.compile own their memory, bytes by address.
+    of the first node after its start. replayed: of saved tensors that stay because CUDA graphs of
+    torch.compile own their memory, bytes by address.
     stays: the plan keeps it on the device. hooked: its saves were asked for since its start. encloses:
     another group was started in it. committed: its end was marked. sent: what it saved until then has been
     sent, which a delayed commit does later.
@@ -51,7 +49,6 @@ class OffloadTensorGroup:
         self.regions: dict[int, int] = {}
         self.saved: SavedGroup | None = None
         self.since = 0
-        self.marks: tuple[weakref.ref[torch.Tensor], ...] = ()
         self.replayed: dict[int, int] = {}
         self.committed = False
         self.sent = False

@@ -59,7 +59,6 @@ def release(
     saved: SavedGroup,
     blocks: Iterable[DeviceBlock],
     transfers: TransferEngine,
-    marked: Iterable[torch.Tensor] = (),
 ) -> None:
     """Free the storage of `tensors`, where that is safe; a warning says where it is not. Compute waits for
     the copies, the host does not.
@@ -67,7 +66,6 @@ def release(
     A tensor that is freed becomes a `ReleasedTensor`: Python may still hold it, and an operator that reads it
     raises.
     saved: the group that they left with. blocks: every living one that may share a storage with them.
-    marked: inputs and outputs of marks: what Python holds of them is released with a tensor of their storage.
     """
     own = set(saved.living())
     sharing: dict[int, list[DeviceBlock]] = {}
@@ -78,9 +76,6 @@ def release(
     for tensor in tensors:
         if tensor.untyped_storage().nbytes():
             listed.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    for tensor in marked:
-        if tensor.untyped_storage()._cdata in listed:
-            listed[tensor.untyped_storage()._cdata].append(tensor)
     for key, aliases in listed.items():
         sharers = sharing.get(key, [])
         if any(block in own and saved.keeps(block.slot) for block in sharers):

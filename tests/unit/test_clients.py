@@ -160,20 +160,19 @@ def test_the_groups_figures_are_those_of_their_saved_tensors() -> None:
 
 # -- nobody waits for another's copies -----------------------------------------------------------------------
 def step_of_groups(manager: PipelineOffloadManager) -> None:
-    from offload.groups.autograd import (
+    from offload.fine_grained_activation_offload import (
         FineGrainedOffloadingGroupCommitFunction,
         FineGrainedOffloadingGroupStartFunction,
-        apply_mark,
     )
 
     x = torch.randn(256, requires_grad=True)
     manager.init_model_chunk_offload_handler(min_offloaded_tensor_size=0)
     handler = manager.cur_forward_chunk()
     assert handler is not None
-    y = apply_mark(FineGrainedOffloadingGroupStartFunction, x, handler, "fc1")
+    y = FineGrainedOffloadingGroupStartFunction.apply(x, handler, "fc1")
     with manager:
         y = (y * 2).sin()
-    y = apply_mark(FineGrainedOffloadingGroupCommitFunction, y, handler, "fc1", None, False)
+    y = FineGrainedOffloadingGroupCommitFunction.apply(y, handler, "fc1", None, False)
     y.sum().backward()
 
 

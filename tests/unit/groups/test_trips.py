@@ -186,7 +186,9 @@ def measured(piece_tensors: float) -> dict[str, Trip]:
         # what was fetched before, and no more is to be fetched
         "unpack": mean([trip for trip in found["unpack"][-2 * PER_GROUP :] if not trip.restored]),
         "commit": mean(found["group_commit"][GROUPS // 2 :][:1]),
-        "backward mark, two restores": mean([trip for trip in found["backward"] if trip.restored == 2][:1]),
+        "backward mark, two restores": mean(
+            [trip for trip in found["output_has_gradient"] if trip.restored == 2][:1]
+        ),
     }
 
 
