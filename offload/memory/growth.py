@@ -18,7 +18,7 @@ import torch
 from offload.device.base import Device, HostMemory
 from offload.errors import HostBudgetError, OffloadError
 from offload.memory.budget import HostBudget
-from offload.memory.free_blocks import FreeBlocks, PendingEvents, round_up
+from offload.memory.free_ranges import FreeRanges, PendingEvents, round_up
 
 __all__ = ["PAGE_BYTES", "Growth"]
 
@@ -35,7 +35,7 @@ class Growth:
         self,
         device: Device,
         budget: HostBudget,
-        free: FreeBlocks,
+        free: FreeRanges,
         lock: threading.Condition,
         *,
         slab_bytes: int,
@@ -57,46 +57,52 @@ class Growth:
         self._pinning = False
         self._num_pauses = 0
         self._stopping = False
-        self._closed = False
+        self.closed = False  # for good: nothing grows any more
         self._thread: threading.Thread | None = None
         self._refused: tuple[int, int] | None = None  # (bytes, limit) of the smallest growth refused
         self._warned = False
 
-    # -- on the calling thread -------------------------------------------------------------------------------
+    # -- growing ---------------------------------------------------------------------------------------------
     def hold(self, target_bytes: int) -> None:
         """Pin until `target_bytes` are held. Blocks the host. Raises HostBudgetError, or OffloadError where
         nothing may be pinned now."""
         while target_bytes > self.held_bytes:
-            self._pin_or_wait(target_bytes - self.held_bytes)
+            self.pin_or_wait(target_bytes - self.held_bytes)
 
-    def hold_piece(self, nbytes: int) -> None:
-        """Pin one piece of at least `nbytes`, or wait for the thread that pins: it may pin what fits. Blocks
-        the host. Raises as `hold`."""
-        self._pin_or_wait(nbytes, max(self._registration_bytes, round_up(nbytes, PAGE_BYTES)))
-
-    def try_hold(self, target_bytes: int) -> bool:
-        """As `hold`, but a refusal is False, and a warning the first time."""
+    def pin_or_wait(self, nbytes: int, *, one_piece: bool = False) -> None:
+        """Pin `nbytes` more, or wait for the thread that pins: it may pin what fits. Blocks the host. Raises
+        as `hold`."""
         if not self._allowed():
-            return False
-        deficit = target_bytes - self.held_bytes
-        try:
-            self.hold(target_bytes)
-        except OffloadError as error:
-            self._refuse(deficit, error)
-        return target_bytes <= self.held_bytes
+            raise OffloadError(
+                f"host arena holds {self.held_bytes:,} bytes and cannot pin {nbytes:,} more while a graph is "
+                "captured or the arena is trimmed, cleared or closed; reserve them before"
+            )
+        if self._pinning:
+            self._changed.wait()
+        else:
+            self._pin(nbytes, one_piece=one_piece)
 
-    # -- in the background -----------------------------------------------------------------------------------
-    def hold_later(self, target_bytes: int) -> None:
-        """Have the thread hold `target_bytes`. Blocks the host: never."""
+    def want(self, target_bytes: int) -> bool:
+        """Whether `target_bytes` are held: pinned here and now if growth is inline, else later, by the
+        thread. A refusal is a warning the first time. Blocks the host: never, but for inline growth."""
         deficit = target_bytes - self.held_bytes
-        if self.inline or deficit <= 0 or self._closed or self._stopping or self._device.is_capturing():
-            return
+        if deficit <= 0:
+            return True
+        if self.inline:
+            if self._allowed():
+                try:
+                    self.hold(target_bytes)
+                except OffloadError as error:
+                    self._refuse(deficit, error)
+            return target_bytes <= self.held_bytes
+        if self.closed or self._stopping or self._device.is_capturing():
+            return False
         if (
             self._refused is not None
             and deficit >= self._refused[0]
             and self.budget.limit_bytes == self._refused[1]
         ):
-            return
+            return False
         self._target_bytes = max(self._target_bytes, target_bytes)
         if self._thread is None and not self._num_pauses:
             thread = threading.Thread(target=self._run, name="offload-host-growth", daemon=True)
@@ -105,8 +111,9 @@ class Growth:
             except RuntimeError as error:  # the system gives no thread: as where it gives no memory
                 self._target_bytes = 0
                 self._refuse(deficit, error)
-                return
+                return False
             self._thread = thread
+        return False
 
     def allow_retry(self) -> None:
         """Forget what was refused: somebody asks anew, or a step has ended."""
@@ -123,7 +130,7 @@ class Growth:
 
     def resume(self) -> None:
         self._num_pauses -= 1
-        self.hold_later(self._target_bytes)
+        self.want(self._target_bytes)
 
     # -- shrinking -------------------------------------------------------------------------------------------
     def lower(self, target_bytes: int) -> None:
@@ -131,7 +138,7 @@ class Growth:
         way."""
         wanted_bytes = min(self._target_bytes, target_bytes)
         self.stop()
-        self.hold_later(wanted_bytes)
+        self.want(wanted_bytes)
 
     def trim(self, target_bytes: int, events: PendingEvents) -> int:
         """Release whole free pieces until `target_bytes` are held, if enough are free; the bytes released.
@@ -171,9 +178,6 @@ class Growth:
         finally:
             self._stopping = False
 
-    def close(self) -> None:
-        self._closed = True
-
     def release(self) -> None:
         """Unpin and free every slab. No copy of them may be in flight."""
         slabs = {id(slab): slab for slab, _ in self._places.values()}
@@ -189,19 +193,7 @@ class Growth:
 
     # -- inside ----------------------------------------------------------------------------------------------
     def _allowed(self) -> bool:
-        return not (self._closed or self._stopping or self._num_pauses or self._device.is_capturing())
-
-    def _pin_or_wait(self, nbytes: int, piece_bytes: int | None = None) -> None:
-        """`_pin`, or wait for the thread that does."""
-        if not self._allowed():
-            raise OffloadError(
-                f"host arena holds {self.held_bytes:,} bytes and cannot pin {nbytes:,} more while a graph is "
-                "captured or the arena is trimmed, cleared or closed; reserve them before"
-            )
-        if self._pinning:
-            self._changed.wait()
-        else:
-            self._pin(nbytes, piece_bytes)
+        return not (self.closed or self._stopping or self._num_pauses or self._device.is_capturing())
 
     def _run(self) -> None:
         """The thread. It ends when the target is held: an idle arena has none, and can be dropped."""
@@ -233,13 +225,11 @@ class Growth:
                 "host memory cannot grow; what does not fit stays on the device and is counted: %s", error
             )
 
-    def _pin(self, nbytes: int, piece_bytes: int | None = None) -> None:
-        """Hold `nbytes` more. Holds less, without an error, if growth is stopped meanwhile.
-
-        piece_bytes: in one piece of at most this size.
-        """
-        registration_bytes = piece_bytes or self._registration_bytes
-        slab_bytes = piece_bytes or self._slab_bytes
+    def _pin(self, nbytes: int, *, one_piece: bool = False) -> None:
+        """Hold `nbytes` more. Holds less, without an error, if growth is stopped meanwhile."""
+        registration_bytes, slab_bytes = self._registration_bytes, self._slab_bytes
+        if one_piece:
+            registration_bytes = slab_bytes = max(registration_bytes, round_up(nbytes, PAGE_BYTES))
         unpinned = 0
         self._pinning = True
         self._changed.release()

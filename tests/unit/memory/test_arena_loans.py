@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from offload.errors import HostBudgetError, PoolError
-from offload.memory.arena import POLLS_PER_LOAN, Block, HostArena
+from offload.memory.arena import Block, HostArena
+from offload.memory.loans import POLLS_PER_LOAN
 from tests.unit.memory.fakes import KIB, PIECE, FakeDevice, FakeEvent, arena_on, taken
 
 
@@ -211,6 +212,38 @@ def test_a_block_that_is_lent_again_whole_carries_its_readers() -> None:
     arena.give_back(again, second)
     arena.give_back(taken(arena, 1000), None)  # given back unwritten
     assert taken(arena, 1000).after == (first, second)
+
+
+def test_a_whole_block_is_lent_again_for_its_exact_size_only(arena: HostArena) -> None:
+    block = taken(arena, 1000)
+    arena.give_back(block, None)
+    assert (arena.stats().free_bytes, arena.stats().free_ranges) == (PIECE, 2), "1,024 whole, and the rest"
+    assert all(taken(arena, nbytes).extents is not block.extents for nbytes in (1024, 999))
+    assert taken(arena, 1000).extents is block.extents
+    assert taken(arena, 1000).extents is not block.extents
+
+
+def test_of_equals_the_one_that_nobody_reads_goes_first_and_else_the_oldest(arena: HostArena) -> None:
+    oldest, read, idle = (taken(arena, 512) for _ in range(3))
+    for block, event in ((oldest, FakeEvent()), (read, FakeEvent()), (idle, None)):
+        arena.give_back(block, event)
+    again = [taken(arena, 512) for _ in range(3)]
+    assert all(
+        block.extents is before.extents for block, before in zip(again, (idle, oldest, read), strict=True)
+    )
+
+
+def test_whole_blocks_go_back_to_the_ranges_once_with_their_events(arena: HostArena) -> None:
+    event = FakeEvent("of all")
+    blocks = [taken(arena, nbytes) for nbytes in (512, 511, 510, PIECE - 3 * 512)]
+    for block in blocks:
+        arena.give_back(block, event)
+    assert (arena.stats().free_bytes, arena.stats().free_ranges) == (PIECE, 4)
+    for _ in range(2):
+        arena.trim(arena.held_bytes)  # gives nothing back, but joins whole blocks
+        assert (arena.stats().free_bytes, arena.stats().free_ranges) == (PIECE, 1)
+    again = taken(arena, 512)
+    assert (again.extents is blocks[0].extents, again.after) == (False, (event,))
 
 
 def test_sizes_that_never_come_again_are_lent_to_those_that_do() -> None:

@@ -1,16 +1,14 @@
-"""Free bytes: which block or range is chosen, what joining keeps, and how events are asked about."""
+"""Free bytes: which range is chosen, what joining keeps, and how events are asked about."""
 
 from __future__ import annotations
 
 from typing import cast
 
 import pytest
-import torch
 
-from offload.memory.free_blocks import (
+from offload.memory.free_ranges import (
     POLLS_PER_EVENT,
-    Block,
-    FreeBlocks,
+    FreeRanges,
     PendingEvent,
     PendingEvents,
     Range,
@@ -90,8 +88,8 @@ def test_joined_events_are_those_still_ahead_each_once_in_order() -> None:
 
 
 # -- ranges --------------------------------------------------------------------------------------------------
-def free_ranges(*ranges: tuple[int, int, int]) -> FreeBlocks:
-    free = FreeBlocks()
+def free_ranges(*ranges: tuple[int, int, int]) -> FreeRanges:
+    free = FreeRanges()
     for piece, start, end in ranges:
         free.put(piece, start, end)
     return free
@@ -104,15 +102,15 @@ def places(ranges: list[Range]) -> list[tuple[int, int, int]]:
 def test_the_smallest_range_that_fits_is_cut() -> None:
     free = free_ranges((0, 0, 100), (1, 0, 30), (2, 0, 20))
     assert places(free.gather(25)) == [(1, 0, 25)]
-    assert free.range_bytes == 125
+    assert free.nbytes == 125
 
 
 def test_without_a_fit_the_largest_ranges_are_gathered_first() -> None:
     free = free_ranges((0, 0, 50), (1, 0, 30), (2, 0, 20), (3, 0, 10))
     # 50, then of the 15 left the smallest range that fits
     assert places(free.gather(65)) == [(0, 0, 50), (2, 0, 15)]
-    assert places(free.gather(free.range_bytes)) == [(1, 0, 30), (3, 0, 10), (2, 15, 20)]
-    assert free.range_bytes == len(list(free)) == 0
+    assert places(free.gather(free.nbytes)) == [(1, 0, 30), (3, 0, 10), (2, 15, 20)]
+    assert free.nbytes == len(list(free)) == 0
 
 
 def test_neighbours_join_and_pieces_do_not() -> None:
@@ -129,7 +127,7 @@ def test_joining_keeps_the_events_of_both_sides_and_forgets_passed_ones() -> Non
         PendingEvent(object()),
     )
     passed.event = None
-    free = FreeBlocks()
+    free = FreeRanges()
     free.put(0, 0, 10, (left, passed))
     free.put(0, 20, 30, (right, left))
     free.put(0, 10, 20, (middle,))
@@ -140,7 +138,7 @@ def test_joining_keeps_the_events_of_both_sides_and_forgets_passed_ones() -> Non
 def test_among_equals_one_that_nobody_reads_is_chosen() -> None:
     busy, passed = PendingEvent(object()), PendingEvent(object())
     passed.event = None
-    free = FreeBlocks()
+    free = FreeRanges()
     free.put(0, 0, 10, (busy,))
     free.put(1, 0, 10, (passed,))
     chosen = free.best_fit(10)
@@ -150,51 +148,8 @@ def test_among_equals_one_that_nobody_reads_is_chosen() -> None:
 
 def test_both_parts_of_a_split_range_keep_its_events() -> None:
     busy = PendingEvent(object())
-    free = FreeBlocks()
+    free = FreeRanges()
     free.put(0, 0, 10, (busy,))
     (part,) = free.gather(4)
     (rest,) = free
     assert part.pending == rest.pending == (busy,)
-
-
-# -- whole blocks --------------------------------------------------------------------------------------------
-def whole(start: int, nbytes: int, *pending: PendingEvent, asked: int | None = None) -> Block:
-    extents = (torch.empty(nbytes, dtype=torch.uint8),)
-    return Block(asked or nbytes, extents, (), (Range(0, start, start + nbytes),), pending)
-
-
-def test_a_block_is_taken_by_its_exact_size_only() -> None:
-    free = FreeBlocks()
-    block = whole(0, 1024, asked=1000)
-    free.put_whole(block)
-    assert free.count() == (1024, 1)
-    assert free.take_whole(1024) is None
-    assert free.take_whole(999) is None
-    assert free.take_whole(1000) is block
-    assert free.take_whole(1000) is None
-    assert free.count() == (0, 0)
-
-
-def test_of_equals_the_one_that_nobody_reads_goes_first_and_else_the_oldest() -> None:
-    free = FreeBlocks()
-    oldest, read, idle = (
-        whole(0, 512, PendingEvent(object())),
-        whole(512, 512, PendingEvent(object())),
-        whole(1024, 512),
-    )
-    for block in (oldest, read, idle):
-        free.put_whole(block)
-    assert [free.take_whole(512) for _ in range(3)] == [idle, oldest, read]
-
-
-def test_whole_blocks_go_back_to_the_ranges_once_with_their_events() -> None:
-    free = FreeBlocks()
-    pending = PendingEvent(object())
-    for at in range(3):
-        free.put_whole(whole(512 * at, 512, pending, asked=512 - at))
-    assert (free.count(), free.range_bytes) == ((3 * 512, 3), 0)
-    for _ in range(2):
-        free.split_whole()
-        assert list(free) == [Range(0, 0, 3 * 512, (pending,))]
-        assert free.count() == (3 * 512, 1)
-    assert free.take_whole(512) is None

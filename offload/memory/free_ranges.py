@@ -1,17 +1,8 @@
-"""The free bytes of an arena: whole blocks by size, ranges that split and join, and the events that the next
-writer of each must wait for.
+"""The free bytes of an arena as ranges that split and join, and the events that the next writer of each must
+wait for.
 
-A steady step asks for the sizes of the step before, so a block that comes back is kept whole and lent again
-as it was: cutting each out of the ranges and joining it again was a large part of what a moved tensor costs
-the host (`scripts/bench_stage.py --micro`). Where no block of a size is left, one is cut from ranges. One
-invariant: a free byte lies in one whole block or in one range; ranges that touch are one, and none crosses
-from one piece into the next; the events of joined ranges are kept.
-
-    piece    one registration of host memory, the longest thing that one copy may touch
-    extent   a byte range inside one piece
-    block    a list of extents; a list, so that free bytes are never too scattered to be lent
-
-Not thread-safe: the arena holds its lock.
+One invariant: ranges that touch are one, and none crosses from one piece of host memory into the next; the
+events of joined ranges are kept. Not thread-safe: the arena holds its lock.
 """
 
 from __future__ import annotations
@@ -19,19 +10,23 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
-
-import torch
 
 from offload.device.base import Device, Event
 
-__all__ = ["Block", "FreeBlocks", "PendingEvent", "PendingEvents", "Range", "join_pending", "round_up"]
+__all__ = [
+    "EQUALS_LOOKED_AT",
+    "FreeRanges",
+    "PendingEvent",
+    "PendingEvents",
+    "Range",
+    "join_pending",
+    "round_up",
+]
 
 POLLS_PER_EVENT = 2
-"""Events asked about for each new one and by each taker, whatever the number pending: the host cost of a call
-stays flat."""
+"""Events asked about for each new one and for each block that is cut, whatever the number pending: the host
+cost of a call stays flat."""
 
 EQUALS_LOOKED_AT = 4
 """Among blocks or ranges of one size, how many are looked at for one that nobody reads any more: longest free
@@ -79,9 +74,11 @@ class PendingEvents:
         passed: lanes are in order, those behind it will hardly have."""
         for _ in range(min(POLLS_PER_EVENT, len(self._unpassed))):
             pending = self._unpassed.popleft()
-            if pending.event is not None and not self.poll(pending):
-                self._unpassed.append(pending)
-                return
+            if (event := pending.event) is not None:
+                if not self._device.poll(event):
+                    self._unpassed.append(pending)
+                    return
+                self._pass(event, pending)
 
     def poll_all(self) -> bool:
         """Ask about every event; whether all have passed."""
@@ -110,14 +107,6 @@ def join_pending(these: Iterable[PendingEvent]) -> tuple[PendingEvent, ...]:
     return tuple(dict.fromkeys(pending for pending in these if pending.event is not None))
 
 
-def _passed(these: tuple[PendingEvent, ...]) -> bool:
-    """Whether every event is known to have passed. Asks no device."""
-    for pending in these:  # noqa: SIM110  # no generator: asked for every block that is lent again
-        if pending.event is not None:
-            return False
-    return True
-
-
 class Range(NamedTuple):
     """Bytes `start..end` of one piece. pending: what the next writer must wait for."""
 
@@ -132,33 +121,16 @@ class Range(NamedTuple):
 
     @property
     def idle(self) -> bool:
-        return _passed(self.pending)
+        """Whether every event is known to have passed. Asks no device."""
+        return all(pending.event is None for pending in self.pending)
 
 
-# not frozen, which would set each field by a call: one is made for every tensor that moves
-@dataclass(slots=True, eq=False)
-class Block:
-    """Host bytes on loan, until `give_back`. Its borrower changes nothing of it."""
-
-    nbytes: int
-    extents: tuple[torch.Tensor, ...]
-    """1-D uint8 views, each inside one registration; their lengths sum to `nbytes`."""
-    after: tuple[Event, ...]
-    """What the lane that writes next must wait for: the last users of these bytes."""
-    ranges: tuple[Range, ...] = field(repr=False)
-    """The arena's own bookkeeping, as is the next."""
-    pending: tuple[PendingEvent, ...] = field(repr=False)
-
-
-class FreeBlocks:
-    """Whole blocks by the bytes that they were asked for; ranges by place, to join neighbours, and by size.
-
-    Finding a fit is a bisection, joining is two dictionary look-ups; nothing walks all ranges.
-    """
+class FreeRanges:
+    """By place, to join neighbours, and by size. Finding a fit is a bisection, joining is two dictionary
+    look-ups; nothing walks all ranges."""
 
     def __init__(self) -> None:
-        self.range_bytes = 0
-        self._whole: dict[int, deque[Block]] = {}
+        self.nbytes = 0
         self._by_start: dict[tuple[int, int], _Entry] = {}
         self._by_end: dict[tuple[int, int], _Entry] = {}
         self._by_size: list[_Entry] = []  # ascending, of one size the longest free first
@@ -166,50 +138,13 @@ class FreeBlocks:
 
     def clear(self) -> None:
         """Forget all of them: their memory goes."""
-        self.range_bytes = 0
-        for index in (self._whole, self._by_start, self._by_end, self._by_size):
+        self.nbytes = 0
+        for index in (self._by_start, self._by_end, self._by_size):
             index.clear()
 
-    # -- whole blocks ----------------------------------------------------------------------------------------
-    def put_whole(self, block: Block) -> None:
-        """`block.pending` is what its next writer must wait for."""
-        same = self._whole.get(block.nbytes)
-        if same is None:
-            same = self._whole[block.nbytes] = deque()
-        same.append(block)
+    def __len__(self) -> int:
+        return len(self._by_size)
 
-    def take_whole(self, nbytes: int) -> Block | None:
-        """One of exactly that size: of the oldest ones the first that nobody reads any more, else the
-        oldest."""
-        same = self._whole.get(nbytes)
-        if not same:
-            return None
-        for at, block in enumerate(islice(same, EQUALS_LOOKED_AT)):
-            for pending in block.pending:  # `_passed`, without a call
-                if pending.event is not None:
-                    break
-            else:
-                del same[at]
-                return block
-        return same.popleft()
-
-    def split_whole(self) -> None:
-        """Every whole block goes back to the ranges, to be joined and cut anew."""
-        for same in self._whole.values():
-            for block in same:
-                for part in block.ranges:
-                    self.put(part.piece, part.start, part.end, block.pending)
-        self._whole.clear()
-
-    def count(self) -> tuple[int, int]:
-        """Bytes that are free, and the ranges that they lie in, those of whole blocks as they were lent.
-
-        Walks the whole blocks."""
-        parts = [part for same in self._whole.values() for block in same for part in block.ranges]
-        whole_bytes = sum(part.end - part.start for part in parts)
-        return self.range_bytes + whole_bytes, len(self._by_size) + len(parts)
-
-    # -- ranges ----------------------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[Range]:
         return (entry.range for entry in self._by_size)
 
@@ -246,7 +181,7 @@ class FreeBlocks:
     def gather(self, nbytes: int) -> list[Range]:
         """Take exactly `nbytes`, in as few ranges as a greedy choice finds: one that fits, else the largest
         and go on."""
-        assert nbytes <= self.range_bytes, (nbytes, self.range_bytes)
+        assert nbytes <= self.nbytes, (nbytes, self.nbytes)
         taken = []
         while nbytes:
             free = self.best_fit(nbytes) or self.best_fit(self._by_size[-1].nbytes)
@@ -260,13 +195,13 @@ class FreeBlocks:
         self._num_inserted += 1
         self._by_start[new.piece, new.start] = self._by_end[new.piece, new.end] = entry
         insort(self._by_size, entry)
-        self.range_bytes += entry.nbytes
+        self.nbytes += entry.nbytes
 
     def _remove(self, entry: _Entry) -> None:
         old = entry.range
         del self._by_start[old.piece, old.start], self._by_end[old.piece, old.end]
         del self._by_size[bisect_left(self._by_size, entry)]
-        self.range_bytes -= entry.nbytes
+        self.nbytes -= entry.nbytes
 
 
 class _Entry(NamedTuple):

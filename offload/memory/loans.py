@@ -1,0 +1,291 @@
+"""What the arena lends and takes back: blocks, by size, and who must pass before a block may be written.
+
+A steady step asks for the sizes of the step before, so a block that comes back is kept whole and lent again
+as it was: cutting each out of the ranges and joining it again was a large part of what a moved tensor costs
+the host (`scripts/bench_stage.py --micro`). Where no block of a size is left, one is cut from the free
+ranges. `take` and `give_back` run for every tensor that moves, so what is usual there is written in place.
+One invariant: a free byte lies in one whole block or in one range, and a lent one in one block.
+
+    piece    one registration of host memory, the longest thing that one copy may touch
+    extent   a byte range inside one piece
+    block    a list of extents; a list, so that free bytes are never too scattered to be lent
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+
+from offload.device.base import Device, Event
+from offload.errors import PoolError
+from offload.memory.free_ranges import (
+    EQUALS_LOOKED_AT,
+    FreeRanges,
+    PendingEvent,
+    PendingEvents,
+    Range,
+    join_pending,
+    round_up,
+)
+from offload.memory.growth import Growth
+
+__all__ = ["ArenaStats", "Block", "Lender"]
+
+ALIGN_BYTES = 512
+"""Where extents start, as torch's device allocator does."""
+
+POLLS_PER_LOAN = 2
+"""Events of one new block that are asked about. The other events are returned without being polled: a wait
+for them costs the borrower no more than a poll."""
+
+
+# not frozen, which would set each field by a call: one is made for every tensor that moves
+@dataclass(slots=True, eq=False)
+class Block:
+    """Host bytes on loan, until `give_back`. Its borrower changes nothing of it."""
+
+    nbytes: int
+    extents: tuple[torch.Tensor, ...]
+    """1-D uint8 views, each inside one registration; their lengths sum to `nbytes`."""
+    after: tuple[Event, ...]
+    """What the lane that writes next must wait for: the last users of these bytes."""
+    ranges: tuple[Range, ...] = field(repr=False)
+    """The arena's own bookkeeping, as is the next."""
+    pending: tuple[PendingEvent, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaStats:
+    """Counters at one moment. `asked`, `missing` and `missing_bytes` run since the arena was made;
+    `lent_peak_bytes` since `reset_peak`. `free_ranges` counts whole blocks by the ranges that they were lent
+    as, not joined."""
+
+    asked: int
+    missing: int
+    missing_bytes: int
+    lent: int
+    lent_bytes: int
+    lent_peak_bytes: int
+    free_bytes: int
+    free_ranges: int
+    held_bytes: int
+
+
+class Lender:
+    """Lends the memory that `Growth` holds, cut to the byte. Thread-safe; one lock, which finalisers never
+    take."""
+
+    _growth: Growth
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        # growth waits on a condition over it; entering a condition is two calls more
+        self._lock = threading.Lock()
+        self._ranges = FreeRanges()
+        self._whole: defaultdict[int, deque[Block]] = defaultdict(deque)  # of one size the longest free first
+        self._events = PendingEvents(device)
+        self._lent: dict[int, Block] = {}
+        # appended to by finalisers, without the lock
+        self._returned: deque[tuple[Block, Event | None]] = deque()
+        self._all_passed = False  # every event that was ever recorded outside of the capture under way
+        self._asked = self._missing = self._missing_bytes = 0
+        self._lent_bytes = self._lent_peak_bytes = 0
+
+    # [Order: reuse of a pinned block]
+    # hazard  WAR: `h2d` still reads a block for a restore while `d2h` writes the same bytes for the next
+    # spill.
+    # edge    give_back(block, after=read_event) keeps the event with the bytes while ranges split and join;
+    #         take returns it in Block.after, and the writer's lane waits for it. A block given back unwritten
+    #         keeps the events that it came with.
+    # alive   the arena owns the bytes; `clear` and `trim` synchronize the events kept with them before they
+    #         free them.
+    # proof   tests/property/test_arena.py, and its strict-xfail twin without the edge.
+
+    def take(self, nbytes: int) -> Block | None:
+        """Lend exactly `nbytes`, or None: not pinned yet, or the budget is spent. A None is counted, and asks
+        for growth.
+
+        Blocks the host: never with background growth, for the pinning with inline growth.
+        """
+        with self._lock:
+            self._asked += 1
+            if self._returned:
+                self._accept_returned()
+            same = self._whole.get(nbytes)
+            if not same:
+                return self._take_ranges(nbytes)
+            # of the oldest ones the first that nobody reads any more, else the oldest
+            for at, free in enumerate(islice(same, EQUALS_LOOKED_AT)):
+                for pending in free.pending:
+                    if pending.event is not None:
+                        break
+                else:
+                    del same[at]
+                    block = Block(nbytes, free.extents, (), free.ranges, ())
+                    break
+            else:
+                free = same.popleft()
+                block = self._ask(Block(nbytes, free.extents, (), free.ranges, free.pending))
+            self._lent[id(block)] = block
+            self._lent_bytes += nbytes
+            if self._lent_bytes > self._lent_peak_bytes:
+                self._lent_peak_bytes = self._lent_bytes
+            return block
+
+    def contiguous(self, nbytes: int) -> Block:
+        """Lend a block of one extent, for pools that make a tensor of it. More than a registration gets a
+        registration of its own.
+
+        The block may be written at once, its `after` is empty. Blocks the host for the last users of its
+        bytes, and for the pinning if no free range is long enough. Raises HostBudgetError if it may not be
+        pinned.
+        """
+        needed = _needed(nbytes)
+        with self._lock:
+            self._asked += 1
+            self._update()
+            self._split_whole()
+            while (free := self._ranges.best_fit(needed)) is None:
+                self._growth.pin_or_wait(needed, one_piece=True)
+                self._split_whole()  # as in `take`
+            part = self._ranges.cut(free, needed)
+        for pending in part.pending:  # without the lock: this may block
+            if (event := pending.event) is not None:
+                self.device.synchronize(event)
+        with self._lock:
+            for pending in part.pending:  # every range learns that it has passed
+                self._events.poll(pending)
+            return self._cut(nbytes, [part])
+
+    def give_back(self, block: Block, after: Event | None) -> None:
+        """End the loan. after: the last use of the bytes that was issued; None if every use is known to have
+        ended.
+
+        Raises PoolError if the block is not on loan from this arena. Blocks the host: never.
+        """
+        with self._lock:
+            self._returned.append((block, after))
+            self._accept_returned()
+
+    def give_back_later(self, block: Block, after: Event | None) -> None:
+        """As `give_back`, for finalisers on any thread: takes no lock. The next call of the arena does the
+        work, and raises the error."""
+        self._returned.append((block, after))
+
+    # -- counters --------------------------------------------------------------------------------------------
+    @property
+    def lent_bytes(self) -> int:
+        return self._lent_bytes
+
+    def stats(self) -> ArenaStats:
+        with self._lock:
+            self._update()
+            parts = [part for same in self._whole.values() for block in same for part in block.ranges]
+            return ArenaStats(
+                asked=self._asked,
+                missing=self._missing,
+                missing_bytes=self._missing_bytes,
+                lent=len(self._lent),
+                lent_bytes=self._lent_bytes,
+                lent_peak_bytes=self._lent_peak_bytes,
+                free_bytes=self._ranges.nbytes + sum(part.nbytes for part in parts),
+                free_ranges=len(self._ranges) + len(parts),
+                held_bytes=self._growth.held_bytes,
+            )
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is lent now, once a step. A growth that was refused may be tried again
+        from here on."""
+        with self._lock:
+            self._update()
+            self._lent_peak_bytes = self._lent_bytes
+            self._growth.allow_retry()
+
+    # -- inside, with the lock held --------------------------------------------------------------------------
+    def _update(self) -> None:
+        """Accept what finalisers returned, and ask about the few events that were asked about longest ago."""
+        self._accept_returned()
+        self._events.poll_oldest()
+
+    def _accept_returned(self) -> None:
+        while self._returned:
+            block, after = self._returned.popleft()
+            if self._lent.pop(id(block), None) is None:
+                raise PoolError(
+                    f"a block of {block.nbytes:,} bytes in {len(block.extents)} extents is not on loan from "
+                    f"this arena, which has {len(self._lent)} blocks of {self._lent_bytes:,} bytes lent; "
+                    "give each block back once, where it was taken"
+                )
+            self._lent_bytes -= block.nbytes
+            pending = block.pending and tuple([each for each in block.pending if each.event is not None])
+            if after is not None and not self._all_passed:
+                last_use = self._events.of(after)
+                if last_use not in pending:
+                    pending = (*pending, last_use)
+            block.after, block.pending = (), pending
+            self._whole[block.nbytes].append(block)
+
+    def _split_whole(self) -> None:
+        """Every whole block goes back to the ranges, to be joined and cut anew."""
+        for same in self._whole.values():
+            for block in same:
+                for part in block.ranges:
+                    self._ranges.put(part.piece, part.start, part.end, block.pending)
+        self._whole.clear()
+
+    def _take_ranges(self, nbytes: int) -> Block | None:
+        """`take` where no whole block has that size."""
+        needed = _needed(nbytes)
+        self._events.poll_oldest()
+        # else the blocks of a steady step stay whole beside a size that changes
+        if self._ranges.best_fit(needed) is None:
+            self._split_whole()
+        while needed > self._ranges.nbytes:
+            # deficits of several misses are not added up: the blocks that were missed may never be lent
+            # together
+            grown = self._growth.want(self._growth.held_bytes + needed - self._ranges.nbytes)
+            self._split_whole()  # blocks may have come back while another thread pinned
+            if not grown and needed > self._ranges.nbytes:
+                self._missing += 1
+                self._missing_bytes += nbytes
+                return None
+        return self._cut(nbytes, self._ranges.gather(needed))
+
+    def _cut(self, nbytes: int, ranges: Sequence[Range]) -> Block:
+        """Lend a new block out of ranges that were free."""
+        extents, left = [], nbytes
+        for part in ranges:  # only the last is padded, by less than ALIGN_BYTES
+            length = min(part.nbytes, left)
+            extents.append(self._growth.pieces[part.piece].narrow(0, part.start, length))
+            left -= length
+        pending = join_pending(each for part in ranges for each in part.pending)
+        block = self._ask(Block(nbytes, tuple(extents), (), tuple(ranges), pending))
+        self._lent[id(block)] = block
+        self._lent_bytes += nbytes
+        self._lent_peak_bytes = max(self._lent_peak_bytes, self._lent_bytes)
+        return block
+
+    def _ask(self, block: Block) -> Block:
+        """Ask about the first events of a block that is about to be lent, and tell those left."""
+        unpassed: list[PendingEvent] = []
+        after: list[Event] = []
+        for place, each in enumerate(block.pending):
+            if each.event is not None and place < POLLS_PER_LOAN:
+                self._events.poll(each)
+            if each.event is not None:
+                unpassed.append(each)
+                after.append(each.event)
+        block.pending, block.after = tuple(unpassed), tuple(after)
+        return block
+
+
+def _needed(nbytes: int) -> int:
+    """What a block takes of the free bytes."""
+    if nbytes <= 0:
+        raise ValueError(f"a block of {nbytes:,} bytes was asked for; tensors without bytes need none")
+    return round_up(nbytes, ALIGN_BYTES)
