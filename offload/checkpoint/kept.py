@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
 from offload.saved.handles import Handle, Passed
@@ -159,19 +159,14 @@ class KeptCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         outputs: Any,
-        random: Any,
+        random: RandomStep | None,
     ) -> None:
         self.name = f"call {number} of {operator}"
-        self._make = _make_of(args, kwargs)
-        self._random: RandomStep | None = random
-        leaves: list[Any]
-        self._spec: TreeSpec | None = None
-        if isinstance(outputs, torch.Tensor):
-            leaves = [outputs]
-        else:
-            leaves, self._spec = tree_flatten(outputs)
-        self._leaves = [Passed(alias_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.is_collective = isinstance(operator, OpOverload) and operator.namespace == _COLLECTIVES
+        self._make = _make_of(args, kwargs)
+        self._random = random
+        leaves, self._spec = tree_flatten(outputs)
+        self._leaves = [Passed(alias_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def leave(self, pack: Callable[[torch.Tensor], Any]) -> list[DeviceBlock]:
         """Give the outputs to `pack`. What was changed in place since stays as it is, for the read to say so.
@@ -201,15 +196,14 @@ class KeptCall:
         if make != self._make:
             raise OffloadError(
                 f"{self.name} in a checkpointed region had inputs {_said(self._make)} in the forward and "
-                f"{_said(make)} in the recompute: "
-                "the region did not call the same operators in the same order; make it repeat itself, or "
-                "take the operator off keep_ops"
+                f"{_said(make)} in the recompute: the region did not call the same operators in the same "
+                "order; make it repeat itself, or take the operator off keep_ops"
             )
         with sharing_versions():
             leaves = [_given(leaf, unpack) for leaf in self._leaves]
         if self._random is not None:
             self._random.skip()
-        return leaves[0] if self._spec is None else tree_unflatten(leaves, self._spec)
+        return tree_unflatten(leaves, self._spec)
 
 
 def _given(leaf: Any, unpack: Callable[[Any], torch.Tensor]) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from offload.client import Client
@@ -20,17 +21,16 @@ logger = logging.getLogger(__name__)
 _NAMED = 12  # operators that a message lists at most
 
 
+@dataclass(slots=True)
 class _Asked:
     """One set of operators, or one policy."""
 
-    __slots__ = ("called", "matched", "names", "regions", "said")
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-        self.matched: set[str] = set()
-        self.called: dict[str, None] = {}  # as long as nothing matched, in the order of their first calls
-        self.regions = 0
-        self.said = False
+    names: tuple[str, ...]
+    matched: set[str] = field(default_factory=set)
+    called: dict[str, None] = field(default_factory=dict)
+    """As long as nothing matched, in the order of their first calls."""
+    regions: int = 0
+    said: bool = False
 
 
 class KeepReport(Client):
@@ -48,9 +48,7 @@ class KeepReport(Client):
     ) -> None:
         """One checkpointed forward has ended. names: what was to be kept; matched: of what was; called: what
         the forward called."""
-        entry = self._asked.get(asked)
-        if entry is None:
-            entry = self._asked[asked] = _Asked(tuple(names))
+        entry = self._asked.setdefault(asked, _Asked(tuple(names)))
         entry.regions += 1
         entry.matched.update(matched)
         if not entry.matched:
@@ -61,22 +59,21 @@ class KeepReport(Client):
             self._said_no_chunk = True
             logger.warning(
                 "a checkpoint with selective_contexts() runs while no chunk is current: what it keeps stays "
-                "on the device; call "
-                "init_chunk_handler() at the start of every forward"
+                "on the device; call init_chunk_handler() at the start of every forward"
             )
 
     def step_ended(self, stats: StepStats) -> None:
         """As Client: say what a whole step of checkpoints did not call."""
         for entry in self._asked.values():
-            if entry.said or not entry.regions:
+            if entry.said:
                 continue
             entry.said = True
             missing = [name for name in entry.names if name not in entry.matched]
             if not entry.matched:
                 logger.warning(
                     "selective_contexts() kept nothing: %s checkpointed forwards called none of %s, so all "
-                    "of them is recomputed. They "
-                    "called %s; ask for some of those (what torch.compile has fused calls none)",
+                    "of them is recomputed. They called %s; ask for some of those (what torch.compile has "
+                    "fused calls none)",
                     f"{entry.regions:,}",
                     _listed(entry.names),
                     _listed(entry.called),

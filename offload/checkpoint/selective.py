@@ -75,23 +75,18 @@ def contexts_for(
         raise ValueError(f"group is {group!r}, must be a non-empty string such as 'selective'")
 
     def context_fn() -> Contexts:
-        _refuse_tracing()
-        region = _Region(keep, groups(), group)
-        return _ForwardMode(region), _RecomputeMode(region)
+        keys = torch._C._TorchDispatchModeKey
+        tracing = any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+        if tracing or torch.compiler.is_compiling():
+            raise OffloadError(
+                "torch.compile traces a checkpoint with selective_contexts() whole; a graph would keep what "
+                "this one step keeps, and move nothing. Compile the function inside the checkpoint, or use "
+                "torch's create_selective_checkpoint_contexts, which moves nothing"
+            )
+        forward = _ForwardMode(keep, groups(), group)
+        return forward, _RecomputeMode(forward)
 
     return context_fn
-
-
-def _refuse_tracing() -> None:
-    keys = torch._C._TorchDispatchModeKey
-    tracing = any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
-    if tracing or torch.compiler.is_compiling():
-        raise OffloadError(
-            "torch.compile traces a checkpoint with selective_contexts() whole; a graph would keep what this "
-            "one step keeps, and move "
-            "nothing. Compile the function inside the checkpoint, or use torch's "
-            "create_selective_checkpoint_contexts, which moves nothing"
-        )
 
 
 class _Keep:
@@ -100,7 +95,6 @@ class _Keep:
     def __init__(self, keep_ops: Collection[Operator] | Callable[..., Any]) -> None:
         self.policy: Callable[..., Any] | None = None
         self.operators: frozenset[Operator] = frozenset()
-        self._checked: set[Operator] = set()
         if isinstance(keep_ops, Collection) and not isinstance(keep_ops, str):
             self.operators = frozenset(check_keepable(operator) for operator in keep_ops)
             if not self.operators:
@@ -138,9 +132,7 @@ class _Keep:
             )
         if answer is False or name.endswith("_RECOMPUTE"):
             return False
-        if operator not in self._checked:
-            check_keepable(operator)
-            self._checked.add(operator)
+        check_keepable(operator)
         return True
 
 
@@ -166,28 +158,6 @@ class Groups(Protocol):
     def kept_group(self, name: str) -> KeptGroup: ...
 
 
-class _Region:
-    """One run of a checkpointed function: what its forward kept."""
-
-    def __init__(self, keep: _Keep, groups: Groups, name: str) -> None:
-        self.keep = keep
-        self.engine = groups.engine
-        self.report = report_of(groups.engine)
-        self.kept: dict[tuple[Operator, int], KeptCall] = {}
-        self.calls: Counter[Operator] = Counter()
-        self._groups = groups
-        self.group = groups.kept_group(name)
-
-    def begin(self) -> None:
-        self.group.begin()
-        if self._groups.needs_chunk():
-            self.report.no_chunk()
-
-    def leave(self, call: KeptCall, scope: Scope) -> None:
-        with self.engine.lock:
-            self.group.left(call.leave(functools.partial(self.engine.hooks.pack_for, scope)))
-
-
 class _Mode(TorchDispatchMode):
     """Both modes: a compiled function inside still runs compiled, and operators of higher order are calls
     like others."""
@@ -198,16 +168,22 @@ class _Mode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, region: _Region) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._region = region
-
 
 class _ForwardMode(_Mode):
-    """Remembers calls. See Note: [The life of a kept output]."""
+    """One run of a checkpointed function: remembers its calls. See Note: [The life of a kept output].
 
-    def __init__(self, region: _Region) -> None:
-        super().__init__(region)
+    kept: by operator and number. calls: of each operator that may be kept.
+    """
+
+    def __init__(self, keep: _Keep, groups: Groups, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keep = keep
+        self.engine = groups.engine
+        self.kept: dict[tuple[Operator, int], KeptCall] = {}
+        self.calls: Counter[Operator] = Counter()
+        self._groups = groups
+        self._group = groups.kept_group(name)
+        self._report = report_of(groups.engine)
         # for a save to come after it
         self._waiting: tuple[tuple[Operator, int], KeptCall, Scope | None] | None = None
         self._pair: torch.autograd.graph.saved_tensors_hooks | None = None
@@ -215,7 +191,9 @@ class _ForwardMode(_Mode):
         self._called: dict[Operator, None] = {}  # in the order of their first calls
 
     def __enter__(self) -> _ForwardMode:
-        self._region.begin()
+        self._group.begin()
+        if self._groups.needs_chunk():
+            self._report.no_chunk()
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is not None and inside_checkpoint():
             pack, unpack = top
@@ -232,53 +210,52 @@ class _ForwardMode(_Mode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        if self._pair is not None:
-            self._pair.__exit__()
-            self._pair = None
-            self._waiting = None
-        else:
+        if self._pair is None:
             self._pass_on()
-        region, keep = self._region, self._region.keep
-        region.group.end()
+        else:
+            self._pair.__exit__()
+            self._pair = self._waiting = None
+        self._group.end()
         if torch._C._current_graph_task_id() == -1:  # else an outer recompute runs this forward again
-            region.report.region(keep.key, keep.names, self._matched, map(str, self._called))
+            self._report.region(self.keep.key, self.keep.names, self._matched, map(str, self._called))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        region = self._region
-        if region.engine.at_work():
+        if self.engine.at_work():
             return func(*args, **kwargs)
         if not self._matched:
             self._called[func] = None
-        if not region.keep.numbers(func):
+        if not self.keep.numbers(func):
             return func(*args, **kwargs)
         random = RandomStep.start(func, args, kwargs)
         output = func(*args, **kwargs)
-        number = region.calls[func]
-        region.calls[func] += 1
-        if region.keep.wants(func, output, args, kwargs):
+        number = self.calls[func]
+        self.calls[func] += 1
+        if self.keep.wants(func, output, args, kwargs):
             self._pass_on()
-            self._matched.add(str(func) if region.keep.policy is None else region.keep.names[0])
-            with region.engine.lock:
+            self._matched.add(str(func) if self.keep.policy is None else self.keep.names[0])
+            with self.engine.lock:
                 call = KeptCall(func, number, args, kwargs, output, RandomStep.end(random))
-                lane = None if call.is_collective else region.engine.device.compute
-                self._waiting = ((func, number), call, region.group.scope(lane))
+                lane = None if call.is_collective else self.engine.device.compute
+                self._waiting = ((func, number), call, self._group.scope(lane))
         return output
 
     def _pass_on(self) -> None:
         """The recompute will come past the call that waits."""
         if self._waiting is not None:
             (place, call, scope), self._waiting = self._waiting, None
-            self._region.kept[place] = call
+            self.kept[place] = call
             if scope is not None:
-                self._region.leave(call, scope)
+                with self.engine.lock:
+                    self._group.left(call.leave(functools.partial(self.engine.hooks.pack_for, scope)))
 
 
 class _RecomputeMode(_Mode):
     """Gives kept calls again."""
 
-    def __init__(self, region: _Region) -> None:
-        super().__init__(region)
+    def __init__(self, forward: _ForwardMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._forward = forward
         self._calls: Counter[Operator] = Counter()
 
     def __enter__(self) -> _RecomputeMode:
@@ -288,20 +265,19 @@ class _RecomputeMode(_Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        region = self._region
-        if not region.keep.numbers(func) or region.engine.at_work():
+        forward = self._forward
+        if not forward.keep.numbers(func) or forward.engine.at_work():
             return func(*args, **kwargs)
         number = self._calls[func]
         self._calls[func] += 1
-        call = region.kept.get((func, number))
-        if call is None:
-            if number >= region.calls[func] and any(operator is func for operator, _ in region.kept):
-                raise OffloadError(
-                    f"{func} was called {region.calls[func]:,} times in the forward of a checkpointed region "
-                    "and once more in its "
-                    "recompute, so it is not known which call is which; make the region repeat itself, or "
-                    "take the operator off keep_ops"
-                )
-            return func(*args, **kwargs)
-        with region.engine.lock:
-            return call.again(args, kwargs, region.engine.hooks.unpack)
+        call = forward.kept.get((func, number))
+        if call is not None:
+            with forward.engine.lock:
+                return call.again(args, kwargs, forward.engine.hooks.unpack)
+        if number >= forward.calls[func] and any(operator is func for operator, _ in forward.kept):
+            raise OffloadError(
+                f"{func} was called {forward.calls[func]:,} times in the forward of a checkpointed region "
+                "and once more in its recompute, so it is not known which call is which; make the region "
+                "repeat itself, or take the operator off keep_ops"
+            )
+        return func(*args, **kwargs)
