@@ -8,9 +8,9 @@ One invariant: a capture that was begun is ended, whatever a watcher raises, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,35 +19,34 @@ from offload.device.base import CaptureWatcher
 __all__ = ["replaced_captures"]
 
 
-class _Watcher(CaptureWatcher, Protocol):
-    def concerns(self) -> bool:
-        """Whether a capture that is about to begin is to be told of."""
-
-
 @contextmanager
-def replaced_captures(watcher: _Watcher) -> Iterator[None]:
-    """Inside, the watcher is told of what torch.cuda.CUDAGraph captures."""
+def replaced_captures(
+    watcher: CaptureWatcher, under_way: list[Any], concerns: Callable[[], bool]
+) -> Iterator[None]:
+    """Inside, the watcher is told of what torch.cuda.CUDAGraph captures.
+
+    under_way: the graphs whose capture has begun and is not over. concerns: whether a capture that is about
+        to begin is to be told of.
+    """
     kind: Any = torch.cuda.CUDAGraph
     torch_begin, torch_end = kind.capture_begin, kind.capture_end
-    watched: list[Any] = []
 
     def capture_begin(graph: Any, *arguments: Any, **keywords: Any) -> None:
-        if not watcher.concerns():
+        if not concerns():
             torch_begin(graph, *arguments, **keywords)
             return
         watcher.capture_begins(graph)
+        under_way.append(graph)
         try:
             torch_begin(graph, *arguments, **keywords)
         except BaseException:
-            watcher.capture_over(graph, False)
+            over(graph, False)
             raise
-        watched.append(graph)
 
     def capture_end(graph: Any) -> None:
-        if graph not in watched:
+        if graph not in under_way:
             torch_end(graph)
             return
-        watched.remove(graph)
         complete = False
         try:
             try:
@@ -56,7 +55,11 @@ def replaced_captures(watcher: _Watcher) -> Iterator[None]:
                 torch_end(graph)
             complete = True
         finally:
-            watcher.capture_over(graph, complete)
+            over(graph, complete)
+
+    def over(graph: Any, complete: bool) -> None:
+        under_way.remove(graph)
+        watcher.capture_over(graph, complete)
 
     kind.capture_begin, kind.capture_end = capture_begin, capture_end
     try:

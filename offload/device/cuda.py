@@ -73,13 +73,6 @@ def _make_current(place: tuple[int, ...]) -> None:
     torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # a container without that part of /sys
-        return ""
-
-
 def cores_in(text: str) -> frozenset[int]:
     """The cores of a list as Linux writes it: `0-3,8`. Empty for an empty one."""
     cores: set[int] = set()
@@ -92,27 +85,22 @@ def cores_in(text: str) -> frozenset[int]:
 class CudaDevice:
     """One GPU. Lanes: the calling thread's current stream, and one stream for each direction of copies."""
 
+    pins = True
+
     def __init__(self, device: torch.device | None = None) -> None:
         chosen = device if device is not None else torch.device("cuda")
         index = chosen.index if chosen.index is not None else torch.cuda.current_device()
-        self._device = torch.device("cuda", index)
+        self.torch_device = torch.device("cuda", index)
+        self.name = str(self.torch_device)
+        self.d2h = CudaLane("d2h", torch.cuda.Stream(self.torch_device))
+        self.h2d = CudaLane("h2d", torch.cuda.Stream(self.torch_device))
+        self.host: Lane = _HostLane()
         self._index = index
-        self._d2h = CudaLane("d2h", torch.cuda.Stream(self._device))
-        self._h2d = CudaLane("h2d", torch.cuda.Stream(self._device))
-        self._host = _HostLane()
         self._compute_lanes: dict[int, CudaLane] = {}
         # by whether they are timed
         self._free_events: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}
         self._watched = False
-        self.capturing = False  # a watched capture is under way
-
-    @property
-    def name(self) -> str:
-        return str(self._device)
-
-    @property
-    def torch_device(self) -> torch.device:
-        return self._device
+        self._captures: list[Graph] = []  # watched and under way
 
     @property
     def compute(self) -> CudaLane:
@@ -122,30 +110,18 @@ class CudaDevice:
         lane = self._compute_lanes.get(stream_id)
         if lane is None:
             lane = self._compute_lanes[stream_id] = CudaLane(
-                "compute", torch.cuda.current_stream(self._device)
+                "compute", torch.cuda.current_stream(self.torch_device)
             )
         return lane
 
-    @property
-    def d2h(self) -> CudaLane:
-        return self._d2h
-
-    @property
-    def h2d(self) -> CudaLane:
-        return self._h2d
-
-    @property
-    def host(self) -> Lane:
-        return self._host
-
     def new_compute_lane(self, name: str) -> CudaLane:
-        lane = CudaLane(name, torch.cuda.Stream(self._device))
+        lane = CudaLane(name, torch.cuda.Stream(self.torch_device))
         self._compute_lanes[lane.stream.stream_id] = lane
         return lane
 
     @contextmanager
     def use_lane(self, lane: Lane) -> Iterator[None]:
-        before = torch.cuda.current_stream(self._device)
+        before = torch.cuda.current_stream(self.torch_device)
         torch.cuda.set_stream(cast(CudaLane, lane).stream)
         try:
             yield
@@ -155,22 +131,20 @@ class CudaDevice:
     @property
     def near_cores(self) -> frozenset[int]:
         allowed = frozenset(os.sched_getaffinity(0))
-        about = torch.cuda.get_device_properties(self._device)
+        about = torch.cuda.get_device_properties(self.torch_device)
         names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
         if not all(hasattr(about, name) for name in names):  # an older torch
             return allowed
         domain, bus, slot = (int(getattr(about, name)) for name in names)
         address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-        return (
-            cores_in(_text_of(Path("/sys/bus/pci/devices") / address / "local_cpulist")) & allowed or allowed
-        )
-
-    @property
-    def pins(self) -> bool:
-        return True
+        try:
+            text = (Path("/sys/bus/pci/devices") / address / "local_cpulist").read_text()
+        except OSError:  # a container without that part of /sys
+            text = ""
+        return cores_in(text) & allowed or allowed
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self._device
+        return tensor.device == self.torch_device
 
     # -- order -----------------------------------------------------------------------------------------------
     # Asked a dozen times a tensor: lanes and events are taken for this device's own without `cast`, which is
@@ -190,7 +164,7 @@ class CudaDevice:
         lane.stream.wait_event(event.event)  # type: ignore[attr-defined]
 
     def poll(self, event: Event) -> bool:
-        if self.capturing:
+        if self._captures:
             self._refuse_in_capture("a poll")
         asked: torch.cuda.Event = event.event  # type: ignore[attr-defined]
         passed: bool = asked.query()
@@ -205,7 +179,7 @@ class CudaDevice:
 
     # -- bytes -----------------------------------------------------------------------------------------------
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, lane: Lane, pairs: Sequence[CopyPair]) -> None:
         # what torch.cuda.set_stream calls: the context manager costs 8.9 microseconds, more than the copy it
@@ -229,11 +203,7 @@ class CudaDevice:
     def note_write(self, lane: Lane, tensor: torch.Tensor) -> None:
         return
 
-    def note_read(self, lane: Lane, tensor: torch.Tensor) -> None:
-        return
-
-    def note_free(self, lane: Lane, tensor: torch.Tensor) -> None:
-        return
+    note_read = note_free = note_write
 
     # -- graphs ----------------------------------------------------------------------------------------------
     def is_capturing(self) -> bool:
@@ -247,7 +217,8 @@ class CudaDevice:
             )
         self._watched = True
         try:
-            with replaced_captures(_OnDevice(self, watcher)):
+            here = self._index
+            with replaced_captures(watcher, self._captures, lambda: torch.cuda.current_device() == here):
                 yield
         finally:
             self._watched = False
@@ -256,7 +227,7 @@ class CudaDevice:
         replace_replay(graph, before, after)
 
     def _refuse_in_capture(self, what: str) -> None:
-        if self.capturing:
+        if self._captures:
             raise CaptureError(
                 f"{what} on {self.name} while a CUDA graph is captured, which would end the capture; do it "
                 "before or after"
@@ -265,35 +236,13 @@ class CudaDevice:
     # -- state -----------------------------------------------------------------------------------------------
 
     def active_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return torch.cuda.memory_allocated(self.torch_device)
 
     def release_cached(self, worth: int) -> int:
         self._refuse_in_capture("a release of cached memory")
-        stats = torch.cuda.memory_stats(self._device)
+        stats = torch.cuda.memory_stats(self.torch_device)
         reserved = int(stats["reserved_bytes.all.current"])
         if (reserved - stats["active_bytes.all.peak"]) * worth < reserved:
             return 0
         torch.cuda.empty_cache()
-        return reserved - torch.cuda.memory_reserved(self._device)
-
-
-class _OnDevice:
-    """Passes on what happens on one device, and keeps in mind whether it is being captured."""
-
-    def __init__(self, device: CudaDevice, watcher: CaptureWatcher) -> None:
-        self._device = device
-        self._watcher = watcher
-
-    def concerns(self) -> bool:
-        return torch.cuda.current_device() == self._device.torch_device.index
-
-    def capture_begins(self, graph: Graph) -> None:
-        self._watcher.capture_begins(graph)
-        self._device.capturing = True
-
-    def capture_ends(self, graph: Graph) -> None:
-        self._watcher.capture_ends(graph)
-
-    def capture_over(self, graph: Graph, complete: bool) -> None:
-        self._device.capturing = False
-        self._watcher.capture_over(graph, complete)
+        return reserved - torch.cuda.memory_reserved(self.torch_device)

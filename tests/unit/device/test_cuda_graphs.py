@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
@@ -37,13 +38,9 @@ class FakeGraph:
 
 
 class Watcher:
-    def __init__(self, log: list[str], *, concerned: bool = True, refuse: str = "") -> None:
+    def __init__(self, log: list[str], *, refuse: str = "") -> None:
         self.log = log
-        self.concerned = concerned
         self.refuse = refuse
-
-    def concerns(self) -> bool:
-        return self.concerned
 
     def capture_begins(self, graph: Graph) -> None:
         self.log.append("begins")
@@ -55,6 +52,10 @@ class Watcher:
 
     def capture_over(self, graph: Graph, complete: bool) -> None:
         self.log.append(f"over {complete}")
+
+
+def watched(watcher: Watcher, *, concerned: bool = True) -> AbstractContextManager[None]:
+    return replaced_captures(watcher, [], lambda: concerned)
 
 
 @pytest.fixture
@@ -69,15 +70,18 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_watcher_hears_of_a_capture_around_torchs_own_calls(log: list[str]) -> None:
     graph = FakeGraph(log)
-    with replaced_captures(Watcher(log)):
+    under_way: list[Graph] = []
+    with replaced_captures(Watcher(log), under_way, lambda: True):
         graph.capture_begin("pool", capture_error_mode="relaxed")
+        assert under_way == [graph]
         graph.capture_end()
+        assert under_way == []
     assert log == ["begins", "torch begins pool relaxed", "ends", "torch ends", "over True"]
 
 
 def test_capture_on_another_device_is_left_alone(log: list[str]) -> None:
     graph = FakeGraph(log)
-    with replaced_captures(Watcher(log, concerned=False)):
+    with watched(Watcher(log), concerned=False):
         graph.capture_begin()
         graph.capture_end()
     assert log == ["torch begins None global", "torch ends"]
@@ -86,7 +90,7 @@ def test_capture_on_another_device_is_left_alone(log: list[str]) -> None:
 @pytest.mark.parametrize("refused", ["begins", "ends"])
 def test_capture_that_torch_refuses_is_over_and_not_complete(log: list[str], refused: str) -> None:
     graph = FakeGraph(log, refuse=f"torch {refused}")
-    with replaced_captures(Watcher(log)):
+    with watched(Watcher(log)):
         if refused == "ends":
             graph.capture_begin()
         with pytest.raises(RuntimeError, match=f"torch {refused}.* and fails"):
@@ -96,7 +100,7 @@ def test_capture_that_torch_refuses_is_over_and_not_complete(log: list[str], ref
 
 def test_capture_is_ended_although_its_watcher_raises(log: list[str]) -> None:
     graph = FakeGraph(log)
-    with replaced_captures(Watcher(log, refuse="not joined")):
+    with watched(Watcher(log, refuse="not joined")):
         graph.capture_begin()
         with pytest.raises(ValueError, match="not joined"):
             graph.capture_end()
