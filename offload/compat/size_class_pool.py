@@ -12,33 +12,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
 import torch
 
-from offload.compat.tensor_pool import FreeList
+from offload.compat.tensor_pool import SubPool
 from offload.device.base import Device, Event
 from offload.errors import HostBudgetError, PoolError
-from offload.memory.arena import Block, HostArena
+from offload.memory.arena import HostArena
 
 __all__ = ["CPUSpillBackend"]
 
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slab:
-    size_class: _SizeClass
-    tensor: torch.Tensor  # 1-D uint8
-    block: Block | None
-
-
-class _SizeClass:
-    def __init__(self, slab_bytes: int, num_slabs: int, device: Device | None) -> None:
-        self.slab_bytes = slab_bytes
-        self.num_slabs = num_slabs
-        self.num_unbacked = num_slabs
-        self.free: FreeList[_Slab] = FreeList(device)
 
 
 class CPUSpillBackend:
@@ -72,12 +57,14 @@ class CPUSpillBackend:
             raise ValueError(f"class_sizes_mb={sizes} must be positive and ascending, each size once")
         if any(count < 0 for count in counts):
             raise ValueError(f"slabs_per_class={counts} has a negative count; 0 switches a class off")
-        self._arena = arena
-        device = event_device or (arena.device if arena is not None else None)
+        self._event_device = event_device or (arena.device if arena is not None else None)
+        # by size, with the count of slabs
         self._classes = [
-            _SizeClass(size * MIB, count, device) for size, count in zip(sizes, counts, strict=True)
+            (SubPool(((size * MIB,), torch.uint8), arena, torch.device("cpu"), pin_memory=True), count)
+            for size, count in zip(sizes, counts, strict=True)
         ]
-        self._lent: dict[int, _Slab] = {}  # by data pointer: slabs are the pool's own and never move
+        # by data pointer: slabs are the pool's own and never move
+        self._lent: dict[int, tuple[SubPool, torch.Tensor]] = {}
         self._unpooled: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self.pool_hits = 0
@@ -86,16 +73,13 @@ class CPUSpillBackend:
     @property
     def total_bytes(self) -> int:
         """What the pool holds once every slab is backed."""
-        return sum(size_class.slab_bytes * size_class.num_slabs for size_class in self._classes)
+        return sum(pool.nbytes * count for pool, count in self._classes)
 
     @property
     def free_slabs(self) -> dict[int, int]:
         """Slab size in bytes -> slabs not on loan, backed or not."""
         with self._lock:
-            return {
-                size_class.slab_bytes: len(size_class.free) + size_class.num_unbacked
-                for size_class in self._classes
-            }
+            return {pool.nbytes: count - len(pool.lent) for pool, count in self._classes}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Lend `nbytes` as a 1-D uint8 tensor: of the smallest class that fits, else the next larger one (a
@@ -107,22 +91,16 @@ class CPUSpillBackend:
         if nbytes <= 0:
             raise ValueError(f"a buffer of {nbytes:,} bytes was asked for; tensors without bytes need none")
         with self._lock:
-            slab = next(
-                (
-                    slab
-                    for size_class in self._classes
-                    if size_class.slab_bytes >= nbytes and (slab := self._get(size_class))
-                ),
-                None,
-            )
-            if slab is None:
-                self.pool_misses += 1
-                buffer = torch.empty(nbytes, dtype=torch.uint8)
-                self._unpooled[buffer.data_ptr()] = buffer
-                return buffer
-            self.pool_hits += 1
-            self._lent[slab.tensor.data_ptr()] = slab
-            return slab.tensor[:nbytes]
+            for pool, count in self._classes:
+                if pool.nbytes >= nbytes and (slab := self._slab(pool, count)) is not None:
+                    self.pool_hits += 1
+                    pool.lent[id(slab)] = slab
+                    self._lent[slab.data_ptr()] = pool, slab
+                    return slab[:nbytes]
+            self.pool_misses += 1
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self._unpooled[buffer.data_ptr()] = buffer
+            return buffer
 
     def release(self, buffer: torch.Tensor, *, after: Event | None = None) -> None:
         """End the loan, by the buffer's data pointer. Order: [Order: reuse of a pinned block].
@@ -134,32 +112,30 @@ class CPUSpillBackend:
         with self._lock:
             if self._unpooled.pop(pointer, None) is not None:
                 return
-            slab = self._lent.get(pointer)
-            if slab is None:
+            if pointer not in self._lent:
                 nbytes = buffer.numel() * buffer.element_size()
                 raise PoolError(
                     f"a buffer of {nbytes:,} bytes at {pointer:#x} is none of the {len(self._lent)} slabs on "
-                    "loan; "
-                    f"release each buffer once, as it was allocated"
+                    "loan; release each buffer once, as it was allocated"
                 )
-            slab.size_class.free.check(after)
+            pool, slab = self._lent[pointer]
+            pool.free(slab, after, self._event_device)
             del self._lent[pointer]
-            slab.size_class.free.put(slab, after)
 
     def reserve(self) -> None:
         """Back every slab now. Blocks the host for the pinning. Raises HostBudgetError if the arena may not
         hold that much."""
         with self._lock:
-            for size_class in self._classes:
-                while size_class.num_unbacked:
-                    size_class.free.put(self._back(size_class))
+            for pool, count in self._classes:
+                while len(pool.all) < count:
+                    pool.ready.append(pool.make())
 
     def reset(self) -> None:
         """Take every buffer back. For between steps: no copy of a buffer that is still lent may be in
         flight."""
         with self._lock:
-            for slab in self._lent.values():
-                slab.size_class.free.put(slab)
+            for pool, _ in self._classes:
+                pool.reset()
             self._lent.clear()
             self._unpooled.clear()
 
@@ -167,7 +143,7 @@ class CPUSpillBackend:
         """Release every slab. Raises PoolError, and frees nothing, while slabs are lent."""
         with self._lock:
             if self._lent:
-                lent_bytes = sum(slab.size_class.slab_bytes for slab in self._lent.values())
+                lent_bytes = sum(pool.nbytes for pool, _ in self._lent.values())
                 raise PoolError(
                     f"{len(self._lent)} slabs of {lent_bytes:,} bytes are lent, of {self.total_bytes:,}; "
                     "release them before clear"
@@ -176,32 +152,16 @@ class CPUSpillBackend:
 
     def __del__(self) -> None:
         # no lock, and only calls that finalisers may make; a slab still lent stays with the arena
-        if hasattr(self, "_lent"):
+        if hasattr(self, "_classes"):
             self._give_back_slabs()
 
     def _give_back_slabs(self) -> None:
-        for size_class in self._classes:
-            for slab, after in size_class.free.drain():
-                size_class.num_unbacked += 1
-                if self._arena is not None and slab.block is not None:
-                    self._arena.give_back_later(slab.block, after)
+        for pool, _ in self._classes:
+            pool.release_free()
 
-    def _get(self, size_class: _SizeClass) -> _Slab | None:
-        slab = size_class.free.get()
-        if slab is not None or not size_class.num_unbacked:
-            return slab
-        try:
-            return self._back(size_class)
-        except HostBudgetError:  # counted as a miss by the caller
-            return None
-
-    def _back(self, size_class: _SizeClass) -> _Slab:
-        block = self._arena.contiguous(size_class.slab_bytes) if self._arena is not None else None
-        if block is not None:
-            tensor = block.extents[0]
-        else:
-            tensor = torch.empty(
-                size_class.slab_bytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available()
-            )
-        size_class.num_unbacked -= 1
-        return _Slab(size_class, tensor, block)
+    def _slab(self, pool: SubPool, count: int) -> torch.Tensor | None:
+        slab = pool.reuse(self._event_device)
+        if slab is None and len(pool.all) < count:
+            with suppress(HostBudgetError):  # counted as a miss by the caller
+                slab = pool.make()
+        return slab

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,71 +23,84 @@ from offload.device.base import Device, Event
 from offload.errors import PoolError
 from offload.memory.arena import Block, HostArena
 
-__all__ = ["FreeList", "GPUTensorPool", "PoolKey", "TensorPool"]
+__all__ = ["GPUTensorPool", "PoolKey", "SubPool", "TensorPool"]
 
 PoolKey = tuple[tuple[int, ...], torch.dtype]
 
 POLLS_PER_GET = 2
 """How many of the longest pending items are asked about before a caller gets a new one instead."""
 
-T = TypeVar("T")
 
+class SubPool:
+    """Tensors of one (shape, dtype), by id. Its pool holds the lock."""
 
-class FreeList(Generic[T]):
-    """Free items, last in first out; one freed with an event stays back until the event has passed."""
-
-    def __init__(self, device: Device | None) -> None:
+    def __init__(self, key: PoolKey, arena: HostArena | None, device: torch.device, pin_memory: bool) -> None:
+        self.key = key
+        self.nbytes = math.prod(key[0]) * key[1].itemsize
+        self.all: dict[int, Block | None] = {}  # with their arena block, if they have one
+        self.lent: dict[int, torch.Tensor] = {}
+        self.ready: list[torch.Tensor] = []  # last in, first out
+        self.pending: deque[tuple[torch.Tensor, Event]] = deque()  # freed; the event had not passed
+        self._arena = arena
         self._device = device
-        self._ready: list[T] = []
-        self._pending: deque[tuple[T, Event]] = deque()
+        self._pin_memory = pin_memory
 
-    def __len__(self) -> int:
-        return len(self._ready) + len(self._pending)
+    def reuse(self, device: Device | None) -> torch.Tensor | None:
+        """A tensor that nobody uses any more, or None. device: who is asked about events. Blocks the host:
+        never."""
+        for _ in range(min(POLLS_PER_GET, len(self.pending))):
+            assert device is not None
+            tensor, event = self.pending.popleft()
+            if device.poll(event):
+                self.ready.append(tensor)
+            else:
+                self.pending.append((tensor, event))
+        return self.ready.pop() if self.ready else None
 
-    def ask(self, device: Device) -> None:
-        self._device = device
+    def make(self) -> torch.Tensor:
+        shape, dtype = self.key
+        block = self._arena.contiguous(self.nbytes) if self._arena is not None and self.nbytes else None
+        if block is not None:
+            tensor = block.extents[0].view(dtype).view(shape)
+        else:
+            pin = self._pin_memory and self._device.type == "cpu" and torch.accelerator.is_available()
+            tensor = torch.empty(shape, dtype=dtype, device=self._device, pin_memory=pin)
+        self.all[id(tensor)] = block
+        return tensor
 
-    def check(self, after: Event | None) -> None:
-        """Raise ValueError for an event that nobody here could ask about."""
-        if after is not None and self._device is None:
+    def free(self, tensor: torch.Tensor, after: Event | None, device: Device | None) -> None:
+        """End the loan. Raises ValueError for an event that nobody here could ask about."""
+        if after is None:
+            self.ready.append(tensor)
+        elif device is not None:
+            self.pending.append((tensor, after))
+        else:
             raise ValueError(
                 "a buffer was freed with an event, but the pool has no device to ask about it; give the pool "
                 "an arena or event_device"
             )
+        del self.lent[id(tensor)]
 
-    def put(self, item: T, after: Event | None = None) -> None:
-        if after is None:
-            self._ready.append(item)
-        else:
-            self._pending.append((item, after))
+    def reset(self) -> None:
+        """Take every tensor back."""
+        self.ready.extend(self.lent.values())
+        self.lent.clear()
 
-    def get(self) -> T | None:
-        """An item that nobody uses any more, or None. Blocks the host: never."""
-        for _ in range(min(POLLS_PER_GET, len(self._pending))):
-            assert self._device is not None
-            item, event = self._pending.popleft()
-            if self._device.poll(event):
-                self._ready.append(item)
-            else:
-                self._pending.append((item, event))
-        return self._ready.pop() if self._ready else None
+    def release_free(self) -> None:
+        """Drop the free tensors, of which the arena gets the blocks back. Only calls that finalisers may
+        make."""
+        for tensor, after in (*((tensor, None) for tensor in self.ready), *self.pending):
+            block = self.all.pop(id(tensor))
+            if block is not None and self._arena is not None:
+                self._arena.give_back_later(block, after)
+        self.ready.clear()
+        self.pending.clear()
 
-    def drain(self) -> list[tuple[T, Event | None]]:
-        """Take everything out, with the events still pending."""
-        items = [*((item, None) for item in self._ready), *self._pending]
-        self._ready.clear()
-        self._pending.clear()
-        return items
-
-
-class _SubPool:
-    """All tensors of one (shape, dtype), by id; those with their arena block, if they have one."""
-
-    def __init__(self, key: PoolKey, device: Device | None) -> None:
-        self.key = key
-        self.lent: dict[int, torch.Tensor] = {}
-        self.free: FreeList[torch.Tensor] = FreeList(device)
-        self.all: dict[int, Block | None] = {}
+    def release_lent(self) -> None:
+        """As `release_free`, for those on loan: once their users drop them."""
+        for key, tensor in self.lent.items():
+            if (block := self.all[key]) is not None and self._arena is not None:
+                weakref.finalize(tensor, self._arena.give_back_later, block, None).atexit = False
 
     def status(self) -> dict[str, Any]:
         shape, dtype = self.key
@@ -96,7 +109,7 @@ class _SubPool:
             "dtype": dtype,
             "total_count": len(self.all),
             "allocated_count": len(self.lent),
-            "free_count": len(self.free),
+            "free_count": len(self.ready) + len(self.pending),
             "utilization": len(self.lent) / len(self.all) if self.all else 0.0,
         }
 
@@ -130,16 +143,13 @@ class GPUTensorPool:
         self._arena = arena
         self._event_device = event_device or (arena.device if arena is not None else None)
         self._lock = threading.Lock()
-        self._pools: dict[PoolKey, _SubPool] = {}
-        self._allocation_requests = self._free_requests = self._hits = self._misses = 0
+        self._pools: dict[PoolKey, SubPool] = {}
+        self._allocation_requests = self._free_requests = self._misses = 0
 
     def ask(self, device: Device) -> None:
         """Ask `device` about the events that tensors are freed with, unless somebody is asked already."""
         with self._lock:
-            if self._event_device is None:
-                self._event_device = device
-                for pool in self._pools.values():
-                    pool.free.ask(device)
+            self._event_device = self._event_device or device
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Lend a tensor; its contents are whatever they are. Reuses a freed one (hit) or makes one (miss)."""
@@ -148,14 +158,11 @@ class GPUTensorPool:
             self._allocation_requests += 1
             pool = self._pools.get(key)
             if pool is None:
-                pool = self._pools[key] = _SubPool(key, self._event_device)
-            tensor = pool.free.get()
+                pool = self._pools[key] = SubPool(key, self._arena, self.device, self.pin_memory)
+            tensor = pool.reuse(self._event_device)
             if tensor is None:
                 self._misses += 1
-                tensor, block = self._create(key)
-                pool.all[id(tensor)] = block
-            else:
-                self._hits += 1
+                tensor = pool.make()
             pool.lent[id(tensor)] = tensor
             return tensor
 
@@ -197,9 +204,7 @@ class GPUTensorPool:
                 raise PoolError(
                     f"{_named(tensor)} was freed twice, or was taken back by reset; free each allocation once"
                 )
-            pool.free.check(after)
-            del pool.lent[id(tensor)]
-            pool.free.put(tensor, after)
+            pool.free(tensor, after, self._event_device)
 
     def get_pool_status(
         self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -233,9 +238,7 @@ class GPUTensorPool:
         flight."""
         with self._lock:
             for pool in self._pools.values():
-                for tensor in pool.lent.values():
-                    pool.free.put(tensor)
-                pool.lent.clear()
+                pool.reset()
 
     def clear(self) -> None:
         """Release every tensor; the next allocate is a miss. The arena gets a lent tensor's block back once
@@ -250,24 +253,9 @@ class GPUTensorPool:
 
     def _release(self) -> None:
         pools, self._pools = self._pools, {}
-        if self._arena is None:
-            return
-        for pool in pools.values():
-            for tensor, after in pool.free.drain():
-                if (block := pool.all[id(tensor)]) is not None:
-                    self._arena.give_back_later(block, after)
-            for tensor in pool.lent.values():
-                if (block := pool.all[id(tensor)]) is not None:
-                    weakref.finalize(tensor, self._arena.give_back_later, block, None).atexit = False
-
-    def _create(self, key: PoolKey) -> tuple[torch.Tensor, Block | None]:
-        shape, dtype = key
-        nbytes = self._calculate_memory_size(shape, dtype)
-        if self._arena is not None and nbytes:
-            block = self._arena.contiguous(nbytes)
-            return block.extents[0].view(dtype).view(shape), block
-        pin = self.pin_memory and self.device.type == "cpu" and torch.accelerator.is_available()
-        return torch.empty(shape, dtype=dtype, device=self.device, pin_memory=pin), None
+        for pool in pools.values() if self._arena is not None else ():
+            pool.release_free()
+            pool.release_lent()
 
     def _stats(self) -> dict[str, int]:
         return {
@@ -275,7 +263,7 @@ class GPUTensorPool:
             "current_in_use": sum(len(pool.lent) for pool in self._pools.values()),
             "allocation_requests": self._allocation_requests,
             "free_requests": self._free_requests,
-            "pool_hits": self._hits,
+            "pool_hits": self._allocation_requests - self._misses,
             "pool_misses": self._misses,
         }
 

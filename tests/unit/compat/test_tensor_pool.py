@@ -136,8 +136,8 @@ def test_the_cost_of_allocate_and_free_does_not_grow_with_the_pool() -> None:
     for owner, name in (
         (sub_pool, "all"),
         (sub_pool, "lent"),
-        (sub_pool.free, "_ready"),
-        (sub_pool.free, "_pending"),
+        (sub_pool, "ready"),
+        (sub_pool, "pending"),
     ):
         container = getattr(owner, name)
         setattr(owner, name, unwalked(type(container))(container))
