@@ -49,7 +49,6 @@ __all__ = ["Client", "OffloadEngine", "default_engine"]
 logger = logging.getLogger(__name__)
 
 
-
 class OffloadEngine:
     """One per process and device.
 

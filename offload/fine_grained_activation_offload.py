@@ -7,8 +7,6 @@ DEBUG and DEBUG_RANK: `debug_rank` logs on that rank only, and only when DEBUG i
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -83,11 +81,6 @@ def fine_grained_offloading_group_start(tensor: torch.Tensor, name: str | None =
     return group_start(tensor, name)  # type: ignore[arg-type]
 
 
-def get_fine_grained_offloading_context(flag: bool) -> AbstractContextManager[Any]:
-    """The hooks if `flag`, else a null context."""
-    return FineGrainedActivationOffloadingInterface.get_context(flag)
-
-
 fine_grained_offloading_group_commit = group_commit
 fine_grained_offloading_group_flush_delayed_groups = flush_delayed_groups
 fine_grained_offloading_disable_offload = disable_offload
@@ -97,3 +90,4 @@ fine_grained_offloading_backward_record = backward_record
 fine_grained_offloading_init_chunk_handler = init_chunk_handler
 fine_grained_offloading_reset = reset
 fine_grained_offloading_hooks = offload_hooks
+get_fine_grained_offloading_context = FineGrainedActivationOffloadingInterface.get_context

@@ -36,6 +36,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -55,15 +56,13 @@ __all__ = ["Contexts", "Groups", "KeepContext", "KeptGroup", "contexts_for"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
+@dataclass(slots=True)
 class KeepContext:
     """What a policy is told besides the call, as torch's own: it is asked in the forward only, after the
     operator has run."""
 
-    __slots__ = ("is_recompute", "op_output")
-
-    def __init__(self, op_output: Any) -> None:
-        self.is_recompute = False
-        self.op_output = op_output
+    op_output: Any
+    is_recompute: bool = False
 
 
 def contexts_for(

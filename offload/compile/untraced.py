@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -68,17 +68,11 @@ def untraced(function: F) -> F:
 def import_compiler() -> None:
     """Have the compiler pass over this package: an import of 2 s, once a process, which set-up shall pay and
     not step 1."""
-    importlib.import_module("torch._dynamo")
     rules = importlib.import_module("torch._dynamo.trace_rules")
-    for name in _passed_over():
-        rules.add(name)
-
-
-def _passed_over() -> Iterator[str]:
-    """Every part of the package but `_TRACED`; the compiler passes over all files of a part."""
+    # every part of the package but `_TRACED`; the compiler passes over all files of a part
     package, _, beside = _TRACED.rpartition(".")[0].partition(".")
     root = Path(__file__).parents[1]
     for folder, prefix in ((root, f"{package}."), (root / beside, f"{package}.{beside}.")):
         for part in pkgutil.iter_modules([str(folder)], prefix):
             if part.name not in (_TRACED, f"{package}.{beside}"):
-                yield part.name
+                rules.add(part.name)

@@ -30,7 +30,9 @@ class Link:
     def issue(self, lane: int, key: Hashable, nbytes: int, now_s: float) -> None:
         """Queue a copy at `now_s`, which is no earlier than any moment named before. A key's later copy
         replaces its earlier end."""
-        self._advance(now_s)
+        while self._now_s < now_s and any(self._queues):
+            self._run(now_s - self._now_s)
+        self._now_s = max(self._now_s, now_s)
         self._ends_s.pop((lane, key), None)
         if not self._queues[lane]:
             self._head_left[lane] = nbytes
@@ -44,11 +46,6 @@ class Link:
             self._run(float("inf"))
         return self._ends_s[lane, key]
 
-    def _advance(self, now_s: float) -> None:
-        while self._now_s < now_s and (self._queues[D2H] or self._queues[H2D]):
-            self._run(now_s - self._now_s)
-        self._now_s = max(self._now_s, now_s)
-
     def _run(self, at_most_s: float) -> None:
         """Run to the next end of a copy, or for `at_most_s`."""
         d2h, h2d = self._queues
@@ -56,14 +53,11 @@ class Link:
         left_s = [
             self._head_left[lane] / rates[lane] if self._queues[lane] else float("inf") for lane in (D2H, H2D)
         ]
-        step_s = min(at_most_s, left_s[D2H], left_s[H2D])
+        step_s = min(at_most_s, *left_s)
         self._now_s += step_s
-        for lane in (D2H, H2D):
-            queue = self._queues[lane]
-            if not queue:
-                continue
-            if left_s[lane] <= step_s:
+        for lane, queue in enumerate(self._queues):
+            if queue and left_s[lane] <= step_s:
                 self._ends_s[lane, queue.popleft()[0]] = self._now_s
                 self._head_left[lane] = queue[0][1] if queue else 0.0
-            else:
+            elif queue:
                 self._head_left[lane] -= step_s * rates[lane]

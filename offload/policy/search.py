@@ -39,7 +39,9 @@ class Plan:
     restoring_room_bytes: int
     """Restores are issued for what is read within so many bytes of reads, groups that are on the device
     counted."""
-    device_limit_bytes: int
+    fits: bool
+    """False where a single group, or the half-read chunk of a split backward, is larger than the limit: no
+    plan can fit then."""
     predicted: Simulation
     num_trials: int
     """Simulated steps that the choice took."""
@@ -51,12 +53,6 @@ class Plan:
     @property
     def predicted_peak_bytes(self) -> int:
         return self.predicted.peak_bytes
-
-    @property
-    def fits(self) -> bool:
-        """False where a single group, or the half-read chunk of a split backward, is larger than the limit:
-        no plan can fit then."""
-        return self.predicted_peak_bytes <= self.device_limit_bytes
 
 
 def choose_keeps(
@@ -93,7 +89,7 @@ def choose_keeps(
     return Plan(
         keeps=search.best.keeps,
         restoring_room_bytes=round(search.best.window_bytes),
-        device_limit_bytes=device_limit_bytes,
+        fits=search.best.result.peak_bytes <= device_limit_bytes,
         predicted=search.best.result,
         num_trials=len(search.tried),
     )
