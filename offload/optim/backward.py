@@ -13,7 +13,9 @@ between the hook and `step()`.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,70 +24,72 @@ import torch
 from torch import Tensor
 
 from offload.device import Device
+from offload.optim.parts import HostBucket
+from offload.optim.placing import Placement
 from offload.optim.ranks import may_be_reduced_in_place
-from offload.optim.stepping import HostBucket, HostedSteps
+from offload.optim.stepping import HostedSteps
+from offload.optim.touch import WeightWatch, weakly
 from offload.params.view import ParamView, is_laid_out_as, local_of
 
 __all__ = ["BackwardSteps"]
 
-Stamp = tuple[weakref.ref[Tensor], int, int]
-"""A gradient as it was: the tensor, its version and its local shard's."""
 
-
-def _stamp_of(gradient: Tensor) -> Stamp:
-    return weakref.ref(gradient), gradient._version, local_of(gradient)._version
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    """Of the tensor, and of its local shard."""
+    return gradient._version, local_of(gradient)._version
 
 
 class BackwardSteps:
     """The buckets that were stepped in one backward. Hooks call it on the thread that runs the backward.
 
-    begin: called before the first bucket of a backward goes: settles the last step, and takes over what the
-        param groups say. is_grouped: whether the parameter of an index is in a group. watch: called with each
-        bucket that has gone, whose weights are on their way. fail:
-        raises, and refuses every later call.
+    begin: called before the first bucket of a backward is stepped: ends the last step, and takes over what
+        the param groups say.
     """
 
     def __init__(
         self,
         device: Device,
+        placed: Placement,
         steps: HostedSteps,
-        *,
+        watch: WeightWatch,
         begin: Callable[[], None],
-        is_grouped: Callable[[int], bool],
-        watch: Callable[[HostBucket], None],
     ) -> None:
         self._device = device
+        self._placed = placed
         self._steps = steps
-        self._begin = begin
-        self._is_grouped = is_grouped
         self._watch = watch
+        self._begin = begin
         self.last_microbatch: bool | None = None
         """Whether the backward to come is the last of its step; None: nobody says, the step before does."""
-        self.stepped: dict[int, HostBucket] = {}  # in this backward, by id
+        self.stepped: set[HostBucket] = set()  # in this backward
         self._begun = False
-        self._seen: dict[int, int] = {}  # backwards of each parameter in this step
-        self._expected: dict[int, int] = {}
-        self._stamps: dict[int, Stamp] = {}  # by parameter: its gradient as it was when it was stepped
-        self._final: dict[int, int] = {}  # by bucket's id: how many of its gradients are final
+        self._seen: Counter[int] = Counter()  # backwards of each parameter in this step
+        self._expected: Counter[int] = Counter()
+        # by parameter: its gradient and that one's versions, when it was stepped
+        self._stamps: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
+        self._final: Counter[HostBucket] = Counter()  # how many gradients of a bucket are final
         self._handles: list[Any] = []
+        steps.when_touched = weakly(self.touched)
 
     def hook(self, members: Sequence[ParamView]) -> None:
         """Register hooks on the parameters. They hold this object weakly."""
-        reference = weakref.ref(self)
+        accumulated = weakly(self.accumulated)
         for member in members:
             if member.parameter.requires_grad and member.parameter.is_leaf:
-                hook = _Hook(reference, member)
+                hook = functools.partial(accumulated, member)
                 self._handles.append(member.parameter.register_post_accumulate_grad_hook(hook))
 
-    def accumulated(self, member: ParamView) -> None:
-        """Blocks the host only if the last step is not yet issued."""
-        seen = self._seen.get(member.index, 0) + 1
-        self._seen[member.index] = seen
-        buckets = self._steps.buckets_of.get(member.index, ())
-        if any(id(bucket) in self.stepped for bucket in buckets):
-            self.broken(f"{member} got another gradient (use no_sync() in all backwards but the last)")
+    def accumulated(self, member: ParamView, _: Tensor) -> None:
+        """A backward has added to the parameter's gradient. Blocks the host only if the last step is not yet
+        issued."""
+        self._seen[member.index] += 1
+        buckets = self._steps.buckets_of[member.index]
+        if not self.stepped.isdisjoint(buckets):
+            self.raise_if_stepped(
+                f"{member} got another gradient (use no_sync() in all backwards but the last)"
+            )
         last = self.last_microbatch
-        if not (last or (last is None and self._expected.get(member.index) == seen)):
+        if not (last or (last is None and self._expected[member.index] == self._seen[member.index])):
             return
         if member.parameter.grad is None or getattr(member.parameter, "decoupled_grad", None) is not None:
             return
@@ -96,16 +100,16 @@ class BackwardSteps:
                 self._begin()
                 self._begun = True
             for bucket in buckets:
-                count = self._final.get(id(bucket), 0) + 1
-                self._final[id(bucket)] = count % len(bucket.members)
-                if count == len(bucket.members):
+                self._final[bucket] += 1
+                if self._final[bucket] == len(bucket.members):
+                    self._final[bucket] = 0
                     self._step(bucket)
 
     def _step(self, bucket: HostBucket) -> None:
         gradients: dict[int, Tensor] = {}
         for member in bucket.members:
             gradient = member.parameter.grad
-            if gradient is None or not self._is_grouped(member.index):
+            if gradient is None or member.index not in self._placed.groups:
                 return  # thrown away since it was final, or its parameter was taken out
             if may_be_reduced_in_place(gradient) or not is_laid_out_as(member.parameter, gradient):
                 return  # it is stepped in step(), when it is reduced
@@ -113,11 +117,12 @@ class BackwardSteps:
         for member in bucket.members:
             gradient = member.parameter.grad
             assert gradient is not None
-            self._stamps[member.index] = _stamp_of(gradient)
-        bucket.hold(gradients)
+            self._stamps[member.index] = weakref.ref(gradient), _versions(gradient)
+        bucket.set_gradients(gradients)
         self._steps.submit([bucket])
-        self.stepped[id(bucket)] = bucket
-        self._watch(bucket)
+        self.stepped.add(bucket)
+        for member in bucket.members:  # a touch before step() breaks the promise
+            self._watch.watch(member.index, member.parameter, gradient=False)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -129,7 +134,7 @@ class BackwardSteps:
             self.last_microbatch = True if before is None else before
 
     # -- the promise -----------------------------------------------------------------------------------------
-    def broken(self, what: str) -> None:
+    def raise_if_stepped(self, what: str) -> None:
         """`what` happened, as a sentence: an error if anything was stepped in this backward."""
         if self.stepped:
             self._steps.fail(
@@ -140,19 +145,19 @@ class BackwardSteps:
 
     def touched(self, index: int) -> None:
         """A parameter is read or written before step(): an error if this backward has stepped it."""
-        if any(id(bucket) in self.stepped for bucket in self._steps.buckets_of.get(index, ())):
-            self.broken(
+        if not self.stepped.isdisjoint(self._steps.buckets_of.get(index, ())):
+            self.raise_if_stepped(
                 f"the weights of parameter {index} were read or written before step() (use no_sync() in all "
                 "backwards but the last)"
             )
 
     def check(self, gradients: Mapping[int, Tensor]) -> None:
         """Called by step(): check that the gradients are still the ones that were stepped."""
-        for bucket in self.stepped.values():
+        for bucket in self.stepped:
             for member in bucket.members:
-                gradient, stamp = gradients.get(member.index), self._stamps.get(member.index)
-                if stamp is None or gradient is None or not _is_as_stamped(gradient, stamp):
-                    self.broken(f"the gradient of {member} changed")
+                gradient, (stepped, versions) = gradients.get(member.index), self._stamps[member.index]
+                if gradient is None or stepped() is not gradient or _versions(gradient) != versions:
+                    self.raise_if_stepped(f"the gradient of {member} changed")
 
     def end_step(self) -> None:
         """The gradients are used; the counting begins anew."""
@@ -162,35 +167,13 @@ class BackwardSteps:
 
     def start_over(self) -> None:
         """The gradients are used, or thrown away unused."""
-        self._seen = {}
+        self._seen = Counter()
         self._begun = False
         self._stamps.clear()
         self._final.clear()
-        self.stepped = {}
+        self.stepped.clear()
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _is_as_stamped(gradient: Tensor, stamp: Stamp) -> bool:
-    reference, version, local_version = stamp
-    return (
-        reference() is gradient
-        and gradient._version == version
-        and local_of(gradient)._version == local_version
-    )
-
-
-class _Hook:
-    __slots__ = ("_member", "_steps")
-
-    def __init__(self, steps: weakref.ref[BackwardSteps], member: ParamView) -> None:
-        self._steps = steps
-        self._member = member
-
-    def __call__(self, parameter: Tensor) -> None:
-        steps = self._steps()
-        if steps is not None:
-            steps.accumulated(self._member)

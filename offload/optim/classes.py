@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
@@ -23,8 +22,8 @@ __all__ = [
     "is_elementwise",
     "is_fused_adam",
     "made_for_cpu",
+    "may_fail_half_way",
     "state_names",
-    "zero_step",
 ]
 
 IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -65,9 +64,10 @@ def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, An
     """What the class puts into a param group that says nothing. Raises ValueError for a value that the class
     refuses."""
     try:
-        return dict(_tried(cls, kwargs).param_groups[0]) | {"params": None}
+        group = _tried(cls, kwargs).param_groups[0]
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{cls.__name__} cannot be made with {_written(kwargs)}: {error}") from error
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _tried(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> Optimizer:
@@ -124,6 +124,8 @@ def made_for_cpu(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, A
     return chosen
 
 
-def zero_step(*, like: Tensor) -> Tensor:
-    """The step count of torch's fused Adam: a float32 scalar beside its parameter."""
-    return torch.zeros((), dtype=torch.float32, device=like.device)
+def may_fail_half_way(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step may raise after it has written: any but torch's fused kernels, which check all they are
+    given first."""
+    known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    return not (cls in known and made_for_cpu(cls, kwargs).get("fused"))

@@ -7,18 +7,17 @@ weight. The optimizer steps a view of flat memory for each parameter, so any cla
 parameters without a gradient are left alone and each has its own step count. One invariant: a bucket's master
 weights and moments change only after its gradients have arrived and before its weights return, on one thread.
 
-# [Order: land]
+# [Order: gradients out]
 # hazard  RAW, WAR: `d2h` copies a gradient, or a weight, that `compute` is still writing; `h2d` then writes a
 #         weight that `compute` still reads, in the backward or forward before the step.
 # edge    an event is recorded on the lane that made the gradients, after them and all reads of the weights;
-#         d2h waits for it, and nothing returns before the host has waited for what landed.
+#         d2h waits for it, and nothing returns before the host has waited for these copies.
 # alive   the bucket holds the gradients until `returned` was waited for, or has passed (`drop_gradients`).
-# proof   tests/property/test_optim_edges.py, edge "land"
+# proof   tests/property/test_optim_edges.py, edge "gradients out"
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,21 +26,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.device import CopyPair, Event
-from offload.optim.classes import is_fused_adam, state_names
-from offload.params.layout import Bucket, Piece
-from offload.params.sections import HostSection
-from offload.params.view import ParamView, laid_like, weights_win
+from offload.engine import OffloadEngine
+from offload.optim.classes import is_fused_adam, made_for_cpu, state_names
+from offload.optim.parts import Groups, HostBucket, HostOptions, HostPart, set_groups
+from offload.params.layout import Bucket
+from offload.params.sections import FlatSpec, HostSection
+from offload.params.view import ParamView, laid_like, local_of, update_master
 from offload.transfer.copier import OwnedCopies
 
-__all__ = ["CpuBucket"]
+__all__ = ["CpuBucket", "CpuPart"]
 
 
-class CpuBucket:
-    """One bucket of one section, with the weights that it holds as leaves of a CPU optimizer.
+class CpuBucket(HostBucket):
+    """One bucket, with the weights that it holds as leaves of a CPU optimizer.
 
-    members: by index. whole: the leaves have the parameters' shapes and are never cut.
-    wide: gradients land in the master's dtype, cast on the device: for one optimizer that steps all buckets
-    at once. Else they land as they are, and `scratch` holds them in the master's dtype while the bucket is
+    whole: the leaves have the parameters' shapes and are never cut.
+    wide: gradients arrive in the master's dtype, cast on the device: for one optimizer that steps all buckets
+    at once. Else they arrive as they are, and `scratch` holds them in the master's dtype while the bucket is
     stepped.
     """
 
@@ -56,37 +57,22 @@ class CpuBucket:
         whole: bool,
         wide: bool,
     ) -> None:
-        self.copies = copies
-        self.device = copies.device
-        self.section = section
-        self.layout = layout
-        self.members = [members[piece.parameter] for piece in layout.pieces]
-        self.master_dtype = master_dtype
+        super().__init__(copies, section, layout, members, master_dtype)
         self.wide = wide
         self.leaves = [
-            member.shaped(self._master(piece)) if whole else self._master(piece)
+            member.shaped(self.flat("master", piece)) if whole else self.flat("master", piece)
             for piece, member in zip(layout.pieces, self.members, strict=True)
         ]
         self.optimizer: Optimizer | None = None
-        self.landed: Event | None = None
-        self.returned: Event | None = None
-        self.done = threading.Event()  # no worker has it
-        self.done.set()
-        # of the step under way, found on the training thread
-        self.weights: list[Tensor] = []  # the device's, of the pieces that have a gradient
-        self._stepped: list[int] = []  # which pieces those are
-        self._sources: list[Tensor] = []  # gradients on the device
-        self._outward: list[CopyPair] = []
-        self._gradients: list[Tensor | None] = [None] * len(self.leaves)  # where they land
+        self._copied: Event | None = None  # behind the gradients' way out
 
-    def _master(self, piece: Piece) -> Tensor:
-        return self.section.view("master", piece.start, piece.numel, self.master_dtype)
-
-    def _landing(self, piece: Piece, member: ParamView) -> Tensor:
+    def _on_host(self, position: int) -> Tensor:
         """The host bytes that the device's weights are copied to and new ones are rounded into. They are the
         master itself if it has the weights' dtype."""
-        name = "weight" if member.dtype != self.master_dtype else "master"
-        return self.section.view(name, piece.start, piece.numel, member.dtype)
+        dtype = self.members[position].dtype
+        return self.flat(
+            "weight" if dtype != self.master_dtype else "master", self.layout.pieces[position], dtype
+        )
 
     def bind(self, optimizer: Optimizer) -> None:
         """Be stepped by `optimizer`, whose groups may have changed; the state of a torch Adam lies in the
@@ -96,101 +82,82 @@ class CpuBucket:
             return
         group_of = {id(leaf): group for group in optimizer.param_groups for leaf in group["params"]}
         for piece, leaf in zip(self.layout.pieces, self.leaves, strict=True):
-            group = group_of.get(id(leaf))
-            if group is None:
+            if (group := group_of.get(id(leaf))) is None:
                 continue  # its parameter is in no group
             dtype = torch.float32 if group["fused"] else torch.get_default_dtype()
             step = optimizer.state[leaf].get("step", torch.zeros((), dtype=dtype))
-            moments = {
-                name: self.section.view(name, piece.start, piece.numel, self.master_dtype)
-                for name in state_names(group)
-            }
+            moments = {name: self.flat(name, piece) for name in state_names(group)}
             optimizer.state[leaf] = {"step": step, **moments}
 
-    def relay(self, place: int) -> None:
+    def follow_strides(self, position: int) -> None:
         """The parameter's elements lie in another order now; a leaf of its shape follows."""
-        leaf, member = self.leaves[place], self.members[place]
+        leaf, member = self.leaves[position], self.members[position]
         if leaf.shape == member.shape:
             leaf.data = member.shaped(leaf.data)
-            for name, value in self.state_of(place).items():
+            state = self.state_of(position)
+            for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == leaf.shape:
-                    self.state_of(place)[name] = laid_like(leaf, value)
+                    state[name] = laid_like(leaf, value)
 
-    # -- gradients in ----------------------------------------------------------------------------------------
-    def hold(self, gradients: Mapping[int, Tensor]) -> None:
-        """Keep the gradients until `step`. gradients: flat, by parameter, made on the current lane. A
-        parameter without one is not stepped.
+    def state_of(self, position: int) -> dict[Any, Any]:
+        assert self.optimizer is not None
+        found: dict[Any, Any] = self.optimizer.state.get(self.leaves[position], {})
+        return found
 
-        Blocks the host only while the step before is still at this bucket.
-        """
-        self.done.wait()
-        self._sources, self.weights, self._stepped, self._outward = [], [], [], []
-        self.landed = None
-        for place, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
-            gradient = gradients.get(member.index)
-            if gradient is None:
-                self._gradients[place] = None
-                continue
-            source = gradient.narrow(0, piece.first, piece.numel)
-            if self.wide or source.dtype != member.dtype:
-                source = source.to(self.master_dtype)  # on the lane that made it; nothing where they are one
-            landing = self.section.view("grad", piece.start, piece.numel, source.dtype)
-            home = member.flat.narrow(0, piece.first, piece.numel)
-            self._gradients[place] = landing
-            self._sources.append(source)
-            self.weights.append(home)
-            self._stepped.append(place)
-            for there, here in ((landing, source), (self._landing(piece, member), home)):
-                here_bytes = here.view(torch.uint8)
-                self.device.note_write(self.device.compute, here_bytes)
-                self._outward.append((there.view(torch.uint8), here_bytes))
+    # -- gradients out ---------------------------------------------------------------------------------------
+    def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:
+        cast = self.wide or gradient.dtype != member.dtype
+        return gradient.to(self.master_dtype) if cast else gradient
 
-    def land(self, made: Event) -> None:
-        """Copy the gradients held, and their weights, to the host. Blocks the host: never. Order: [Order:
-        land].
+    def set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
+        super().set_gradients(gradients)
+        self._copied = None
+
+    def _gradient_on_host(self, position: int, dtype: torch.dtype) -> Tensor:
+        """Where the gradient is copied to."""
+        return self.flat("grad", self.layout.pieces[position], dtype)
+
+    def copy_gradients(self, made: Event) -> None:
+        """Copy the gradients set, and their weights, to the host. Blocks the host: never, but where its
+        memory is not pinned. Order: [Order: gradients out].
 
         made: recorded after them, on a lane that has waited for the bucket's last return: so the host's side
             is free too.
         """
-        device = self.device
-        device.wait(device.d2h, made, "land")
-        self.landed = self.copies.send(self._outward)
+        pairs: list[CopyPair] = []
+        for position, gradient, weights in zip(self.stepped, self.gradients, self.weights, strict=True):
+            for to, source in (
+                (self._gradient_on_host(position, gradient.dtype), gradient),
+                (self._on_host(position), weights),
+            ):
+                pairs.append((to.view(torch.uint8), source.view(torch.uint8)))
+        self.device.wait(self.device.d2h, made, "gradients out")
+        self._copied = self.copies.send(pairs)
 
-    def has_landed(self) -> bool:
-        """Whether the host has the gradients held. Blocks the host: never."""
-        return self.landed is not None and self.device.poll(self.landed)
-
-    def drop_gradients(self) -> None:
-        """Release the gradients. Called once the lane that they were allocated on has waited for `returned`,
-        or `returned` has passed."""
-        self._sources, self._outward = [], []
+    def has_gradients(self) -> bool:
+        """Whether the host has the gradients set. Blocks the host: never."""
+        return self._copied is not None and self.device.poll(self._copied)
 
     # -- the step --------------------------------------------------------------------------------------------
     def load_gradients(self, scratch: Tensor | None) -> None:
         """Give each leaf its gradient, and its master what the weights say. Blocks the host until they have
-        landed and the last return has been read."""
+        been copied and the last return has been read."""
         device = self.device
-        assert self.landed is not None
-        device.synchronize(self.landed)
+        assert self._copied is not None
+        device.synchronize(self._copied)
         if self.returned is not None:
             device.synchronize(self.returned)
         device.note_read(device.host, self.section.slot("grad", self.layout.start, self.layout.numel))
-        for place, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
-            landing, leaf = self._gradients[place], self.leaves[place]
-            if landing is None:
-                leaf.grad = None
-                continue
-            weights = self._landing(piece, member)
+        for position, source in zip(self.stepped, self.gradients, strict=True):
+            piece, leaf = self.layout.pieces[position], self.leaves[position]
+            gradient, weights = self._gradient_on_host(position, source.dtype), self._on_host(position)
             device.note_read(device.host, weights.view(torch.uint8))
             if weights.dtype != self.master_dtype:
-                weights_win(self._master(piece), weights)
-            if landing.dtype != self.master_dtype:
-                at = piece.start - self.layout.start
-                wide = (
-                    landing.to(self.master_dtype) if scratch is None else scratch.narrow(0, at, piece.numel)
-                )
-                landing = wide.copy_(landing)
-            leaf.grad = landing.as_strided(leaf.shape, leaf.stride(), landing.storage_offset())
+                update_master(self.flat("master", piece), weights)
+            if gradient.dtype != self.master_dtype:
+                assert scratch is not None
+                gradient = scratch.narrow(0, piece.start - self.layout.start, piece.numel).copy_(gradient)
+            leaf.grad = gradient.as_strided(leaf.shape, leaf.stride(), gradient.storage_offset())
 
     def unload_gradients(self) -> None:
         for leaf in self.leaves:
@@ -200,26 +167,107 @@ class CpuBucket:
         """Send the new weights; the host has waited for the old ones. Blocks the host: never."""
         device = self.device
         pairs: list[CopyPair] = []
-        for place, home in zip(self._stepped, self.weights, strict=True):
-            piece = self.layout.pieces[place]
-            weights = self._landing(piece, self.members[place])
+        for position, on_device in zip(self.stepped, self.weights, strict=True):
+            weights = self._on_host(position)
             device.note_write(device.host, weights.view(torch.uint8))
             if weights.dtype != self.master_dtype:
-                weights.copy_(self._master(piece))
-            pairs.append((home.view(torch.uint8), weights.view(torch.uint8)))
+                weights.copy_(self.flat("master", self.layout.pieces[position]))
+            pairs.append((on_device.view(torch.uint8), weights.view(torch.uint8)))
         self.returned = self.copies.fetch(pairs)
 
     def step(self, scratch: Tensor | None) -> None:
         """Wait for the gradients, step, and send the weights back, for an optimizer of this bucket alone. The
         job of a worker."""
         assert self.optimizer is not None
-        self.load_gradients(scratch)
-        self.optimizer.step()
-        self.unload_gradients()
+        try:
+            self.load_gradients(scratch)
+            self.optimizer.step()
+        finally:
+            self.unload_gradients()
         self.give_back()
 
-    # -- state -----------------------------------------------------------------------------------------------
-    def state_of(self, place: int) -> dict[Any, Any]:
-        assert self.optimizer is not None
-        found: dict[Any, Any] = self.optimizer.state.get(self.leaves[place], {})
-        return found
+
+class CpuPart(HostPart[CpuBucket]):
+    """Parameters that the host steps."""
+
+    described = "offloaded"
+
+    def __init__(
+        self, engine: OffloadEngine, options: HostOptions, cls: type[Optimizer], kwargs: Mapping[str, Any]
+    ) -> None:
+        super().__init__(engine, options, whole=not is_fused_adam(cls))
+        self._cls = cls
+        self._kwargs = dict(kwargs)
+        self.scratch: Tensor | None = None
+        """Gradients of one bucket in the master's dtype."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """With overlap one a bucket, so that copies and steps of different buckets go on together; else one
+        for all."""
+        return list(
+            dict.fromkeys(bucket.optimizer for bucket in self.buckets if bucket.optimizer is not None)
+        )
+
+    def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
+        size, pinned = master_dtype.itemsize, self.options.pin_params
+        # rounding zero gives no weight but zero: the first step takes the weights over
+        specs = [FlatSpec("master", size, pinned, zero=True), FlatSpec("grad", size, self.options.pin_grads)]
+        if dtype != master_dtype:
+            specs.append(FlatSpec("weight", dtype.itemsize, pinned))
+        moments = () if self.whole else state_names({})
+        return specs + [FlatSpec(name, size, pinned, zero=True) for name in moments]
+
+    def _new_bucket(
+        self, copies: OwnedCopies, section: HostSection, layout: Bucket, master_dtype: torch.dtype
+    ) -> CpuBucket:
+        overlap = self.options.overlap
+        if overlap and section.has("weight") and (self.scratch is None or len(self.scratch) < layout.numel):
+            self.scratch = torch.empty(layout.numel, dtype=master_dtype)
+        return CpuBucket(
+            copies, section, layout, self.members, master_dtype, whole=self.whole, wide=not overlap
+        )
+
+    def regroup(self, groups: Groups) -> None:
+        if not self.whole:
+            self._make_moments(groups)
+        self._values = []
+        together = [self.buckets] if self.buckets and not self.options.overlap else []
+        for buckets in together or [[bucket] for bucket in self.buckets]:
+            tensors = [
+                (member.index, leaf)
+                for bucket in buckets
+                for member, leaf in zip(bucket.members, bucket.leaves, strict=True)
+            ]
+            optimizer = buckets[0].optimizer
+            if optimizer is None:
+                kwargs = made_for_cpu(self._cls, self._kwargs)
+                optimizer = self._cls([leaf for _, leaf in tensors], **kwargs)
+            self._values += set_groups(optimizer, tensors, groups)
+            for bucket in buckets:
+                bucket.bind(optimizer)
+
+    def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
+        super().reorder(member, before)
+        for bucket, position in self._pieces_of[member.index]:
+            bucket.follow_strides(position)
+
+    def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
+        if not self.whole:
+            super().set_state(member, state)
+            return
+        ((bucket, position),) = self._pieces_of[member.index]
+        assert bucket.optimizer is not None
+        leaf = bucket.leaves[position]
+        bucket.optimizer.state[leaf] = {key: _like_leaf(value, key, leaf) for key, value in state.items()}
+
+
+def _like_leaf(value: Any, key: Any, leaf: Tensor) -> Any:
+    """A loaded value as the leaf's optimizer would have made it: what has the leaf's shape gets its dtype, a
+    count stays one."""
+    if not isinstance(value, Tensor):
+        return value
+    value = local_of(value)
+    if key != "step" and value.is_floating_point() and value.shape == leaf.shape:
+        return torch.empty_like(leaf).copy_(value)
+    return value.detach().to("cpu", copy=True)

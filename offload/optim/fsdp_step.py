@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from offload.config import check_bytes
 from offload.engine import OffloadEngine, default_engine
 from offload.optim.classes import is_fused_adam
-from offload.optim.parts import HostOptions, StreamedPart
-from offload.params.view import ParamView, count_write, local_of, sharded_like
+from offload.optim.parts import HostOptions
+from offload.optim.streamed_step import StreamedPart
+from offload.params.view import ParamView, count_write, sharded_like
 
 __all__ = ["FSDPGPUOptimizerWrapper"]
 
@@ -60,14 +61,9 @@ class FSDPGPUOptimizerWrapper:
         self._given_engine = engine
         where = torch.device(device)
         self._engine = (
-            engine
-            if engine is not None
-            else default_engine("sim" if where.type == "cpu" else str(where))
+            engine if engine is not None else default_engine("sim" if where.type == "cpu" else str(where))
         )
-        options = HostOptions(
-            bucket_bytes=bucket_bytes, pin_grads=True, pin_params=True, masters_in_fp32=False, overlap=False
-        )
-        self._part = StreamedPart(self._engine, options, weights_on_host=True)
+        self._part = StreamedPart(self._engine, HostOptions(bucket_bytes=bucket_bytes), weights_on_host=True)
         self._members: dict[int, ParamView] = {}  # by the parameter's id
         self._groups: dict[int, dict[str, Any]] = {}  # of each parameter that is in one now, by index
         self._follow_groups()
@@ -116,7 +112,7 @@ class FSDPGPUOptimizerWrapper:
     @property
     def ring_bytes(self) -> int:
         """All that a step needs on the device."""
-        return self._part.ring.nbytes if self._part.ring is not None else 0
+        return self._part.ring_bytes
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -134,11 +130,9 @@ class FSDPGPUOptimizerWrapper:
             for member in self._members.values()
             if member.parameter.grad is not None and member.index in self._groups
         }
-        buckets = [
-            bucket for bucket in self._part.buckets if any(member.index in flats for member in bucket.members)
-        ]
+        buckets = [bucket for bucket in self._part.buckets if bucket.has_any(flats)]
         for bucket in buckets:
-            bucket.hold(
+            bucket.set_gradients(
                 {
                     member.index: flats[member.index].to(member.dtype)
                     for member in bucket.members
@@ -196,7 +190,7 @@ class FSDPGPUOptimizerWrapper:
         for member in self._members.values():
             state = self.optimizer.state.get(member.parameter)
             if state:
-                self._part.set_state(member, {key: local_of(value) for key, value in state.items()})
+                self._part.set_state(member, state)
         self.optimizer.state.clear()
 
     def close(self) -> None:

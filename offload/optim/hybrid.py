@@ -23,34 +23,27 @@ error has said why not.
 
 from __future__ import annotations
 
-import gc
 import logging
-import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from offload.client import Client
 from offload.config import check_bytes, check_fraction
 from offload.engine import OffloadEngine, default_engine
 from offload.errors import OffloadError
-from offload.optim.backward import BackwardSteps
-from offload.optim.classes import checked_class, defaults_of
+from offload.optim.classes import checked_class, defaults_of, may_fail_half_way
 from offload.optim.parts import HostOptions
-from offload.optim.placing import Place, Placement, PlacingOptions, may_fail_half_way
-from offload.optim.ranks import several_ranks
-from offload.optim.state import MASTER, ShownState, fill_state, matched, on_host, with_class_rules
-from offload.optim.stepped import Overlap, SteppedOptimizer
-from offload.optim.stepping import HostedSteps
-from offload.optim.touch import WeightWatch
+from offload.optim.placing import Place, Placement, PlacingOptions
+from offload.optim.state import MASTER, fill_state, matched, on_host, with_class_rules
+from offload.optim.step import Overlap, StepRunner, checked_overlap
 from offload.params.view import ParamView
-from offload.telemetry.records import ClientStats
 
 __all__ = ["HybridDeviceOptimizer"]
 
@@ -59,13 +52,12 @@ logger = logging.getLogger(__name__)
 REPLACED = {"overlap_backward": "backward", "step_in_backward": "backward"}
 """Arguments of before, and the overlap that does what they asked for."""
 
-_LIVING: weakref.WeakSet[HybridDeviceOptimizer] = weakref.WeakSet()
-"""Those that are not closed."""
 
-
-class HybridDeviceOptimizer(SteppedOptimizer):
+class HybridDeviceOptimizer(Optimizer):
     """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of
     this name."""
+
+    _built = False
 
     def __init__(
         self,
@@ -145,12 +137,9 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             )
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
-        cpu_cls, gpu_cls = (
-            checked_class("cpu_optimizer_cls", cpu_cls, kwargs),
-            checked_class("gpu_optimizer_cls", gpu_cls, kwargs),
-        )
-        defaults = {**defaults_of(cpu_cls, kwargs), **defaults_of(gpu_cls, kwargs)}
-        del defaults["params"]
+        defaults: dict[str, Any] = {}
+        for argument, cls in (("cpu_optimizer_cls", cpu_cls), ("gpu_optimizer_cls", gpu_cls)):
+            defaults |= defaults_of(checked_class(argument, cls, kwargs), kwargs)
         if kwargs.get("capturable") and offload_fraction > 0:
             raise ValueError(
                 "capturable=True is for an optimizer that lives on the device; leave it out, or set "
@@ -161,18 +150,20 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         self.pin_cpu_grads, self.pin_cpu_params = pin_cpu_grads, pin_cpu_params
         self.overlap_cpu_optimizer_d2h_h2d = overlap_cpu_optimizer_d2h_h2d
         self.max_grad_norm = max_grad_norm
-        self.last_grad_norm: Tensor | None = None
         self.sub_optimizer_kwargs = dict(kwargs)
-        self._atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
-        self._workers = overlap_cpu_optimizer_d2h_h2d and not self._atomic
-        if self._atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
+        atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
+        workers = overlap_cpu_optimizer_d2h_h2d and not atomic
+        if atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
             logger.warning(
                 "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the "
                 "last whole step; atomic_step=False overlaps it",
                 cpu_cls.__name__,
             )
-        self.overlap = self._checked_overlap(overlap, model)
-        self._placing = PlacingOptions(
+        self.overlap = checked_overlap(
+            overlap, model, has_workers=workers or not offload_fraction, clips=max_grad_norm is not None
+        )
+        self._classes = [cpu_cls, gpu_cls]
+        placing = PlacingOptions(
             offload_fraction=self.offload_fraction,
             cpu_share=cpu_share if cpu_share is None else float(cpu_share),
             cpu_cls=cpu_cls,
@@ -184,136 +175,36 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                 pin_grads=pin_cpu_grads,
                 pin_params=pin_cpu_params,
                 masters_in_fp32=param_update_in_fp32,
-                overlap=self._workers,
+                overlap=workers,
             ),
         )
-        self._given_engine = engine
-        self._built = False
-        self._shown = ShownState(with_masters=param_update_in_fp32)
         super().__init__(params, defaults)
-        self._model = model
-        self._names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-        self._engine = engine if engine is not None else default_engine(self._device_name())
-        self._build()
-        self._held = _HeldMemory(self._placed)
-        self._engine.attach(self._held)
-
-    # -- building --------------------------------------------------------------------------------------------
-    def _checked_overlap(self, overlap: str, model: nn.Module | None) -> Overlap:
-        if overlap not in get_args(Overlap):
-            raise ValueError(f'overlap is {overlap!r}, must be "step", "forward" or "backward"')
-        if overlap == "step":
-            return "step"
-        if overlap == "forward" and model is None:
-            raise ValueError(
-                'overlap="forward" needs model=, whose modules wait for their weights; give it, or use "step"'
-            )
-        if not self._workers and self.offload_fraction > 0:
-            raise ValueError(
-                f"overlap={overlap!r} needs workers; overlap_cpu_optimizer_d2h_h2d=False and an atomic step "
-                'have none: leave them out, or use overlap="step"'
-            )
-        if overlap == "backward" and self.max_grad_norm is not None:
-            raise ValueError(
-                'overlap="backward" and max_grad_norm: the norm is known only after the backward; '
-                "leave one out"
-            )
-        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-        for name, module in model.named_modules() if model is not None else ():
-            if isinstance(module, fsdp):
-                raise ValueError(
-                    f"overlap={overlap!r}: {name or 'the model'} is a FullyShardedDataParallel (FSDP1): its "
-                    'flat parameter is read unseen; use overlap="step", or FSDP2'
-                )
-            replicas = isinstance(module, nn.parallel.DistributedDataParallel) and several_ranks()
-            if overlap == "backward" and replicas:
-                raise ValueError(
-                    f'overlap="backward" promises final gradients, and {name or "the model"} is a '
-                    f"DistributedDataParallel over {torch.distributed.get_world_size()} ranks, which reduces "
-                    'them later; use overlap="forward"'
-                )
-        return "forward" if overlap == "forward" else "backward"
-
-    def _device_name(self) -> str:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.device.type == "cuda":
-                    return str(parameter.device)
-        return "sim"
-
-    def _build(self) -> None:
-        engine, reference = self._engine, weakref.ref(self)
-        self._placed = Placement(engine, self._placing)
-        self._steps = HostedSteps(engine, self._placed.cpu, self._placed.streamed, self._placing.cpu_threads)
-        self._watches = self.overlap == "forward" or (self.overlap == "backward" and self._model is not None)
-        self._watch = WeightWatch(engine, self._steps) if self.overlap != "step" else None
-        self._backward: BackwardSteps | None = None
-        if self.overlap == "backward":
-            self._backward = BackwardSteps(
-                engine.device,
-                self._steps,
-                begin=lambda: _of(reference).begin(),
-                is_grouped=lambda index: index in _of(reference)._placed.groups,
-                watch=lambda bucket: _of(reference).stepped_in_backward(bucket),
-            )
-            self._steps.when_touched = self._backward.touched
-        try:
-            self._regroup()
-        except BaseException:
-            self._close_parts()  # what was pinned goes back to an engine that others use
-            raise
-        self._end = weakref.finalize(self, _end, self._steps, self._placed, self._backward)
-        self._built = True
-
-    def _regroup(self) -> None:
-        self._refuse_shared()
-        offloaded = self._placed.regroup(self.param_groups, self._names)
-        self._steps.index()
-        if self._backward is not None:
-            self._backward.hook(offloaded)
-        if self._watch is not None and self._model is not None:
-            indices = {id(member.parameter): member.index for member in self._placed.members}
-            self._watch.attach(self._model, indices)
-
-    def _refuse_shared(self) -> None:
-        """Raises ValueError for a parameter that another living optimizer has too, where one of the two steps
-        it in the backward: two steps of one weight would run beside each other."""
-        if self._shared() is not None:
-            gc.collect()  # a learning-rate scheduler makes a circle of its optimizer, which outlives its drop
-        if (shared := self._shared()) is not None:
-            parameter, overlap = shared
-            name = self._names.get(id(parameter), "a parameter")
-            raise ValueError(
-                f"{name} ({parameter.numel():,} elements of {parameter.dtype}) is stepped by another "
-                f'optimizer, of overlap="{overlap}", and by this one, of overlap="{self.overlap}": a step in '
-                "the backward would run beside the other's; close() the other one, leave the parameter out "
-                'of one of them, or use overlap="forward" or "step" for both'
-            )
-        _LIVING.add(self)
-
-    def _shared(self) -> tuple[Tensor, Overlap] | None:
-        others = [other for other in _LIVING if other is not self]
-        if self.overlap != "backward":
-            others = [other for other in others if other.overlap == "backward"]
-        mine = {id(p) for group in self.param_groups for p in group["params"]} if others else set()
-        found = (
-            (p, other.overlap)
-            for other in others
-            for group in other.param_groups
-            for p in group["params"]
-            if id(p) in mine
+        on_gpu = (p.device for group in self.param_groups for p in group["params"] if p.device.type == "cuda")
+        self._closes_engine = engine is None
+        self._engine = engine if engine is not None else default_engine(str(next(on_gpu, "sim")))
+        reference = weakref.ref(self)
+        self._runner = StepRunner(
+            self._engine,
+            placing,
+            lambda: getattr(reference(), "param_groups", []),
+            overlap=self.overlap,
+            model=model,
+            workers=workers,
+            atomic=atomic,
         )
-        return next(found, None)
+        self._steps = self._runner.steps
+        self._end = weakref.finalize(self, self._runner.end)
+        self._built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. New parameters are placed after those there are, by the same fraction. Blocks the host
         for pinning."""
         super().add_param_group(param_group)
-        if not getattr(self, "_built", False):
+        if not self._built:
             return
         try:
-            self._rest()
-            self._regroup()
+            self._runner.rest()
+            self._runner.regroup()
         except BaseException:
             self.param_groups.pop()
             raise
@@ -323,18 +214,19 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     def cpu_optimizers(self) -> list[Optimizer]:
         """Of the host's parameters: one a bucket with overlap, one in all without; and one for parameters
         that live on the host."""
-        return self._placed.sub_optimizers_on_host()
+        return self.placed.sub_optimizers_on_host()
 
     @property
     def gpu_optimizer(self) -> Optimizer | None:
         """Of the parameters that stay; None if there are none."""
-        return self._placed.on_gpu.optimizer
+        return self.placed.on_gpu.optimizer
 
     @property
     def sub_optimizers(self) -> list[Optimizer]:
         """CPU optimizers, then the GPU's. Streamed parameters have none of their own."""
         return self.cpu_optimizers + ([self.gpu_optimizer] if self.gpu_optimizer is not None else [])
 
+    # -- what is where ---------------------------------------------------------------------------------------
     @property
     def engine(self) -> OffloadEngine:
         return self._engine
@@ -342,32 +234,109 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     @property
     def cpu_share(self) -> float:
         """Of the offloaded elements, what the host steps."""
-        return self._placed.cpu_share
+        return self.placed.cpu_share
 
     @property
     def host_bytes(self) -> int:
         """Host memory of state, masters and gradients."""
-        return self._placed.cpu.host_bytes + self._placed.streamed.host_bytes
+        return self.placed.host_bytes
 
     @property
     def ring_bytes(self) -> int:
         """Device memory of the streamed buckets."""
-        ring = self._placed.streamed.ring
-        return ring.nbytes if ring is not None else 0
+        return self.placed.streamed.ring_bytes
 
     @property
     def members(self) -> Sequence[ParamView]:
-        return self._placed.members
+        return self.placed.members
 
     @property
     def placed(self) -> Placement:
-        return self._placed
+        return self._runner.placed
 
     def place_of(self, parameter: Tensor) -> Place:
-        member = self._placed.of.get(id(parameter))
+        member = self.placed.of.get(id(parameter))
         if member is None:
             raise ValueError("the tensor is not one of the optimizer's parameters")
-        return self._placed[member]
+        return self.placed[member]
+
+    # -- the step --------------------------------------------------------------------------------------------
+    @property
+    def last_microbatch(self) -> bool | None:
+        """Whether the backward to come is its step's last: for a schedule to set. None: as many as in the
+        step before are expected. Counts with overlap="backward" alone."""
+        return self._runner.backward.last_microbatch if self._runner.backward is not None else None
+
+    @last_microbatch.setter
+    def last_microbatch(self, last: bool | None) -> None:
+        if self._runner.backward is not None:
+            self._runner.backward.last_microbatch = last
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside only accumulate; the first one after it is the step's last. Counts with
+        overlap="backward" alone."""
+        return self._runner.backward.no_sync() if self._runner.backward is not None else nullcontext()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to, with a
+        kernel that moves no version counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_)."""
+        self._runner.raise_if_stepped("a GradScaler changed the gradients")
+        return False
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """The norm by which gradients were clipped last, before that; None before the first time."""
+        return self._runner.last_grad_norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient. closure: evaluated once.
+
+        Blocks the host while the last step is not yet issued, and with overlap="step" until this one is.
+        Raises OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped;
+        CaptureError in a graph under capture, unless nothing is offloaded.
+        """
+        self._runner.refuse_in_capture("step()")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._runner.step(self.max_grad_norm)
+        return loss
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None
+    ) -> Tensor:
+        """Clip the gradients, in place as torch.nn.utils.clip_grad_norm_ does, by their global norm, which is
+        returned. Blocks the host: never.
+
+        total: the norm, where it is known better, as over the stages of a pipeline. The norm of DTensors is
+            over all ranks of their mesh, each of which must call.
+        """
+        self._runner.refuse_in_capture("clip_grad_norm_()")
+        self._runner.raise_if_stepped("clip_grad_norm_ was called")
+        with torch.no_grad():
+            return self._runner.clip(max_norm, norm_type, total)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, for `decoupled_grad` too. Zeroing in place waits for what still reads the gradients."""
+        self._runner.drop_gradients(set_to_none)
+        super().zero_grad(set_to_none)
+
+    def synchronize_parameters(self) -> None:
+        """Let the current lane's work from here on see the new weights. Blocks the host until the step under
+        way has been issued. Raises OffloadError if it failed."""
+        self._steps.raise_failure()
+        self._steps.await_weights()
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """New weights were written into the parameters: masters of parameters that differ are those, whole.
+        Each step by itself takes over the elements that differ."""
+        self._runner.rest()
+        with torch.no_grad():
+            for member in self.members:
+                self.placed.reload_master(member)
 
     # -- state -----------------------------------------------------------------------------------------------
     @property
@@ -379,34 +348,29 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         shard; `state_dict()` copies, and has DTensors. What is written, replaced, added or taken out counts
         from the next step on.
         """
-        if not getattr(self, "_built", False):
-            return self._shown.shown
-        self._settle_state()
-        return self._shown.look(self._placed)
+        self._take_changes()
+        return self._runner.shown.look(self.placed)
 
     @state.setter
     def state(self, value: Mapping[Tensor, Any]) -> None:
-        if getattr(self, "_built", False):
+        if self._built:  # torch's own constructor sets it, too
             _ = self.state
-        self._shown.replace(value)
+            self._runner.shown.replace(value)
 
-    def _settle_state(self) -> None:
+    def _take_changes(self) -> None:
         """Wait for the step under way, then take over what the user has changed."""
-        self._rest()
-        self._check_groups()
-        self._shown.take_writes(self._placed)
-        for member in self._placed.present:
-            self._placed.follow(member, self._steps.settle_host)
+        self._runner.rest()
+        self._runner.follow_user()
 
     def dummy_step(self) -> None:
         """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded
         in place."""
-        self._settle_state()
-        self._placed.refresh()
-        for member in self._placed.members:
-            self._placed.master_of(member)
+        self._take_changes()
+        self.placed.refresh()
+        for member in self.members:
+            self.placed.master_of(member)
         fill_state(self.sub_optimizers)
-        self._shown.having.update(self._placed.groups)
+        self._runner.shown.having.update(self.placed.groups)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers,
@@ -418,12 +382,12 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         finally:
             self._optimizer_state_dict_post_hooks = hooks
         order = (p for group in self.param_groups for p in group["params"])
-        some = any(self._placed.is_hosted(member) for member in self._placed.members)
+        some = any(self.placed.is_offloaded(member) for member in self.members)
         for key, parameter in enumerate(order):
             if some and key in packed["state"]:
-                member, found = self._placed.of[id(parameter)], packed["state"][key]
+                member, found = self.placed.of[id(parameter)], packed["state"][key]
                 packed["state"][key] = {name: on_host(member, name, value) for name, value in found.items()}
-        packed["hybrid"] = self._placed.describe()
+        packed["hybrid"] = self.placed.describe()
         for hook in hooks.values():
             packed = hook(self, packed) or packed
         return packed
@@ -437,40 +401,29 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
-        if not self._placed.is_grouped_as(self.param_groups):
-            self._regroup()
-        order = matched(self._placed, self.param_groups, loaded)
-        self._forget_step()
+        if not self.placed.is_grouped_as(self.param_groups):
+            self._runner.regroup()
+        order = matched(self.placed, self.param_groups, loaded)
+        self._runner.forget_step()
         groups = deepcopy(loaded["param_groups"])
         for group, saved in zip(self.param_groups, groups, strict=True):
-            names, parameters = group.get("param_names"), group["params"]
+            kept: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
             group.clear()
-            group.update({key: value for key, value in saved.items() if key != "params"})
-            group["params"] = parameters
-            if names is not None and "param_names" not in saved:
-                group["param_names"] = names
+            group.update({**kept, **saved, "params": kept["params"]})
         state = {order[key].parameter: dict(entry) for key, entry in loaded["state"].items() if key in order}
-        classes = [self._placing.cpu_cls, self._placing.gpu_cls]
-        with_class_rules(classes, self.param_groups, state, self.defaults)
-        self._regroup()
+        with_class_rules(self._classes, self.param_groups, state, self.defaults)
+        self._runner.regroup()
+        shown = self._runner.shown
         with torch.no_grad():
             for member in order.values():
                 entry = state.get(member.parameter, {})
                 master = entry.pop(MASTER, None)
-                self._placed.load(member, entry, master)
-                (self._shown.having.add if entry else self._shown.having.discard)(member.index)
-        self._shown.forget()
-        self._placed.refresh()
+                self.placed.load(member, entry, master)
+                (shown.having.add if entry else shown.having.discard)(member.index)
+        shown.forget()
+        self.placed.refresh()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _forget_step(self) -> None:
-        """Before state is loaded: wait for the step under way, and forget a failure."""
-        if self._backward is not None:
-            self._backward.start_over()
-        if self._steps.failed:
-            self._steps.forgive()
-        self._steps.settle_host()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -484,49 +437,10 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         Blocks the host. An optimizer that is dropped does the same, but closes no engine."""
         if not self._steps.failed:
             try:
-                self._steps.settle_host()
+                self._steps.finish_on_host()
             except OffloadError as error:
                 logger.warning("closing after a failed step: %s", error)
         self._end.detach()
-        self._close_parts()
-        self._engine.detach(self._held)
-        if self._given_engine is None:
+        self._runner.close()
+        if self._closes_engine:
             self._engine.close_unused()
-
-    def _close_parts(self) -> None:
-        _LIVING.discard(self)
-        if self._backward is not None:
-            self._backward.close()
-        if self._watch is not None:
-            self._watch.close()
-        self._steps.close()
-        self._placed.close()
-
-
-class _HeldMemory(Client):
-    """The client "optim" of the engine: reports the host and device memory that an optimizer holds."""
-
-    name = "optim"
-
-    def __init__(self, placed: Placement) -> None:
-        self._placed = placed
-
-    def end_step(self) -> ClientStats:
-        cpu, streamed = self._placed.cpu, self._placed.streamed
-        return ClientStats(
-            lent_bytes=cpu.host_bytes + streamed.host_bytes,
-            device_bytes=streamed.ring.nbytes if streamed.ring is not None else 0,
-        )
-
-
-def _of(reference: weakref.ref[HybridDeviceOptimizer]) -> HybridDeviceOptimizer:
-    found = reference()
-    assert found is not None
-    return found
-
-
-def _end(steps: HostedSteps, placed: Placement, backward: BackwardSteps | None) -> None:
-    """The optimizer was dropped: its hooks go, its weights arrive, and its host memory goes back."""
-    if backward is not None:
-        backward.close()
-    steps.end(placed.close)

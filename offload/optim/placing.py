@@ -8,10 +8,10 @@ Nothing is pinned until all parameters that are added together have been accepte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,15 @@ from torch.optim import Optimizer
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.classes import is_elementwise, is_fused_adam, made_for_cpu
-from offload.optim.parts import CpuPart, HostOptions, StreamedPart
+from offload.optim.cpu_step import CpuPart
+from offload.optim.parts import HostOptions
 from offload.optim.ranks import is_split
 from offload.optim.resident import ResidentPart
+from offload.optim.streamed_step import StreamedPart
 from offload.params.layout import layout_to_json
 from offload.params.view import ParamView, local_of
 
-__all__ = ["Place", "Placement", "PlacingOptions", "choose_offloaded", "choose_places", "may_fail_half_way"]
+__all__ = ["Place", "Placement", "PlacingOptions", "choose_offloaded", "choose_places"]
 
 
 class Place(Enum):
@@ -38,8 +40,9 @@ class Place(Enum):
     """On the host, stepped there: gradients and weights go out, weights come back."""
     STREAMED = "streamed"
     """On the host, stepped on the device: state comes in bucket by bucket and goes out again."""
-    HOME = "home"
-    """The parameter itself is on the host and the device is elsewhere: stepped where it is."""
+    HOST_RESIDENT = "home"
+    """The parameter itself is on the host and the device is elsewhere: stepped where it is. The value is what
+    state dicts of version 1 have."""
 
 
 def choose_offloaded(
@@ -98,34 +101,42 @@ class Placement:
         self.cpu_share = self._checked_share()
         """Of the offloaded elements, what the host steps."""
         self.members: list[ParamView] = []
-        """Every parameter that was ever in a group, in the order of coming."""
+        """Every parameter that was ever in a group, in the order in which they were first in one."""
         self.of: dict[int, ParamView] = {}
         """The same, by the parameter's id."""
         self.groups: dict[int, dict[str, Any]] = {}
         """The param group of each parameter that is in one now, by index."""
         self._place: dict[int, Place] = {}
-        self._moved = False  # a parameter was found elsewhere since `_tied` was looked for
-        self._tied: list[tuple[ParamView, ParamView]] = []
+        self._moved = False  # a parameter was found elsewhere since `_sharing_memory` was looked for
+        self._sharing_memory: list[tuple[ParamView, ParamView]] = []
+        on_cpu = made_for_cpu(options.cpu_cls, options.kwargs)
         self.cpu = CpuPart(engine, options.host, options.cpu_cls, options.kwargs)
         self.streamed = StreamedPart(engine, options.host)
-        masters = options.host.masters_in_fp32
-        self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, masters=masters)
-        at_home = made_for_cpu(options.cpu_cls, options.kwargs)
-        self.at_home = ResidentPart(options.cpu_cls, at_home, masters=masters)
+        self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, options.host)
+        self.on_host = ResidentPart(options.cpu_cls, on_cpu, options.host)
+        self._parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
+            Place.CPU: self.cpu,
+            Place.STREAMED: self.streamed,
+            Place.GPU: self.on_gpu,
+            Place.HOST_RESIDENT: self.on_host,
+        }
 
     def __getitem__(self, member: ParamView) -> Place:
         return self._place[member.index]
 
-    def is_hosted(self, member: ParamView) -> bool:
+    def part_of(self, member: ParamView) -> CpuPart | StreamedPart | ResidentPart:
+        return self._parts[self._place[member.index]]
+
+    def is_offloaded(self, member: ParamView) -> bool:
         """Whether the state of a parameter of the device is on the host."""
         return self._place[member.index] in (Place.CPU, Place.STREAMED)
 
     @property
-    def present(self) -> list[ParamView]:
+    def grouped(self) -> list[ParamView]:
         """The parameters that are in a group now."""
         return [member for member in self.members if member.index in self.groups]
 
-    # -- in --------------------------------------------------------------------------------------------------
+    # -- groups ----------------------------------------------------------------------------------------------
     def is_grouped_as(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the parameters, and the very groups that hold them, are those of the last `regroup`."""
         found = {self.of[id(p)].index: group for group in groups for p in group["params"] if id(p) in self.of}
@@ -144,11 +155,11 @@ class Placement:
         """
         members = self._accepted(groups, names)
         movable = [member for member in members if self._place[member.index] is Place.GPU]
-        before = [member for member in self.members if self._place[member.index] is not Place.HOME]
+        before = [member for member in self.members if self._place[member.index] is not Place.HOST_RESIDENT]
         leaves = choose_offloaded(
             [member.whole_numel for member in movable],
             self._options.offload_fraction,
-            offloaded=sum(member.whole_numel for member in before if self.is_hosted(member)),
+            offloaded=sum(member.whole_numel for member in before if self.is_offloaded(member)),
             total=sum(member.whole_numel for member in before),
         )
         offloaded = [member for member, goes in zip(movable, leaves, strict=True) if goes]
@@ -156,31 +167,25 @@ class Placement:
         sizes = [member.whole_numel * member.dtype.itemsize for member in offloaded]
         for member, place in zip(offloaded, choose_places(sizes, self.cpu_share), strict=True):
             self._place[member.index] = place if member.numel else Place.CPU
-        parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
-            Place.CPU: self.cpu,
-            Place.STREAMED: self.streamed,
-            Place.GPU: self.on_gpu,
-            Place.HOME: self.at_home,
-        }
-        for place, part in parts.items():
-            part.add([member for member in members if self._place[member.index] is place])
+        for part in self._parts.values():
+            part.add([member for member in members if self.part_of(member) is part])
         self.members.extend(members)
         self.of.update((id(member.parameter), member) for member in members)
         with self._engine.lock:
             self._engine.externals.register_parameters([member.parameter for member in members])
         self.groups = {self.of[id(p)].index: group for group in groups for p in group["params"]}
         self._moved = True
-        for part in parts.values():
+        for part in self._parts.values():
             part.regroup(self.groups)
         return offloaded
 
     def refresh(self) -> None:
         """Take over what the user's groups say now."""
-        for part in (self.cpu, self.streamed, self.on_gpu, self.at_home):
+        for part in self._parts.values():
             part.refresh()
 
     def changed_values(self) -> bool:
-        """Whether the user's groups say something else to what is hosted than at the last `refresh`."""
+        """Whether the user's groups say something else to what is offloaded than at the last `refresh`."""
         return self.cpu.changed_values() or self.streamed.changed_values()
 
     def _accepted(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
@@ -197,7 +202,7 @@ class Placement:
                 )
             if not parameter.is_floating_point():
                 raise ValueError(f"{member} is not of a floating-point type; leave it out, as a buffer")
-            self._place[index] = Place.GPU if here else Place.HOME
+            self._place[index] = Place.GPU if here else Place.HOST_RESIDENT
             members.append(member)
         return members
 
@@ -226,68 +231,48 @@ class Placement:
         return 0.0 if options.cpu_share is None else options.cpu_share
 
     # -- about one parameter ---------------------------------------------------------------------------------
-    def follow(self, member: ParamView, settle: Any) -> None:
-        """Find the parameter's memory before a step. settle: ends every copy and step; called only if the
+    def follow(self, member: ParamView, finish: Callable[[], None]) -> None:
+        """Find the parameter's memory before a step. finish: ends every copy and step; called only if the
         elements lie in another order than before, because their state is then reordered too."""
         address = member.address
         before = member.follow()
         self._moved |= member.address != address
-        if before is not None and self.is_hosted(member):
-            settle()
-            (self.cpu if self[member] is Place.CPU else self.streamed).reorder(member, before)
+        if before is not None:
+            finish()
+            self.part_of(member).reorder(member, before)
 
-    def refuse_tied(self) -> None:
+    def refuse_shared_memory(self) -> None:
         """Raises OffloadError if two parameters share memory, and the CPU steps one: from a copy of the
         weights, made before the other's step, which would be lost."""
         if self._moved:
-            self._tied = []
+            self._sharing_memory = []
             reaching: list[ParamView] = []  # those whose memory ends behind the address looked at
-            for member in sorted((m for m in self.present if m.numel and m.address), key=lambda m: m.address):
+            for member in sorted((m for m in self.grouped if m.numel and m.address), key=lambda m: m.address):
                 reaching = [other for other in reaching if member.address < other.address + other.nbytes]
-                self._tied += [
+                self._sharing_memory += [
                     (other, member) for other in reaching if Place.CPU in (self[other], self[member])
                 ]
                 reaching.append(member)
             self._moved = False
-        for first, second in self._tied:
+        for first, second in self._sharing_memory:
             if first.parameter.requires_grad and second.parameter.requires_grad:
                 raise OffloadError(
                     f"{first} and {second} share memory, and the CPU would step each from the same weights; "
                     "use one parameter for both (a.weight = b.weight), cpu_share=0, or offload_fraction=0"
                 )
 
-    def state_of(self, member: ParamView) -> Mapping[Any, Any]:
-        """What its optimizer keeps. Of hosted ones views of host memory, which nothing may be writing."""
-        if self[member] is Place.CPU:
-            return self.cpu.state_of(member)
-        if self[member] is Place.STREAMED:
-            return self.streamed.state_of(member)
-        resident = self._resident(member)
-        assert resident.optimizer is not None
-        return cast(Mapping[Any, Any], resident.optimizer.state.get(resident.inner[member.index], {}))
-
     def master_of(self, member: ParamView) -> Tensor:
         """What the optimizer steps: the float32 master, or the weights themselves. Masters follow the weights
         first. Blocks the host; nothing may be in flight."""
-        if self.is_hosted(member):
-            part = self.cpu if self[member] is Place.CPU else self.streamed
-            if part is self.streamed and not part.has_master(member):
-                return member.parameter
-            part.refresh_master(member)
-            return part.master(member)
-        self._resident(member).refresh_master(member)
-        return self._resident(member).inner[member.index]
+        part = self.part_of(member)
+        part.refresh_master(member)
+        return part.master(member)
 
     def reload_master(self, member: ParamView) -> None:
         """Make the whole master the weights, unless rounding it gives all of them. Blocks the host; nothing
         may be in flight."""
-        hosted = self.cpu if self[member] is Place.CPU else self.streamed
-        master: Tensor | None = None
-        if self.is_hosted(member):
-            master = hosted.master(member) if hosted.has_master(member) else None
-        elif self._resident(member).has_master(member):
-            master = local_of(self._resident(member).inner[member.index])
-        if master is not None:
+        if self.part_of(member).has_master(member):
+            master = local_of(self.part_of(member).master(member))
             weights = local_of(member.parameter).detach().to(master.device)
             if not torch.equal(master.to(weights.dtype).view(torch.int16), weights.view(torch.int16)):
                 master.copy_(weights)
@@ -295,34 +280,24 @@ class Placement:
     def load(self, member: ParamView, state: Mapping[Any, Any], master: Tensor | None) -> None:
         """Replace state and master. A master counts at the next step where rounding it gives the weight.
         Nothing may be in flight."""
-        if self.is_hosted(member):
-            part = self.cpu if self[member] is Place.CPU else self.streamed
-            shards = {key: local_of(v) if isinstance(v, Tensor) else v for key, v in state.items()}
-            part.set_state(member, shards)
-            if master is not None and part.has_master(member):
-                part.master(member).copy_(local_of(master))
-            return
-        resident = self._resident(member)
-        resident.load(member, state)
-        if master is not None and resident.has_master(member):
-            local_of(resident.inner[member.index]).copy_(local_of(master))
-
-    def spread_count(self, member: ParamView) -> None:
-        """The count of the parameter's first piece may have been written: it is that of all pieces."""
-        part = self.cpu if self[member] is Place.CPU else self.streamed
-        part.spread_count(member)
-
-    def _resident(self, member: ParamView) -> ResidentPart:
-        return self.on_gpu if self[member] is Place.GPU else self.at_home
+        part = self.part_of(member)
+        part.set_state(member, state)
+        if master is not None and part.has_master(member):
+            local_of(part.master(member)).copy_(local_of(master))
 
     # -- about all of them -----------------------------------------------------------------------------------
     def step_resident(self, gradients: Mapping[int, Tensor]) -> None:
-        """Step what is not hosted, on the current lane."""
+        """Step what is not offloaded, on the current lane."""
         self.on_gpu.step(gradients)
-        self.at_home.step(gradients)
+        self.on_host.step(gradients)
 
     def sub_optimizers_on_host(self) -> list[Optimizer]:
-        return self.cpu.optimizers + ([self.at_home.optimizer] if self.at_home.optimizer is not None else [])
+        return self.cpu.optimizers + ([self.on_host.optimizer] if self.on_host.optimizer is not None else [])
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of state, masters and gradients."""
+        return self.cpu.host_bytes + self.streamed.host_bytes
 
     def describe(self) -> dict[str, Any]:
         """Where everything is: what a continuation with the same bits has to have again. Numbers and strings
@@ -341,10 +316,3 @@ class Placement:
         """Give the host memory back. Nothing may be in flight."""
         self.cpu.close()
         self.streamed.close()
-
-
-def may_fail_half_way(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a step may raise after it has written: any but torch's fused kernels, which check all they are
-    given first."""
-    known = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-    return not (cls in known and made_for_cpu(cls, kwargs).get("fused"))

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.errors import OffloadError
+from offload.optim.parts import HostPart
 from offload.optim.placing import Placement
 from offload.params.view import ParamView, local_of, sharded_like
 
@@ -52,7 +53,7 @@ class ShownState:
         """Blocks the host; nothing may be in flight, and nothing written."""
         self.shown.clear()
         for member in placed.members:
-            found = dict(placed.state_of(member)) if member.index in self.having else {}
+            found = dict(placed.part_of(member).state_of(member)) if member.index in self.having else {}
             if found and self._with_masters:
                 found[MASTER] = placed.master_of(member)
             if found:
@@ -98,8 +99,8 @@ class ShownState:
                     _refuse_incomplete(placed, member, state)
                     given = entry.get(MASTER)
                     placed.load(member, state, given if before and given is not before.get(MASTER) else None)
-                elif placed.is_hosted(member) and "step" in entry:
-                    placed.spread_count(member)
+                elif isinstance(part := placed.part_of(member), HostPart):
+                    part.copy_step_count(member)
                 self.having.add(member.index)
         self._note()
         self._looked = False
@@ -116,7 +117,7 @@ def _differs(entry: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
 
 
 def _refuse_incomplete(placed: Placement, member: ParamView, state: Mapping[Any, Any]) -> None:
-    needed = ("step", "exp_avg", "exp_avg_sq") if placed.cpu.flat and placed.is_hosted(member) else ()
+    needed = () if placed.cpu.whole or not placed.is_offloaded(member) else ("step", "exp_avg", "exp_avg_sq")
     missing = [name for name in needed if name not in state]
     if missing:
         raise ValueError(f"{member} has no {', '.join(missing)} in its state; torch's Adam needs all of them")
@@ -156,7 +157,7 @@ def matched(
     keys = chain.from_iterable(group["params"] for group in saved)
     mine = chain.from_iterable(group["params"] for group in groups)
     order = {key: placed.of[id(parameter)] for key, parameter in zip(keys, mine, strict=True)}
-    needed = ("step", "exp_avg", "exp_avg_sq") if placed.cpu.flat else ()
+    needed = () if placed.cpu.whole else ("step", "exp_avg", "exp_avg_sq")
     for key, member in order.items():
         state = loaded["state"].get(key, {})
         for name, value in state.items():

@@ -18,8 +18,9 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -28,20 +29,18 @@ from torch.optim import Optimizer
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError, OffloadError
-from offload.optim.cpu_step import CpuBucket
-from offload.optim.parts import CpuPart, StreamedPart
-from offload.optim.streamed_step import StreamedBucket
+from offload.optim.cpu_step import CpuBucket, CpuPart
+from offload.optim.parts import HostBucket
+from offload.optim.streamed_step import StreamedBucket, StreamedPart
 from offload.params.worker import Job, ReadyQueue, Worker
 
-__all__ = ["HostBucket", "HostedSteps"]
+__all__ = ["HostedSteps"]
 
 logger = logging.getLogger(__name__)
 
-HostBucket = CpuBucket | StreamedBucket
-
-LANDING_LEAD = 3
-"""Buckets whose gradients are on their way or there before the CPU asks for them: one lands in a fifth of the
-time that its step takes."""
+COPY_LEAD = 3
+"""Buckets whose gradients are on their way or there before the CPU asks for them: one is copied in a fifth of
+the time that its step takes."""
 
 
 class HostedSteps:
@@ -55,11 +54,11 @@ class HostedSteps:
         self._streamed = streamed
         self._stepper = Worker("optimizer-cpu", cores=engine.device.near_cores, threads=cpu_threads)
         self._streamer = Worker("optimizer-stream", threads=1)
-        self._to_step = ReadyQueue(self._stepper, _nothing)
+        self._to_step = ReadyQueue(self._stepper)
         self._to_stream = ReadyQueue(self._streamer, streamed.wait_for_slot)
         self._lock = threading.RLock()  # any thread may touch a weight; workers never take it
-        self._pending: dict[int, HostBucket] = {}  # of the last step, by id: issued or about to be
-        self._arrived: set[tuple[int, int]] = set()  # (bucket, lane) by id
+        # of the last step, issued or about to be, and by id the lanes that have waited for them
+        self._pending: dict[HostBucket, set[int]] = {}
         self._lane: Lane | None = None  # of step(): its memory is what the gradients came from
         self._failed: OffloadError | None = None
         self.when_waited: Callable[[int], None] = _nothing_of
@@ -68,25 +67,23 @@ class HostedSteps:
         """Called with a parameter's index before anybody waits for it; may raise."""
         self.buckets_of: dict[int, list[HostBucket]] = {}
         self.in_order: list[HostBucket] = []
-        self._places: dict[int, int] = {}  # in that order, by the bucket's id
 
     def index(self) -> None:
         """Parts have got new buckets."""
         self.buckets_of = {}
-        self.in_order = sorted(
-            (*self._cpu.buckets, *self._streamed.buckets),
-            key=lambda bucket: bucket.layout.pieces[0].parameter,
-        )
-        for bucket in self.in_order:
+        buckets: list[HostBucket] = [*self._cpu.buckets, *self._streamed.buckets]
+        self.in_order = sorted(buckets, key=lambda bucket: bucket.layout.pieces[0].parameter)
+        for rank, bucket in enumerate(self.in_order):
+            bucket.rank = rank
             for member in bucket.members:
                 self.buckets_of.setdefault(member.index, []).append(bucket)
-        self._places = {id(bucket): place for place, bucket in enumerate(self.in_order)}
 
     # -- issuing ---------------------------------------------------------------------------------------------
-    def release(self, buckets: Iterable[HostBucket]) -> Event:
-        """The point on compute after which the weights of these buckets, which hold their gradients, may be
+    def _release(self, buckets: Iterable[HostBucket]) -> Event:
+        """The point on compute after which the weights of these buckets, which have their gradients, may be
         written: all work that reads them has been issued."""
         device = self._engine.device
+        self._lane = device.compute
         for bucket in buckets:
             for part in bucket.weights:
                 device.note_read(device.compute, part.view(torch.uint8))
@@ -101,35 +98,30 @@ class HostedSteps:
             self._streamer.start()
 
     def submit(self, buckets: Sequence[HostBucket]) -> None:
-        """Give buckets, which hold their gradients, to the workers; see ReadyQueue for their order. Blocks
-        the
-        host: never.
+        """Give buckets, which have their gradients, to the workers; see ReadyQueue for their order. Blocks
+        the host: never.
 
-        Gradients leave LANDING_LEAD buckets ahead of the CPU: all at once would keep the streamed buckets'
-        state waiting behind them on d2h.
+        Gradients leave COPY_LEAD buckets ahead of the CPU: all at once would keep the streamed buckets' state
+        waiting behind them on d2h.
         """
-        device = self._engine.device
-        released = self.release(buckets)
-        self._lane = device.compute
+        released = self._release(buckets)
         for bucket in buckets:
             bucket.done.clear()
-            self._pending[id(bucket)] = bucket
+            self._pending[bucket] = set()
         on_cpu = [bucket for bucket in buckets if isinstance(bucket, CpuBucket)]
-        for place, mine in enumerate(on_cpu):
-            first = 0 if place == 0 else place + LANDING_LEAD - 1
-            for later in on_cpu[first : place + LANDING_LEAD]:
-                self._stepper.submit(functools.partial(later.land, released), _nothing)
+        for number, mine in enumerate(on_cpu):
+            first = 0 if number == 0 else number + COPY_LEAD - 1
+            for later in on_cpu[first : number + COPY_LEAD]:
+                self._stepper.submit(functools.partial(later.copy_gradients, released))
             step = functools.partial(mine.step, self._cpu.scratch)
-            self._to_step.submit(self._places[id(mine)], mine.has_landed, step, mine.done.set)
-        ring = self._streamed.ring
-        is_ready = functools.partial(device.poll, released)
+            self._to_step.submit(mine.rank, mine.has_gradients, step, mine.done.set)
+        is_ready = functools.partial(self._engine.device.poll, released)
         for bucket in buckets:
             if isinstance(bucket, StreamedBucket):
-                assert ring is not None
-                step = functools.partial(bucket.step, ring, released)
-                self._to_stream.submit(self._places[id(bucket)], is_ready, step, bucket.done.set)
+                assert self._streamed.ring is not None
+                step = functools.partial(bucket.step, self._streamed.ring, released)
+                self._to_stream.submit(bucket.rank, is_ready, step, bucket.done.set)
 
-    # -- everything on the calling thread --------------------------------------------------------------------
     def step_inline(
         self, flats: Mapping[int, Tensor], *, atomic: bool, step_resident: Callable[[], None]
     ) -> None:
@@ -139,48 +131,51 @@ class HostedSteps:
         atomic: an error in the CPU's part leaves weights and state as they were. step_resident: steps what is
             not offloaded.
         """
-        buckets = [bucket for bucket in self._cpu.buckets if _has(bucket, flats)]
-        streamed = [other for other in self._streamed.buckets if _has(other, flats)]
-        for bucket in buckets:
-            bucket.hold(flats)
-        made = self.release(buckets)
-        for bucket in buckets:
-            bucket.land(made)
-        for bucket in buckets:
-            bucket.load_gradients(self._cpu.scratch)
+        on_cpu = [bucket for bucket in self._cpu.buckets if bucket.has_any(flats)]
+        streamed = [bucket for bucket in self._streamed.buckets if bucket.has_any(flats)]
+        for bucket in on_cpu:
+            bucket.set_gradients(flats)
+        made = self._release(on_cpu)
+        for bucket in on_cpu:
+            bucket.copy_gradients(made)
+        optimizers = list(
+            dict.fromkeys(bucket.optimizer for bucket in on_cpu if bucket.optimizer is not None)
+        )
         try:
-            optimizers = dict.fromkeys(bucket.optimizer for bucket in buckets if bucket.optimizer is not None)
-            _step_all(list(optimizers), atomic=atomic)
+            for bucket in on_cpu:
+                bucket.load_gradients(self._cpu.scratch)
+            with _undone_on_error(optimizers if atomic else []):
+                for optimizer in optimizers:
+                    optimizer.step()
         finally:
-            for bucket in buckets:
+            for bucket in on_cpu:
                 bucket.unload_gradients()
         step_resident()
         for other in streamed:
-            other.hold(flats)
-        released = self.release(streamed)
-        self._lane = self._engine.device.compute
-        for bucket in buckets:
+            other.set_gradients(flats)
+        released = self._release(streamed)
+        for bucket in on_cpu:
             bucket.give_back()
-        self._pending = {id(bucket): bucket for bucket in buckets}
+            self._pending[bucket] = set()
         try:
             for other in streamed:
                 assert self._streamed.ring is not None
-                self._pending[id(other)] = other
+                self._pending[other] = set()
                 other.step(self._streamed.ring, released)
         finally:  # one that breaks off reads its gradients until then, too
-            self.settle()
+            self.finish()
 
     # -- waiting ---------------------------------------------------------------------------------------------
     @property
     def under_way(self) -> bool:
-        """Whether there are buckets that the training thread has not settled yet."""
+        """Whether there are buckets whose step the training thread has not finished yet."""
         return bool(self._pending)
 
     def is_pending(self, index: int) -> bool:
-        """Whether a bucket of the parameter is."""
-        return any(id(bucket) in self._pending for bucket in self.buckets_of.get(index, ()))
+        """Whether a bucket of the parameter is one of them."""
+        return any(bucket in self._pending for bucket in self.buckets_of.get(index, ()))
 
-    def arrive(self, indices: Sequence[int] | None) -> None:
+    def await_weights(self, indices: Iterable[int] | None = None) -> None:
         """Make the current lane wait for the weights of these parameters, None for all, and for what reads
         their gradients. Blocks the host until they are issued. The cost does not depend on what else is
         pending.
@@ -193,14 +188,12 @@ class HostedSteps:
         with self._lock:
             device = self._engine.device
             if device.is_capturing():
-                if self._pending.keys() <= {bucket for bucket, _ in self._arrived}:
+                if all(self._pending.values()):
                     return
                 raise CaptureError(
                     "weights of the last step are on their way while a graph is captured: inside it they "
-                    "cannot "
-                    "be waited for. Call the optimizer's synchronize_parameters() before the capture, or "
-                    "capture "
-                    "inside `with optimizer.engine.capturing():`"
+                    "cannot be waited for. Call the optimizer's synchronize_parameters() before the capture, "
+                    "or capture inside `with optimizer.engine.capturing():`"
                 )
             lane = device.compute
             for index in self.buckets_of if indices is None else indices:
@@ -210,8 +203,8 @@ class HostedSteps:
                 self.when_waited(index)
 
     def _await(self, bucket: HostBucket, lane: Lane) -> None:
-        key = (id(bucket), id(lane))
-        if id(bucket) not in self._pending or key in self._arrived:
+        lanes = self._pending.get(bucket)
+        if lanes is None or id(lane) in lanes:
             return
         bucket.done.wait()
         self.raise_failure()
@@ -220,22 +213,21 @@ class HostedSteps:
         device.wait(lane, bucket.returned, "weights back")
         for part in bucket.weights:
             device.note_read(lane, part.view(torch.uint8))
-        self._arrived.add(key)
+        lanes.add(id(lane))
         if lane is self._lane:
             bucket.drop_gradients()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """End the last step: every weight has been waited for. Blocks the host until its last bucket is
         issued."""
         self.raise_failure()
-        self.arrive(None)
+        self.await_weights()
         with self._lock:
-            self._pending = {}
-            self._arrived.clear()
+            self._pending.clear()
 
-    def settle_host(self) -> None:
-        """As `settle`, and the host may read and write state and masters. Blocks the host for the copies."""
-        self.settle()
+    def finish_on_host(self) -> None:
+        """As `finish`, and the host may read and write state and masters. Blocks the host for the copies."""
+        self.finish()
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -254,59 +246,56 @@ class HostedSteps:
         """The error that a worker raised, None without one."""
         return self._stepper.error or self._streamer.error
 
-    def fail(self, what: str) -> None:
-        """Refuse every later call with this error, until state is loaded."""
+    def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
+        """Refuse this and every later call with this error, until state is loaded. Blocks the host until the
+        workers are idle."""
         self._failed = OffloadError(what)
-        self._let_go()
-        raise self._failed
+        self._drop_pending()
+        raise self._failed from cause
 
     def raise_failure(self) -> None:
         """Raise a worker's error in the training thread, with what it means for weights and state. Blocks the
         host: never, but the first time until the workers are idle."""
         if self._failed is not None:
             raise self._failed
-        error = self.error
-        if error is not None:
-            count = len(self._pending)
-            self._failed = OffloadError(
-                f"a step failed on a worker ({type(error).__name__}: {error}), one of {count} buckets in it; "
-                "weights and state of different parameters may be a step apart. Load the last state dict, or "
-                "use atomic_step=True, which keeps the last whole step"
+        if (error := self.error) is not None:
+            self.fail(
+                f"a step failed on a worker ({type(error).__name__}: {error}), one of {len(self._pending)} "
+                "buckets in it; weights and state of different parameters may be a step apart. Load the last "
+                "state dict, or use atomic_step=True, which keeps the last whole step",
+                error,
             )
-            self._let_go()
-            raise self._failed from error
 
-    def _let_go(self) -> None:
+    def _drop_pending(self) -> None:
         """After a failure: once the workers are idle, no use of a weight waits any more. Weights stay as the
         failed step left them."""
-        for bucket in self._pending.values():
+        for bucket in self._pending:
             bucket.done.wait()
-        self._pending = {}
-        self._arrived.clear()
+        self._pending.clear()
         for index in self.buckets_of:
             self.when_waited(index)
 
-    def forgive(self) -> None:
+    def clear_error(self) -> None:
         """State is about to be loaded: forget what failed. Blocks the host until the workers are idle."""
-        self._let_go()
-        self._stepper.forgive()
-        self._streamer.forgive()
+        self._drop_pending()
+        self._stepper.clear_error()
+        self._streamer.clear_error()
         self._failed = None
 
+    # -- the end ---------------------------------------------------------------------------------------------
     def end(self, after: Job) -> None:
         """Bring what is under way to its end, end the workers, and call `after`: nothing waits for anything
-        then.
-        Blocks the host; on a worker's own thread, where a collector may run, it is left to that thread's
-        queue."""
+        then. Blocks the host; on a worker's own thread, where a collector may run, it is left to that
+        thread's queue."""
         if threading.current_thread().name in (self._stepper.name, self._streamer.name):
-            self._streamer.submit(functools.partial(self._end, after), _nothing)
+            self._streamer.submit(functools.partial(self._end, after))
         else:
             self._end(after)
 
     def _end(self, after: Job) -> None:
         try:
             if not self.failed:
-                self.settle()
+                self.finish()
         except Exception as error:  # a worker's, or of a device that is lost
             logger.warning("the optimizer was dropped in a step that failed: %s", error)
         self.close()
@@ -327,63 +316,37 @@ class HostedSteps:
             )
 
 
-def _has(bucket: HostBucket, flats: Mapping[int, Tensor]) -> bool:
-    return any(member.index in flats for member in bucket.members)
-
-
-def _nothing() -> None:
-    """Does nothing: for a landing, whose bucket stays with the worker, and for the CPU's queue, which waits
-    for nothing before it chooses."""
-
-
 def _nothing_of(index: int) -> None:
     """Does nothing: nobody asked to be told of this parameter."""
 
 
-# -- all or none ---------------------------------------------------------------------------------------------
-def _step_all(optimizers: Sequence[Optimizer], *, atomic: bool) -> None:
-    kept = [_copy_of(optimizer) for optimizer in optimizers] if atomic else []
+@contextmanager
+def _undone_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """All of these optimizers step, or none: an error puts back the weights that have a gradient, and their
+    state, and is raised as an OffloadError."""
+    leaves = [
+        (optimizer, leaf)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for leaf in group["params"]
+        if leaf.grad is not None
+    ]
+    entries = [dict(optimizer.state.get(leaf, {})) for optimizer, leaf in leaves]
+    values = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
+    copies = [(tensor, tensor.clone()) for tensor in (*(leaf for _, leaf in leaves), *values)]
     try:
-        for optimizer in optimizers:
-            optimizer.step()
+        yield
     except Exception as error:
-        if not atomic:
+        if not optimizers:
             raise
         with torch.no_grad():
-            for optimizer, copy in zip(optimizers, kept, strict=True):
-                _put_back(optimizer, copy)
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+        for (optimizer, leaf), entry in zip(leaves, entries, strict=True):
+            optimizer.state.pop(leaf, None)
+            if entry:
+                optimizer.state[leaf] = entry
         raise OffloadError(
             f"the step failed in {type(optimizers[0]).__name__} ({type(error).__name__}: {error}); weights "
-            "and state are those of the "
-            "last whole step"
+            "and state are those of the last whole step"
         ) from error
-
-
-_Kept = tuple[list[tuple[Tensor, Tensor]], dict[Tensor, dict[Any, tuple[Any, Tensor | None]]]]
-
-
-def _copy_of(optimizer: Optimizer) -> _Kept:
-    """What a step may change: weights that have a gradient, and their state."""
-    leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
-    state = {
-        leaf: {
-            key: (value, value.clone() if isinstance(value, Tensor) else None)
-            for key, value in optimizer.state[leaf].items()
-        }
-        for leaf in leaves
-        if leaf in optimizer.state
-    }
-    return [(leaf, leaf.clone()) for leaf in leaves], state
-
-
-def _put_back(optimizer: Optimizer, kept: _Kept) -> None:
-    weights, state = kept
-    for leaf, before in weights:
-        leaf.copy_(before)
-        if leaf not in state:
-            optimizer.state.pop(leaf, None)
-            continue
-        optimizer.state[leaf] = {key: value for key, (value, _) in state[leaf].items()}
-        for value, copy in state[leaf].values():
-            if copy is not None:
-                value.copy_(copy)

@@ -1,4 +1,4 @@
-"""Parameters whose state lives on the host and is stepped on the device: bucket by bucket through a ring of
+"""Parameters whose state is on the host and is stepped on the device: bucket by bucket through a ring of
 slots.
 
 State comes in on `h2d` while the bucket before is stepped and the one before that goes out on `d2h`, so both
@@ -40,7 +40,6 @@ bucket are read by `h2d` only after `d2h` wrote them in the step before.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,22 +48,24 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from offload.device import CopyPair, Event
+from offload.engine import OffloadEngine
 from offload.optim.classes import state_names
-from offload.params.layout import Bucket, Piece
-from offload.params.ring import Ring, Slot
-from offload.params.sections import HostSection
-from offload.params.view import ParamView, weights_win
+from offload.optim.parts import Groups, HostBucket, HostOptions, HostPart, group_values
+from offload.params.layout import Bucket
+from offload.params.ring import Ring
+from offload.params.sections import FlatSpec, HostSection
+from offload.params.view import ParamView, update_master
 from offload.transfer.copier import OwnedCopies
 
-__all__ = ["StreamedBucket"]
+__all__ = ["StreamedBucket", "StreamedPart"]
 
 
-class StreamedBucket:
+class StreamedBucket(HostBucket):
     """One bucket: its state on the host, its weights and gradients on the device.
 
-    master_dtype: of the arithmetic. Where it is the parameters' own the weights are stepped in place, else
-        masters travel with the state.
-    weights_on_host: weights and gradients live there too, as FSDP2's CPUOffloadPolicy keeps them, and travel
+    Where the master's dtype is the parameters' own the weights are stepped in place, else masters travel with
+    the state.
+    weights_on_host: weights and gradients are there too, as FSDP2's CPUOffloadPolicy keeps them, and travel
         with the state.
     """
 
@@ -76,14 +77,9 @@ class StreamedBucket:
         members: Mapping[int, ParamView],
         master_dtype: torch.dtype,
         *,
-        weights_on_host: bool = False,
+        weights_on_host: bool,
     ) -> None:
-        self.copies = copies
-        self.device = copies.device
-        self.section = section
-        self.layout = layout
-        self.members = [members[piece.parameter] for piece in layout.pieces]
-        self.master_dtype = master_dtype
+        super().__init__(copies, section, layout, members, master_dtype)
         self.groups: list[Mapping[str, Any]] = []
         """Values of each piece's param group, read at every step: `StreamedPart.regroup` gives them."""
         where = copies.device.torch_device
@@ -91,137 +87,98 @@ class StreamedBucket:
         """Counts of each piece, on the device."""
         self.has_master = section.has("master")
         self.weights_on_host = weights_on_host
-        self.stepped: Event | None = None
-        self.left: Event | None = None
-        self.done = threading.Event()
-        self.done.set()
-        self.weights: list[Tensor] = []  # of the step under way: the pieces that are stepped
-        self._gradients: list[tuple[int, Tensor, Tensor]] = []  # place, gradient, weights
+        self._state_out: Event | None = None
 
     def names(self) -> tuple[str, ...]:
         """The flats that travel."""
         moments = state_names({"amsgrad": any(group.get("amsgrad") for group in self.groups)})
         return (*moments, "master") if self.has_master else moments
 
-    def hold(self, gradients: Mapping[int, Tensor]) -> None:
-        """Keep the gradients until `step`. gradients: flat, by parameter; a parameter without one is not
-        stepped. Blocks the host only while the step before still uses this bucket."""
-        self.done.wait()
-        self._gradients = []
-        self.weights = []
-        for place, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
-            gradient = gradients.get(member.index)
-            if gradient is not None:
-                part = gradient.narrow(0, piece.first, piece.numel)
-                weights = member.flat.narrow(0, piece.first, piece.numel)
-                self._gradients.append((place, part, weights))
-                self.weights.append(weights)
-                self.device.note_write(self.device.compute, part.view(torch.uint8))
-
-    @property
-    def returned(self) -> Event | None:
-        """Recorded behind the new weights and the last use of the gradients."""
-        return self.stepped
-
-    def drop_gradients(self) -> None:
-        """Release the gradients. Called once the lane that they were allocated on has waited for `returned`,
-        or `returned` has passed."""
-        self._gradients = []
+    def state_of(self, position: int) -> dict[Any, Any]:
+        piece = self.layout.pieces[position]
+        moments = {name: self.flat(name, piece) for name in state_names(self.groups[position])}
+        return {"step": self.steps[position], **moments}
 
     def step(self, ring: Ring, released: Event) -> None:
         """Fetch the state, step, send the state back. The job of a worker, or of the calling thread.
 
+        released: recorded on compute behind the gradients and all reads of the weights.
         Blocks the host: never. Order: [Order: ring], [Order: state in], [Order: state here], [Order:
         gradients made], [Order: state out].
         """
-        device, layout = self.device, self.layout
-        slot = ring.take()
-        names = self.names()
-        if slot.free is not None:
-            device.wait(device.h2d, slot.free, "ring")
-        if self.left is not None:
-            device.wait(device.h2d, self.left, "state in")
-        size = {name: self.master_dtype.itemsize * layout.numel for name in names}
-        there = {name: slot.flats[name].narrow(0, 0, size[name]) for name in names}
-        host = {name: self.section.slot(name, layout.start, layout.numel) for name in names}
-        inward: list[CopyPair] = [(there[name], host[name]) for name in names]
-        outward: list[CopyPair] = [(host[name], there[name]) for name in names]
+        device, layout, slot = self.device, self.layout, ring.next_slot()
+        device.wait(device.h2d, slot.free, "ring")
+        if self._state_out is not None:
+            device.wait(device.h2d, self._state_out, "state in")
+        nbytes = layout.numel * self.master_dtype.itemsize
+        state = {name: slot.flats[name].narrow(0, 0, nbytes) for name in self.names()}
+        inward = [(flat, self.section.slot(name, layout.start, layout.numel)) for name, flat in state.items()]
+        outward: list[CopyPair] = [(on_host, flat) for flat, on_host in inward]
+        pieces = {name: self._pieces_in(flat) for name, flat in slot.flats.items()}
+        gradients, weights = self.gradients, self.weights
         if self.weights_on_host:
             device.wait(device.h2d, released, "gradients made")
-            for place, gradient, weights in self._gradients:
-                piece = layout.pieces[place]
-                of_slot = (
-                    self._piece_of(slot.flats["weights"], piece),
-                    self._piece_of(slot.flats["grad"], piece),
-                )
-                inward.append((of_slot[0].view(torch.uint8), weights.view(torch.uint8)))
-                inward.append((of_slot[1].view(torch.uint8), gradient.view(torch.uint8)))
-                outward.append((weights.view(torch.uint8), of_slot[0].view(torch.uint8)))
+            gradients, weights = pieces["grad"], pieces["weights"]
+            for flats, on_host in ((gradients, self.gradients), (weights, self.weights)):
+                inward += zip(map(_bytes_of, flats), map(_bytes_of, on_host), strict=True)
+            outward += zip(map(_bytes_of, self.weights), map(_bytes_of, weights), strict=True)
         try:
             device.wait(ring.lane, self.copies.fetch(inward), "state here")
             device.wait(ring.lane, released, "gradients made")
             with device.use_lane(ring.lane), torch.no_grad():
-                for name in names:
-                    device.note_write(ring.lane, there[name])
-                self._compute(there, slot)
-                self.stepped = device.record(ring.lane)
-            device.wait(device.d2h, self.stepped, "state out")
-            self.left = slot.free = self.copies.send(outward)
+                for flat in state.values():
+                    device.note_write(ring.lane, flat)
+                for gradient, weight in zip(gradients, weights, strict=True):
+                    device.note_read(ring.lane, _bytes_of(gradient))
+                    device.note_write(ring.lane, _bytes_of(weight))
+                self._compute(pieces, gradients, weights)
+                self.returned = device.record(ring.lane)
+            device.wait(device.d2h, self.returned, "state out")
+            self._state_out = slot.free = self.copies.send(outward)
         except BaseException:  # some of it was issued: gradients, slot and state are free after that
             device.wait(ring.lane, device.record(device.h2d), "state here")
-            self.stepped = device.record(ring.lane)
-            device.wait(device.d2h, self.stepped, "state out")
-            self.left = slot.free = device.record(device.d2h)
+            self.returned = device.record(ring.lane)
+            device.wait(device.d2h, self.returned, "state out")
+            self._state_out = slot.free = device.record(device.d2h)
             raise
 
-    def _piece_of(self, flat: Tensor, piece: Piece) -> Tensor:
-        """The piece's elements in a flat of the slot."""
-        size = self.master_dtype.itemsize
-        return flat.narrow(0, (piece.start - self.layout.start) * size, piece.numel * size).view(
-            self.master_dtype
-        )
+    def _pieces_in(self, flat: Tensor) -> list[Tensor]:
+        """The elements of each piece that is stepped, in a flat of the slot."""
+        dtype, first = self.master_dtype, self.layout.start
+        return [
+            flat.narrow(0, (piece.start - first) * dtype.itemsize, piece.numel * dtype.itemsize).view(dtype)
+            for piece in (self.layout.pieces[position] for position in self.stepped)
+        ]
 
-    def _compute(self, there: Mapping[str, Tensor], slot: Slot) -> None:
+    def _compute(
+        self, pieces: Mapping[str, Sequence[Tensor]], gradients: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> None:
         """On the ring's lane: one call of torch's Adam for each param group in the bucket."""
-        device = self.device
-        groups: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
-        for place, gradient, weights in self._gradients:
-            if self.weights_on_host:
-                piece = self.layout.pieces[place]
-                gradient, weights = (
-                    self._piece_of(slot.flats["grad"], piece),
-                    self._piece_of(slot.flats["weights"], piece),
-                )
-            device.note_read(device.compute, gradient.view(torch.uint8))
-            device.note_write(device.compute, weights.view(torch.uint8))
-            groups.setdefault(id(self.groups[place]), []).append((place, gradient, weights))
+        groups: dict[int, list[int]] = {}
+        for number, position in enumerate(self.stepped):
+            groups.setdefault(id(self.groups[position]), []).append(number)
         for chosen in groups.values():
-            pieces = [self.layout.pieces[place] for place, _, _ in chosen]
-            group = self.groups[chosen[0][0]]
-
-            def part(name: str, pieces: Sequence[Piece] = pieces) -> list[Tensor]:
-                return [self._piece_of(there[name], piece) for piece in pieces]
-
-            homes = [weights for _, _, weights in chosen]
-            gradients = [gradient for _, gradient, _ in chosen]
-            targets = part("master") if self.has_master else homes
-            if self.has_master:
-                widened = [self._piece_of(slot.flats["grad"], piece) for piece in pieces]
-                for master, weights, room in zip(targets, homes, widened, strict=True):
-                    weights_win(master, weights, room)
-                torch._foreach_copy_(widened, gradients)
-                gradients = widened
-            else:
-                # themselves, unless somebody gave another dtype
-                gradients = [gradient.to(self.master_dtype) for gradient in gradients]
+            group = self.groups[self.stepped[chosen[0]]]
             amsgrad = bool(group["amsgrad"])
+
+            def of_group(each: Sequence[Tensor], chosen: list[int] = chosen) -> list[Tensor]:
+                return [each[number] for number in chosen]
+
+            targets = own_weights = of_group(weights)
+            if self.has_master:
+                targets, widened = of_group(pieces["master"]), of_group(pieces["grad"])
+                for master, weight, room in zip(targets, own_weights, widened, strict=True):
+                    update_master(master, weight, room)
+                torch._foreach_copy_(widened, of_group(gradients))
+            else:  # themselves, unless somebody gave another dtype
+                widened = [gradient.to(self.master_dtype) for gradient in of_group(gradients)]
             adam(
                 targets,
-                gradients,
-                part("exp_avg"),
-                part("exp_avg_sq"),
-                part("max_exp_avg_sq") if amsgrad else [],
-                [self.steps[place] for place, _, _ in chosen],
+                widened,
+                of_group(pieces["exp_avg"]),
+                of_group(pieces["exp_avg_sq"]),
+                of_group(pieces["max_exp_avg_sq"]) if amsgrad else [],
+                [self.steps[self.stepped[number]] for number in chosen],
                 fused=True,
                 amsgrad=amsgrad,
                 beta1=group["betas"][0],
@@ -233,4 +190,62 @@ class StreamedBucket:
                 decoupled_weight_decay=group["decoupled_weight_decay"],
             )
             if self.has_master:
-                torch._foreach_copy_(homes, targets)
+                torch._foreach_copy_(own_weights, targets)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+class StreamedPart(HostPart[StreamedBucket]):
+    """Parameters whose state is streamed through the device. weights_on_host: the parameters themselves
+    too."""
+
+    described = "streamed"
+
+    def __init__(self, engine: OffloadEngine, options: HostOptions, *, weights_on_host: bool = False) -> None:
+        super().__init__(engine, options)
+        self._weights_on_host = weights_on_host
+        self.ring: Ring | None = None
+        self._ring_flats: tuple[int, list[tuple[str, int]]] = (0, [])
+
+    def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
+        names = [*state_names({}), *(["master"] if dtype != master_dtype else [])]
+        return [FlatSpec(name, master_dtype.itemsize, self.options.pin_params, zero=True) for name in names]
+
+    def _new_bucket(
+        self, copies: OwnedCopies, section: HostSection, layout: Bucket, master_dtype: torch.dtype
+    ) -> StreamedBucket:
+        on_host = self._weights_on_host
+        return StreamedBucket(copies, section, layout, self.members, master_dtype, weights_on_host=on_host)
+
+    def regroup(self, groups: Groups) -> None:
+        """As Part, and make room on the device for the buckets that are on it at once."""
+        if not self.buckets:
+            return
+        self._make_moments(groups)
+        values = {id(group): (group_values(group), group) for group in groups.values()}
+        self._values = list(values.values())
+        for bucket in self.buckets:
+            bucket.groups = [
+                values[id(groups[member.index])][0] if member.index in groups else {}
+                for member in bucket.members
+            ]
+        numel = max(bucket.layout.numel for bucket in self.buckets)
+        names = {name for bucket in self.buckets for name in bucket.names()}
+        size = max(bucket.master_dtype.itemsize for bucket in self.buckets)
+        also = ["weights", "grad"] if self._weights_on_host else ["grad"] if "master" in names else []
+        flats = [(name, size) for name in (*sorted(names), *also)]
+        if (numel, flats) != self._ring_flats:  # between steps
+            self._ring_flats = numel, flats
+            self.ring = Ring(self.engine.device, numel, flats)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Device memory of the buckets on the device."""
+        return self.ring.nbytes if self.ring is not None else 0
+
+    def wait_for_slot(self) -> None:
+        """Block the host until the ring has room for another bucket."""
+        assert self.ring is not None
+        self.ring.wait_for_slot()

@@ -13,7 +13,7 @@ calls no Python: in a region of the engine each replay waits before it; after a 
 compiled forward, `step()` itself waits for all.
 
     step()                         watch: a subclass becomes the class of each weight that is stepped
-    a touch, a module's forward    arrive: wait, then the weight is a plain Parameter again
+    a touch, a module's forward    await_weights, then the weight is a plain Parameter again
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
 
 from offload.compile.untraced import untraced
-from offload.engine import Client, OffloadEngine
+from offload.engine import OffloadEngine
 from offload.optim.stepping import HostedSteps
 
-__all__ = ["AwaitedGradient", "AwaitedWeight", "WeightWatch", "arrived"]
+__all__ = ["AwaitedGradient", "AwaitedWeight", "WeightWatch", "await_all", "weakly"]
 
 logger = logging.getLogger(__name__)
 
 _OWNER = "_offload_step"  # attribute of what is awaited: (steps, index)
 
+P = ParamSpec("P")
+
 _T: Any = Tensor
-_LOOKS = {
+_METADATA_READS = {
     *(getattr(_T.grad, accessor) for accessor in ("__get__", "__set__", "__delete__")),
     *(
         getattr(_T, name).__get__
@@ -60,18 +62,18 @@ class _Awaited(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _LOOKS:
+        if func in _METADATA_READS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        arrived((args, kwargs))
+        await_all((args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        arrived(self)
+        await_all(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        arrived(self)
+        await_all(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -84,14 +86,14 @@ class AwaitedWeight(_Awaited, nn.Parameter):
 
 
 @untraced
-def arrived(found: Any) -> None:
+def await_all(found: Any) -> None:
     """Have the current lane wait for what is awaited among `found`, in tuples, lists and dictionaries too; it
     is plain after this. Blocks the host until the step's part is issued."""
     for tensor in _awaited_in(found):
         owner = vars(tensor).get(_OWNER)
         if owner is not None:
             steps, index = owner
-            steps.arrive((index,))
+            steps.await_weights((index,))
         if isinstance(tensor, _Awaited):  # its step ended with others, or failed
             _make_plain(tensor)
 
@@ -116,28 +118,23 @@ _READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch that read the weights of modules below them without a call, by a way of their own."""
 
 
-class WeightWatch(Client):
-    """The weights of one optimizer while they are on their way; the engine's client "optim".
-
-    steps: whose. parameters: by index. Held by the optimizer; what it registers holds it weakly.
-    """
-
-    name = "optim"
+class WeightWatch:
+    """The weights of one optimizer while they are on their way. Held by the optimizer; what it registers
+    holds it weakly."""
 
     def __init__(self, engine: OffloadEngine, steps: HostedSteps) -> None:
         self._engine = engine
         self._steps = steps
-        self._watched: dict[int, Tensor] = {}
+        self._watched: dict[int, Tensor] = {}  # parameters, by index
         self._handles: list[Any] = []
         self.replays_unseen = False
         """A graph may be replayed, or a compiled forward run, that tells nobody: step() waits for all."""
-        steps.when_waited = self._waited
-        engine.attach(self)
+        steps.when_waited = weakly(self._waited)
 
     def attach(self, model: nn.Module, indices: Mapping[int, int]) -> None:
         """Each module of `model` waits for its own weights just before its forward. indices: of the
         parameters, by id."""
-        self.detach()
+        self.close()
         reference = weakref.ref(self)
         for module in model.modules():
             below = isinstance(module, _READ_BELOW)
@@ -150,28 +147,27 @@ class WeightWatch(Client):
                 # a backward of a forward before step() adds to the gradient in C++
                 self._handles.append(parameter.register_hook(_Hook(reference, [index])))
 
-    def detach(self) -> None:
+    def close(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    @staticmethod
-    def can_watch(parameter: Tensor) -> bool:
-        """Whether its class can be put back: torch's own Parameter, whose gradient is a plain tensor. What
-        FSDP2 shards is read by its gathers past Python."""
-        return type(parameter) in (nn.Parameter, AwaitedWeight) and (
-            (gradient := parameter.grad) is None
-            or (type(gradient) in (Tensor, AwaitedGradient) and not gradient._is_view())
-        )
-
-    def watch(self, index: int, parameter: Tensor, *, gradient: bool) -> None:
-        """From now on whoever touches the parameter, or with `gradient` its gradient, waits first."""
+    def watch(self, index: int, parameter: Tensor, *, gradient: bool) -> bool:
+        """From now on whoever touches the parameter, or with `gradient` its gradient, waits first. False,
+        and nothing, where its class could not be put back: it is not torch's own Parameter with a plain
+        gradient. What FSDP2 shards is read by its gathers past Python."""
+        found = parameter.grad
+        if type(parameter) not in (nn.Parameter, AwaitedWeight) or not (
+            found is None or (type(found) in (Tensor, AwaitedGradient) and not found._is_view())
+        ):
+            return False
         self._watched[index] = parameter
-        if gradient and (found := parameter.grad) is not None:
-            self._await(found, AwaitedGradient, index)
-        self._await(parameter, AwaitedWeight, index)
+        if gradient and found is not None:
+            self._mark(found, AwaitedGradient, index)
+        self._mark(parameter, AwaitedWeight, index)
+        return True
 
-    def _await(self, tensor: Tensor, cls: type[_Awaited], index: int) -> None:
+    def _mark(self, tensor: Tensor, cls: type[_Awaited], index: int) -> None:
         vars(tensor)[_OWNER] = (self._steps, index)
         tensor.__class__ = cls
 
@@ -184,31 +180,16 @@ class WeightWatch(Client):
         if isinstance(gradient := parameter.grad, AwaitedGradient):
             _make_plain(gradient)
 
-    # -- graphs ----------------------------------------------------------------------------------------------
-    def capture_begins(self) -> None:
-        """As Client: nothing in flight may be waited for in the capture."""
-        self._steps.settle_host()
+    def before_forward(self, indices: Sequence[int] | None) -> None:
+        """A module is about to read these weights; None: a compiled forward is about to read weights, and its
+        modules' hooks will not say again which."""
+        if indices is None:
+            self._warn("a compiled forward reads the optimizer's weights")
+        elif self._engine.device.is_capturing() and self._engine.transfers.capture is None:
+            self._warn("a forward is captured outside of a region of the optimizer's engine")
+        self._steps.await_weights(indices)
 
-    def capture_ends(self) -> None:
-        """As Client: each replay of the graph waits for the step before it."""
-        capture = self._engine.transfers.capture
-        if capture is not None:
-            reference = weakref.ref(self)
-            capture.before_replay.append(lambda: _arrive(reference))
-
-    def before_forward(self, indices: Sequence[int]) -> None:
-        """A module is about to read these weights."""
-        if self._engine.device.is_capturing() and self._engine.transfers.capture is None:
-            self._tell("a forward is captured outside of a region of the optimizer's engine")
-        self._steps.arrive(indices)
-
-    @untraced
-    def before_compiled(self) -> None:
-        """A compiled forward is about to read weights: which, its module's hooks will not say again."""
-        self._tell("a compiled forward reads the optimizer's weights")
-        self._steps.arrive(None)
-
-    def _tell(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         if not self.replays_unseen:
             self.replays_unseen = True
             logger.warning(
@@ -217,10 +198,6 @@ class WeightWatch(Client):
                 why,
             )
 
-    def close(self) -> None:
-        self._engine.detach(self)
-        self.detach()
-
 
 class _Hook:
     """Before a module's forward. A copy of the module, or what is read from a pickle of it, has its own
@@ -228,40 +205,39 @@ class _Hook:
 
     __slots__ = ("_indices", "_watch")
 
-    def __init__(self, watch: weakref.ref[WeightWatch], indices: Sequence[int]) -> None:
+    def __init__(self, watch: Callable[[], WeightWatch | None], indices: Sequence[int]) -> None:
         self._watch = watch
         self._indices = indices
 
     def __call__(self, *_: object, **__: object) -> None:
         if torch.compiler.is_compiling():
-            self._compiled()
-            return
-        watch = self._watch()
-        if watch is not None:
+            self._wait_untraced()
+        elif (watch := self._watch()) is not None:
             watch.before_forward(self._indices)
 
     @untraced
-    def _compiled(self) -> None:
-        watch = self._watch()
-        if watch is not None:
-            watch.before_compiled()
+    def _wait_untraced(self) -> None:
+        if (watch := self._watch()) is not None:
+            watch.before_forward(None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
-        return _Nothing()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(_no_watch, ())
 
-    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
-        return _Nothing, ()
-
-
-class _Nothing:
-    """What a hook is in a copy of its module."""
-
-    def __call__(self, *_: object, **__: object) -> None:
-        pass
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_no_watch, ())
 
 
-def _arrive(reference: weakref.ref[WeightWatch]) -> None:
-    """A graph may outlive the optimizer."""
-    watch = reference()
-    if watch is not None:
-        watch._steps.arrive(None)
+def _no_watch() -> None:
+    """Of a copied hook."""
+
+
+def weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """Calls a bound method while its object lives, and else does nothing: for hooks, which must not keep the
+    object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: P.args, **keywords: P.kwargs) -> None:
+        if (found := reference()) is not None:
+            found(*arguments, **keywords)
+
+    return call

@@ -6,7 +6,9 @@ One invariant: a slot is written again only behind the event of its last reader,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,14 +20,12 @@ RING_SLOTS = 3
 """Buckets on the device: one coming in, one being stepped, one going out."""
 
 
+@dataclass(slots=True)
 class Slot:
-    """Device memory for one bucket, and the event after which it may be written again."""
+    """Device memory for one bucket, by name, and the event after which it may be written again."""
 
-    __slots__ = ("flats", "free")
-
-    def __init__(self) -> None:
-        self.flats: dict[str, Tensor] = {}
-        self.free: Event | None = None
+    flats: dict[str, Tensor]
+    free: Event
 
 
 class Ring:
@@ -38,27 +38,20 @@ class Ring:
     def __init__(self, device: Device, numel: int, flats: Sequence[tuple[str, int]]) -> None:
         self.device = device
         self.lane: Lane = device.new_compute_lane("optimizer")
-        self.slots = [Slot() for _ in range(RING_SLOTS)]
-        self._next = 0
-        for slot in self.slots:
-            slot.flats = {name: device.empty(max(1, numel) * size) for name, size in flats}
+        made = [{name: device.empty(max(1, numel) * size) for name, size in flats} for _ in range(RING_SLOTS)]
         allocated = device.record(device.compute)
-        for slot in self.slots:
-            slot.free = allocated
+        self._slots = deque(Slot(each, allocated) for each in made)  # the one used longest ago first
 
     @property
     def nbytes(self) -> int:
-        return sum(flat.numel() for slot in self.slots for flat in slot.flats.values())
+        return sum(flat.numel() for slot in self._slots for flat in slot.flats.values())
 
     def wait_for_slot(self) -> None:
         """Block the host until the next slot is free, so that no more than RING_SLOTS buckets are queued in
-        front of others' copies, and weights on their way back from the CPU go past."""
-        free = self.slots[self._next].free
-        if free is not None:
-            self.device.synchronize(free)
+        front of others' copies, and weights that return from the CPU are not delayed by them."""
+        self.device.synchronize(self._slots[0].free)
 
-    def take(self) -> Slot:
+    def next_slot(self) -> Slot:
         """The slot used longest ago."""
-        slot = self.slots[self._next]
-        self._next = (self._next + 1) % RING_SLOTS
-        return slot
+        self._slots.rotate(-1)
+        return self._slots[-1]

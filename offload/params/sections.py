@@ -7,6 +7,7 @@ One invariant: the bytes of a section belong to it from its making to `close`; n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +19,14 @@ from offload.params.layout import ALIGN, Section
 __all__ = ["FlatSpec", "HostSection", "check_budget"]
 
 
-class FlatSpec:
-    """One flat of every section: its name, the bytes of one element, and whether it is pinned."""
+class FlatSpec(NamedTuple):
+    """One flat of every section: its name, the bytes of one element, whether it is pinned, and whether it
+    starts as zeros."""
 
-    __slots__ = ("element_bytes", "name", "pinned", "zero")
-
-    def __init__(self, name: str, element_bytes: int, *, pinned: bool, zero: bool = False) -> None:
-        self.name = name
-        self.element_bytes = element_bytes
-        self.pinned = pinned
-        self.zero = zero
+    name: str
+    element_bytes: int
+    pinned: bool
+    zero: bool = False
 
 
 def check_budget(arena: HostArena, nbytes: int, what: str) -> None:
@@ -42,7 +41,7 @@ def check_budget(arena: HostArena, nbytes: int, what: str) -> None:
 
 
 class HostSection:
-    """A section's flats as uint8 tensors, `bytes_of` a part of one as a typed view."""
+    """A section's flats as uint8 tensors: `slot` is a range of one, `view` the same with a dtype."""
 
     def __init__(self, arena: HostArena, layout: Section, specs: Sequence[FlatSpec]) -> None:
         """Blocks the host for the pinning. Raises HostBudgetError."""
@@ -54,25 +53,22 @@ class HostSection:
 
     def add(self, specs: Sequence[FlatSpec]) -> None:
         """More flats, between two steps. Blocks the host for the pinning. Raises HostBudgetError."""
-        arena, numel = self._arena, max(ALIGN, self.layout.numel)
+        numel = max(ALIGN, self.layout.numel)
         for pinned in (True, False):
             chosen = [spec for spec in specs if spec.pinned is pinned]
             if not chosen:
                 continue
-            total = sum(spec.element_bytes for spec in chosen) * numel
+            sizes = [spec.element_bytes * numel for spec in chosen]
             if pinned:
-                block = arena.contiguous(total)
+                block = self._arena.contiguous(sum(sizes))
                 self._blocks.append(block)
                 memory = block.extents[0]
             else:
-                memory = torch.empty(total, dtype=torch.uint8)
-            at = 0
-            for spec in chosen:
-                flat = memory.narrow(0, at, spec.element_bytes * numel)
-                at += spec.element_bytes * numel
+                memory = torch.empty(sum(sizes), dtype=torch.uint8)
+            for spec, flat in zip(chosen, memory.split(sizes), strict=True):
+                self._flats[spec.name] = flat, spec.element_bytes
                 if spec.zero:
                     flat.zero_()  # a block may have been used before
-                self._flats[spec.name] = flat, spec.element_bytes
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ __all__ = [
     "laid_out_as",
     "local_of",
     "sharded_like",
-    "weights_win",
+    "update_master",
 ]
 
 
@@ -196,7 +196,7 @@ def laid_like(tensor: Tensor, value: Tensor) -> Tensor:
     )
 
 
-def weights_win(master: Tensor, weights: Tensor, room: Tensor | None = None) -> None:
+def update_master(master: Tensor, weights: Tensor, room: Tensor | None = None) -> None:
     """Where rounding an element of `master` does not give the weight's bits, somebody wrote the weight: it
     becomes the master. Elsewhere the master knows more than the weight does.
 

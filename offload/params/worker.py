@@ -1,21 +1,22 @@
 """A thread that runs jobs one after the other, so that the training thread need not wait for them. The first
 error is kept for the next call.
 
-A `ReadyQueue` lets the thread choose, when it is free, which of the waiting jobs it takes. One invariant:
-after a job has failed no further job runs until `forgive`; waiting threads are woken, and the error is raised
-in the training thread.
+A `ReadyQueue` lets the thread choose, when it is free, which of the waiting jobs it runs. One invariant:
+after a job has failed no further job runs until `clear_error`; waiting threads are woken, and the error is
+raised in the training thread.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,10 @@ from offload.errors import OffloadError
 __all__ = ["Job", "ReadyQueue", "Worker"]
 
 Job = Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Shared:
@@ -49,10 +54,9 @@ class Worker:
         self._cores = frozenset(cores)
         self._threads = threads
         self._shared = _Shared()
-        self._thread: threading.Thread | None = None
         self._end: weakref.finalize[..., Worker] | None = None
 
-    def submit(self, job: Job, after: Job) -> None:
+    def submit(self, job: Job, after: Job = _nothing) -> None:
         """Run `job` after those before it, then `after`, which also runs if the job fails or is dropped.
         Blocks the host: never, but for the start of the thread, once. Raises as `start`; neither will run
         then."""
@@ -71,7 +75,7 @@ class Worker:
         with self._shared.idle:
             self._shared.idle.wait_for(lambda: self._shared.unfinished == 0)
 
-    def forgive(self) -> None:
+    def clear_error(self) -> None:
         """Jobs may run again after an error."""
         self.synchronize()
         self._shared.error = None
@@ -81,12 +85,11 @@ class Worker:
         if self._end is not None:
             self._end()
             self._end = None
-            self._thread = None
 
     def start(self) -> None:
         """Start the thread, so that no `submit` can fail. Blocks the host for the start, once. Raises
         OffloadError if it cannot."""
-        if self._thread is not None:
+        if self._end is not None:
             return
         count = self._threads if self._threads is not None else _default_threads(len(self._cores))
         started = threading.Event()
@@ -104,7 +107,6 @@ class Worker:
             ) from error
         started.wait()
         torch.set_num_threads(before)  # the thread's own number has also become that of threads to come
-        self._thread = thread
         # at exit too: a kernel must not outlive the interpreter
         self._end = weakref.finalize(self, _finish, self._shared, thread)
 
@@ -156,15 +158,14 @@ def _run(shared: _Shared, cores: frozenset[int], threads: int, started: threadin
 # worker takes, of the buckets whose gradients are there, the one that the next forward needs first.
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """place: in the order in which the next forward needs the buckets. came: in that of their coming.
+class _Entry(NamedTuple):
+    """rank: in the order in which the next forward needs the buckets. number: in that of their submission.
 
     is_ready: whether its gradients are there; never blocks, and raises where the device is lost.
     """
 
-    place: int
-    came: int
+    rank: int
+    number: int
     is_ready: Callable[[], bool]
     step: Job
     done: Job
@@ -174,55 +175,45 @@ class ReadyQueue:
     """Buckets that wait for one worker. before: run by the worker before it chooses, so that it chooses late;
     may block the worker."""
 
-    def __init__(self, worker: Worker, before: Job) -> None:
+    def __init__(self, worker: Worker, before: Job = _nothing) -> None:
         self._worker = worker
         self._before = before
         self._lock = threading.Lock()
-        # by place: the first ready one is the one to take, and nothing is asked of those behind it
+        # by rank: the first ready one is the one to step, and nothing is asked of those behind it
         self._entries: list[_Entry] = []
-        self._came = 0
-        self._taken: _Entry | None = None  # seen by the worker's thread only
+        self._numbers = itertools.count()
+        self._chosen: _Entry | None = None  # seen by the worker's thread only
 
-    def submit(self, place: int, is_ready: Callable[[], bool], step: Job, done: Job) -> None:
+    def submit(self, rank: int, is_ready: Callable[[], bool], step: Job, done: Job) -> None:
         """Have the worker run `step` once, and then `done`, which also runs if the step fails or is dropped.
         Blocks the host: never, but for the start of the worker, once. Raises OffloadError if it cannot start;
         the bucket does not wait then."""
         self._worker.start()  # first: a bucket without a job would be waited for for ever
         with self._lock:
-            self._came += 1
-            bisect.insort(
-                self._entries,
-                _Entry(place, self._came, is_ready, step, done),
-                key=operator.attrgetter("place"),
-            )
+            bisect.insort(self._entries, _Entry(rank, next(self._numbers), is_ready, step, done))
         self._worker.submit(self._step_one, self._end_one)
 
     def _step_one(self) -> None:
+        """Step the ready bucket that is needed first; if none is ready, the one that was submitted first: the
+        backward makes gradients in that order."""
         self._before()
         with self._lock:
-            self._taken = self._remove(self._chosen())
-        self._taken.step()
+            alone = len(self._entries) == 1
+            ready = next((entry for entry in self._entries if alone or entry.is_ready()), None)
+            self._chosen = self._remove(ready)
+        self._chosen.step()
 
     def _end_one(self) -> None:
-        """End the bucket that came first: a job that was dropped, or that failed before it chose, has taken
-        none."""
-        taken, self._taken = self._taken, None
-        if taken is None:
+        """End the chosen bucket, or the one that was submitted first: a job that was dropped, or that failed
+        before it chose, has chosen none."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is None:
             with self._lock:
-                taken = self._remove(self._first())
-        taken.done()
+                chosen = self._remove(None)
+        chosen.done()
 
-    # -- inside, with the lock held --------------------------------------------------------------------------
-    def _chosen(self) -> _Entry:
-        """The ready one that is needed first; if none is ready, the one that came first: the backward makes
-        gradients in that order."""
-        if len(self._entries) == 1:
-            return self._entries[0]
-        return next((entry for entry in self._entries if entry.is_ready()), None) or self._first()
-
-    def _first(self) -> _Entry:
-        return min(self._entries, key=operator.attrgetter("came"))
-
-    def _remove(self, entry: _Entry) -> _Entry:
+    def _remove(self, entry: _Entry | None) -> _Entry:
+        """With the lock held. None: the one that was submitted first."""
+        entry = entry or min(self._entries, key=operator.attrgetter("number"))
         self._entries.remove(entry)
         return entry

@@ -71,10 +71,14 @@ SHARDS = {
     ),
 }
 CLIPPED = {
-    f"shards, clipped by {clip}, {fraction}, {share}": Case(
-        over="shards", options={"offload_fraction": fraction, "cpu_share": share}, clip=clip
-    )
-    for clip, fraction, share in (("own", 0.5, 1.0), ("argument", 1.0, 0.5), ("torch", 0.0, 0.5))
+    **{
+        f"shards, clipped by {clip}, {fraction}, {share}": Case(
+            over="shards", options={"offload_fraction": fraction, "cpu_share": share}, clip=clip
+        )
+        for clip, fraction, share in (("own", 0.5, 1.0), ("argument", 1.0, 0.5), ("torch", 0.0, 0.5))
+    },
+    # gradients that are shares of a sum: step() clipped the sums, and stepped with what it had summed before
+    "tensor, clipped by argument": Case(over="tensor", options=BOTH, clip="argument", microbatches=2),
 }
 TENSOR = {
     f"tensor, {name}": Case(over="tensor", options=options, clip=clip, microbatches=2)

@@ -90,7 +90,7 @@ class Edge:
 
 
 EDGES = {
-    "land": Edge(plain(1.0), "RAW", ("d2h", "compute")),
+    "gradients out": Edge(plain(1.0), "RAW", ("d2h", "compute")),
     "weights back": Edge(plain(1.0), "RAW", ("compute", "h2d")),
     "state in": Edge(plain(0.0), "RAW", ("h2d", "d2h")),  # one bucket: with three and more the ring orders it
     "ring": Edge(

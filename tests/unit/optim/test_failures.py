@@ -449,7 +449,7 @@ def test_a_worker_runs_jobs_in_order_and_drops_those_after_an_error() -> None:
     worker.synchronize()
     assert seen == ["one", "after one", "after failure", "after never"]
     assert isinstance(worker.error, KeyError)
-    worker.forgive()
+    worker.clear_error()
     worker.submit(lambda: seen.append("again"), lambda: None)
     worker.synchronize()
     assert seen[-1] == "again"

@@ -1,0 +1,351 @@
+"""One step of the hybrid optimizer: it reads the gradients, clips them, gives buckets to their workers, and
+orders later uses of weights behind the step.
+
+placing.py has decided before what is stepped where; hybrid.py is what the user holds. One invariant: a step
+either begins with every gradient checked and every promise kept, or raises before anything is stepped;
+`overlap="step"` returns when every later use of a weight or gradient is ordered behind the step.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from offload.client import Client
+from offload.engine import OffloadEngine
+from offload.optim.backward import BackwardSteps
+from offload.optim.placing import Placement, PlacingOptions
+from offload.optim.ranks import clip_, several_ranks, total_norm
+from offload.optim.state import ShownState
+from offload.optim.stepping import HostedSteps
+from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
+from offload.params.view import count_write, laid_out_as
+from offload.telemetry.records import ClientStats
+
+__all__ = ["Overlap", "StepRunner", "checked_overlap"]
+
+Overlap = Literal["step", "forward", "backward"]
+
+_OPEN: weakref.WeakSet[StepRunner] = weakref.WeakSet()
+"""Of all optimizers that are not closed."""
+
+
+def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool, clips: bool) -> Overlap:
+    """The argument, if it can be exact. Raises ValueError that says what to use instead."""
+    if overlap not in get_args(Overlap):
+        raise ValueError(f'overlap is {overlap!r}, must be "step", "forward" or "backward"')
+    if overlap == "step":
+        return "step"
+    if overlap == "forward" and model is None:
+        raise ValueError(
+            'overlap="forward" needs model=, whose modules wait for their weights; give it, or use "step"'
+        )
+    if not has_workers:
+        raise ValueError(
+            f"overlap={overlap!r} needs workers; overlap_cpu_optimizer_d2h_h2d=False and an atomic step "
+            'have none: leave them out, or use overlap="step"'
+        )
+    if overlap == "backward" and clips:
+        raise ValueError(
+            'overlap="backward" and max_grad_norm: the norm is known only after the backward; leave one out'
+        )
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for name, module in model.named_modules() if model is not None else ():
+        if isinstance(module, fsdp):
+            raise ValueError(
+                f"overlap={overlap!r}: {name or 'the model'} is a FullyShardedDataParallel (FSDP1): its "
+                'flat parameter is read unseen; use overlap="step", or FSDP2'
+            )
+        replicas = isinstance(module, nn.parallel.DistributedDataParallel) and several_ranks()
+        if overlap == "backward" and replicas:
+            raise ValueError(
+                f'overlap="backward" promises final gradients, and {name or "the model"} is a '
+                f"DistributedDataParallel over {torch.distributed.get_world_size()} ranks, which reduces "
+                'them later; use overlap="forward"'
+            )
+    return "forward" if overlap == "forward" else "backward"
+
+
+class StepRunner(Client):
+    """The parts of one optimizer and its steps; the engine's client "optim".
+
+    groups: the user's param groups, as they are when it is called; must not keep the optimizer alive.
+    workers: whether buckets are stepped by workers, or all on the calling thread. atomic: whether an error
+        leaves the last whole step. Blocks the host for pinning. Raises ValueError or HostBudgetError.
+    """
+
+    name = "optim"
+
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        options: PlacingOptions,
+        groups: Callable[[], list[dict[str, Any]]],
+        *,
+        overlap: Overlap,
+        model: nn.Module | None,
+        workers: bool,
+        atomic: bool,
+    ) -> None:
+        self.overlap = overlap
+        self.last_grad_norm: Tensor | None = None
+        self._engine = engine
+        self._groups = groups
+        self._model = model
+        self._names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
+        self._workers = workers
+        self._atomic = atomic
+        self.placed = Placement(engine, options)
+        self.shown = ShownState(with_masters=options.host.masters_in_fp32)
+        self.steps = HostedSteps(engine, self.placed.cpu, self.placed.streamed, options.cpu_threads)
+        self._watch = WeightWatch(engine, self.steps) if overlap != "step" else None
+        self.backward: BackwardSteps | None = None
+        if overlap == "backward":
+            assert self._watch is not None
+            begin = weakly(self._begin)
+            self.backward = BackwardSteps(engine.device, self.placed, self.steps, self._watch, begin)
+        try:
+            self.regroup()
+        except BaseException:
+            self.close()  # what was pinned goes back to an engine that others use
+            raise
+        engine.attach(self)
+
+    # -- groups ----------------------------------------------------------------------------------------------
+    def regroup(self) -> None:
+        """Follow the user's param groups. Blocks the host for pinning. Raises ValueError or
+        HostBudgetError."""
+        self._refuse_shared()
+        offloaded = self.placed.regroup(self._groups(), self._names)
+        self.steps.index()
+        if self.backward is not None:
+            self.backward.hook(offloaded)
+        if self._watch is not None and self._model is not None:
+            indices = {id(member.parameter): member.index for member in self.placed.members}
+            self._watch.attach(self._model, indices)
+
+    def _refuse_shared(self) -> None:
+        """Raises ValueError for a parameter that another open optimizer has too, where one of the two steps
+        it in the backward: two steps of one weight would run beside each other."""
+        if self._shared() is not None:
+            gc.collect()  # a learning-rate scheduler makes a circle of its optimizer, which outlives its drop
+        if (shared := self._shared()) is not None:
+            parameter, overlap = shared
+            name = self._names.get(id(parameter), "a parameter")
+            raise ValueError(
+                f"{name} ({parameter.numel():,} elements of {parameter.dtype}) is stepped by another "
+                f'optimizer, of overlap="{overlap}", and by this one, of overlap="{self.overlap}": a step in '
+                "the backward would run beside the other's; close() the other one, leave the parameter out "
+                'of one of them, or use overlap="forward" or "step" for both'
+            )
+        _OPEN.add(self)
+
+    def _shared(self) -> tuple[Tensor, Overlap] | None:
+        others = [
+            other for other in _OPEN if other is not self and "backward" in (other.overlap, self.overlap)
+        ]
+        mine = {id(p) for group in self._groups() for p in group["params"]} if others else set()
+        found = (
+            (p, other.overlap)
+            for other in others
+            for group in other._groups()
+            for p in group["params"]
+            if id(p) in mine
+        )
+        return next(found, None)
+
+    def follow_user(self) -> None:
+        """Take over what the user has changed since the last step: groups, state, memory. Blocks the host
+        where groups or state were."""
+        if not self.placed.is_grouped_as(self._groups()):
+            self.steps.finish_on_host()
+            self.regroup()
+        if self.shown.is_written():
+            self.steps.finish_on_host()
+            self.shown.take_writes(self.placed)
+        for member in self.placed.grouped:
+            self.placed.follow(member, self.steps.finish_on_host)
+
+    # -- the step --------------------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        """End the last step, and take over what the user has changed since. Blocks the host until the last
+        step is issued."""
+        if self._workers:
+            self.steps.start_workers()
+        self.steps.finish()
+        for member in self.placed.members:
+            if isinstance(member.parameter, AwaitedWeight):  # another optimizer's step of it
+                await_all(member.parameter)
+        self.follow_user()
+        self.placed.refuse_shared_memory()
+        self.placed.refresh()
+
+    def step(self, max_grad_norm: float | None) -> None:
+        """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""
+        stepped = self.backward.stepped if self.backward is not None else set()
+        if stepped:
+            self.steps.raise_failure()
+            self._check_promise(max_grad_norm)
+        else:
+            self._begin()
+        if max_grad_norm is not None:
+            self.clip(max_grad_norm, 2.0, None)
+        gradients = self._gradients()
+        if self.backward is not None:
+            self.backward.check(gradients)
+        buckets = [bucket for bucket in self.steps.in_order if bucket not in stepped]
+        needed = {member.index for bucket in buckets for member in bucket.members}
+        offloaded = [
+            member
+            for member in self.placed.grouped
+            if self.placed.is_offloaded(member) and member.index in gradients
+        ]
+        flats = {
+            member.index: member.flat_gradient(gradients[member.index])
+            for member in offloaded
+            if member.index in needed
+        }
+        if self._workers:
+            self.placed.step_resident(gradients)
+            buckets = [bucket for bucket in buckets if bucket.has_any(flats)]
+            for bucket in buckets:
+                bucket.set_gradients(flats)
+            self.steps.submit(buckets)
+        else:
+            self.steps.step_inline(
+                flats, atomic=self._atomic, step_resident=lambda: self.placed.step_resident(gradients)
+            )
+        count_write(offloaded)
+        self.shown.having.update(gradients)
+        if self.backward is not None:
+            self.backward.end_step()
+        self._order_readers()
+
+    def _check_promise(self, max_grad_norm: float | None) -> None:
+        """What has changed since buckets were stepped in the backward is an error."""
+        assert self.backward is not None
+        if not self.placed.is_grouped_as(self._groups()) or self.placed.changed_values():
+            self.backward.raise_if_stepped("the param groups changed")
+        if self.shown.is_written():
+            self.backward.raise_if_stepped("optimizer.state was read or written")
+        if max_grad_norm is not None:
+            self.backward.raise_if_stepped("clipping was asked for")
+
+    def _order_readers(self) -> None:
+        """Order every later use of a weight behind its return: here, or at its first touch."""
+        if self._watch is None or self._model is None or self._watch.replays_unseen:
+            self.steps.await_weights()
+            return
+        self.steps.await_weights(
+            [
+                member.index
+                for member in self.placed.members
+                if self.steps.is_pending(member.index)
+                and not self._watch.watch(member.index, member.parameter, gradient=True)
+            ]
+        )
+
+    def clip(self, max_norm: float, norm_type: float, total: Tensor | None) -> Tensor:
+        """As HybridDeviceOptimizer.clip_grad_norm_."""
+        gradients = [found for member in self.placed.grouped if (found := member.gradient) is not None]
+        await_all(gradients)
+        norm = total
+        if norm is None:
+            norm = total_norm(gradients, norm_type, self._engine.device.torch_device)
+        # summed where a rank has a share: a scaled sum is not the sum of scaled shares, bit for bit
+        laid_out = self._gradients()
+        for index, gradient in laid_out.items():
+            self.placed.members[index].gradient = gradient
+        clip_(list(laid_out.values()), max_norm, norm)
+        self.last_grad_norm = norm
+        return norm
+
+    def _gradients(self) -> dict[int, Tensor]:
+        """By parameter, as the parameter lies. Collective where a DTensor's gradient lies otherwise."""
+        return {
+            member.index: laid_out_as(member.parameter, found)
+            for member in self.placed.grouped
+            if (found := member.gradient) is not None
+        }
+
+    def drop_gradients(self, set_to_none: bool) -> None:
+        """As HybridDeviceOptimizer.zero_grad, of what only this optimizer has: the steps in the backward, and
+        `decoupled_grad`."""
+        if self.backward is not None:
+            self.backward.raise_if_stepped("zero_grad was called without step()")
+            self.backward.start_over()
+        if not set_to_none and self.steps.in_order:
+            self.refuse_in_capture("zero_grad(set_to_none=False)")
+            self.steps.await_weights()
+        for member in self.placed.members:
+            decoupled = getattr(member.parameter, "decoupled_grad", None)
+            if decoupled is not None:
+                if set_to_none:
+                    member.parameter.decoupled_grad = None  # type: ignore[attr-defined]
+                else:
+                    decoupled.zero_()
+
+    # -- between steps ---------------------------------------------------------------------------------------
+    def rest(self) -> None:
+        """End every copy and step: after it the host may read and write weights, state and masters. Blocks
+        the host."""
+        self.raise_if_stepped("state was asked for before step()")
+        self.steps.finish_on_host()
+
+    def raise_if_stepped(self, what: str) -> None:
+        """`what` happened, as a sentence: an error if the backward has stepped anything."""
+        if self.backward is not None:
+            self.backward.raise_if_stepped(what)
+
+    def forget_step(self) -> None:
+        """Before state is loaded: wait for the step under way, and forget a failure."""
+        if self.backward is not None:
+            self.backward.start_over()
+        if self.steps.failed:
+            self.steps.clear_error()
+        self.steps.finish_on_host()
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise CaptureError for a call that uses workers or host state. An optimizer that keeps all state on
+        the device may be captured."""
+        if self.steps.in_order:
+            self._engine.refuse_in_capture(f"the optimizer's {what}")
+
+    # -- the engine's client ---------------------------------------------------------------------------------
+    def end_step(self) -> ClientStats:
+        return ClientStats(lent_bytes=self.placed.host_bytes, device_bytes=self.placed.streamed.ring_bytes)
+
+    def capture_begins(self) -> None:
+        """As Client: nothing in flight may be waited for in the capture."""
+        if self._watch is not None:
+            self.steps.finish_on_host()
+
+    def capture_ends(self) -> None:
+        """As Client: each replay of the graph waits for the step before it."""
+        capture = self._engine.transfers.capture
+        if self._watch is not None and capture is not None:
+            capture.before_replay.append(weakly(self.steps.await_weights))
+
+    def end(self) -> None:
+        """The optimizer was dropped: its hooks go, its weights arrive, and its host memory goes back."""
+        _OPEN.discard(self)
+        if self.backward is not None:
+            self.backward.close()
+        self.steps.end(self.placed.close)
+
+    def close(self) -> None:
+        """End the workers and give the host memory back. Blocks the host."""
+        _OPEN.discard(self)
+        self._engine.detach(self)
+        if self.backward is not None:
+            self.backward.close()
+        if self._watch is not None:
+            self._watch.close()
+        self.steps.close()
+        self.placed.close()
