@@ -68,7 +68,7 @@ class OffloadEngine:
         self.config = checked_config(config)
         self.device: Device = select_device(device) if device is None or isinstance(device, str) else device
         self.lock = threading.RLock()
-        self.arena = HostArena(self.device, budget=budget if budget is not None else _budget_of(self.config))
+        self.arena = HostArena(self.device, budget=_budget_of(self.config, budget))
         self.limits = Limits(self.config)
         self.copier = Copier(self.device, admission if admission is not None else CapsAdmission(self.limits))
         self.transfers = TransferEngine(self.arena, self.limits, self.copier, audit=self.config.audit)
@@ -144,7 +144,7 @@ class OffloadEngine:
         with self.lock:
             self.refuse_in_capture("a change of the engine's limits")
             before, held_bytes = self.arena.budget, self.arena.held_bytes
-            self.arena.change_budget(budget if budget is not None else _budget_of(config))
+            self.arena.change_budget(_budget_of(config, budget))
             try:
                 self.reserve_host(config.host_reserve_bytes)
             except BaseException:
@@ -245,14 +245,14 @@ class OffloadEngine:
     def _end_step(self) -> StepStats:
         self.refuse_in_capture("a step's end")
         self._stepping = False
-        self._saves = counts = TransferCounts()
+        self._saves = TransferCounts()
         figures: defaultdict[str, ClientStats] = defaultdict(ClientStats)
         for client in self.clients:
             figures[client.name] += client.end_step()
         for name, copies in self.copier.take_counts().items():
             figures[name] += ClientStats(**asdict(copies))
         self.externals.forget_dead()
-        arena, counts = self.arena.stats(), self._saves
+        arena, counts, total = self.arena.stats(), self._saves, sum(figures.values(), ClientStats())
         self.last_stats = StepStats(
             step=self.step,
             saved=counts.saved,
@@ -261,8 +261,8 @@ class OffloadEngine:
             restored=counts.restored,
             spill_bytes=counts.spill_bytes,
             restore_bytes=counts.restore_bytes,
-            stall_ms=sum(client.stall_ms for client in figures.values()),
-            stall_count=sum(client.stall_count for client in figures.values()),
+            stall_ms=total.stall_ms,
+            stall_count=total.stall_count,
             refused=counts.refused,
             refused_bytes=counts.refused_bytes,
             device_bytes_peak=counts.device_bytes_peak,
@@ -298,8 +298,8 @@ class OffloadEngine:
         if leftovers:
             logger.warning(
                 "step %d ended with %s saved tensors (%s bytes) whose backward has not run; they are "
-                "dropped, and reading one raises "
-                "StaleHandleError. Run the backward first, or forward without gradients in evaluation",
+                "dropped, and reading one raises StaleHandleError. Run the backward first, or forward "
+                "without gradients in evaluation",
                 self.step,
                 f"{leftovers:,}",
                 f"{leftover_bytes:,}",
@@ -367,6 +367,8 @@ def default_engine(
         return engine
 
 
-def _budget_of(config: OffloadConfig) -> HostBudget:
+def _budget_of(config: OffloadConfig, given: HostBudget | None) -> HostBudget:
+    if given is not None:
+        return given
     limit = config.host_limit_bytes
     return LocalHostBudget(limit if limit is not None else default_host_limit_bytes())

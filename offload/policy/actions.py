@@ -1,8 +1,7 @@
 """The words of every plan: one action of a schedule, the bytes of a chunk's groups, the rates of the link.
 
-A schedule is data: the same values feed the bound, the simulation, the plan after warm-up and the benchmark,
-and an action has one text form, `3F1`, that logs, tests and errors share. One invariant: everything here is
-an immutable number or name; nothing knows a tensor.
+The bound, the simulation, the plan after warm-up and the benchmark take the same values. One invariant:
+everything here is an immutable number or name; nothing knows a tensor.
 
     chunk   what one forward saves, named by (stage, microbatch)
     group   one module's part of a chunk; groups are counted in forward order, from 0
@@ -114,9 +113,8 @@ class Rates:
     h2d_bytes_per_s: float
     """Host to device with the other direction idle."""
     duplex_bytes_per_s: float | None = None
-    """Both directions together when both run. None: the sum of the two, a link whose directions do not
-    disturb each other. Counted as no less than the faster direction alone, since an engine could take
-    turns."""
+    """Both directions together when both run. None: their sum, as if they did not disturb each other. Counted
+    as no less than the faster direction alone, since an engine could take turns."""
 
     def __post_init__(self) -> None:
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
@@ -163,11 +161,8 @@ def parse_action(text: str) -> Action:
 
 
 def one_f_one_b(rank: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-    """The order of one rank under 1F1B: `num_stages - 1 - rank` forwards, then forward and backward in turn,
-    then the backwards left.
-
-    An order to calculate with; torch.distributed.pipelining runs the schedules.
-    """
+    """The order of one rank under 1F1B, to calculate with: `num_stages - 1 - rank` forwards, then forward and
+    backward in turn, then the backwards left."""
     if not 0 <= rank < num_stages:
         raise ValueError(f"rank {rank} is not one of {num_stages} stages; give a rank in 0..{num_stages - 1}")
     if num_microbatches < 0:
@@ -181,8 +176,7 @@ def one_f_one_b(rank: int, num_stages: int, num_microbatches: int) -> tuple[Acti
 
 
 class Life(NamedTuple):
-    """The actions between which a chunk is on the device or on the host: its forward, its I if it has one,
-    its last read."""
+    """The actions of a chunk, by their places: its forward, its I if it has one, its last read."""
 
     forward: int
     half_read: int | None
@@ -190,11 +184,8 @@ class Life(NamedTuple):
 
 
 def lives_of(actions: Sequence[Action]) -> dict[ChunkKey, Life]:
-    """Each chunk's life, in the order of the last reads.
-
-    Raises ValueError for an order that no chunk can have: made twice, read before it is made or after it is
-    dead, or never read.
-    """
+    """Each chunk's life, in the order of the last reads. Raises ValueError for an order that no chunk can
+    have: made twice, read before it is made or after it is dead, or never read."""
     forwards: dict[ChunkKey, int] = {}
     half_reads: dict[ChunkKey, int] = {}
     lives: dict[ChunkKey, Life] = {}
@@ -208,13 +199,10 @@ def lives_of(actions: Sequence[Action]) -> dict[ChunkKey, Life]:
                 )
             forwards[chunk] = at
         elif chunk not in forwards or chunk in lives or (chunk in half_reads and action.kind != "W"):
-            why = (
-                "reads a chunk that was read before"
-                if chunk in forwards
-                else "reads a chunk before its forward"
-            )
+            why = "that was read before" if chunk in forwards else "before its forward"
             raise ValueError(
-                f"action {at}, {action}, {why}; give each chunk one F, then one B, or one I and one W"
+                f"action {at}, {action}, reads a chunk {why}; give each chunk one F, then one B, or one "
+                "I and one W"
             )
         elif action.kind == "I":
             half_reads[chunk] = at
@@ -230,8 +218,7 @@ def lives_of(actions: Sequence[Action]) -> dict[ChunkKey, Life]:
 
 
 def require_sizes(actions: Sequence[Action], sizes: ChunkSizes) -> None:
-    """Raise ValueError for an action whose chunk has no entry in sizes; one without groups has an empty
-    one."""
+    """Raise ValueError for a chunk without an entry in sizes; one without groups has an empty one."""
     for at, action in enumerate(actions):
         if action.chunk not in sizes:
             raise ValueError(
@@ -249,8 +236,7 @@ def require_times(actions: Sequence[Action], compute_s: Sequence[float]) -> None
 
 
 def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
-    """Every read of the step in the order in which it comes: B and I read a chunk from its last group to its
-    first.
+    """Every read of the step, in order: B and I read a chunk from its last group to its first.
 
     A W reads its chunk again from the first group to the last; without an I before it, it is the whole
     reverse read (stage 0 of a zero-bubble schedule: leave the I that reads nothing out of the list). Raises

@@ -1,10 +1,10 @@
 """The least step time that any engine could reach under a cap on device bytes: what every measured step is
 compared with.
 
-Four forwards come before the first backward's end on a pipeline's first rank, so a cap costs time whatever
-the engine does. How much is a linear program over the schedule's actions. One invariant: it is a lower bound.
-Each simplification below lets the program do more than an engine can, never less, so a plan or a measurement
-under it is an error of theirs.
+On a pipeline's first rank several forwards come before the first backward, so a cap costs time whatever the
+engine does. How much is a linear program over the schedule's actions. One invariant: it is a lower bound.
+Each simplification lets the program do more than an engine can, never less, so a plan or a measurement under
+it is an error of theirs.
 
     slice      a part of one action; an F slice makes its share of the chunk's bytes, the mirror slice of the
                B reads that share
@@ -18,17 +18,15 @@ under it is an error of theirs.
                away[c, s] = 0 where s is the slice that reads c                                  reads
                made - read - away <= cap at the end of each slice                                the device
 
-Rates within a slice are constant, so what holds at its ends holds inside it; a byte moves alone, where an
-engine moves groups; a destination takes room as its bytes arrive, where an engine allocates it first; slices
-see the whole future. A byte that moves twice could have stayed away in between, so "at most once" needs no
-row.
+Rates within a slice are constant, so what holds at its ends holds inside it. A byte moves alone, where an
+engine moves groups, and takes room as it arrives, where an engine allocates first; slices see the whole
+future. A byte that moves twice could have stayed away in between, so "at most once" needs no row.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from offload.policy.actions import Rates, Work, lives_of
@@ -89,9 +87,7 @@ def least_step(work: Sequence[Work], rates: Rates, cap_bytes: int, *, slices: in
     compute_s = sum(item.compute_s for item in work)
     action_s, moved_bytes = [item.compute_s for item in work], 0.0
     if shares:
-        program = _Program(work, shares, rates, cap_bytes, slices)
-        durations_s = program.solve_time()
-        moved_bytes = program.solve_moves(sum(durations_s))
+        durations_s, moved_bytes = _Program(work, shares, rates, cap_bytes, slices).solve()
         action_s = [sum(durations_s[at * slices : (at + 1) * slices]) for at in range(len(work))]
     # the solver's tolerance may leave the sum a hair under the compute
     return Bound(
@@ -146,8 +142,6 @@ class _Program:
     def __init__(
         self, work: Sequence[Work], shares: Sequence[_Share], rates: Rates, cap_bytes: int, slices: int
     ) -> None:
-        self._optimize: Any = _scipy("scipy.optimize")
-        self._sparse: Any = _scipy("scipy.sparse")
         self._byte_unit = max(share.nbytes for share in shares)
         self._time_unit = self._byte_unit / rates.d2h_bytes_per_s
         self._num_slices = len(work) * slices
@@ -188,19 +182,16 @@ class _Program:
             if on_device[at] > cap:
                 self._at_most.add([(away, -1.0) for away in aways[at]], cap - on_device[at])
 
-    def solve_time(self) -> list[float]:
-        """The slices' durations, in seconds, in a step of the least time."""
-        solution = self._solve(range(self._num_slices))
-        return [value * self._time_unit for value in solution[: self._num_slices]]
-
-    def solve_moves(self, step_s: float) -> float:
-        """The fewest bytes that leave in a step of `step_s`, which is a row of the program from here on."""
-        # a hair of time, well under what anything can measure, or rounding makes the second program
-        # infeasible
-        most = step_s / self._time_unit * (1 + 1e-9) + 1e-7
-        self._at_most.add([(at, 1.0) for at in range(self._num_slices)], most)
+    def solve(self) -> tuple[list[float], float]:
+        """Seconds of each slice in a step of the least time, and the fewest bytes that leave in such a
+        step."""
+        slices = range(self._num_slices)
+        durations = self._solve(slices)[: self._num_slices]
+        # more than the least by less than can be measured, or rounding makes the second program infeasible
+        self._at_most.add([(at, 1.0) for at in slices], sum(durations) * (1 + 1e-9) + 1e-7)
         solution = self._solve(self._out_columns)
-        return sum(solution[column] for column in self._out_columns) * self._byte_unit
+        moved = sum(solution[column] for column in self._out_columns)
+        return [duration * self._time_unit for duration in durations], moved * self._byte_unit
 
     def _column(self, at_most: float | None) -> int:
         self._bounds.append((0.0, at_most))
@@ -208,14 +199,20 @@ class _Program:
 
     def _solve(self, minimised: Iterable[int]) -> list[float]:
         """The columns' values where the sum of those named is least."""
+        try:  # asked for at use: training never needs it
+            from scipy import optimize, sparse
+        except ImportError as error:
+            raise ImportError(
+                "the bound needs scipy, which is not installed: pip install pipeline-offload[bench]"
+            ) from error
         costs = [0.0] * len(self._bounds)
         for column in minimised:
             costs[column] = 1.0
-        result = self._optimize.linprog(
+        result = optimize.linprog(
             costs,
-            A_ub=self._at_most.matrix(self._sparse, len(self._bounds)),
+            A_ub=self._at_most.matrix(sparse, len(self._bounds)),
             b_ub=self._at_most.limits,
-            A_eq=self._equal.matrix(self._sparse, len(self._bounds)),
+            A_eq=self._equal.matrix(sparse, len(self._bounds)),
             b_eq=self._equal.limits,
             bounds=self._bounds,
             method="highs",
@@ -225,27 +222,17 @@ class _Program:
         return [float(value) for value in result.x]
 
 
+@dataclass(slots=True)
 class _Rows:
     """Sparse rows of one matrix and their right sides."""
 
-    def __init__(self) -> None:
-        self.limits: list[float] = []
-        self._entries: list[tuple[int, int, float]] = []
+    limits: list[float] = field(default_factory=list)
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
 
     def add(self, row: Sequence[tuple[int, float]], limit: float) -> None:
-        self._entries += [(len(self.limits), column, value) for column, value in row]
+        self.entries += [(len(self.limits), column, value) for column, value in row]
         self.limits.append(limit)
 
     def matrix(self, sparse: Any, num_columns: int) -> Any:
-        rows, columns, values = zip(*self._entries, strict=True)
+        rows, columns, values = zip(*self.entries, strict=True)
         return sparse.csr_matrix((values, (rows, columns)), shape=(len(self.limits), num_columns))
-
-
-def _scipy(module: str) -> Any:
-    """scipy is asked for at use: training never needs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"the bound needs {module}, which is not installed: pip install pipeline-offload[bench]"
-        ) from error

@@ -1,10 +1,8 @@
-"""Which groups stay on the device when no clock is asked: by margin, by fraction, by bytes a rank, by a cap
-on kept bytes.
+"""Which groups stay on the device where no times are known: by margin, fraction, bytes a rank, or a cap.
 
-What is read soonest gains least from leaving: it would have to come back before there is time for it. So
-every rule here keeps from the end of a chunk, the part that its backward reads first. One invariant: a rule
-never asserts on the shape of a step; chunks may have any number of groups and names, none included, and what
-cannot be kept leaves.
+What is read soonest would have to come back before there is time for it. So every rule keeps from the end of
+a chunk, which its backward reads first. One invariant: a rule never asserts on the shape of a step; chunks
+may have any number of groups and names, none included, and what cannot be kept leaves.
 """
 
 from __future__ import annotations
@@ -43,9 +41,8 @@ def margin_keeps(chunks_in_backward_order: OrderedChunks) -> Keeps:
     """For each name the group that is read first in the step, until the margin is used up: the first reads
     wait for no copy.
 
-    The margin is the largest number of distinct names in any chunk. A name's group is the last one of the
-    first chunk to run backward that has the name; names are taken in the order in which they are read. There
-    are at least as many names as the margin, so it always ends at 0.
+    The margin is the largest number of distinct names in any chunk, so it is always used up. Names are taken
+    in the order in which they are read.
     """
     margin = max((len({group.name for group in groups}) for _, groups in chunks_in_backward_order), default=0)
     kept: dict[str, GroupKey] = {}
@@ -64,11 +61,9 @@ def fraction_keeps(
     pp_rank: int = 0,
     delta_bytes: int = 0,
 ) -> Keeps:
-    """What stays when `fraction` of the eligible groups leave, and of those `pp_rank * delta_bytes` bytes
-    stay nevertheless.
+    """What stays, `held` included.
 
-    held: groups that stay anyway (the margin); they and groups of 0 bytes are not eligible. The result
-        contains them.
+    held: groups that stay anyway (the margin); they and groups of 0 bytes are not eligible.
     fraction: of the eligible groups of each chunk the first so many leave, rounded to the nearest group; 0
         keeps all, 1 none.
     pp_rank, delta_bytes: a pipeline's later ranks hold fewer chunks and can keep more. Groups that would
@@ -117,8 +112,7 @@ def limit_keeps(
     if min(device_limit_bytes, spilling_room_bytes, restoring_room_bytes) < 0:
         raise ValueError(
             f"device_limit_bytes {device_limit_bytes:,}, spilling room {spilling_room_bytes:,}, restoring "
-            f"room {restoring_room_bytes:,}; "
-            "none can be below 0"
+            f"room {restoring_room_bytes:,}; none can be below 0"
         )
     lives = lives_of(actions)
     require_sizes(actions, sizes)

@@ -1,9 +1,8 @@
-"""Which chunks will be read next: a cursor in the step's list of actions.
+"""Which chunks will be read next: a cursor in the step's list of actions, the schedule's own where there is
+one, else what the last step was seen to do.
 
 One invariant: the answer is a hint. A step that departs from the list gets a shorter hint, never a wrong
 result.
-
-The list is the schedule's own where there is one, else what the last step was seen to do.
 """
 
 from __future__ import annotations

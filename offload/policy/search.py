@@ -1,12 +1,10 @@
-"""The plan after warm-up: which groups stay and how far ahead restores are issued, under a cap on device
-bytes.
+"""The plan after warm-up, under a cap on device bytes: how much of each chunk's end stays, and the window of
+reads that is brought back early.
 
-A cap leaves two choices to a static plan: how much of each chunk's end stays, and the window of reads that is
-brought back early. The best amounts differ by chunk: the first chunk is read as soon as the last warm-up
-forward ends, so its end should never leave; the chunks in the middle have the whole steady phase to travel;
-the last chunks meet an emptying device. So the plan starts from equal amounts and changes one chunk at a time
-while the simulated step gets shorter. One invariant: a plan is a pure function of its numbers, and it fits
-the cap wherever any of the tried ones does.
+The best amounts differ by chunk: the first chunk is read as soon as the last warm-up forward ends; the chunks
+in the middle have the whole steady phase to travel; the last chunks meet an emptying device. So the search
+starts from equal amounts and changes one chunk at a time while the simulated step gets shorter. One
+invariant: a plan is a pure function of its numbers, and it fits the cap wherever any of the tried ones does.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from offload.policy.simulate import Simulation, simulate
 __all__ = ["Plan", "choose_keeps"]
 
 _KEEP_STARTS = (1.0, 0.8, 0.3)
-"""Equal starts, of the most that fits beside nothing else. More of them cost more trials than they find: each
-is changed chunk by chunk."""
+"""Equal starts, of the most that fits beside nothing else. More of them cost more trials than they find."""
 _WINDOW_STARTS = (3 / 8, 1 / 5)
 """Restoring windows to start from, of the limit."""
 _STEPS = (1 / 4, 1 / 8, 1 / 16, 1 / 32)

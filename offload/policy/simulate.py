@@ -1,9 +1,9 @@
 """What a step would cost: the engine's rules played on numbers, in program order.
 
-The host issues everything in the order of the program and never learns where the device is. So room on the
-device can only be made by letting compute wait for the oldest spill, and a restore can only start when
-compute has got to the point that issued it. One invariant: saved bytes on the device, in any state, stay
-within the limit unless a single save or read cannot go on otherwise; `peak_bytes` says so.
+The host never learns where the device is. So room on the device can only be made by letting compute wait for
+the oldest spill, and a restore can only start when compute has got to the point that issued it. One
+invariant: saved bytes on the device, in any state, stay within the limit unless a single save or read cannot
+go on otherwise; `peak_bytes` says so.
 
     save      a group takes its room when its compute starts; one that leaves is queued on d2h when its
               compute ends
