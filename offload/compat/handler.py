@@ -141,9 +141,7 @@ class ChunkOffloadHandler(ChunkGroups, ManualCopies):
                 self._manager.pump()
 
     # -- by hand: tensors ------------------------------------------------------------------------------------
-    def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
-        """`may_leave`."""
-        return self.may_leave(tensor)
+    tensor_need_offloading_checker = ChunkGroups.may_leave
 
     def tensor_push(self, tensor: torch.Tensor) -> TensorTag:
         """Save `tensor` in the innermost open group; a fake or functional one is passed through. Returns its

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -13,8 +13,6 @@ from offload.groups.manager import GroupsManager
 from offload.saved.hooks import InstalledScope
 
 __all__ = ["ActivationOffloadContext", "FineGrainedActivationOffloadingInterface"]
-
-T = TypeVar("T", torch.Tensor, tuple[Any, ...], list[Any])
 
 
 class FineGrainedActivationOffloadingInterface:
@@ -41,40 +39,16 @@ class FineGrainedActivationOffloadingInterface:
             self._manager.close_scope(self._installed)
         self._manager = self._installed = None
 
-    @staticmethod
-    def init_chunk_handler(
-        vp_size: int | None = None,
-        vp_stage: int | None = None,
-        min_offloaded_tensor_size: int | None = None,
-        **keywords: Any,
-    ) -> None:
-        marks.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size, **keywords)
+    init_chunk_handler = staticmethod(marks.init_chunk_handler)
+    group_commit = staticmethod(marks.group_commit)
+    mark_not_offloadable = staticmethod(marks.mark_not_offloadable)
+    forward_record = staticmethod(marks.forward_record)
+    reset = staticmethod(marks.reset)
 
     @staticmethod
     def get_context(flag: bool) -> AbstractContextManager[Any]:
         """The manager's hooks, or a null context."""
         return marks.default_manager() if flag else nullcontext()
-
-    @staticmethod
-    def group_commit(
-        tensor: T,
-        name: str,
-        forced_released_tensors: list[torch.Tensor] | None = None,
-        delay_offload: bool = False,
-    ) -> T:
-        return marks.group_commit(tensor, name, forced_released_tensors, delay_offload)
-
-    @staticmethod
-    def mark_not_offloadable(tensor: torch.Tensor | None) -> None:
-        marks.mark_not_offloadable(tensor)
-
-    @staticmethod
-    def forward_record(event: Any) -> None:
-        marks.forward_record(event)
-
-    @staticmethod
-    def reset() -> None:
-        marks.reset()
 
     @staticmethod
     def reset_instance() -> None:

@@ -49,7 +49,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     ) -> None:
         super().__init__(engine, print_summary=print_summary, process_group=process_group)
         self.cpu_tensor_pool = GPUTensorPool("cpu", pin_memory=True, arena=self.engine.arena)
-        self._queue: VirtualPipelineQueue[ChunkOffloadHandler] = VirtualPipelineQueue()
+        self._queue = VirtualPipelineQueue()
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
 
@@ -68,26 +68,13 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         marks.put_manager(manager if manager is not None else cls())
         return cls.get_instance()
 
-    @classmethod
-    def close_instance(cls) -> None:
-        """Close the process-wide instance, if there is one. Raises PoolError, and leaves it in its place,
-        while an optimizer uses its engine's host memory."""
-        marks.close_manager()
+    close_instance = staticmethod(marks.close_manager)
 
     def prepare_close(self) -> None:
         """As the manager's: the buffers of copies by hand."""
         self.cpu_tensor_pool.clear()
 
     # -- chunks ----------------------------------------------------------------------------------------------
-    def init_model_chunk_offload_handler(
-        self,
-        vp_size: int | None = None,
-        vp_stage: int | None = None,
-        min_offloaded_tensor_size: int | None = None,
-    ) -> None:
-        """`begin_forward`."""
-        self.begin_forward(vp_size, vp_stage, min_offloaded_tensor_size)
-
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk whose forward runs."""
         return cast("ChunkOffloadHandler | None", self._forward)
@@ -112,6 +99,8 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         if self._forward is not None and torch._C._current_graph_task_id() == -1:
             self._queue.resize(1 if vp_size is None else vp_size)
             self._queue.stage(cast(ChunkOffloadHandler, self._forward), self._forward.id.stage)
+
+    init_model_chunk_offload_handler = begin_forward
 
     def _following(self) -> ChunkGroups | None:
         return self._queue.front()
@@ -154,10 +143,9 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
             return self.cur_forward_chunk()
         while self._walk < len(self._cached_forward):
             handler = self._cached_forward[self._walk]
-            if handler.find_next_group(name) is None:
-                self._walk += 1
-                continue
-            return handler
+            if handler.find_next_group(name) is not None:
+                return handler
+            self._walk += 1
         return None
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:

@@ -8,29 +8,21 @@ equally many, the staged ones join the queue, last stage first (S2-35, S2-49).
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from offload.compat.handler import ChunkOffloadHandler
 
 __all__ = ["VirtualPipelineQueue"]
 
 
-class _Chunk(Protocol):
-    def is_empty_chunk(self, name: str | None = None) -> bool: ...
-
-
-C = TypeVar("C", bound=_Chunk)
-
-
-class VirtualPipelineQueue(Generic[C]):
+class VirtualPipelineQueue:
     def __init__(self) -> None:
-        self.stages: list[list[C]] = [[]]
-        self.chunks: list[C] = []
+        self.stages: list[list[ChunkOffloadHandler]] = [[]]
+        self.chunks: list[ChunkOffloadHandler] = []
 
     def resize(self, num_stages: int) -> None:
         """Have at least `num_stages` virtual stages."""
-        while len(self.stages) < num_stages:
-            self.stages.append([])
+        self.stages.extend([] for _ in range(num_stages - len(self.stages)))
 
-    def stage(self, chunk: C, stage: int) -> None:
+    def stage(self, chunk: ChunkOffloadHandler, stage: int) -> None:
         """Take a chunk in. Reaching the last stage flushes, queues the chunk at once, and flushes again."""
         last = stage == len(self.stages) - 1
         if last:
@@ -61,14 +53,11 @@ class VirtualPipelineQueue(Generic[C]):
             self.chunks.extend(staged)
             staged.clear()
 
-    def front(self, name: str | None = None) -> C | None:
+    def front(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """The next chunk that has a group (of that name), not consumed; None if there is none."""
-        for chunk in self.chunks:
-            if not chunk.is_empty_chunk(name):
-                return chunk
-        return None
+        return next((chunk for chunk in self.chunks if not chunk.is_empty_chunk(name)), None)
 
-    def pop(self, name: str | None = None) -> C:
+    def pop(self, name: str | None = None) -> ChunkOffloadHandler:
         """Drop chunks up to and including the next one that has a group (of that name), and return that one.
 
         Raises AssertionError "No non-empty chunk found" if there is none; nothing is dropped then.
@@ -80,12 +69,10 @@ class VirtualPipelineQueue(Generic[C]):
         del self.chunks[: self.chunks.index(chunk) + 1]
         return chunk
 
-    def discard(self, chunk: C) -> None:
+    def discard(self, chunk: ChunkOffloadHandler) -> None:
         """Its backward has begun, wherever it stands."""
-        for position, queued in enumerate(self.chunks):
-            if queued is chunk:
-                del self.chunks[position]
-                return
+        if chunk in self.chunks:
+            self.chunks.remove(chunk)
 
     def clear(self) -> None:
         self.chunks.clear()

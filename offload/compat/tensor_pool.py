@@ -142,7 +142,7 @@ class GPUTensorPool:
             )
         self._arena = arena
         self._event_device = event_device or (arena.device if arena is not None else None)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pools: dict[PoolKey, SubPool] = {}
         self._allocation_requests = self._free_requests = self._misses = 0
 
@@ -213,7 +213,7 @@ class GPUTensorPool:
         with self._lock:
             if shape is None and dtype is None:
                 return {
-                    "global_stats": self._stats(),
+                    "global_stats": self.stats,
                     "pools": {key: pool.status() for key, pool in self._pools.items()},
                 }
             if shape is None or dtype is None:
@@ -231,7 +231,14 @@ class GPUTensorPool:
     def stats(self) -> dict[str, int]:
         """total_allocated and current_in_use count tensors."""
         with self._lock:
-            return self._stats()
+            return {
+                "total_allocated": sum(len(pool.all) for pool in self._pools.values()),
+                "current_in_use": sum(len(pool.lent) for pool in self._pools.values()),
+                "allocation_requests": self._allocation_requests,
+                "free_requests": self._free_requests,
+                "pool_hits": self._allocation_requests - self._misses,
+                "pool_misses": self._misses,
+            }
 
     def reset(self) -> None:
         """Take every tensor back. For between steps: no copy of a tensor that is still lent may be in
@@ -256,16 +263,6 @@ class GPUTensorPool:
         for pool in pools.values() if self._arena is not None else ():
             pool.release_free()
             pool.release_lent()
-
-    def _stats(self) -> dict[str, int]:
-        return {
-            "total_allocated": sum(len(pool.all) for pool in self._pools.values()),
-            "current_in_use": sum(len(pool.lent) for pool in self._pools.values()),
-            "allocation_requests": self._allocation_requests,
-            "free_requests": self._free_requests,
-            "pool_hits": self._allocation_requests - self._misses,
-            "pool_misses": self._misses,
-        }
 
     @staticmethod
     def _get_pool_key(shape: Sequence[int], dtype: torch.dtype) -> PoolKey:

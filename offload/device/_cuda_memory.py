@@ -47,7 +47,7 @@ class PinnedMemory:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE, skip, nbytes)
         # a storage each: torch looks where the storage starts to see whether a tensor is pinned
-        self._pieces = tuple(
+        self.pieces: tuple[torch.Tensor, ...] = tuple(
             torch.frombuffer(
                 mapping, dtype=torch.uint8, offset=skip + start, count=min(registration_bytes, nbytes - start)
             )
@@ -69,15 +69,15 @@ class PinnedMemory:
         """Register each piece while those after it are touched. Raises HostBudgetError."""
         runtime = torch.cuda.cudart()
         touched = [
-            [threads.submit(_touch, part) for part in piece.split(_TOUCH_BYTES)] for piece in self._pieces
+            [threads.submit(_touch, part) for part in piece.split(_TOUCH_BYTES)] for piece in self.pieces
         ]
-        for index, piece in enumerate(self._pieces):
+        for index, piece in enumerate(self.pieces):
             for part in touched[index]:
                 part.result()
             code = int(runtime.cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
             if code != 0:
                 _forget_last_error()
-                nbytes = sum(each.numel() for each in self._pieces)
+                nbytes = sum(each.numel() for each in self.pieces)
                 raise HostBudgetError(
                     f"cudaHostRegister refused {piece.numel():,} bytes after "
                     f"{index * self._registration_bytes:,} of {nbytes:,} (error "
@@ -85,12 +85,8 @@ class PinnedMemory:
                 )
             self._registered.add(index)
 
-    @property
-    def pieces(self) -> tuple[torch.Tensor, ...]:
-        return self._pieces
-
     def release_piece(self, index: int) -> None:
-        piece = self._pieces[index]
+        piece = self.pieces[index]
         if index not in self._registered or self._mapping is None:
             return
         code = int(torch.cuda.cudart().cudaHostUnregister(piece.data_ptr()))
@@ -102,7 +98,7 @@ class PinnedMemory:
                 "it stays pinned: look for an earlier CUDA error"
             )
         self._registered.remove(index)
-        self._pieces = (*self._pieces[:index], torch.empty(0, dtype=torch.uint8), *self._pieces[index + 1 :])
+        self.pieces = (*self.pieces[:index], torch.empty(0, dtype=torch.uint8), *self.pieces[index + 1 :])
         # the mapping stays for the other pieces, so these pages are given up by hand; unpinned first, or the
         # driver would keep them
         try:
@@ -113,7 +109,7 @@ class PinnedMemory:
             warnings.warn(
                 f"the system keeps the pages of a piece of {piece.numel():,} bytes that was unpinned "
                 f"({error}), until its whole slab of "
-                f"{len(self._pieces)} pieces goes; run without mlockall",
+                f"{len(self.pieces)} pieces goes; run without mlockall",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -123,9 +119,9 @@ class PinnedMemory:
     def release(self) -> None:
         runtime = torch.cuda.cudart()
         for index in self._registered:
-            runtime.cudaHostUnregister(self._pieces[index].data_ptr())
+            runtime.cudaHostUnregister(self.pieces[index].data_ptr())
         self._registered.clear()
-        self._pieces = ()
+        self.pieces = ()
         self._mapping = None  # returned to the system with its last tensor
 
     def __del__(self) -> None:
@@ -133,7 +129,7 @@ class PinnedMemory:
         if not getattr(self, "_registered", None) or sys.is_finalizing():
             return
         if _capturing():  # an unregistration would end the capture: this address is given up instead
-            _GIVEN_UP.append(self._pieces)
+            _GIVEN_UP.append(self.pieces)
             return
         with contextlib.suppress(Exception):
             torch.cuda.synchronize()

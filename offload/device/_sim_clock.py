@@ -207,9 +207,3 @@ class SimLanes:
         """The host observed that the event passed: whatever it issues from now on comes after."""
         self.host.order_after(event.clock)
         self.host.host_version += 1
-
-    def _catch_up(self, lane: SimLane) -> None:
-        """Before work is issued to `lane`: it comes after what the host has seen and done."""
-        if lane.host_version != self.host.host_version:
-            lane.order_after(self.host.clock)
-            lane.host_version = self.host.host_version

@@ -117,12 +117,14 @@ def _missing_edge(
 
 def _freed_too_early(lane: SimLane, freed: str, earlier: Operation, wrote: bool, where: Span) -> HazardError:
     """Bytes go back to the allocator of `lane` while another lane may still touch them."""
-    queued = earlier.number > earlier.lane.ran
+    what = f"{earlier}, which {'writes' if wrote else 'reads'} them"
+    if earlier.number > earlier.lane.ran:
+        why = f"but they were freed before the copy ran: {what}"
+    else:
+        why = f"while {what}, may not have finished"
     return HazardError(
         f"allocator reuse hazard on {where}: {freed}, and work issued to {lane.name} may get them next, "
-        f"{'but they were freed before the copy ran: ' if queued else 'while '}{earlier}, which "
-        f"{'writes' if wrote else 'reads'} them"
-        f"{'' if queued else ', may not have finished'}. " + _edges(lane, earlier)
+        f"{why}. " + _edges(lane, earlier)
     )
 
 

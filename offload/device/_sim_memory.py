@@ -29,23 +29,20 @@ class PlainMemory:
             )
         sizes = [min(registration_bytes, nbytes - start) for start in range(0, nbytes, registration_bytes)]
         try:
-            self._pieces = tuple(torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes)
+            pieces = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         except RuntimeError as error:
             raise HostBudgetError(
                 f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes"
             ) from error
+        self.pieces = tuple(pieces)
         self._release = release
 
-    @property
-    def pieces(self) -> tuple[torch.Tensor, ...]:
-        return self._pieces
-
     def release_piece(self, index: int) -> None:
-        piece = self._pieces[index]
+        piece = self.pieces[index]
         if piece.numel():
             self._release([piece])
-            self._pieces = (*self._pieces[:index], piece.new_empty(0), *self._pieces[index + 1 :])
+            self.pieces = (*self.pieces[:index], piece.new_empty(0), *self.pieces[index + 1 :])
 
     def release(self) -> None:
-        self._release([piece for piece in self._pieces if piece.numel()])
-        self._pieces = ()
+        self._release([piece for piece in self.pieces if piece.numel()])
+        self.pieces = ()

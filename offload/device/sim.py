@@ -294,7 +294,9 @@ class SimDevice(SimLanes):
         self._executor.progress(now_s)
         if not mine.eager and mine.time_s < now_s:  # nothing starts before it is issued
             mine.time_s = now_s
-        self._catch_up(mine)
+        if mine.host_version != self.host.host_version:  # it comes after what the host has seen and done
+            mine.order_after(self.host.clock)
+            mine.host_version = self.host.host_version
         return mine
 
     def _do(self, lane: Lane, issue: Callable[..., T], *arguments: Any) -> T:

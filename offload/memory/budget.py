@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -47,27 +48,23 @@ class LocalHostBudget:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = _checked(limit_bytes)
-        self._used_bytes = 0
+        self.used_bytes = 0
         self._lock = threading.Lock()
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
 
     def reserve(self, nbytes: int) -> bool:
         assert nbytes >= 0, nbytes
         with self._lock:
-            if self._used_bytes + nbytes > self.limit_bytes:
+            if self.used_bytes + nbytes > self.limit_bytes:
                 return False
-            self._used_bytes += nbytes
+            self.used_bytes += nbytes
             return True
 
     def release(self, nbytes: int) -> None:
         with self._lock:
-            assert 0 <= nbytes <= self._used_bytes, (
-                f"released {nbytes:,} bytes of {self._used_bytes:,} reserved"
+            assert 0 <= nbytes <= self.used_bytes, (
+                f"released {nbytes:,} bytes of {self.used_bytes:,} reserved"
             )
-            self._used_bytes -= nbytes
+            self.used_bytes -= nbytes
 
     def counts_with(self, other: HostBudget) -> bool:
         return other is self
@@ -153,13 +150,10 @@ def cgroup_limits_bytes(membership: Path, root: Path) -> list[int]:
         # inside a container the path may name a cgroup of the host that is not visible here: then only the
         # root is read
         for candidate in (folder, *folder.parents):
-            if candidate == top or candidate.is_relative_to(top):
-                try:
-                    text = (candidate / name).read_text().strip()
-                except OSError:
-                    continue
-                if text.isdigit():  # v2 says "max" for no limit; v1 says a number beyond any machine
-                    limits.append(int(text))
+            # v2 says "max" for no limit; v1 says a number beyond any machine
+            if candidate.is_relative_to(top):
+                with suppress(OSError, ValueError):
+                    limits.append(int((candidate / name).read_text()))
     return limits
 
 

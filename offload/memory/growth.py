@@ -13,8 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 
-import torch
-
 from offload.device.base import Device, HostMemory
 from offload.errors import HostBudgetError, OffloadError
 from offload.memory.budget import HostBudget
@@ -43,7 +41,7 @@ class Growth:
         inline: bool,
     ) -> None:
         self.held_bytes = 0
-        self.pieces: dict[int, torch.Tensor] = {}
+        self.pieces: dict[int, tuple[HostMemory, int]] = {}  # their slab, and their index there
         self.inline = inline
         self._device = device
         self.budget = budget
@@ -51,7 +49,6 @@ class Growth:
         self._changed = lock
         self._slab_bytes = slab_bytes - slab_bytes % registration_bytes
         self._registration_bytes = registration_bytes
-        self._places: dict[int, tuple[HostMemory, int]] = {}  # of each piece: its slab, and its index there
         self._num_adopted = 0  # pieces, ever
         self._target_bytes = 0
         self._pinning = False
@@ -148,7 +145,8 @@ class Growth:
         """
         if not self._allowed():
             return 0  # a capture breaks at an unregistration as at a registration
-        whole = [free for free in self._free if free.nbytes == self.pieces[free.piece].numel()]
+        sizes = {number: slab.pieces[index].numel() for number, (slab, index) in self.pieces.items()}
+        whole = [free for free in self._free if free.nbytes == sizes[free.piece]]
         whole.sort(key=lambda free: (not free.idle, free.piece))
         before_bytes = self.held_bytes
         try:
@@ -156,10 +154,10 @@ class Growth:
                 if self.held_bytes <= target_bytes:
                     break
                 events.synchronize(free.pending)
-                slab, index = self._places[free.piece]
+                slab, index = self.pieces[free.piece]
                 slab.release_piece(index)  # first: if it raises, the piece is still held and free
                 self._free.cut(free, free.nbytes)
-                del self._places[free.piece], self.pieces[free.piece]
+                del self.pieces[free.piece]
                 self.held_bytes -= free.nbytes
         finally:
             freed_bytes = before_bytes - self.held_bytes
@@ -180,10 +178,9 @@ class Growth:
 
     def release(self) -> None:
         """Unpin and free every slab. No copy of them may be in flight."""
-        slabs = {id(slab): slab for slab, _ in self._places.values()}
+        slabs = {id(slab): slab for slab, _ in self.pieces.values()}
         freed_bytes, self.held_bytes = self.held_bytes, 0
         self.pieces.clear()
-        self._places.clear()
         self._free.clear()
         self._refused = None
         for slab in slabs.values():
@@ -264,8 +261,7 @@ class Growth:
     def _adopt(self, memory: HostMemory) -> int:
         """Add the pieces of a new slab to the free ranges. Returns its bytes."""
         for index, piece in enumerate(memory.pieces):
-            self.pieces[self._num_adopted] = piece
-            self._places[self._num_adopted] = memory, index
+            self.pieces[self._num_adopted] = memory, index
             self._free.put(self._num_adopted, 0, piece.numel())
             self._num_adopted += 1
         nbytes = sum(piece.numel() for piece in memory.pieces)

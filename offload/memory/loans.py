@@ -261,7 +261,8 @@ class Lender:
         extents, left = [], nbytes
         for part in ranges:  # only the last is padded, by less than ALIGN_BYTES
             length = min(part.nbytes, left)
-            extents.append(self._growth.pieces[part.piece].narrow(0, part.start, length))
+            slab, index = self._growth.pieces[part.piece]
+            extents.append(slab.pieces[index].narrow(0, part.start, length))
             left -= length
         pending = join_pending(each for part in ranges for each in part.pending)
         block = self._ask(Block(nbytes, tuple(extents), (), tuple(ranges), pending))

@@ -43,23 +43,25 @@ def print_offload_summary_table(
                 f"group {name!r} reports {nbytes:,} bytes offloaded, the least is 0; pass what was counted, "
                 "not a difference"
             )
-    if not (dist.is_available() and dist.is_initialized()):
-        _write({0: total_offload_bytes}, file)
-        return
-
-    members = process_group if process_group is not None else dist.group.WORLD
-    rank_in_group = dist.get_rank(members)
-    if rank_in_group < 0:
-        return
-    # Objects of any size, pickled: what a rank sends need not look like what another sends.
-    gathered: list[tuple[int, dict[str, int]]] | None = None
-    if rank_in_group == 0:
-        gathered = [(0, {})] * dist.get_world_size(members)
-    dist.gather_object((dist.get_rank(), total_offload_bytes), gathered, group=members, group_dst=0)
-    if gathered is not None:
-        _write(dict(gathered), file)
-    # So that no rank's later output, or exit, overtakes the table.
-    dist.barrier(group=members)
+    rows = {0: total_offload_bytes}
+    members = None
+    if dist.is_available() and dist.is_initialized():
+        members = process_group if process_group is not None else dist.group.WORLD
+        rank_in_group = dist.get_rank(members)
+        if rank_in_group < 0:
+            return
+        # Objects of any size, pickled: what a rank sends need not look like what another sends.
+        gathered: list[tuple[int, dict[str, int]]] | None = None
+        if rank_in_group == 0:
+            gathered = [(0, {})] * dist.get_world_size(members)
+        dist.gather_object((dist.get_rank(), total_offload_bytes), gathered, group=members, group_dst=0)
+        rows = dict(gathered or ())
+    if table := format_offload_summary_table(rows):
+        out = sys.stdout if file is None else file
+        out.write(table + "\n")
+        out.flush()
+    if members is not None:  # so that no rank's later output, or exit, overtakes the table
+        dist.barrier(group=members)
 
 
 def format_offload_summary_table(rows: Mapping[int, Mapping[str, int]]) -> str:
@@ -82,11 +84,3 @@ def format_offload_summary_table(rows: Mapping[int, Mapping[str, int]]) -> str:
         tablefmt="simple",
     )
     return f"{TITLE}\n{table}"
-
-
-def _write(rows: Mapping[int, Mapping[str, int]], file: TextIO | None) -> None:
-    table = format_offload_summary_table(rows)
-    if table:
-        out = sys.stdout if file is None else file
-        out.write(table + "\n")
-        out.flush()

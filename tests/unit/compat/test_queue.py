@@ -3,6 +3,8 @@ alone."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from offload.compat.queue import VirtualPipelineQueue
@@ -25,9 +27,9 @@ class Empty(Chunk):
         return True
 
 
-def filled(order: str, stages: int) -> VirtualPipelineQueue[Chunk]:
+def filled(order: str, stages: int) -> Any:
     """`order`: each forward as its virtual stage's digit; chunks are called s0m0, s1m0, ..."""
-    queue: VirtualPipelineQueue[Chunk] = VirtualPipelineQueue()
+    queue: Any = VirtualPipelineQueue()
     counts = [0] * stages
     for digit in order:
         stage = int(digit)
@@ -68,7 +70,7 @@ def test_stages_that_grew_even_are_queued_before_the_last_stages_next_chunk() ->
 
 @pytest.mark.req("S2-35")
 def test_flush_waits_until_the_first_and_the_last_stage_have_equally_many() -> None:
-    queue: VirtualPipelineQueue[Chunk] = VirtualPipelineQueue()
+    queue: Any = VirtualPipelineQueue()
     queue.resize(2)
     first, last = Chunk("s0m0"), Chunk("s1m0")
     queue.stages[0].append(first)
@@ -84,7 +86,7 @@ def test_flush_waits_until_the_first_and_the_last_stage_have_equally_many() -> N
 
 @pytest.mark.req("S2-36")
 def test_flush_refuses_stages_that_lost_a_chunk_and_leaves_them_as_they_are() -> None:
-    queue: VirtualPipelineQueue[Chunk] = VirtualPipelineQueue()
+    queue: Any = VirtualPipelineQueue()
     queue.resize(3)
     for stage in (0, 2):
         queue.stages[stage].append(Chunk(f"s{stage}m0"))
@@ -104,7 +106,7 @@ def test_stage_never_asserts_where_flush_would() -> None:
 
 @pytest.mark.req("S2-44", "S2-45")
 def test_front_looks_and_pop_takes_the_next_chunk_that_has_the_group() -> None:
-    queue: VirtualPipelineQueue[Chunk] = VirtualPipelineQueue()
+    queue: Any = VirtualPipelineQueue()
     chunks = [Empty("empty"), Chunk("without", "b"), Chunk("with", "a", "b"), Chunk("later", "a")]
     queue.chunks.extend(chunks)
     assert str(queue.front()) == "without"
@@ -117,7 +119,7 @@ def test_front_looks_and_pop_takes_the_next_chunk_that_has_the_group() -> None:
 
 @pytest.mark.req("S2-44", "S2-45")
 def test_pop_of_a_group_that_nobody_has_is_refused_and_drops_nothing() -> None:
-    queue: VirtualPipelineQueue[Chunk] = VirtualPipelineQueue()
+    queue: Any = VirtualPipelineQueue()
     queue.chunks.extend([Empty("empty"), Chunk("without", "b")])
     assert queue.front("a") is None
     with pytest.raises(AssertionError, match="No non-empty chunk found among 2 queued chunks for group 'a'"):
