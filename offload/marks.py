@@ -33,6 +33,7 @@ from offload.checkpoint.selective import Contexts, contexts_for
 from offload.compile.untraced import untraced
 from offload.config import OffloadConfig, check_fraction, check_index, checked_config
 from offload.engine import default_engine
+from offload.errors import GroupOrderError
 from offload.groups.graphs import check_event, record_backward, record_forward
 from offload.groups.manager import GroupsManager
 from offload.groups.release import without_output
@@ -254,17 +255,21 @@ def group_commit(
         return tensor
     manager.close_at_commit(name)
     handler = manager.muted_handler()
-    if handler is None or handler.unmute(name):
+    if handler is None:
         return tensor
-    group = handler.open_group(name)
-    if group is None:
-        if manager.active_handler() is None:
-            return tensor  # started before the chunk was announced, or switched off in between
-        raise handler.not_started(name)
-    manager.look_behind(group, handler, output)
     if forced_released_tensors is not None:
         forced_released_tensors = without_output(forced_released_tensors, output, name)
-    manager.commit(handler, name, forced_released_tensors, delay_offload)
+    try:
+        group = handler.close(name)
+    except GroupOrderError:
+        if manager.active_handler() is None:
+            return tensor  # started before the chunk was announced, or switched off in between
+        raise
+    if group is None:
+        return tensor
+    if manager.is_warmup:
+        manager.look_behind(group, handler, output)
+    manager.commit(handler, group, forced_released_tensors, delay_offload)
     node = output.grad_fn
     if node is not None:
         node.register_prehook(handler.output_has_gradient)

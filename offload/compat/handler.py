@@ -125,10 +125,12 @@ class ChunkOffloadHandler(ChunkGroups, ManualCopies):
     ) -> None:
         """Close the innermost open group of that name; send it, or leave it to the manager's
         `flush_delayed_groups`."""
-        if self._manager is not None:
-            self._manager.commit(self, name, forced_released_tensors, delay_offload)
-        else:
+        if self._manager is None:
             self.on_group_commit_forward(forced_released_tensors, name=name)
+            return
+        group = self.close(name)
+        if group is not None:
+            self._manager.commit(self, group, forced_released_tensors, delay_offload)
 
     def on_group_commit_backward(self, name: str) -> None:
         """The backward reaches the end of a group."""

@@ -41,7 +41,7 @@ class Cursor(Protocol):
     def commit(
         self,
         handler: ChunkGroups,
-        name: str,
+        group: OffloadTensorGroup,
         forced_released_tensors: list[torch.Tensor] | None = None,
         delay_offload: bool = False,
     ) -> None: ...
@@ -133,16 +133,6 @@ class ChunkGroups:
         """Note a group that is started while nothing may be offloaded, so that its commit finds a start."""
         self._started.append((name, None))
 
-    def unmute(self, name: str) -> bool:
-        """Whether the innermost start of that name was muted; forget it then."""
-        for position in range(len(self._started) - 1, -1, -1):
-            if self._started[position][0] == name:
-                if self._started[position][1] is None:
-                    del self._started[position]
-                    return True
-                return False
-        return False
-
     def innermost_open(self) -> OffloadTensorGroup | None:
         for _, group in reversed(self._started):
             if group is not None:
@@ -155,27 +145,19 @@ class ChunkGroups:
             if group is not None and group.saved is not None:
                 yield group.saved
 
-    def close(self, name: str | None) -> OffloadTensorGroup:
-        """Take the innermost open group (of that name) out of the open ones. Raises GroupOrderError if there
-        is none."""
-        for position in range(len(self._started) - 1, -1, -1):
-            started, group = self._started[position]
-            if group is not None and name in (None, started):
-                del self._started[position]
-                group.committed = True
+    def close(self, name: str | None) -> OffloadTensorGroup | None:
+        """Take the innermost start (of that name) out of the open ones; its group, None if it was muted.
+        Raises GroupOrderError if there is none."""
+        started = self._started
+        for position in range(len(started) - 1, -1, -1):
+            of, group = started[position]
+            if of == name or (name is None and group is not None):
+                del started[position]
+                if group is not None:
+                    group.committed = True
                 return group
-        raise self.not_started(name)
-
-    def open_group(self, name: str) -> OffloadTensorGroup | None:
-        """The innermost open group of that name."""
-        for _, group in reversed(self._started):
-            if group is not None and group.name == name:
-                return group
-        return None
-
-    def not_started(self, name: str | None) -> GroupOrderError:
-        names = ", ".join(started for started, group in self._started if group is not None) or "none"
-        return GroupOrderError(
+        names = ", ".join(of for of, group in started if group is not None) or "none"
+        raise GroupOrderError(
             f"chunk {self.id}: commit of group {name!r}, which has not been started; open: {names}. "
             f"Call group_start(tensor, {name!r}) before it, once for each commit"
         )
@@ -194,7 +176,9 @@ class ChunkGroups:
         """
         forced = checked_tensors(forced_released_tensors)
         with self.engine.lock:
-            self.send(self.close(name) if group is None else group, forced)
+            group = self.close(name) if group is None else group
+            if group is not None:
+                self.send(group, forced)
 
     def send(self, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
         """Send what has not left yet of a group that is closed, and release `forced`. Callers hold the

@@ -68,5 +68,6 @@ class KeptGroup:
             return
         with self._manager.engine.lock:
             if self._own is not None and not self._own.committed:
-                self._manager.commit(handler, self._name)
+                handler.close(self._name)
+                self._manager.commit(handler, self._own)
             handler.read_together(together)

@@ -166,17 +166,16 @@ class GroupsManager(OpenScopes, Client):
     def commit(
         self,
         handler: ChunkGroups,
-        name: str,
+        group: OffloadTensorGroup,
         forced_released_tensors: list[torch.Tensor] | None = None,
         delay_offload: bool = False,
     ) -> None:
-        """Close the innermost open group of that name; send it, or queue it for `flush_delayed_groups`."""
+        """Send a group that was closed, or queue it for `flush_delayed_groups`."""
         forced = [] if forced_released_tensors is None else checked_tensors(forced_released_tensors)
         with self.engine.lock:
-            group = handler.close(name)
             if group.replayed:
                 self._compile_report.replayed(
-                    name, handler.id, len(group.replayed), sum(group.replayed.values())
+                    group.name, handler.id, len(group.replayed), sum(group.replayed.values())
                 )
             if self.engine.transfers.capture is not None:
                 self._captured.add(handler)
@@ -188,10 +187,9 @@ class GroupsManager(OpenScopes, Client):
                 self._send(handler, group, forced)
 
     def look_behind(self, group: OffloadTensorGroup, handler: ChunkGroups, output: torch.Tensor) -> None:
-        """In warm-up, before a group is committed: report what compiled functions in it keep where no hook
+        """Before a group is sent: report what compiled functions in it keep where no hook
         sees it."""
-        if self._planner.is_warmup:
-            self._compile_report.look(group.name, handler.id, output, group.since, handler.may_leave)
+        self._compile_report.look(group.name, handler.id, output, group.since, handler.may_leave)
 
     def _send(self, handler: ChunkGroups, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)

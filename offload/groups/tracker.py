@@ -21,6 +21,7 @@ from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
 from offload.groups.clock import StepClock
+from offload.groups.group import OffloadTensorGroup
 from offload.groups.mark_report import FORWARDS_WITHOUT_END, MarkReport
 from offload.groups.seen import SeenStep
 from offload.ids import ChunkId
@@ -304,11 +305,11 @@ class ChunkTracker(ABC):
     def commit(
         self,
         handler: ChunkGroups,
-        name: str,
+        group: OffloadTensorGroup,
         forced_released_tensors: list[torch.Tensor] | None = None,
         delay_offload: bool = False,
     ) -> None:
-        """Close the innermost open group of that name."""
+        """Send a group that was closed."""
 
     def pump(self) -> None:
         """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -82,17 +83,18 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     and casts."""
     # asked by type first: Parameter's own instance check looks for an attribute that a plain tensor does not
     # have, 1 to 2 microseconds
-    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
-        return True
     base = tensor._base
-    if base is not None and type(base) is not torch.Tensor and isinstance(base, torch.nn.Parameter):
-        return True
-    node = tensor.grad_fn
+    for found in (tensor, base):
+        if found is not None and type(found) is not torch.Tensor and isinstance(found, torch.nn.Parameter):
+            return True
+    # a view's own nodes lead to what its base leads to
+    return _leads_to_parameter(tensor.grad_fn if base is None else base.grad_fn)
+
+
+def _leads_to_parameter(node: Any) -> bool:
     for _ in range(_LONGEST_CHAIN):
-        if node is None:
-            return False
         # not node.name(): on a Function's node that is whatever its forward stored in ctx.name
-        name = type(node).__name__
+        name = None if node is None else type(node).__name__
         if name == _ACCUMULATE:
             variable = getattr(node, "variable", None)
             return type(variable) is not torch.Tensor and isinstance(variable, torch.nn.Parameter)
@@ -110,10 +112,11 @@ def judge(tensor: torch.Tensor, device: Device, externals: ExternalStorages, min
     if tensor.numel() < (min_elements or 1):
         return Verdict.SMALL
     # `is_parameter`, where the first look answers
-    node = tensor.grad_fn
+    base = tensor._base
+    node = tensor.grad_fn if base is None else base.grad_fn
     if (
         type(tensor) is not torch.Tensor
-        or tensor._base is not None
+        or (base is not None and type(base) is not torch.Tensor)
         or (node is not None and type(node).__name__ in _LEADS_ON)
     ) and is_parameter(tensor):
         return Verdict.PARAMETER

@@ -115,7 +115,7 @@ class ComingReads:
             sizes.append(block.nbytes)
             if block.state is _SPILLING:
                 keep.append(block)
-            elif block.state is _SPILLED and _is_away(block):
+            elif block.state is _SPILLED and (block.external or block.storage() is None):  # `_is_away`
                 fetch.append(block)
                 fetch_bytes += block.nbytes
                 if fetch_bytes >= piece_bytes:

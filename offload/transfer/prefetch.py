@@ -13,7 +13,8 @@ fetching them back would cost the link twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from offload.transfer.admission import Priority
 from offload.transfer.block import Transfer
@@ -68,7 +69,7 @@ class Prefetcher:
                 for block in keep:
                     transfers.reclaim(block)
                 if fetch:
-                    later = _read_later(chunks, rank, fetch[-1].touch)
+                    later = partial(_read_later, chunks, rank, fetch[-1].touch)
                     if transfers.restore(fetch, Priority.SPECULATIVE, later) is None:
                         return
                 elif not nbytes and not keep:
@@ -80,18 +81,14 @@ class Prefetcher:
                 return
 
 
-def _read_later(chunks: Sequence[ComingReads], rank: int, touch: int) -> Callable[[Transfer], bool]:
+def _read_later(chunks: Sequence[ComingReads], rank: int, touch: int, transfer: Transfer) -> bool:
     """Whether the bytes of a spill in flight are read later than a block of the chunk at `rank` with this
     touch."""
-
-    def later(transfer: Transfer) -> bool:
-        for block in transfer.blocks:
-            if not block.is_freed:
-                chunk = block.group.chunk
-                for place, coming in enumerate(chunks):
-                    if coming.chunk == chunk:
-                        return place > rank or (place == rank and block.touch < touch)
-                return True  # its backward is further away than anything that is being fetched
-        return True  # nobody will read it
-
-    return later
+    for block in transfer.blocks:
+        if not block.is_freed:
+            chunk = block.group.chunk
+            for place, coming in enumerate(chunks):
+                if coming.chunk == chunk:
+                    return place > rank or (place == rank and block.touch < touch)
+            return True  # its backward is further away than anything that is being fetched
+    return True  # nobody will read it

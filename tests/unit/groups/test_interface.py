@@ -74,7 +74,7 @@ def test_marks_return_the_tensor_itself_where_no_chunk_is_active() -> None:
         assert group_start(x, "a") is x
         handler = manager.cur_forward_chunk()
         assert handler is not None
-        assert handler.open_group("a") is not None
+        assert handler.innermost_open() is not None
         group_commit(x, "a")
         step_end()
         assert untouched()
@@ -115,7 +115,7 @@ def test_commit_takes_the_first_element_of_a_container_and_returns_the_container
         group_start(x, "a")
         committed = group_commit(container, "a")
         assert committed is container
-        assert manager.cur_forward_chunk().open_group("a") is None  # type: ignore[union-attr]
+        assert manager.cur_forward_chunk().innermost_open() is None  # type: ignore[union-attr]
     group_start(x, "a")
     nested = [(x * 2, bias), None]
     assert group_commit(nested, "a") is nested
@@ -234,9 +234,9 @@ def test_switches_are_global_and_keep_starts_and_commits_paired(manager: Pipelin
     assert group_commit(inner, "a") is inner  # the muted one
     handler = manager.cur_forward_chunk()
     assert handler is not None
-    assert handler.open_group("a") is not None
+    assert handler.innermost_open() is not None
     assert group_commit(x, "a") is x
-    assert handler.open_group("a") is None
+    assert handler.innermost_open() is None
 
 
 def test_commits_under_no_grad_are_paired_whatever_their_order(manager: PipelineOffloadManager) -> None:
@@ -251,7 +251,7 @@ def test_commits_under_no_grad_are_paired_whatever_their_order(manager: Pipeline
     handler = manager.cur_forward_chunk()
     assert handler is not None
     group_commit(x, "a")
-    assert handler.open_group("a") is None
+    assert handler.innermost_open() is None
 
 
 # -- one call a forward --------------------------------------------------------------------------------------
