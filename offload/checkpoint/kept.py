@@ -1,9 +1,8 @@
 """One call of an operator whose outputs a checkpointed region keeps: how it is remembered, and given again to
 the recompute.
 
-One invariant: a call is given again only to a call on inputs of the same make, and what draws random numbers
-after it finds the state that the call itself would have left. So the recompute goes on as if the operator had
-run.
+One invariant: the recompute goes on as if the operator had run. A call is given again only to a call on
+inputs of the same make, and random numbers after it are drawn from the state that it would have left.
 
 Outputs are aliases: without grad_fn, so that what is kept never holds the graph that holds it; with the
 version counter of the output itself, so that a change in place is found out by the read.
@@ -121,9 +120,8 @@ class RandomStep(NamedTuple):
         return None if after is None or torch.equal(before, after) else cls(device, before, after)
 
     def skip(self) -> None:
-        """Leave the state that the call would have left. A state that is not the one before the call is not
-        the forward's, because the checkpoint was told not to preserve it; then the numbers of others are left
-        alone."""
+        """Leave the state that the call would have left, unless the state is not the one before the call: the
+        checkpoint was told not to preserve it, and the numbers of others are left alone."""
         state = _random_state(self.device)
         if state is not None and torch.equal(state, self.before):
             if self.device.type == "cpu":

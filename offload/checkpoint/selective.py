@@ -56,7 +56,7 @@ __all__ = ["Contexts", "Groups", "KeepContext", "KeptGroup", "contexts_for"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class KeepContext:
     """What a policy is told besides the call, as torch's own: it is asked in the forward only, after the
     operator has run."""

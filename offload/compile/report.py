@@ -1,7 +1,6 @@
 """A warning, once a region, about what a compiled function keeps of a group where the engine cannot move it.
 
-One invariant: it only observes. Nothing asks it whether a tensor may leave, and where everything left it
-gives no warning.
+One invariant: it only observes; nothing asks it whether a tensor may leave.
 
 Saved-tensor hooks see what a compiled function saves by `save_for_backward`, its donated buffers among it.
 Two things they do not get at: attributes that an autograd.Function inside sets on its ctx, which torch keeps
@@ -53,8 +52,8 @@ class CompileReport:
             self._said.add((group, region))
             logger.warning(
                 "group %r of chunk %s: %s keeps %s beside the saved-tensor hooks, which stays on the device: "
-                "an autograd.Function in it "
-                "sets tensors on its ctx; let it call ctx.save_for_backward for them",
+                "an autograd.Function in it sets tensors on its ctx; let it call ctx.save_for_backward for "
+                "them",
                 group,
                 chunk,
                 region,
@@ -68,10 +67,9 @@ class CompileReport:
         self._said.add((group, ""))
         logger.warning(
             "group %r of chunk %s: %s of what it saves stays on the device, in the memory of a CUDA graph "
-            "that torch.compile recorded "
-            '(mode="reduce-overhead"): that memory is never given back, so copying it would free '
-            "nothing; compile this group in the "
-            'default mode or in "max-autotune-no-cudagraphs", or take its marks out',
+            'that torch.compile recorded (mode="reduce-overhead"): that memory is never given back, so '
+            "copying it would free nothing; compile this group in the default mode or in "
+            '"max-autotune-no-cudagraphs", or take its marks out',
             group,
             chunk,
             _amount(tensors, nbytes),

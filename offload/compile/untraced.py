@@ -4,10 +4,9 @@ package that it passes over.
 One invariant: nothing of the engine is ever traced, for a graph would keep its effects of one step and replay
 none of them.
 
-A mark that a compiled function calls is `untraced`: one graph break a call. What the compiler meets without
-being called by a model, the marks' backwards and the reads of saved tensors in a backward that compiled
-autograd traces, lies in files that it skips; that costs no call anything, where the wrapper of an untraced
-function costs each of them a look at whether the compiler is listening.
+A mark that a compiled function calls is `untraced`: one graph break a call. What the compiler meets without a
+call of the model, the marks' backwards and the reads of saved tensors under compiled autograd, lies in files
+that it skips: to wrap those would cost each call a look at whether the compiler is listening.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from torch._compile import _disable_dynamo
 __all__ = ["import_compiler", "untraced"]
 
 _TRACED = "offload.checkpoint.selective"
-"""The file that the compiler looks into: a checkpoint's context_fn, when it is traced, is refused by an error
-of its own."""
+"""The file that the compiler looks into: a context_fn that is traced raises an error of its own."""
 
 F = TypeVar("F", bound=Callable[..., object])
 
 _REASON = (
     "a mark of the offload engine moves tensors, and a graph cannot hold that: compile without "
-    "fullgraph=True, which costs one graph break "
-    "a mark, or keep the marks and offload_hooks() outside of the compiled function"
+    "fullgraph=True, which costs one graph break a mark, or keep the marks and offload_hooks() outside of "
+    "the compiled function"
 )
 # a code object by itself
 _PASS_OVER = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
@@ -41,12 +39,8 @@ _PASS_OVER = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAc
 
 def untraced(function: F) -> F:
     """`function`, run eagerly wherever a compiled function calls it: one graph break a call, and under
-    fullgraph=True torch's error.
-
-    What torch's own checkpoint and optimizers use, rather than torch.compiler.disable: the compiler is
-    imported by the first call that it could trace. Where it watches no frames, the function is called as it
-    is.
-    """
+    fullgraph=True torch's error. The compiler is imported by the first call that it could trace, as by
+    torch's own checkpoint and optimizers; torch.compiler.disable would import it now."""
     unwatched = _disable_dynamo(function)
 
     @functools.wraps(function)
