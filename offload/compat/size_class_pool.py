@@ -92,7 +92,13 @@ class CPUSpillBackend:
             raise ValueError(f"a buffer of {nbytes:,} bytes was asked for; tensors without bytes need none")
         with self._lock:
             for pool, count in self._classes:
-                if pool.nbytes >= nbytes and (slab := self._slab(pool, count)) is not None:
+                if pool.nbytes < nbytes:
+                    continue
+                slab = pool.reuse(self._event_device)
+                if slab is None and len(pool.all) < count:
+                    with suppress(HostBudgetError):  # as if none were left
+                        slab = pool.make()
+                if slab is not None:
                     self.pool_hits += 1
                     pool.lent[id(slab)] = slab
                     self._lent[slab.data_ptr()] = pool, slab
@@ -158,10 +164,3 @@ class CPUSpillBackend:
     def _give_back_slabs(self) -> None:
         for pool, _ in self._classes:
             pool.release_free()
-
-    def _slab(self, pool: SubPool, count: int) -> torch.Tensor | None:
-        slab = pool.reuse(self._event_device)
-        if slab is None and len(pool.all) < count:
-            with suppress(HostBudgetError):  # counted as a miss by the caller
-                slab = pool.make()
-        return slab

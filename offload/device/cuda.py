@@ -8,8 +8,8 @@ calls that would end it with a CUDA error raise CaptureError instead, before the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -119,14 +119,8 @@ class CudaDevice:
         self._compute_lanes[lane.stream.stream_id] = lane
         return lane
 
-    @contextmanager
-    def use_lane(self, lane: Lane) -> Iterator[None]:
-        before = torch.cuda.current_stream(self.torch_device)
-        torch.cuda.set_stream(cast(CudaLane, lane).stream)
-        try:
-            yield
-        finally:
-            torch.cuda.set_stream(before)
+    def use_lane(self, lane: Lane) -> AbstractContextManager[None]:
+        return torch.cuda.stream(cast(CudaLane, lane).stream)
 
     @property
     def near_cores(self) -> frozenset[int]:
@@ -223,8 +217,7 @@ class CudaDevice:
         finally:
             self._watched = False
 
-    def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
-        replace_replay(graph, before, after)
+    watch_replays = staticmethod(replace_replay)
 
     def _refuse_in_capture(self, what: str) -> None:
         if self._captures:

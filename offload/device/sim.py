@@ -36,7 +36,7 @@ from offload.device._sim_graph import SimGraph, Step
 from offload.device._sim_hazards import HazardChecker
 from offload.device._sim_memory import PlainMemory
 from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, check_pair
-from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
+from offload.device.base import CaptureWatcher, CopyPair, Event, Lane
 from offload.errors import CaptureError, HazardError
 
 __all__ = ["POISON", "ExecutorName", "SimDevice", "SimEvent", "SimGraph", "SimLane"]
@@ -267,8 +267,7 @@ class SimDevice(SimLanes):
         finally:
             self._watcher = None
 
-    def watch_replays(self, graph: Graph, before: Callable[[], None], after: Callable[[], None]) -> None:
-        replace_replay(graph, before, after)
+    watch_replays = staticmethod(replace_replay)
 
     def _forbid_in_capture(self, what: str) -> None:
         if self._graph is not None:

@@ -161,13 +161,9 @@ class FreeRanges:
     def best_fit(self, nbytes: int) -> Range | None:
         """The smallest free range of at least `nbytes`; of equals one that nobody reads any more."""
         at = bisect_left(self._by_size, (nbytes,))
-        if at == len(self._by_size):
-            return None
-        found = self._by_size[at]
-        for entry in self._by_size[at : at + EQUALS_LOOKED_AT]:
-            if entry.nbytes == found.nbytes and entry.range.idle:
-                return entry.range
-        return found.range
+        near = self._by_size[at : at + EQUALS_LOOKED_AT]
+        equals = [entry.range for entry in near if entry.nbytes == near[0].nbytes]
+        return next((free for free in equals if free.idle), equals[0] if equals else None)
 
     def cut(self, free: Range, nbytes: int) -> Range:
         """Take the first `nbytes` out of a free range; the rest stays free. Both keep its events."""

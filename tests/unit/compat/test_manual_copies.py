@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload import PipelineOffloadManager, StaleHandleError, step_end
-from offload.compat.manual_copies import OffloadState
+from offload.compat.handler import OffloadState
 from offload.device.sim import SimDevice
 from tests.unit.groups.handlers import begun, device_of
 
