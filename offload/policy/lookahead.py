@@ -50,12 +50,9 @@ class Lookahead:
     def advance(self, action: Action) -> None:
         """The step does `action` now."""
         self._log.append(action)
-        actions = self.actions
-        try:
-            self._position = actions.index(action, self._position) + 1
-            self._lost = False
-        except ValueError:
-            self._lost = True
+        self._lost = action not in self.actions[self._position :]
+        if not self._lost:
+            self._position = self.actions.index(action, self._position) + 1
 
     def coming(self) -> Iterator[Action]:
         """The backward actions that come next, soonest first, up to the first whose forward is still to come:
