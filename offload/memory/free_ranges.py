@@ -8,7 +8,7 @@ events of joined ranges are kept. Not thread-safe: the arena holds its lock.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -46,43 +46,42 @@ class PendingEvent:
 
 
 class PendingEvents:
-    """One PendingEvent an event, and the order in which the device is asked about them: longest unasked
+    """One PendingEvent an event, in the order in which the device is asked about them: longest unasked
     first."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._of_event: dict[int, PendingEvent] = {}  # by id of the event, which the PendingEvent keeps alive
-        self._unpassed: deque[PendingEvent] = deque()  # and some that passed since they were asked about last
+        # by id of the event, which the PendingEvent keeps alive
+        self._unpassed: OrderedDict[int, PendingEvent] = OrderedDict()
 
     def of(self, event: Event) -> PendingEvent:
         """For each new event some of the older ones are asked about: they do not pile up."""
-        pending = self._of_event.get(id(event))
+        pending = self._unpassed.get(id(event))
         if pending is None:
             self.poll_oldest()
-            pending = self._of_event[id(event)] = PendingEvent(event)
-            self._unpassed.append(pending)
+            pending = self._unpassed[id(event)] = PendingEvent(event)
         return pending
 
     def poll(self, pending: PendingEvent) -> bool:
         """Whether the event has passed. Blocks the host: never, as the next two."""
-        if pending.event is not None and self._device.poll(pending.event):
-            self._pass(pending.event, pending)
+        if (event := pending.event) is not None and self._device.poll(event):
+            self._pass(event, pending)
         return pending.event is None
 
     def poll_oldest(self) -> None:
         """`poll` POLLS_PER_EVENT of those that were asked about longest ago, but none behind one that has not
         passed: lanes are in order, those behind it will hardly have."""
         for _ in range(min(POLLS_PER_EVENT, len(self._unpassed))):
-            pending = self._unpassed.popleft()
-            if (event := pending.event) is not None:
-                if not self._device.poll(event):
-                    self._unpassed.append(pending)
-                    return
-                self._pass(event, pending)
+            key, pending = next(iter(self._unpassed.items()))
+            if not self._device.poll(pending.event):
+                self._unpassed.move_to_end(key)
+                return
+            self._pass(pending.event, pending)
 
     def poll_all(self) -> bool:
         """Ask about every event; whether all have passed."""
-        self._unpassed = deque(pending for pending in self._unpassed if not self.poll(pending))
+        for pending in tuple(self._unpassed.values()):
+            self.poll(pending)
         return not self._unpassed
 
     def synchronize(self, these: Iterable[PendingEvent]) -> None:
@@ -94,11 +93,10 @@ class PendingEvents:
 
     def synchronize_all(self) -> None:
         """Block the host until every event has passed."""
-        self.synchronize(self._unpassed)
-        self._unpassed.clear()
+        self.synchronize(tuple(self._unpassed.values()))
 
     def _pass(self, event: Event, pending: PendingEvent) -> None:
-        del self._of_event[id(event)]
+        del self._unpassed[id(event)]
         pending.event = None
 
 

@@ -126,11 +126,13 @@ class Lender:
                         break
                 else:
                     del same[at]
-                    block = Block(nbytes, free.extents, (), free.ranges, ())
+                    free.pending = ()
                     break
             else:
                 free = same.popleft()
-                block = self._ask(Block(nbytes, free.extents, (), free.ranges, free.pending))
+            block = Block(nbytes, free.extents, (), free.ranges, free.pending)
+            if block.pending:
+                self._ask(block)
             self._lent[id(block)] = block
             self._lent_bytes += nbytes
             if self._lent_bytes > self._lent_peak_bytes:
@@ -265,13 +267,14 @@ class Lender:
             extents.append(slab.pieces[index].narrow(0, part.start, length))
             left -= length
         pending = join_pending(each for part in ranges for each in part.pending)
-        block = self._ask(Block(nbytes, tuple(extents), (), tuple(ranges), pending))
+        block = Block(nbytes, tuple(extents), (), tuple(ranges), pending)
+        self._ask(block)
         self._lent[id(block)] = block
         self._lent_bytes += nbytes
         self._lent_peak_bytes = max(self._lent_peak_bytes, self._lent_bytes)
         return block
 
-    def _ask(self, block: Block) -> Block:
+    def _ask(self, block: Block) -> None:
         """Ask about the first events of a block that is about to be lent, and tell those left."""
         unpassed: list[PendingEvent] = []
         after: list[Event] = []
@@ -282,7 +285,6 @@ class Lender:
                 unpassed.append(each)
                 after.append(each.event)
         block.pending, block.after = tuple(unpassed), tuple(after)
-        return block
 
 
 def _needed(nbytes: int) -> int:

@@ -40,7 +40,7 @@ def test_oldest_events_are_asked_about_first_and_none_behind_one_that_has_not_pa
 ) -> None:
     for index in range(5):
         events.of(FakeEvent(str(index)))
-    first, *rest = asked_in_turn = list(events._unpassed)
+    first, *rest = asked_in_turn = list(events._unpassed.values())
     for pending in rest:
         cast(FakeEvent, pending.event).passed = True
     device.polls = 0
