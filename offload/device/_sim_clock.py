@@ -21,6 +21,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from offload.device.base import Event, Lane
 from offload.errors import HazardError
@@ -69,19 +70,16 @@ class SimLane:
         return titles and f"; edges left out of {self.name}: {titles}"
 
 
+@dataclass(slots=True, eq=False)
 class SimEvent:
     """A point recorded in a simulated lane: everything up to `number` there, and all that this came after."""
 
-    __slots__ = ("capture", "clock", "lane", "number", "time_s", "timed")
-
-    def __init__(self, lane: SimLane, *, timed: bool, capture: object = None) -> None:
-        """capture: `SimGraph.capture` of the graph whose capture it is recorded in."""
-        self.capture = capture
-        self.lane = lane
-        self.number = lane.issued
-        self.clock = tuple(lane.clock)
-        self.time_s = lane.time_s
-        self.timed = timed
+    lane: SimLane
+    number: int
+    clock: tuple[int, ...]
+    time_s: float
+    timed: bool
+    capture: object  # `SimGraph.capture` of the graph whose capture it is recorded in
 
     def __repr__(self) -> str:
         return f"SimEvent(after operation {self.number} of {self.lane.name})"

@@ -17,7 +17,7 @@ on the device's own copy lanes by the order of issue does not hold between a rep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,19 +28,12 @@ from offload.errors import HazardError
 __all__ = ["SimGraph"]
 
 
-class Step(NamedTuple):
-    lane: SimLane
-    issue: Callable[..., Any]  # of a lane and the arguments
-    arguments: tuple[Any, ...]
-    result: Any  # a SimEvent if the step records one
-
-
 class SimGraph:
     """A captured program. `replay` issues it again, on the calling thread's compute lane and on branches of
     its own."""
 
     def __init__(self, device: SimLanes, issue: Callable[..., Any]) -> None:
-        """issue: how the device issues a step, now and in a capture: issue(lane, step.issue, *arguments)."""
+        """issue: how the device issues a step, now and in a capture: issue(lane, what, *arguments)."""
         self.capture = object()  # names the capture in its events: they must not keep the graph alive
         # by what died: a graph's pool keeps its addresses
         self.shadows: dict[TrackedBytes, torch.UntypedStorage] = {}
@@ -48,7 +41,8 @@ class SimGraph:
         self._issue = issue
         self._origin = device.compute
         self._lanes = {self._origin: "begin"}  # with the order of the wait that brought each in
-        self._steps: list[Step] = []
+        # lane, what issues the step, its arguments, and what that returned: an event if the step records one
+        self._steps: list[tuple[SimLane, Callable[..., Any], tuple[Any, ...], Any]] = []
         self._branches: dict[SimLane, SimLane] | None = None  # of a capture that ended well
 
     def has(self, lane: SimLane) -> bool:
@@ -79,10 +73,12 @@ class SimGraph:
             if not tracked.host and storage is not None:
                 self.shadows[tracked] = storage.clone()
 
-    def add(self, step: Step) -> None:
+    def add(
+        self, lane: SimLane, issue: Callable[..., Any], arguments: tuple[Any, ...], result: object
+    ) -> None:
         """A step was issued."""
-        if self.has(step.lane):
-            self._steps.append(step)
+        if self.has(lane):
+            self._steps.append((lane, issue, arguments, result))
 
     def end(self) -> None:
         """The capture ends well, if every lane is joined: the graph can be replayed."""
@@ -108,10 +104,8 @@ class SimGraph:
             raise HazardError("a graph is replayed whose capture did not end well; capture it again")
         lanes = {self._origin: self._device.compute, **self._branches}
         events: dict[SimEvent, SimEvent] = {}
-        for step in self._steps:
-            arguments = [
-                events.get(each, each) if isinstance(each, SimEvent) else each for each in step.arguments
-            ]
-            result = self._issue(lanes[step.lane], step.issue, *arguments)
-            if isinstance(step.result, SimEvent):
-                events[step.result] = result
+        for lane, issue, arguments, result in self._steps:
+            now = [events.get(each, each) if isinstance(each, SimEvent) else each for each in arguments]
+            again = self._issue(lanes[lane], issue, *now)
+            if isinstance(result, SimEvent):
+                events[result] = again

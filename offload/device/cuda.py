@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -41,11 +40,10 @@ class CudaLane:
         return f"CudaLane({self.name}, stream {self.stream.cuda_stream:#x})"
 
 
-@dataclass(frozen=True, slots=True)
 class _HostLane:
     """Only a name: what the host does is not queued."""
 
-    name: str = "host"
+    name = "host"
 
 
 class _CudaEvent:

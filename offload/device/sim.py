@@ -32,7 +32,7 @@ import torch
 from offload.device._replays import replace_replay
 from offload.device._sim_bytes import Span, TrackedBytes
 from offload.device._sim_clock import Operation, SimEvent, SimLane, SimLanes
-from offload.device._sim_graph import SimGraph, Step
+from offload.device._sim_graph import SimGraph
 from offload.device._sim_hazards import HazardChecker
 from offload.device._sim_memory import PlainMemory
 from offload.device._sim_queue import POISON, Copy, Executor, ExecutorName, check_pair
@@ -304,7 +304,7 @@ class SimDevice(SimLanes):
             mine = self._enter(lane)
             result = issue(mine, *arguments)
             if self._graph is not None:
-                self._graph.add(Step(mine, issue, arguments, result))
+                self._graph.add(mine, issue, arguments, result)
             return result
 
     def _asked_by_host(self, event: Event, verb: str) -> SimEvent:
@@ -330,9 +330,8 @@ class SimDevice(SimLanes):
     # -- inside: steps ---------------------------------------------------------------------------------------
     def _record(self, lane: SimLane, timed: bool) -> SimEvent:
         graph = self._graph
-        return SimEvent(
-            lane, timed=timed, capture=graph.capture if graph is not None and graph.has(lane) else None
-        )
+        capture = graph.capture if graph is not None and graph.has(lane) else None
+        return SimEvent(lane, lane.issued, tuple(lane.clock), lane.time_s, timed, capture)
 
     def _wait(self, lane: SimLane, event: Event, order: str) -> None:
         if lane is self.host:

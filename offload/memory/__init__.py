@@ -1,5 +1,4 @@
-"""Host memory: who may have how much (budget), where it is (arena), and the pools that the source systems
-name.
+"""Host memory: who may have how much (budget), where it is (arena), and who has it on loan (loans).
 
 One invariant: every pinned byte belongs to a `HostArena`, and every arena asks a `HostBudget` first.
 """
