@@ -97,11 +97,12 @@ class Work(NamedTuple):
 
 class Read(NamedTuple):
     """One group read by one action. After the last read its bytes are free; an I reads what its W will read
-    again."""
+    again. after: the action of the chunk before this one."""
 
     action_index: int
     group: GroupKey
     last: bool
+    after: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,12 +250,10 @@ def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
         chunk = action.chunk
         if action.kind == "F":
             continue
-        positions = range(len(sizes[chunk]))
-        again = action.kind == "W" and lives[chunk].half_read is not None
-        reads += [
-            Read(at, GroupKey(chunk, at_group), action.kind != "I")
-            for at_group in (positions if again else reversed(positions))
-        ]
+        life, positions = lives[chunk], range(len(sizes[chunk]))
+        after = life.half_read if action.kind == "W" and life.half_read is not None else life.forward
+        order = positions if after > life.forward else reversed(positions)
+        reads += [Read(at, GroupKey(chunk, place), action.kind != "I", after) for place in order]
     return tuple(reads)
 
 

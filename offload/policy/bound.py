@@ -148,7 +148,6 @@ class _Program:
         self._bounds: list[tuple[float, float | None]] = [
             (item.compute_s / slices / self._time_unit, None) for item in work for _ in range(slices)
         ]
-        self._out_columns: list[int] = []
         self._at_most = _Rows()
         self._equal = _Rows()
         outs: list[list[int]] = [[] for _ in range(self._num_slices)]

@@ -136,13 +136,6 @@ class _Step:
         self._reads = reads_of(actions, sizes)
         self._read_bytes = [sizes[read.group.chunk][read.group.position].nbytes for read in self._reads]
         self._ahead_bytes = [0, *accumulate(self._read_bytes)]
-        # by action: how many must have ended before its reads are fetched, those up to the one of its chunk
-        # before it
-        self._after: list[int] = []
-        latest: dict[ChunkKey, int] = {}
-        for number, action in enumerate(actions, 1):
-            self._after.append(latest.get(action.chunk, 0))
-            latest[action.chunk] = number
         self._num_ended = self._next_read = self._next_fetch = self._device_bytes = 0
         self._at: dict[GroupKey, _At] = {}
         self._spills: deque[GroupKey] = deque()
@@ -178,7 +171,7 @@ class _Step:
         # of the region that is being read, the compute that its reads come before
         region, owed_s = 0, 0.0
         for _ in groups:
-            _, key, last = self._reads[self._next_read]
+            _, key, last, _ = self._reads[self._next_read]
             if groups[key.position].region != region:
                 self.now_s += owed_s
                 region, owed_s = groups[key.position].region, 0.0
@@ -219,7 +212,7 @@ class _Step:
                 > self._window_bytes
             ):
                 return
-            if self._after[read.action_index] > self._num_ended:
+            if read.after >= self._num_ended:
                 return
             where = self._at[read.group]
             if where is _At.LEAVING:
