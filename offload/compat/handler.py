@@ -107,9 +107,7 @@ class ChunkOffloadHandler(ChunkGroups):
 
     def find_next_group(self, name: str | None = None) -> OffloadTensorGroup | None:
         """The next group to be started, of that name if one is given."""
-        if name is None:
-            return self.groups[self._index] if self._index < len(self.groups) else None
-        return self.find_group_with_name(name, self._index)
+        return next((group for group in self.groups[self._index :] if name in (None, group.name)), None)
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
         """Whether the chunk has no group, or none of that name."""
@@ -276,7 +274,8 @@ class ChunkOffloadHandler(ChunkGroups):
                 "move it there first"
             )
         with torch.no_grad():
-            flat = src_tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            values = src_tensor.detach().resolve_conj().resolve_neg().contiguous()
+            source = values.view(-1).view(torch.uint8)
         if use_cpu_pool:
             host = self.cpu_tensor_pool.allocate(src_tensor.shape, src_tensor.dtype)
         else:
@@ -284,7 +283,6 @@ class ChunkOffloadHandler(ChunkGroups):
                 src_tensor.shape, dtype=src_tensor.dtype, pin_memory=pin_memory and device.pins
             )
         compute = device.compute
-        source = flat.view(torch.uint8)
         device.note_write(compute, source)
         device.wait(self.d2h_stream, device.record(compute), "spill")
         event = self._copies.send([(host.view(-1).view(torch.uint8), source)], self.d2h_stream)

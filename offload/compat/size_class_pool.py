@@ -154,13 +154,10 @@ class CPUSpillBackend:
                     f"{len(self._lent)} slabs of {lent_bytes:,} bytes are lent, of {self.total_bytes:,}; "
                     "release them before clear"
                 )
-            self._give_back_slabs()
+            for pool, _ in self._classes:
+                pool.release_free()
 
     def __del__(self) -> None:
         # no lock, and only calls that finalisers may make; a slab still lent stays with the arena
-        if hasattr(self, "_classes"):
-            self._give_back_slabs()
-
-    def _give_back_slabs(self) -> None:
-        for pool, _ in self._classes:
+        for pool, _ in getattr(self, "_classes", ()):
             pool.release_free()

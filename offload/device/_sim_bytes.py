@@ -56,7 +56,7 @@ class TrackedBytes:
         self.home = home  # the lane that gets the bytes back when the storage dies
         self.host = host
         self.released = False
-        self.counted = 0  # of active_bytes
+        self.active = False  # counts in active_bytes
         self._ranges: list[_Range] = []  # by place
         self._labels: dict[tuple[int, int], str] = {}
         self._prune_above = _PRUNE_ABOVE

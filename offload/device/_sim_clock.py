@@ -54,10 +54,6 @@ class SimLane:
     def issued(self) -> int:
         return self.clock[self.index]
 
-    def next_number(self) -> int:
-        self.clock[self.index] += 1
-        return self.clock[self.index]
-
     def order_after(self, clock: Sequence[int]) -> None:
         """What the lane is given next comes after all that `clock` counts."""
         for index, number in enumerate(clock):  # an older event knows fewer lanes

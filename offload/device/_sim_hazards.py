@@ -25,7 +25,6 @@ class HazardChecker:
     def __init__(self, host: SimLane, *, strict: bool) -> None:
         """strict: raise hazards; without it accesses are only noted."""
         self.strict = strict
-        self.active_bytes = 0
         self._host = host
         self._tracked: dict[int, TrackedBytes] = {}
         # appended to by finalisers, on any thread, possibly while that thread holds the lock
@@ -49,20 +48,14 @@ class HazardChecker:
         found = self._tracked.get(storage._cdata)
         return found is not None and found.host
 
-    def count(self, tracked: TrackedBytes) -> None:
-        if not tracked.counted:
-            tracked.counted = tracked.nbytes
-            self.active_bytes += tracked.nbytes
-
-    def uncount(self, tracked: TrackedBytes) -> None:
-        self.active_bytes -= tracked.counted
-        tracked.counted = 0
+    @property
+    def active_bytes(self) -> int:
+        return sum(tracked.nbytes for tracked in self._tracked.values() if tracked.active)
 
     def bury(self) -> None:
         """Give the bytes of storages that died since the last call back to the lanes that they came from."""
         while self._dead:
             tracked = self._tracked.pop(self._dead.popleft())
-            self.uncount(tracked)
             try:
                 self.check_free(tracked.home, tracked.whole, "their storage died")
             finally:

@@ -148,11 +148,9 @@ class Executor:
                 while lane.queue and lane.queue[0].end_s <= now_s:
                     self.reach(lane, lane.queue[0].number, "the virtual clock")
         elif self.name == "random" and self._random.random() < 0.5:
-            lane = self._lanes[int(self._random.random() * len(self._lanes))]
+            lane = self._random.choice(self._lanes)
             if lane.queue:
-                self.reach(
-                    lane, lane.queue[int(self._random.random() * len(lane.queue))].number, "a random step"
-                )
+                self.reach(lane, self._random.choice(lane.queue).number, "a random step")
             elif lane.ran < lane.issued:
                 lane.ran = self._random.randint(int(lane.ran), lane.issued)
 

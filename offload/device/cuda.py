@@ -15,9 +15,8 @@ from typing import cast
 
 import torch
 
-from offload.device._cuda_graphs import replaced_captures
 from offload.device._cuda_memory import PinnedMemory
-from offload.device._replays import replace_replay
+from offload.device._graphs import replace_replay, replaced_captures
 from offload.device.base import CaptureWatcher, CopyPair, Event, Graph, Lane
 from offload.device.sanitizer import polled
 from offload.errors import CaptureError
@@ -209,8 +208,9 @@ class CudaDevice:
             )
         self._watched = True
         try:
-            here = self._index
-            with replaced_captures(watcher, self._captures, lambda: torch.cuda.current_device() == here):
+            with replaced_captures(
+                watcher, self._captures, lambda: torch.cuda.current_device() == self._index
+            ):
                 yield
         finally:
             self._watched = False

@@ -29,7 +29,7 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from offload.device._replays import replace_replay
+from offload.device._graphs import replace_replay
 from offload.device._sim_bytes import Span, TrackedBytes
 from offload.device._sim_clock import Operation, SimEvent, SimLane, SimLanes
 from offload.device._sim_graph import SimGraph
@@ -153,7 +153,7 @@ class SimDevice(SimLanes):
         with self._lock:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             tracked = self._checker.track(tensor.untyped_storage(), self.compute)
-            self._checker.count(tracked)
+            tracked.active = True
             self._do(self.compute, self._access, tracked.whole, "empty", True)
             return tensor
 
@@ -217,7 +217,7 @@ class SimDevice(SimLanes):
             freed = self._checker.locate(tensor, self.compute)
             self._checker.check_free(mine, freed, f"{mine.name} frees them")
             if freed.end - freed.start >= freed.tracked.nbytes:
-                self._checker.uncount(freed.tracked)
+                freed.tracked.active = False
 
     def name_bytes(self, tensor: torch.Tensor, label: str) -> None:
         """Errors call the tensor's bytes `label` from now on."""
@@ -325,7 +325,7 @@ class SimDevice(SimLanes):
             span = self._checker.locate(tensor, self.compute)
             self._do(lane, self._access, span, verb, writing)
             if writing and not span.tracked.host:
-                self._checker.count(span.tracked)
+                span.tracked.active = True
 
     # -- inside: steps ---------------------------------------------------------------------------------------
     def _record(self, lane: SimLane, timed: bool) -> SimEvent:
@@ -387,7 +387,7 @@ class SimDevice(SimLanes):
 
     def _issue(self, operation: Operation) -> None:
         lane = operation.lane
-        lane.next_number()
+        lane.clock[lane.index] = operation.number
         if lane is self.host:
             lane.host_version += 1
         operation.end_s = lane.time_s

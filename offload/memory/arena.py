@@ -115,7 +115,7 @@ class HostArena(Lender):
             held_bytes = self._growth.held_bytes
             if not (held_bytes <= room if shared else budget.reserve(held_bytes)):
                 raise HostBudgetError(
-                    f"{held_bytes:,} bytes of host memory are held, {self._lent_bytes:,} of them lent, and "
+                    f"{held_bytes:,} bytes of host memory are held, {self.lent_bytes:,} of them lent, and "
                     f"the new limit leaves room for {max(0, room):,}; close the optimizers that use them, or "
                     "raise host_limit_bytes"
                 )
@@ -135,7 +135,7 @@ class HostArena(Lender):
         is kept with bytes that are lent in the capture."""
         with self._lock:
             self._growth.pause()
-            self._update()
+            self._accept_returned()
             self._events.synchronize_all()
             self._all_passed = True
 
@@ -172,7 +172,7 @@ class HostArena(Lender):
             self._accept_returned()
             if self._lent:
                 raise PoolError(
-                    f"host arena has {len(self._lent)} blocks of {self._lent_bytes:,} bytes lent, of "
+                    f"host arena has {len(self._lent)} blocks of {self.lent_bytes:,} bytes lent, of "
                     f"{self._growth.held_bytes:,} held; give them back before clear"
                 )
             self._events.synchronize_all()

@@ -94,7 +94,7 @@ class Lender:
         self._returned: deque[tuple[Block, Event | None]] = deque()
         self._all_passed = False  # every event that was ever recorded outside of the capture under way
         self._asked = self._missing = self._missing_bytes = 0
-        self._lent_bytes = self._lent_peak_bytes = 0
+        self.lent_bytes = self._lent_peak_bytes = 0
 
     # [Order: reuse of a pinned block]
     # hazard  WAR: `h2d` still reads a block for a restore while `d2h` writes the same bytes for the next
@@ -134,9 +134,9 @@ class Lender:
             if block.pending:
                 self._ask(block)
             self._lent[id(block)] = block
-            self._lent_bytes += nbytes
-            if self._lent_bytes > self._lent_peak_bytes:
-                self._lent_peak_bytes = self._lent_bytes
+            self.lent_bytes += nbytes
+            if self.lent_bytes > self._lent_peak_bytes:
+                self._lent_peak_bytes = self.lent_bytes
             return block
 
     def contiguous(self, nbytes: int) -> Block:
@@ -150,7 +150,7 @@ class Lender:
         needed = _needed(nbytes)
         with self._lock:
             self._asked += 1
-            self._update()
+            self._accept_returned()
             self._split_whole()
             while (free := self._ranges.best_fit(needed)) is None:
                 self._growth.pin_or_wait(needed, one_piece=True)
@@ -180,20 +180,16 @@ class Lender:
         self._returned.append((block, after))
 
     # -- counters --------------------------------------------------------------------------------------------
-    @property
-    def lent_bytes(self) -> int:
-        return self._lent_bytes
-
     def stats(self) -> ArenaStats:
         with self._lock:
-            self._update()
+            self._accept_returned()
             parts = [part for same in self._whole.values() for block in same for part in block.ranges]
             return ArenaStats(
                 asked=self._asked,
                 missing=self._missing,
                 missing_bytes=self._missing_bytes,
                 lent=len(self._lent),
-                lent_bytes=self._lent_bytes,
+                lent_bytes=self.lent_bytes,
                 lent_peak_bytes=self._lent_peak_bytes,
                 free_bytes=self._ranges.nbytes + sum(part.nbytes for part in parts),
                 free_ranges=len(self._ranges) + len(parts),
@@ -204,26 +200,22 @@ class Lender:
         """Start a new peak from what is lent now, once a step. A growth that was refused may be tried again
         from here on."""
         with self._lock:
-            self._update()
-            self._lent_peak_bytes = self._lent_bytes
+            self._accept_returned()
+            self._lent_peak_bytes = self.lent_bytes
             self._growth.allow_retry()
 
     # -- inside, with the lock held --------------------------------------------------------------------------
-    def _update(self) -> None:
-        """Accept what finalisers returned, and ask about the few events that were asked about longest ago."""
-        self._accept_returned()
-        self._events.poll_oldest()
-
     def _accept_returned(self) -> None:
+        """End the loans of what was returned."""
         while self._returned:
             block, after = self._returned.popleft()
             if self._lent.pop(id(block), None) is None:
                 raise PoolError(
                     f"a block of {block.nbytes:,} bytes in {len(block.extents)} extents is not on loan from "
-                    f"this arena, which has {len(self._lent)} blocks of {self._lent_bytes:,} bytes lent; "
+                    f"this arena, which has {len(self._lent)} blocks of {self.lent_bytes:,} bytes lent; "
                     "give each block back once, where it was taken"
                 )
-            self._lent_bytes -= block.nbytes
+            self.lent_bytes -= block.nbytes
             pending = block.pending and tuple([each for each in block.pending if each.event is not None])
             if after is not None and not self._all_passed:
                 last_use = self._events.of(after)
@@ -270,8 +262,8 @@ class Lender:
         block = Block(nbytes, tuple(extents), (), tuple(ranges), pending)
         self._ask(block)
         self._lent[id(block)] = block
-        self._lent_bytes += nbytes
-        self._lent_peak_bytes = max(self._lent_peak_bytes, self._lent_bytes)
+        self.lent_bytes += nbytes
+        self._lent_peak_bytes = max(self._lent_peak_bytes, self.lent_bytes)
         return block
 
     def _ask(self, block: Block) -> None:

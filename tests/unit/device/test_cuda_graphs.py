@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from offload.device import Graph
-from offload.device._cuda_graphs import replaced_captures
-from offload.device._replays import replace_replay
+from offload.device._graphs import replace_replay, replaced_captures
 
 
 class FakeGraph:

@@ -1,13 +1,17 @@
-"""When a capture begins and ends: torch tells nobody, so this file listens where it happens.
+"""When a capture begins and ends, and when a graph is replayed: torch tells nobody, so this file listens
+where it happens.
 
 `torch.cuda.graph` and `torch.cuda.make_graphed_callables` make their graphs inside, so the two methods of
-torch.cuda.CUDAGraph that begin and end a capture are replaced while somebody watches, and put back after.
+torch.cuda.CUDAGraph that begin and end a capture are replaced while somebody watches, and put back after. A
+graph's `replay` is replaced on the one graph, for as long as it lives.
 
-One invariant: a capture that was begun is ended, whatever a watcher raises, and what torch raises is raised.
+Two invariants: a capture that was begun is ended, whatever a watcher raises, and what torch raises is raised;
+listening keeps no graph alive, for a graph owns device memory.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +20,7 @@ import torch
 
 from offload.device.base import CaptureWatcher
 
-__all__ = ["replaced_captures"]
+__all__ = ["replace_replay", "replaced_captures"]
 
 
 @contextmanager
@@ -66,3 +70,24 @@ def replaced_captures(
         yield
     finally:
         kind.capture_begin, kind.capture_end = torch_begin, torch_end
+
+
+def replace_replay(graph: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` and `after` around each replay of this graph, and around what others who listen do. The
+    graph would keep itself alive through its own method, hence the weak reference: its private memory is to
+    go when its owner lets go of it."""
+    kind, reference = type(graph), weakref.ref(graph)
+    # of another region that was open at the capture
+    inner: Callable[[], None] | None = vars(graph).get("replay")
+
+    def replay() -> None:
+        alive = reference()
+        assert alive is not None, "a replay of a graph that is gone"
+        before()
+        if inner is not None:
+            inner()
+        else:
+            kind.replay(alive)
+        after()
+
+    graph.replay = replay
