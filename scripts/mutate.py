@@ -72,7 +72,7 @@ class Result(NamedTuple):
     fault: Fault
     survived: bool
     said: str
-    """pytest's last line, or that the time limit passed."""
+    """The test that failed and pytest's last line, or that the time limit passed."""
 
 
 def faults_in(path: str, source: bytes) -> list[Fault]:
@@ -179,7 +179,7 @@ class Trees:
             self.free.put(tree)
 
     def run(self, fault: Fault | None, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-        """pytest's exit status, None where the time limit passed, and its last line."""
+        """pytest's exit status, None where the time limit passed, and what it said last."""
         tree = self.free.get()
         file = tree / fault.path if fault is not None else None
         try:
@@ -201,7 +201,9 @@ def _ended(command: list[str], tree: Path, limit_s: float) -> tuple[int | None, 
     process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **output)
     try:
         said, _ = process.communicate(timeout=limit_s)
-        return process.returncode, (said.strip().splitlines() or [""])[-1]
+        lines = said.strip().splitlines() or [""]
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        return process.returncode, "; ".join([*failed[:1], lines[-1]])
     except subprocess.TimeoutExpired:
         return None, f"the time limit of {limit_s:g} s passed"
     finally:
@@ -215,8 +217,7 @@ def tried(
 ) -> Iterator[Result]:
     """What becomes of each fault, in order, as it is known.
 
-    Raises RuntimeError if the tests fail without a fault. That is looked at last, and not at all once a fault
-    survived, which shows that they pass.
+    Raises RuntimeError if the tests fail without a fault, which is tried first, beside the faults.
     """
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
         trees = Trees(root, Path(folder), jobs)
@@ -227,13 +228,16 @@ def tried(
                 raise RuntimeError(f"pytest ends with {status}: {said}")
             return Result(fault, status == 0, said)
 
-        passed = False
-        for result in pool.map(outcome, faults):
-            passed = passed or result.survived
-            yield result
-        status, said = (0, "") if passed else trees.run(None, tests, limit_s)
-        if status != 0:
-            raise RuntimeError(f"without any fault pytest {' '.join(tests)} ends with {status}: {said}")
+        without = pool.submit(trees.run, None, tests, limit_s)
+        pending = [pool.submit(outcome, fault) for fault in faults]
+        try:
+            status, said = without.result()
+            if status != 0:
+                raise RuntimeError(f"without any fault pytest {' '.join(tests)} ends with {status}: {said}")
+            for result in pending:
+                yield result.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def main() -> int:
