@@ -145,9 +145,10 @@ class Rates:
 def checked_action(action: object) -> Action:
     """(kind, stage, microbatch) as an Action. Raises ValueError for anything else."""
     match action:
-        case tuple((str(kind), int(stage), int(microbatch))):
-            if kind in _KINDS and min(stage, microbatch) >= 0:
-                return Action(cast(Kind, kind), stage, microbatch)
+        case tuple((str(kind), int(stage), int(microbatch))) if (
+            kind in _KINDS and min(stage, microbatch) >= 0
+        ):
+            return Action(cast(Kind, kind), stage, microbatch)
     raise ValueError(f"action {action!r} is not (F, B, I or W; stage >= 0; microbatch >= 0)")
 
 

@@ -216,8 +216,8 @@ class _Program:
             bounds=self._bounds,
             method="highs",
         )
-        if not result.success:  # a slice may take as long as it likes, so there is always a solution
-            raise AssertionError(f"HiGHS found no step for {self._num_slices} slices: {result.message}")
+        # a slice may take as long as it likes, so there is always a solution
+        assert result.success, f"HiGHS found no step for {self._num_slices} slices: {result.message}"
         return [float(value) for value in result.x]
 
 
