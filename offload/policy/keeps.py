@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from offload.policy.actions import (
     Action,
@@ -136,14 +137,11 @@ def limit_keeps(
 def tail_keeps(sizes: ChunkSizes, kept_bytes: Mapping[ChunkKey, float]) -> Keeps:
     """Of each chunk the last groups that together take at most `kept_bytes[chunk]` (0 where it is not
     named)."""
-    keeps = []
+    keeps: list[GroupKey] = []
     for chunk, groups in sizes.items():
-        left_bytes = kept_bytes.get(chunk, 0)
-        for index in range(len(groups) - 1, -1, -1):
-            left_bytes -= groups[index].nbytes
-            if left_bytes < 0:
-                break
-            keeps.append(GroupKey(chunk, index))
+        ends = accumulate(group.nbytes for group in reversed(groups))
+        first = len(groups) - sum(nbytes <= kept_bytes.get(chunk, 0) for nbytes in ends)
+        keeps += [GroupKey(chunk, index) for index in range(first, len(groups))]
     return frozenset(keeps)
 
 
