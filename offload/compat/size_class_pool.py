@@ -67,8 +67,7 @@ class CPUSpillBackend:
         self._lent: dict[int, tuple[SubPool, torch.Tensor]] = {}
         self._unpooled: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
-        self.pool_hits = 0
-        self.pool_misses = 0
+        self.pool_hits = self.pool_misses = 0
 
     @property
     def total_bytes(self) -> int:

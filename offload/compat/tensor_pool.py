@@ -180,16 +180,15 @@ class GPUTensorPool:
         after: the last copy that was issued from or to the tensor; it is not lent again before that has
         passed. Raises PoolError, which is a ValueError, for a tensor that is not on loan from this pool.
         """
-        if (shape is not None and tuple(shape) != tuple(tensor.shape)) or (
-            dtype is not None and dtype != tensor.dtype
-        ):
+        key = self._get_pool_key(tensor.shape, tensor.dtype)
+        if key != self._get_pool_key(tensor.shape if shape is None else shape, dtype or tensor.dtype):
             raise ValueError(
                 f"freed {_named(tensor)} as shape {shape} and dtype {dtype}; leave them out, or give the "
                 "tensor's own"
             )
         with self._lock:
             self._free_requests += 1
-            pool = self._pools.get(self._get_pool_key(tensor.shape, tensor.dtype))
+            pool = self._pools.get(key)
             if pool is None:
                 raise PoolError(
                     f"No pool for {_named(tensor)} among {len(self._pools)} pools; free only what this pool "

@@ -57,7 +57,7 @@ class TrackedBytes:
         self.host = host
         self.released = False
         self.active = False  # counts in active_bytes
-        self._ranges: list[_Range] = []  # by place
+        self.ranges: list[_Range] = []  # by place: what was accessed
         self._labels: dict[tuple[int, int], str] = {}
         self._prune_above = _PRUNE_ABOVE
 
@@ -96,7 +96,7 @@ class TrackedBytes:
         touched."""
         if start >= end:
             return
-        for found in self._ranges[bisect_right(self._ranges, start, key=_END) :]:
+        for found in self.ranges[bisect_right(self.ranges, start, key=_END) :]:
             if found.start >= end:
                 return
             if found.write is not None:
@@ -113,10 +113,10 @@ class TrackedBytes:
             return
         first, last = self._cut(start), self._cut(end)
         if writing:
-            self._ranges[first:last] = [_Range(start, end, operation)]
+            self.ranges[first:last] = [_Range(start, end, operation)]
         else:
             covered: list[_Range] = []
-            for known in self._ranges[first:last]:
+            for known in self.ranges[first:last]:
                 if start < known.start:
                     covered.append(_Range(start, known.start))
                 covered.append(known)
@@ -125,31 +125,27 @@ class TrackedBytes:
                 covered.append(_Range(start, end))
             for known in covered:
                 known.reads[operation.lane] = operation
-            self._ranges[first:last] = covered
-        if len(self._ranges) > self._prune_above:
+            self.ranges[first:last] = covered
+        if len(self.ranges) > self._prune_above:
             self._forget(floor)
-
-    def drop_accesses(self) -> None:
-        """Let go of the operations: the storage is dead, and operations point back at storages."""
-        self._ranges = []
 
     def _cut(self, at: int) -> int:
         """Split the range that crosses `at`, if one does; the index of the first range that starts at or
         after it."""
-        index = bisect_left(self._ranges, at, key=_START)
-        if index > 0 and (crossing := self._ranges[index - 1]).end > at:
-            self._ranges.insert(index, _Range(at, crossing.end, crossing.write, dict(crossing.reads)))
+        index = bisect_left(self.ranges, at, key=_START)
+        if index > 0 and (crossing := self.ranges[index - 1]).end > at:
+            self.ranges.insert(index, _Range(at, crossing.end, crossing.write, dict(crossing.reads)))
             crossing.end = at
         return index
 
     def _forget(self, floor: Sequence[int]) -> None:
-        for known in self._ranges:
+        for known in self.ranges:
             if known.write is not None and known.write.number <= floor[known.write.lane.index]:
                 known.write = None
             reads = known.reads.items()
             known.reads = {lane: read for lane, read in reads if read.number > floor[lane.index]}
-        self._ranges = [known for known in self._ranges if known.write is not None or known.reads]
-        self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._ranges))
+        self.ranges = [known for known in self.ranges if known.write is not None or known.reads]
+        self._prune_above = max(_PRUNE_ABOVE, 2 * len(self.ranges))
 
 
 class Span(NamedTuple):

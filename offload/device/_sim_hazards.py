@@ -59,7 +59,7 @@ class HazardChecker:
             try:
                 self.check_free(tracked.home, tracked.whole, "their storage died")
             finally:
-                tracked.drop_accesses()
+                tracked.ranges = []  # their operations point back at storages
 
     def release(self, pieces: Sequence[torch.Tensor]) -> None:
         """The host gives these host pieces back: no lane may still touch them, or touch them again."""

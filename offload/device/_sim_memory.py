@@ -27,9 +27,11 @@ class PlainMemory:
                 f"{nbytes:,} host bytes in pieces of {registration_bytes:,} were asked for; give 0 or more, "
                 "pieces above 0"
             )
-        sizes = [min(registration_bytes, nbytes - start) for start in range(0, nbytes, registration_bytes)]
         try:
-            pieces = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+            pieces = [
+                torch.empty(min(registration_bytes, nbytes - start), dtype=torch.uint8, device="cpu")
+                for start in range(0, nbytes, registration_bytes)
+            ]
         except RuntimeError as error:
             raise HostBudgetError(
                 f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes"

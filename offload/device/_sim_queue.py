@@ -92,8 +92,8 @@ class Executor:
         lane = operation.lane
         if lane.eager:
             operation.run()
-            return
-        lane.queue.append(operation)
+        else:
+            lane.queue.append(operation)
         if self.name == "early":
             self.reach(lane, operation.number, lane.name)
 
@@ -122,11 +122,10 @@ class Executor:
         stack = [(lane, number)]
         while stack:
             lane, number = stack[-1]
+            if lane.eager:
+                lane.ran = max(lane.ran, number)
             if lane.ran >= number:
                 stack.pop()
-                continue
-            if lane.eager:
-                lane.ran = number
                 continue
             item = lane.queue[0]
             if (event := item.after) is not None and event.lane.ran < event.number:

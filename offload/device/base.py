@@ -187,7 +187,6 @@ class Device(Protocol):
         keep the graph alive."""
 
     # -- state -----------------------------------------------------------------------------------------------
-
     def active_bytes(self) -> int:
         """Bytes in live blocks of the device allocator now; what this engine lent out and knows of on the
         simulated device."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -124,15 +124,13 @@ class CudaDevice:
         allowed = frozenset(os.sched_getaffinity(0))
         about = torch.cuda.get_device_properties(self.torch_device)
         names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-        if not all(hasattr(about, name) for name in names):  # an older torch
-            return allowed
-        domain, bus, slot = (int(getattr(about, name)) for name in names)
-        address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-        try:
-            text = (Path("/sys/bus/pci/devices") / address / "local_cpulist").read_text()
-        except OSError:  # a container without that part of /sys
-            text = ""
-        return cores_in(text) & allowed or allowed
+        if all(hasattr(about, name) for name in names):  # an older torch has none
+            domain, bus, slot = (int(getattr(about, name)) for name in names)
+            address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+            with suppress(OSError):  # a container without that part of /sys
+                near = (Path("/sys/bus/pci/devices") / address / "local_cpulist").read_text()
+                return cores_in(near) & allowed or allowed
+        return allowed
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device
@@ -225,7 +223,6 @@ class CudaDevice:
             )
 
     # -- state -----------------------------------------------------------------------------------------------
-
     def active_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload.device.base import Device, Event
@@ -33,16 +34,14 @@ EQUALS_LOOKED_AT = 4
 first, so the likeliest first."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingEvent:
     """An event that free bytes wait for, shared by all of them: a thousand may wait for one transfer.
 
     `event` is None from the moment it is known to have passed, and never before.
     """
 
-    __slots__ = ("event",)
-
-    def __init__(self, event: Event) -> None:
-        self.event: Event | None = event
+    event: Event | None
 
 
 class PendingEvents:

@@ -74,10 +74,7 @@ class Growth:
                 f"host arena holds {self.held_bytes:,} bytes and cannot pin {nbytes:,} more while a graph is "
                 "captured or the arena is trimmed, cleared or closed; reserve them before"
             )
-        if self._pinning:
-            self._changed.wait()
-        else:
-            self._pin(nbytes, one_piece=one_piece)
+        self._pin(nbytes, one_piece=one_piece)
 
     def want(self, target_bytes: int) -> bool:
         """Whether `target_bytes` are held: pinned here and now if growth is inline, else later, by the
@@ -108,8 +105,8 @@ class Growth:
             except RuntimeError as error:  # the system gives no thread: as where it gives no memory
                 self._target_bytes = 0
                 self._refuse(deficit, error)
-                return False
-            self._thread = thread
+            else:
+                self._thread = thread
         return False
 
     def allow_retry(self) -> None:
@@ -198,9 +195,6 @@ class Growth:
             try:
                 while self._target_bytes > self.held_bytes and not self._stopping:
                     deficit = self._target_bytes - self.held_bytes
-                    if self._pinning:
-                        self._changed.wait()
-                        continue
                     try:
                         self._pin(deficit)
                     # whatever the system said, training goes on without these bytes
@@ -223,7 +217,11 @@ class Growth:
             )
 
     def _pin(self, nbytes: int, *, one_piece: bool = False) -> None:
-        """Hold `nbytes` more. Holds less, without an error, if growth is stopped meanwhile."""
+        """Hold `nbytes` more, or wait for the thread that pins. Holds less, without an error, if growth is
+        stopped meanwhile."""
+        if self._pinning:
+            self._changed.wait()
+            return
         registration_bytes, slab_bytes = self._registration_bytes, self._slab_bytes
         if one_piece:
             registration_bytes = slab_bytes = max(registration_bytes, round_up(nbytes, PAGE_BYTES))

@@ -56,7 +56,7 @@ def test_ranges_stay_few_once_the_host_has_seen_them_finish() -> None:
         lanes.d2h.clock[lanes.d2h.index] += 1
         floor = [0, max(0, lanes.d2h.issued - 10), 0, 0]  # ten are in flight
         tracked.stamp(start, start + rng.randint(1, 4096), operation, writing=rng.random() < 0.5, floor=floor)
-        most = max(most, len(tracked._ranges))
+        most = max(most, len(tracked.ranges))
     assert most <= 65 + 2  # one look is due above 64, and an access splits at most two ranges
 
 
