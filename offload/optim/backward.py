@@ -62,17 +62,18 @@ class BackwardSteps:
         self.last_microbatch: bool | None = None
         """Whether the backward to come is the last of its step; None: nobody says, the step before does."""
         self.stepped: set[HostBucket] = set()  # in this backward
-        self._begun = False
         self._seen: Counter[int] = Counter()  # backwards of each parameter in this step
         self._expected: Counter[int] = Counter()
         # by parameter: its gradient and that one's versions, when it was stepped
         self._stamps: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
-        self._final: Counter[HostBucket] = Counter()  # how many gradients of a bucket are final
+        self._final: Counter[HostBucket] = (
+            Counter()
+        )  # how many gradients of a bucket are final; empty before `begin`
         self._handles: list[Any] = []
-        steps.when_touched = weakly(self.touched)
 
     def hook(self, members: Sequence[ParamView]) -> None:
         """Register hooks on the parameters. They hold this object weakly."""
+        self._steps.when_touched = weakly(self.touched)
         accumulated = weakly(self.accumulated)
         for member in members:
             if member.parameter.requires_grad and member.parameter.is_leaf:
@@ -89,39 +90,45 @@ class BackwardSteps:
                 f"{member} got another gradient (use no_sync() in all backwards but the last)"
             )
         last = self.last_microbatch
-        if not (last or (last is None and self._expected[member.index] == self._seen[member.index])):
+        if last is None:
+            last = self._expected[member.index] == self._seen[member.index]
+        # no hook runs in the replays of a graph, whose gradients these are: they are stepped in step()
+        if not last or self._final_gradient(member) is None or self._device.is_capturing():
             return
-        if member.parameter.grad is None or getattr(member.parameter, "decoupled_grad", None) is not None:
-            return
-        if self._device.is_capturing():
-            return  # no hook runs in the replays, whose gradients these are: they are stepped in step()
         with torch.no_grad():
-            if not self._begun:
+            if not self._final:
                 self._begin()
-                self._begun = True
             for bucket in buckets:
                 self._final[bucket] += 1
                 if self._final[bucket] == len(bucket.members):
                     self._final[bucket] = 0
                     self._step(bucket)
 
+    def _final_gradient(self, member: ParamView) -> Tensor | None:
+        """None for a gradient that step() steps: one that was thrown away, or has another in its place, or
+        will be reduced, or is of a parameter that was taken out of its group."""
+        gradient = member.parameter.grad
+        if (
+            gradient is None
+            or getattr(member.parameter, "decoupled_grad", None) is not None
+            or member.index not in self._placed.groups
+            or may_be_reduced_in_place(gradient)
+            or not is_laid_out_as(member.parameter, gradient)
+        ):
+            return None
+        return gradient
+
     def _step(self, bucket: HostBucket) -> None:
-        gradients: dict[int, Tensor] = {}
-        for member in bucket.members:
-            gradient = member.parameter.grad
-            if gradient is None or member.index not in self._placed.groups:
-                return  # thrown away since it was final, or its parameter was taken out
-            if may_be_reduced_in_place(gradient) or not is_laid_out_as(member.parameter, gradient):
-                return  # it is stepped in step(), when it is reduced
-            gradients[member.index] = member.flat_gradient(gradient)
-        for member in bucket.members:
-            gradient = member.parameter.grad
-            assert gradient is not None
-            self._stamps[member.index] = weakref.ref(gradient), _versions(gradient)
-        bucket.set_gradients(gradients)
+        found = [(member, self._final_gradient(member)) for member in bucket.members]
+        gradients = {member: gradient for member, gradient in found if gradient is not None}
+        if len(gradients) < len(found):
+            return
+        bucket.set_gradients({member.index: member.flat_gradient(grad) for member, grad in gradients.items()})
         self._steps.submit([bucket])
         self.stepped.add(bucket)
-        for member in bucket.members:  # a touch before step() breaks the promise
+        for member, gradient in gradients.items():
+            self._stamps[member.index] = weakref.ref(gradient), _versions(gradient)
+            # a touch before step() breaks the promise
             self._watch.watch(member.index, member.parameter, gradient=False)
 
     @contextmanager
@@ -168,7 +175,6 @@ class BackwardSteps:
     def start_over(self) -> None:
         """The gradients are used, or thrown away unused."""
         self._seen = Counter()
-        self._begun = False
         self._stamps.clear()
         self._final.clear()
         self.stepped.clear()

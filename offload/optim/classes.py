@@ -64,17 +64,10 @@ def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, An
     """What the class puts into a param group that says nothing. Raises ValueError for a value that the class
     refuses."""
     try:
-        group = _tried(cls, kwargs).param_groups[0]
+        group = cls([torch.zeros(1, 1)], **kwargs).param_groups[0]  # Muon takes matrices only
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{cls.__name__} cannot be made with {_written(kwargs)}: {error}") from error
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _tried(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> Optimizer:
-    try:
-        return cls([torch.zeros(1)], **kwargs)
-    except ValueError:
-        return cls([torch.zeros(1, 1)], **kwargs)  # Muon takes matrices only
 
 
 def is_fused_adam(cls: type[Optimizer]) -> bool:
@@ -84,25 +77,16 @@ def is_fused_adam(cls: type[Optimizer]) -> bool:
     return cls in (torch.optim.Adam, torch.optim.AdamW)
 
 
-_ELEMENTWISE = (
-    "Adam",
-    "AdamW",
-    "SGD",
-    "Adagrad",
-    "RMSprop",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "ASGD",
-    "Rprop",
-)
+_ELEMENTWISE = {
+    getattr(torch.optim, name)
+    for name in "Adam AdamW SGD Adagrad RMSprop Adadelta Adamax NAdam RAdam ASGD Rprop".split()  # noqa: SIM905
+}
 
 
 def is_elementwise(cls: type[Optimizer]) -> bool:
     """Whether the step is known to treat each element alone, so that a shard may be stepped as if it were a
     whole parameter."""
-    return any(cls is getattr(torch.optim, name) for name in _ELEMENTWISE)
+    return cls in _ELEMENTWISE
 
 
 def state_names(group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ weights and moments change only after its gradients have arrived and before its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ from torch.optim import Optimizer
 
 from offload.device import CopyPair, Event
 from offload.engine import OffloadEngine
-from offload.optim.classes import is_fused_adam, made_for_cpu, state_names
-from offload.optim.parts import Groups, HostBucket, HostOptions, HostPart, set_groups
+from offload.optim.classes import is_fused_adam, state_names
+from offload.optim.parts import Groups, HostBucket, HostOptions, HostPart, loaded_value, set_groups
 from offload.params.layout import Bucket
 from offload.params.sections import FlatSpec, HostSection
-from offload.params.view import ParamView, laid_like, local_of, update_master
+from offload.params.view import ParamView, laid_like, update_master
 from offload.transfer.copier import OwnedCopies
 
 __all__ = ["CpuBucket", "CpuPart"]
@@ -196,8 +197,7 @@ class CpuPart(HostPart[CpuBucket]):
         self, engine: OffloadEngine, options: HostOptions, cls: type[Optimizer], kwargs: Mapping[str, Any]
     ) -> None:
         super().__init__(engine, options, whole=not is_fused_adam(cls))
-        self._cls = cls
-        self._kwargs = dict(kwargs)
+        self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self.scratch: Tensor | None = None
         """Gradients of one bucket in the master's dtype."""
 
@@ -241,8 +241,7 @@ class CpuPart(HostPart[CpuBucket]):
             ]
             optimizer = buckets[0].optimizer
             if optimizer is None:
-                kwargs = made_for_cpu(self._cls, self._kwargs)
-                optimizer = self._cls([leaf for _, leaf in tensors], **kwargs)
+                optimizer = self._new_optimizer([leaf for _, leaf in tensors])
             self._values += set_groups(optimizer, tensors, groups)
             for bucket in buckets:
                 bucket.bind(optimizer)
@@ -259,15 +258,6 @@ class CpuPart(HostPart[CpuBucket]):
         ((bucket, position),) = self._pieces_of[member.index]
         assert bucket.optimizer is not None
         leaf = bucket.leaves[position]
-        bucket.optimizer.state[leaf] = {key: _like_leaf(value, key, leaf) for key, value in state.items()}
-
-
-def _like_leaf(value: Any, key: Any, leaf: Tensor) -> Any:
-    """A loaded value as the leaf's optimizer would have made it: what has the leaf's shape gets its dtype, a
-    count stays one."""
-    if not isinstance(value, Tensor):
-        return value
-    value = local_of(value)
-    if key != "step" and value.is_floating_point() and value.shape == leaf.shape:
-        return torch.empty_like(leaf).copy_(value)
-    return value.detach().to("cpu", copy=True)
+        bucket.optimizer.state[leaf] = {
+            key: loaded_value(key, value, leaf, "cpu") for key, value in state.items()
+        }

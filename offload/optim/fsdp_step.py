@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offload.config import check_bytes
 from offload.engine import OffloadEngine, default_engine
 from offload.optim.classes import is_fused_adam
 from offload.optim.parts import HostOptions
@@ -38,7 +37,7 @@ class FSDPGPUOptimizerWrapper:
     optimizer: torch's Adam or AdamW. Its param_groups stay the ones to change; state that it has is taken
         over.
     device: a CUDA device; "cpu" is the simulated one. engine: whose lanes and host memory are used; None
-        makes one.
+        takes the process's own of the device.
     bucket_bytes: weights of one bucket. Blocks the host for pinning the moments' memory. Raises ValueError or
         HostBudgetError first.
     """
@@ -51,19 +50,17 @@ class FSDPGPUOptimizerWrapper:
         engine: OffloadEngine | None = None,
         bucket_bytes: int = 64 << 20,
     ) -> None:
-        check_bytes("bucket_bytes", bucket_bytes, least=1024)
         if not is_fused_adam(type(optimizer)):
             raise ValueError(
                 f"optimizer is a {type(optimizer).__name__}, and only torch's Adam and AdamW can be "
                 "streamed; use one of them"
             )
+        options = HostOptions(bucket_bytes=bucket_bytes)
         self.optimizer = optimizer
-        self._given_engine = engine
+        self._closes_engine = engine is None
         where = torch.device(device)
-        self._engine = (
-            engine if engine is not None else default_engine("sim" if where.type == "cpu" else str(where))
-        )
-        self._part = StreamedPart(self._engine, HostOptions(bucket_bytes=bucket_bytes), weights_on_host=True)
+        self._engine = engine or default_engine("sim" if where.type == "cpu" else str(where))
+        self._part = StreamedPart(self._engine, options, weights_on_host=True)
         self._members: dict[int, ParamView] = {}  # by the parameter's id
         self._groups: dict[int, dict[str, Any]] = {}  # of each parameter that is in one now, by index
         self._follow_groups()
@@ -72,34 +69,22 @@ class FSDPGPUOptimizerWrapper:
     def _follow_groups(self) -> None:
         """The optimizer's groups are the user's to change: new parameters get memory, values are those of
         now."""
-        made: list[ParamView] = []
-        groups: dict[int, dict[str, Any]] = {}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                member = self._members.get(id(parameter))
-                if member is None:
-                    index = len(self._members) + len(made)
-                    member = ParamView(parameter, index, self._engine.device, "")
-                    if parameter.device.type != "cpu":
-                        raise ValueError(
-                            f"{member} is on {parameter.device}, not on the host; step it with the optimizer "
-                            "itself, or use CPUOffloadPolicy"
-                        )
-                    made.append(member)
-                groups[member.index] = group
-        known = groups.keys() == self._groups.keys() and all(
-            self._groups[index] is group for index, group in groups.items()
-        )
-        if made or not known:
-            self._part.add(made)
-            self._members.update((id(member.parameter), member) for member in made)
-            self._groups = groups
-            self._part.regroup(groups)
+        pairs = [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
+        new = [p for p, _ in pairs if id(p) not in self._members]
+        made = [ParamView(p, len(self._members) + n, self._engine.device, "") for n, p in enumerate(new)]
+        for member in made:
+            if member.where.type != "cpu":
+                raise ValueError(
+                    f"{member} is on {member.where}, not on the host; step it with the optimizer itself, or "
+                    "use CPUOffloadPolicy"
+                )
+        self._part.add(made)
+        self._members.update((id(member.parameter), member) for member in made)
+        self._groups = {self._members[id(p)].index: group for p, group in pairs}
+        self._part.regroup(self._groups)
         for member in self._members.values():
-            before = member.follow()
-            if before is not None:
+            if (before := member.follow()) is not None:
                 self._part.reorder(member, before)
-        self._part.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own."""
@@ -124,7 +109,7 @@ class FSDPGPUOptimizerWrapper:
                 loss = closure()
         self._take_state()
         self._follow_groups()
-        device, ring = self._engine.device, self._part.ring
+        device = self._engine.device
         flats = {
             member.index: member.flat_gradient(member.parameter.grad)
             for member in self._members.values()
@@ -132,20 +117,11 @@ class FSDPGPUOptimizerWrapper:
         }
         buckets = [bucket for bucket in self._part.buckets if bucket.has_any(flats)]
         for bucket in buckets:
-            bucket.set_gradients(
-                {
-                    member.index: flats[member.index].to(member.dtype)
-                    for member in bucket.members
-                    if member.index in flats
-                }
-            )
-            for weights in bucket.weights:
-                device.note_read(device.compute, weights.view(torch.uint8))
+            bucket.set_gradients(flats)
         released = device.record(device.compute)
         try:
             for bucket in buckets:
-                assert ring is not None
-                bucket.step(ring, released)
+                bucket.step(self._part.ring, released)
         finally:  # where one breaks off the caller's gradients and weights are in use until then, too
             device.synchronize(device.record(device.d2h))
         for bucket in buckets:
@@ -188,13 +164,12 @@ class FSDPGPUOptimizerWrapper:
     def _take_state(self) -> None:
         """State that the optimizer has, as after a load of its own, is the part's from here on."""
         for member in self._members.values():
-            state = self.optimizer.state.get(member.parameter)
-            if state:
+            if state := self.optimizer.state.get(member.parameter):
                 self._part.set_state(member, state)
         self.optimizer.state.clear()
 
     def close(self) -> None:
-        """Give the host memory back; an engine that was made here is closed too."""
+        """Give the host memory back; the default engine closes if nobody else uses it."""
         self._part.close()
-        if self._given_engine is None:
+        if self._closes_engine:
             self._engine.close_unused()

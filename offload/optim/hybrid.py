@@ -27,7 +27,7 @@ import logging
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
 
@@ -35,9 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from offload.config import check_bytes, check_fraction
 from offload.engine import OffloadEngine, default_engine
-from offload.errors import OffloadError
 from offload.optim.classes import checked_class, defaults_of, may_fail_half_way
 from offload.optim.parts import HostOptions
 from offload.optim.placing import Place, Placement, PlacingOptions
@@ -124,51 +122,19 @@ class HybridDeviceOptimizer(Optimizer):
         for name, instead in REPLACED.items():
             if name in kwargs:
                 raise ValueError(f'{name} was replaced: give overlap="{instead}", or leave it out for "step"')
-        check_fraction("offload_fraction", offload_fraction)
-        if cpu_share is not None:
-            check_fraction("cpu_share", cpu_share)
-        check_bytes("bucket_bytes", bucket_bytes, least=1024)
-        if cpu_threads is not None and (
-            isinstance(cpu_threads, bool) or not isinstance(cpu_threads, int) or cpu_threads < 1
-        ):
-            raise ValueError(
-                f"cpu_threads is {cpu_threads!r}, must be a whole number of threads, 1 or more, or None to "
-                "choose it"
-            )
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
         defaults: dict[str, Any] = {}
         for argument, cls in (("cpu_optimizer_cls", cpu_cls), ("gpu_optimizer_cls", gpu_cls)):
             defaults |= defaults_of(checked_class(argument, cls, kwargs), kwargs)
-        if kwargs.get("capturable") and offload_fraction > 0:
-            raise ValueError(
-                "capturable=True is for an optimizer that lives on the device; leave it out, or set "
-                "offload_fraction=0"
-            )
-        self.offload_fraction = float(offload_fraction)
-        self.param_update_in_fp32 = param_update_in_fp32
-        self.pin_cpu_grads, self.pin_cpu_params = pin_cpu_grads, pin_cpu_params
-        self.overlap_cpu_optimizer_d2h_h2d = overlap_cpu_optimizer_d2h_h2d
-        self.max_grad_norm = max_grad_norm
-        self.sub_optimizer_kwargs = dict(kwargs)
         atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
         workers = overlap_cpu_optimizer_d2h_h2d and not atomic
-        if atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
-            logger.warning(
-                "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the "
-                "last whole step; atomic_step=False overlaps it",
-                cpu_cls.__name__,
-            )
-        self.overlap = checked_overlap(
-            overlap, model, has_workers=workers or not offload_fraction, clips=max_grad_norm is not None
-        )
-        self._classes = [cpu_cls, gpu_cls]
-        placing = PlacingOptions(
-            offload_fraction=self.offload_fraction,
-            cpu_share=cpu_share if cpu_share is None else float(cpu_share),
+        options = PlacingOptions(
+            offload_fraction=offload_fraction,
+            cpu_share=cpu_share,
             cpu_cls=cpu_cls,
             gpu_cls=gpu_cls,
-            kwargs=self.sub_optimizer_kwargs,
+            kwargs=dict(kwargs),
             cpu_threads=cpu_threads,
             host=HostOptions(
                 bucket_bytes=bucket_bytes,
@@ -178,20 +144,36 @@ class HybridDeviceOptimizer(Optimizer):
                 overlap=workers,
             ),
         )
+        if atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
+            logger.warning(
+                "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the "
+                "last whole step; atomic_step=False overlaps it",
+                cpu_cls.__name__,
+            )
+        self.overlap = checked_overlap(
+            overlap, model, has_workers=workers or not offload_fraction, clips=max_grad_norm is not None
+        )
+        self.offload_fraction = float(offload_fraction)
+        self.param_update_in_fp32 = param_update_in_fp32
+        self.pin_cpu_grads, self.pin_cpu_params = pin_cpu_grads, pin_cpu_params
+        self.overlap_cpu_optimizer_d2h_h2d = overlap_cpu_optimizer_d2h_h2d
+        self.max_grad_norm = max_grad_norm
+        self.sub_optimizer_kwargs = dict(kwargs)
+        self._classes = [cpu_cls, gpu_cls]
         super().__init__(params, defaults)
         on_gpu = (p.device for group in self.param_groups for p in group["params"] if p.device.type == "cuda")
         self._closes_engine = engine is None
-        self._engine = engine if engine is not None else default_engine(str(next(on_gpu, "sim")))
+        self.engine = engine if engine is not None else default_engine(str(next(on_gpu, "sim")))
         reference = weakref.ref(self)
         self._runner = StepRunner(
-            self._engine,
-            placing,
+            self.engine,
+            options,
             lambda: getattr(reference(), "param_groups", []),
             overlap=self.overlap,
             model=model,
-            workers=workers,
             atomic=atomic,
         )
+        self.placed: Placement = self._runner.placed
         self._steps = self._runner.steps
         self._end = weakref.finalize(self, self._runner.end)
         self._built = True
@@ -214,7 +196,8 @@ class HybridDeviceOptimizer(Optimizer):
     def cpu_optimizers(self) -> list[Optimizer]:
         """Of the host's parameters: one a bucket with overlap, one in all without; and one for parameters
         that live on the host."""
-        return self.placed.sub_optimizers_on_host()
+        found = [*self.placed.cpu.optimizers, self.placed.on_host.optimizer]
+        return [optimizer for optimizer in found if optimizer is not None]
 
     @property
     def gpu_optimizer(self) -> Optimizer | None:
@@ -227,10 +210,6 @@ class HybridDeviceOptimizer(Optimizer):
         return self.cpu_optimizers + ([self.gpu_optimizer] if self.gpu_optimizer is not None else [])
 
     # -- what is where ---------------------------------------------------------------------------------------
-    @property
-    def engine(self) -> OffloadEngine:
-        return self._engine
-
     @property
     def cpu_share(self) -> float:
         """Of the offloaded elements, what the host steps."""
@@ -250,13 +229,8 @@ class HybridDeviceOptimizer(Optimizer):
     def members(self) -> Sequence[ParamView]:
         return self.placed.members
 
-    @property
-    def placed(self) -> Placement:
-        return self._runner.placed
-
     def place_of(self, parameter: Tensor) -> Place:
-        member = self.placed.of.get(id(parameter))
-        if member is None:
+        if (member := self.placed.of.get(id(parameter))) is None:
             raise ValueError("the tensor is not one of the optimizer's parameters")
         return self.placed[member]
 
@@ -265,23 +239,22 @@ class HybridDeviceOptimizer(Optimizer):
     def last_microbatch(self) -> bool | None:
         """Whether the backward to come is its step's last: for a schedule to set. None: as many as in the
         step before are expected. Counts with overlap="backward" alone."""
-        return self._runner.backward.last_microbatch if self._runner.backward is not None else None
+        return self._runner.backward.last_microbatch
 
     @last_microbatch.setter
     def last_microbatch(self, last: bool | None) -> None:
-        if self._runner.backward is not None:
-            self._runner.backward.last_microbatch = last
+        self._runner.backward.last_microbatch = last
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside only accumulate; the first one after it is the step's last. Counts with
         overlap="backward" alone."""
-        return self._runner.backward.no_sync() if self._runner.backward is not None else nullcontext()
+        return self._runner.backward.no_sync()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What a GradScaler's step() asks first: no. It has unscaled the gradients, or is about to, with a
         kernel that moves no version counter (torch 2.13, _amp_foreach_non_finite_check_and_unscale_)."""
-        self._runner.raise_if_stepped("a GradScaler changed the gradients")
+        self._runner.backward.raise_if_stepped("a GradScaler changed the gradients")
         return False
 
     @property
@@ -315,7 +288,7 @@ class HybridDeviceOptimizer(Optimizer):
             over all ranks of their mesh, each of which must call.
         """
         self._runner.refuse_in_capture("clip_grad_norm_()")
-        self._runner.raise_if_stepped("clip_grad_norm_ was called")
+        self._runner.backward.raise_if_stepped("clip_grad_norm_ was called")
         with torch.no_grad():
             return self._runner.clip(max_norm, norm_type, total)
 
@@ -435,12 +408,7 @@ class HybridDeviceOptimizer(Optimizer):
     def close(self) -> None:
         """End the workers and give the host memory back; the default engine closes if nobody else uses it.
         Blocks the host. An optimizer that is dropped does the same, but closes no engine."""
-        if not self._steps.failed:
-            try:
-                self._steps.finish_on_host()
-            except OffloadError as error:
-                logger.warning("closing after a failed step: %s", error)
-        self._end.detach()
-        self._runner.close()
+        self._end()
+        self.engine.detach(self._runner)
         if self._closes_engine:
-            self._engine.close_unused()
+            self.engine.close_unused()

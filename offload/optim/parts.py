@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,16 +19,26 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.config import check_bytes
 from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.ids import Owner
 from offload.optim.classes import IMPLEMENTATION_KEYS, state_names
-from offload.params.layout import Bucket, Piece, Section, lay_out
+from offload.params.layout import Bucket, Piece, lay_out
 from offload.params.sections import FlatSpec, HostSection, check_budget
-from offload.params.view import ParamView, local_of, update_master
+from offload.params.view import ParamView, laid_like, local_of, sharded_like, update_master
 from offload.transfer.copier import OwnedCopies
 
-__all__ = ["Groups", "HostBucket", "HostOptions", "HostPart", "Part", "group_values", "set_groups"]
+__all__ = [
+    "Groups",
+    "HostBucket",
+    "HostOptions",
+    "HostPart",
+    "Part",
+    "group_values",
+    "loaded_value",
+    "set_groups",
+]
 
 SECTION_BYTES = 256 << 20
 """Master weights of one section. Four flats of it are one registration of 1 GiB, which takes 60 ms to pin,
@@ -46,9 +58,12 @@ class HostOptions:
     masters_in_fp32: bool = False
     overlap: bool = False
 
+    def __post_init__(self) -> None:
+        check_bytes("bucket_bytes", self.bucket_bytes, least=1024)
+
     def master_dtype(self, member: ParamView) -> torch.dtype:
-        halves = (torch.bfloat16, torch.float16)
-        return torch.float32 if self.masters_in_fp32 and member.dtype in halves else member.dtype
+        half = member.dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if self.masters_in_fp32 and half else member.dtype
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,22 +100,26 @@ def set_groups(
     return list(zip(optimizer.param_groups, originals, strict=True))
 
 
-class Part(ABC):
-    """Parameters that are stepped in one way."""
+def loaded_value(key: Any, value: Any, tensor: Tensor, count_device: torch.device | str) -> Any:
+    """A copy of a value of loaded state, as the optimizer of `tensor` would have made it: in the tensor's
+    dtype, on its device and with its strides; a count is float32, on `count_device`."""
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    if key == "step":
+        return value.detach().to(device=count_device, dtype=torch.float32, copy=True)
+    local = local_of(tensor)
+    dtype = tensor.dtype if value.is_floating_point() else value.dtype
+    copied = local_of(value).detach().to(device=local.device, dtype=dtype, copy=True)
+    return sharded_like(tensor, laid_like(local, copied) if copied.shape == local.shape else copied)
+
+
+class Part:
+    """Parameters that are stepped in one way, by the user's param groups."""
 
     def __init__(self) -> None:
         self.members: dict[int, ParamView] = {}  # by index
         # what this part reads in a step, and the user's group that it is of
         self._values: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
-
-    @abstractmethod
-    def add(self, members: Sequence[ParamView]) -> None:
-        """Take over parameters: pin their memory, where they need any, which blocks the host. `regroup` does
-        the rest."""
-
-    @abstractmethod
-    def regroup(self, groups: Groups) -> None:
-        """The user's param groups are these now."""
 
     def refresh(self) -> None:
         """Take over what the user's groups say now."""
@@ -115,30 +134,11 @@ class Part(ABC):
             for key, value in group_values(original).items()
         )
 
-    @abstractmethod
-    def state_of(self, member: ParamView) -> Mapping[Any, Any]:
-        """What its optimizer keeps. On the host: views of memory that nothing may be writing."""
 
-    @abstractmethod
-    def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
-        """Replace the state by values of the parameter's local shape; nothing may be in flight."""
-
-    @abstractmethod
-    def has_master(self, member: ParamView) -> bool:
-        """Whether a float32 master is stepped in place of the parameter."""
-
-    @abstractmethod
-    def master(self, member: ParamView) -> Tensor:
-        """What the optimizer steps, in the parameter's shape."""
-
-    @abstractmethod
-    def refresh_master(self, member: ParamView) -> None:
-        """Make the master follow the device's weights. Blocks the host; nothing may be in flight."""
-
-    @abstractmethod
-    def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
-        """The parameter's elements lie in another order in memory than by the strides `before`: its state
-        follows. Blocks the host; nothing may be in flight."""
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 class HostBucket(ABC):
@@ -245,14 +245,40 @@ class HostPart(Part, Generic[B]):
         self, copies: OwnedCopies, section: HostSection, layout: Bucket, master_dtype: torch.dtype
     ) -> B: ...
 
+    @abstractmethod
+    def regroup(self, groups: Groups) -> None:
+        """The user's param groups are these now."""
+
     def add(self, members: Sequence[ParamView]) -> None:
-        self.members.update((member.index, member) for member in members)
+        """Take over parameters: pin their memory, which blocks the host; `regroup` does the rest. Raises
+        HostBudgetError, before anything is pinned."""
+        kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int]]] = {}
+        for member in members:
+            self.members[member.index] = member
+            kind = member.dtype, self.options.master_dtype(member)
+            kinds.setdefault(kind, []).append((member.index, member.numel))
         plan = [
             (layout, self._specs(dtype, master_dtype), master_dtype)
-            for layout, dtype, master_dtype in self._layouts(members)
+            for (dtype, master_dtype), chosen in kinds.items()
+            for layout in lay_out(
+                chosen,
+                bucket_numel=self.options.bucket_bytes // master_dtype.itemsize,
+                section_numel=max(self.options.bucket_bytes, SECTION_BYTES) // master_dtype.itemsize,
+                whole=self.whole,
+            )
         ]
+        arena = self.engine.arena
+        needed = sum(spec.element_bytes * layout.numel for layout, specs, _ in plan for spec in specs)
+        check_budget(arena, needed, f"the {self.described} parameters")
+        with ExitStack() as opened:  # if one cannot be made, those before it are closed
+            sections = [
+                opened.enter_context(closing(HostSection(arena, layout, specs))) for layout, specs, _ in plan
+            ]
+            opened.pop_all()
+        self.sections.extend(sections)
         made: list[B] = []
-        for section, (layout, _, master_dtype) in zip(self._new_sections(plan), plan, strict=True):
+        for section, (layout, _, master_dtype) in zip(sections, plan, strict=True):
+            self.ranges.update((index, (section, start)) for index, start, _ in layout.parameters)
             for cut in layout.buckets:
                 copies = self.engine.copier.of(Owner("optim", f"bucket {len(self.buckets) + len(made)}"))
                 made.append(self._new_bucket(copies, section, cut, master_dtype))
@@ -261,37 +287,6 @@ class HostPart(Part, Generic[B]):
             for position, member in enumerate(bucket.members):
                 self._pieces_of.setdefault(member.index, []).append((bucket, position))
         self.buckets.extend(made)
-
-    def _layouts(self, members: Sequence[ParamView]) -> Iterator[tuple[Section, torch.dtype, torch.dtype]]:
-        kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int]]] = {}
-        for member in members:
-            kind = member.dtype, self.options.master_dtype(member)
-            kinds.setdefault(kind, []).append((member.index, member.numel))
-        for (dtype, master_dtype), chosen in kinds.items():
-            size = master_dtype.itemsize
-            for layout in lay_out(
-                chosen,
-                bucket_numel=self.options.bucket_bytes // size,
-                section_numel=max(self.options.bucket_bytes, SECTION_BYTES) // size,
-                whole=self.whole,
-            ):
-                yield layout, dtype, master_dtype
-
-    def _new_sections(self, plan: Sequence[tuple[Section, list[FlatSpec], torch.dtype]]) -> list[HostSection]:
-        needed = sum(spec.element_bytes * layout.numel for layout, specs, _ in plan for spec in specs)
-        check_budget(self.engine.arena, needed, f"the {self.described} parameters")
-        made: list[HostSection] = []
-        try:
-            for layout, specs, _ in plan:
-                made.append(HostSection(self.engine.arena, layout, specs))
-        except BaseException:
-            for section in made:
-                section.close()
-            raise
-        for section in made:
-            self.ranges.update((index, (section, start)) for index, start, _ in section.layout.parameters)
-        self.sections.extend(made)
-        return made
 
     def _make_moments(self, groups: Groups) -> None:
         """Room for the moments that the groups name: amsgrad may be asked for later, as a checkpoint does."""
@@ -311,13 +306,15 @@ class HostPart(Part, Generic[B]):
                 yield name, member.shaped(flat)
 
     def has_master(self, member: ParamView) -> bool:
+        """Whether a float32 master is stepped in place of the parameter."""
         return self.options.master_dtype(member) != member.dtype
 
     def master(self, member: ParamView) -> Tensor:
-        """The parameter itself where its memory on the device is stepped."""
+        """What the optimizer steps, in the parameter's shape; the parameter itself where that is."""
         return dict(self._flats_of(member)).get("master", member.parameter)
 
     def refresh_master(self, member: ParamView) -> None:
+        """Make the master follow the device's weights. Blocks the host; nothing may be in flight."""
         master = self.master(member)
         if master is not member.parameter:
             weights = member.shaped(member.flat).to("cpu")
@@ -327,16 +324,20 @@ class HostPart(Part, Generic[B]):
                 master.copy_(weights)
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
+        """The parameter's elements lie in another order in memory than by the strides `before`: its state
+        follows. Blocks the host; nothing may be in flight."""
         for _, flat in self._flats_of(member):
             flat.copy_(flat.as_strided(member.shape, before, flat.storage_offset()).clone())
 
     def state_of(self, member: ParamView) -> Mapping[Any, Any]:
+        """What its optimizer keeps: views of memory that nothing may be writing."""
         bucket, position = self._pieces_of[member.index][0]
         state, flats = bucket.state_of(position), {} if self.whole else dict(self._flats_of(member))
         return {key: flats.get(key, value) for key, value in state.items()}
 
     def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
-        """Moments that the section has, and the state has not, start as zeros."""
+        """Replace the state by values of the parameter's local shape; nothing may be in flight. Moments that
+        the section has, and the state has not, start as zeros."""
         for bucket, position in self._pieces_of[member.index]:
             bucket.state_of(position)["step"].fill_(float(state.get("step", 0.0)))
         for name, flat in self._flats_of(member):
@@ -360,9 +361,3 @@ class HostPart(Part, Generic[B]):
         for section in self.sections:
             section.close()
         self.sections.clear()
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.config import check_fraction
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.optim.classes import is_elementwise, is_fused_adam, made_for_cpu
@@ -81,7 +82,7 @@ def choose_places(nbytes: Sequence[int], cpu_share: float) -> list[Place]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacingOptions:
-    """What decides about places, checked by the optimizer's constructor."""
+    """What decides about places. Raises ValueError for what cannot be."""
 
     offload_fraction: float
     cpu_share: float | None
@@ -90,6 +91,22 @@ class PlacingOptions:
     kwargs: Mapping[str, Any]
     cpu_threads: int | None
     host: HostOptions
+
+    def __post_init__(self) -> None:
+        check_fraction("offload_fraction", self.offload_fraction)
+        if self.cpu_share is not None:
+            check_fraction("cpu_share", self.cpu_share)
+        threads = self.cpu_threads
+        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+            raise ValueError(
+                f"cpu_threads is {threads!r}, must be a whole number of threads, 1 or more, or None to "
+                "choose it"
+            )
+        if self.kwargs.get("capturable") and self.offload_fraction > 0:
+            raise ValueError(
+                "capturable=True is for an optimizer that lives on the device; leave it out, or set "
+                "offload_fraction=0"
+            )
 
 
 class Placement:
@@ -109,11 +126,11 @@ class Placement:
         self._place: dict[int, Place] = {}
         self._moved = False  # a parameter was found elsewhere since `_sharing_memory` was looked for
         self._sharing_memory: list[tuple[ParamView, ParamView]] = []
-        on_cpu = made_for_cpu(options.cpu_cls, options.kwargs)
-        self.cpu = CpuPart(engine, options.host, options.cpu_cls, options.kwargs)
+        on_cpu = options.cpu_cls, made_for_cpu(options.cpu_cls, options.kwargs)
+        self.cpu = CpuPart(engine, options.host, *on_cpu)
         self.streamed = StreamedPart(engine, options.host)
         self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, options.host)
-        self.on_host = ResidentPart(options.cpu_cls, on_cpu, options.host)
+        self.on_host = ResidentPart(*on_cpu, options.host)
         self._parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
             Place.CPU: self.cpu,
             Place.STREAMED: self.streamed,
@@ -163,7 +180,14 @@ class Placement:
             total=sum(member.whole_numel for member in before),
         )
         offloaded = [member for member, goes in zip(movable, leaves, strict=True) if goes]
-        self._refuse_shards(offloaded)
+        cls = self._options.cpu_cls
+        split = [] if is_elementwise(cls) else [member for member in offloaded if is_split(member.parameter)]
+        if split:
+            raise ValueError(
+                f"{split[0]} is one rank's shard, and {cls.__name__} may look at whole parameters; give an "
+                "elementwise optimizer such as torch.optim.AdamW, or offload_fraction=0, which steps the "
+                "DTensor itself"
+            )
         sizes = [member.whole_numel * member.dtype.itemsize for member in offloaded]
         for member, place in zip(offloaded, choose_places(sizes, self.cpu_share), strict=True):
             self._place[member.index] = place if member.numel else Place.CPU
@@ -206,16 +230,6 @@ class Placement:
             members.append(member)
         return members
 
-    def _refuse_shards(self, offloaded: Sequence[ParamView]) -> None:
-        cls = self._options.cpu_cls
-        split = [] if is_elementwise(cls) else [member for member in offloaded if is_split(member.parameter)]
-        if split:
-            raise ValueError(
-                f"{split[0]} is one rank's shard, and {cls.__name__} may look at whole parameters; give an "
-                "elementwise optimizer such as torch.optim.AdamW, or offload_fraction=0, which steps the "
-                "DTensor itself"
-            )
-
     def _checked_share(self) -> float:
         """What can be streamed is streamed: W4 alone took 236.8 ms (1.08 of the bound) at share 0, and 282.9
         to 304.6 ms at shares of 0.4 to 0.6 (docs/log.md)."""
@@ -228,7 +242,7 @@ class Placement:
                     "sides and not foreach, can be streamed; use one of them, or cpu_share=1"
                 )
             return 1.0
-        return 0.0 if options.cpu_share is None else options.cpu_share
+        return float(options.cpu_share or 0.0)
 
     # -- about one parameter ---------------------------------------------------------------------------------
     def follow(self, member: ParamView, finish: Callable[[], None]) -> None:
@@ -291,9 +305,6 @@ class Placement:
         self.on_gpu.step(gradients)
         self.on_host.step(gradients)
 
-    def sub_optimizers_on_host(self) -> list[Optimizer]:
-        return self.cpu.optimizers + ([self.on_host.optimizer] if self.on_host.optimizer is not None else [])
-
     @property
     def host_bytes(self) -> int:
         """Host memory of state, masters and gradients."""
@@ -305,7 +316,7 @@ class Placement:
         parts = (self.cpu, self.streamed)
         return {
             "version": 1,
-            "offload_fraction": self._options.offload_fraction,
+            "offload_fraction": float(self._options.offload_fraction),
             "cpu_share": self.cpu_share,
             "bucket_bytes": self._options.host.bucket_bytes,
             "places": [self[member].value for member in self.members],

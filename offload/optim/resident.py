@@ -7,27 +7,26 @@ does here what it does alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.parts import Groups, HostOptions, Part, set_groups
-from offload.params.view import ParamView, laid_like, local_of, sharded_like, update_master
+from offload.optim.parts import Groups, HostOptions, Part, loaded_value, set_groups
+from offload.params.view import ParamView, laid_like, local_of, update_master
 
 __all__ = ["ResidentPart"]
 
 
 class ResidentPart(Part):
-    """One optimizer over parameters in place."""
+    """One optimizer over parameters in place. Its methods are those of HostPart."""
 
     def __init__(self, cls: type[Optimizer], kwargs: Mapping[str, Any], options: HostOptions) -> None:
         super().__init__()
-        self._cls = cls
-        self._kwargs = dict(kwargs)
+        self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self._options = options
         self.optimizer: Optimizer | None = None
         self._inner: dict[int, Tensor] = {}  # by index: the parameter, or its float32 master
@@ -35,15 +34,16 @@ class ResidentPart(Part):
     def add(self, members: Sequence[ParamView]) -> None:
         for member in members:
             self.members[member.index] = member
-            self._inner[member.index] = member.parameter
-            if self._options.master_dtype(member) != member.dtype:
-                self._inner[member.index] = member.parameter.detach().clone().float()
+            dtype = self._options.master_dtype(member)
+            self._inner[member.index] = (
+                member.parameter if dtype == member.dtype else member.parameter.detach().to(dtype, copy=True)
+            )
 
     def regroup(self, groups: Groups) -> None:
         if not self._inner:
             return
         if self.optimizer is None:
-            self.optimizer = self._cls(list(self._inner.values()), **self._kwargs)
+            self.optimizer = self._new_optimizer(list(self._inner.values()))
         self._values = set_groups(self.optimizer, list(self._inner.items()), groups)
 
     def has_master(self, member: ParamView) -> bool:
@@ -95,25 +95,13 @@ class ResidentPart(Part):
         return found
 
     def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
-        """In the parameter's dtype and on its device, but for the count where torch keeps that on the
-        host."""
+        """The count is on the device where torch's own would have it there."""
         assert self.optimizer is not None
         optimizer, inner = self.optimizer, self._inner[member.index]
         if not state:
             optimizer.state.pop(inner, None)
             return
-        chosen = (group for group in optimizer.param_groups if any(p is inner for p in group["params"]))
-        group = next(chosen, {})
-        on_device = bool(group.get("fused") or group.get("capturable"))
-        placed: dict[Any, Any] = {}
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                placed[key] = deepcopy(value)
-            elif key == "step":
-                where = inner.device if on_device else "cpu"
-                placed[key] = value.detach().to(device=where, dtype=torch.float32, copy=True)
-            else:
-                dtype = inner.dtype if value.is_floating_point() else value.dtype
-                shard = sharded_like(inner, value.detach())
-                placed[key] = shard.to(dtype=dtype, device=inner.device, copy=True)
-        optimizer.state[inner] = placed
+        groups = (group for group in optimizer.param_groups if any(p is inner for p in group["params"]))
+        group = next(groups, {})
+        where = inner.device if group.get("fused") or group.get("capturable") else "cpu"
+        optimizer.state[inner] = {key: loaded_value(key, value, inner, where) for key, value in state.items()}

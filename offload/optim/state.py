@@ -64,6 +64,7 @@ class ShownState:
 
     def _note(self) -> None:
         self._as_read = {parameter: dict(entry) for parameter, entry in self.shown.items()}
+        self._looked = False
 
     def replace(self, value: Mapping[Tensor, Any]) -> None:
         """`optimizer.state = value`, after a look."""
@@ -96,31 +97,32 @@ class ShownState:
             elif entry is not None:
                 if before is None or _differs(entry, before):
                     state = {key: value for key, value in entry.items() if key != MASTER}
-                    _refuse_incomplete(placed, member, state)
+                    if placed.is_offloaded(member):
+                        _refuse_incomplete(placed, member, state, "its state")
                     given = entry.get(MASTER)
                     placed.load(member, state, given if before and given is not before.get(MASTER) else None)
                 elif isinstance(part := placed.part_of(member), HostPart):
                     part.copy_step_count(member)
                 self.having.add(member.index)
         self._note()
-        self._looked = False
 
     def forget(self) -> None:
         """State was loaded: what was shown is of before."""
         self.shown.clear()
         self._note()
-        self._looked = False
 
 
 def _differs(entry: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     return entry.keys() != before.keys() or any(value is not before[key] for key, value in entry.items())
 
 
-def _refuse_incomplete(placed: Placement, member: ParamView, state: Mapping[Any, Any]) -> None:
-    needed = () if placed.cpu.whole or not placed.is_offloaded(member) else ("step", "exp_avg", "exp_avg_sq")
-    missing = [name for name in needed if name not in state]
-    if missing:
-        raise ValueError(f"{member} has no {', '.join(missing)} in its state; torch's Adam needs all of them")
+def _refuse_incomplete(placed: Placement, member: ParamView, state: Mapping[Any, Any], where: str) -> None:
+    missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in state]
+    if missing and not placed.cpu.whole:
+        raise ValueError(
+            f"{member} has no {', '.join(missing)} in {where}; it is of another optimizer class, and torch's "
+            "Adam needs all of them"
+        )
 
 
 def on_host(member: ParamView, key: str, value: Any) -> Any:
@@ -157,7 +159,6 @@ def matched(
     keys = chain.from_iterable(group["params"] for group in saved)
     mine = chain.from_iterable(group["params"] for group in groups)
     order = {key: placed.of[id(parameter)] for key, parameter in zip(keys, mine, strict=True)}
-    needed = () if placed.cpu.whole else ("step", "exp_avg", "exp_avg_sq")
     for key, member in order.items():
         state = loaded["state"].get(key, {})
         for name, value in state.items():
@@ -166,11 +167,8 @@ def matched(
                     f"{member} has shape {member.shape}, and its {name} in the state dict "
                     f"{tuple(value.shape)}; the state dict is of another model"
                 )
-        missing = [name for name in needed if state and name not in state]
-        if missing:
-            raise ValueError(
-                f"{member} has no {', '.join(missing)} in the state dict; it is of another optimizer class"
-            )
+        if state:
+            _refuse_incomplete(placed, member, state, "the state dict")
     return order
 
 
@@ -195,37 +193,24 @@ def fill_state(optimizers: list[Optimizer]) -> None:
     """What each class makes in its first step, with weights and counts as they were: a step of zero
     gradients, taken back."""
     for optimizer in optimizers:
-        empty = [
-            leaf
-            for group in optimizer.param_groups
-            for leaf in group["params"]
-            if not optimizer.state.get(leaf)
-        ]
-        before = [
-            (leaf, leaf.grad, leaf.detach().clone())
-            for group in optimizer.param_groups
-            for leaf in group["params"]
-        ]
-        decays = [group.get("weight_decay") for group in optimizer.param_groups]
-        chosen = {id(leaf) for leaf in empty}
+        groups = optimizer.param_groups
+        before = [(leaf, leaf.grad, leaf.detach().clone()) for group in groups for leaf in group["params"]]
+        decays = [(group, group["weight_decay"]) for group in groups if "weight_decay" in group]
+        empty = [leaf for leaf, _, _ in before if not optimizer.state.get(leaf)]
         try:
-            for group in optimizer.param_groups:
-                if "weight_decay" in group:
-                    group["weight_decay"] = 0.0
+            for group, _ in decays:
+                group["weight_decay"] = 0.0
             for leaf, _, _ in before:
-                leaf.grad = torch.zeros_like(leaf) if id(leaf) in chosen else None
+                leaf.grad = None
+            for leaf in empty:
+                leaf.grad = torch.zeros_like(leaf)
             optimizer.step()
         finally:
-            with torch.no_grad():
-                for leaf, gradient, weights in before:
-                    leaf.grad = gradient
-                    leaf.data.copy_(weights)
-            for group, decay in zip(optimizer.param_groups, decays, strict=True):
-                if "weight_decay" in group:
-                    group["weight_decay"] = decay
+            for leaf, gradient, weights in before:
+                leaf.grad = gradient
+                leaf.data.copy_(weights)
+            for group, decay in decays:
+                group["weight_decay"] = decay
         for leaf in empty:
-            step = optimizer.state[leaf].get("step")
-            if isinstance(step, Tensor):
-                step.zero_()
-            elif step is not None:
-                optimizer.state[leaf]["step"] = 0
+            if "step" in (state := optimizer.state[leaf]):
+                state["step"] *= 0

@@ -76,8 +76,8 @@ class StepRunner(Client):
     """The parts of one optimizer and its steps; the engine's client "optim".
 
     groups: the user's param groups, as they are when it is called; must not keep the optimizer alive.
-    workers: whether buckets are stepped by workers, or all on the calling thread. atomic: whether an error
-        leaves the last whole step. Blocks the host for pinning. Raises ValueError or HostBudgetError.
+    atomic: whether an error leaves the last whole step. Blocks the host for pinning. Raises ValueError or
+        HostBudgetError.
     """
 
     name = "optim"
@@ -90,7 +90,6 @@ class StepRunner(Client):
         *,
         overlap: Overlap,
         model: nn.Module | None,
-        workers: bool,
         atomic: bool,
     ) -> None:
         self.overlap = overlap
@@ -99,21 +98,19 @@ class StepRunner(Client):
         self._groups = groups
         self._model = model
         self._names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
-        self._workers = workers
+        self._workers = options.host.overlap
         self._atomic = atomic
         self.placed = Placement(engine, options)
         self.shown = ShownState(with_masters=options.host.masters_in_fp32)
         self.steps = HostedSteps(engine, self.placed.cpu, self.placed.streamed, options.cpu_threads)
-        self._watch = WeightWatch(engine, self.steps) if overlap != "step" else None
-        self.backward: BackwardSteps | None = None
-        if overlap == "backward":
-            assert self._watch is not None
-            begin = weakly(self._begin)
-            self.backward = BackwardSteps(engine.device, self.placed, self.steps, self._watch, begin)
+        self._watch = WeightWatch(engine, self.steps)
+        self.backward = BackwardSteps(
+            engine.device, self.placed, self.steps, self._watch, weakly(self._begin)
+        )
         try:
             self.regroup()
         except BaseException:
-            self.close()  # what was pinned goes back to an engine that others use
+            self.end()  # what was pinned goes back to an engine that others use
             raise
         engine.attach(self)
 
@@ -124,9 +121,9 @@ class StepRunner(Client):
         self._refuse_shared()
         offloaded = self.placed.regroup(self._groups(), self._names)
         self.steps.index()
-        if self.backward is not None:
+        if self.overlap == "backward":
             self.backward.hook(offloaded)
-        if self._watch is not None and self._model is not None:
+        if self.overlap != "step" and self._model is not None:
             indices = {id(member.parameter): member.index for member in self.placed.members}
             self._watch.attach(self._model, indices)
 
@@ -188,7 +185,7 @@ class StepRunner(Client):
 
     def step(self, max_grad_norm: float | None) -> None:
         """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""
-        stepped = self.backward.stepped if self.backward is not None else set()
+        stepped = self.backward.stepped
         if stepped:
             self.steps.raise_failure()
             self._check_promise(max_grad_norm)
@@ -197,8 +194,7 @@ class StepRunner(Client):
         if max_grad_norm is not None:
             self.clip(max_grad_norm, 2.0, None)
         gradients = self._gradients()
-        if self.backward is not None:
-            self.backward.check(gradients)
+        self.backward.check(gradients)
         buckets = [bucket for bucket in self.steps.in_order if bucket not in stepped]
         needed = {member.index for bucket in buckets for member in bucket.members}
         offloaded = [
@@ -223,13 +219,11 @@ class StepRunner(Client):
             )
         count_write(offloaded)
         self.shown.having.update(gradients)
-        if self.backward is not None:
-            self.backward.end_step()
+        self.backward.end_step()
         self._order_readers()
 
     def _check_promise(self, max_grad_norm: float | None) -> None:
         """What has changed since buckets were stepped in the backward is an error."""
-        assert self.backward is not None
         if not self.placed.is_grouped_as(self._groups()) or self.placed.changed_values():
             self.backward.raise_if_stepped("the param groups changed")
         if self.shown.is_written():
@@ -239,25 +233,22 @@ class StepRunner(Client):
 
     def _order_readers(self) -> None:
         """Order every later use of a weight behind its return: here, or at its first touch."""
-        if self._watch is None or self._model is None or self._watch.replays_unseen:
-            self.steps.await_weights()
-            return
-        self.steps.await_weights(
-            [
+        now = None  # all
+        if self.overlap != "step" and self._model is not None and not self._watch.replays_unseen:
+            now = [
                 member.index
                 for member in self.placed.members
                 if self.steps.is_pending(member.index)
                 and not self._watch.watch(member.index, member.parameter, gradient=True)
             ]
-        )
+        self.steps.await_weights(now)
 
     def clip(self, max_norm: float, norm_type: float, total: Tensor | None) -> Tensor:
         """As HybridDeviceOptimizer.clip_grad_norm_."""
         gradients = [found for member in self.placed.grouped if (found := member.gradient) is not None]
         await_all(gradients)
-        norm = total
-        if norm is None:
-            norm = total_norm(gradients, norm_type, self._engine.device.torch_device)
+        device = self._engine.device.torch_device
+        norm = total if total is not None else total_norm(gradients, norm_type, device)
         # summed where a rank has a share: a scaled sum is not the sum of scaled shares, bit for bit
         laid_out = self._gradients()
         for index, gradient in laid_out.items():
@@ -277,15 +268,13 @@ class StepRunner(Client):
     def drop_gradients(self, set_to_none: bool) -> None:
         """As HybridDeviceOptimizer.zero_grad, of what only this optimizer has: the steps in the backward, and
         `decoupled_grad`."""
-        if self.backward is not None:
-            self.backward.raise_if_stepped("zero_grad was called without step()")
-            self.backward.start_over()
+        self.backward.raise_if_stepped("zero_grad was called without step()")
+        self.backward.start_over()
         if not set_to_none and self.steps.in_order:
             self.refuse_in_capture("zero_grad(set_to_none=False)")
             self.steps.await_weights()
         for member in self.placed.members:
-            decoupled = getattr(member.parameter, "decoupled_grad", None)
-            if decoupled is not None:
+            if (decoupled := getattr(member.parameter, "decoupled_grad", None)) is not None:
                 if set_to_none:
                     member.parameter.decoupled_grad = None  # type: ignore[attr-defined]
                 else:
@@ -295,18 +284,12 @@ class StepRunner(Client):
     def rest(self) -> None:
         """End every copy and step: after it the host may read and write weights, state and masters. Blocks
         the host."""
-        self.raise_if_stepped("state was asked for before step()")
+        self.backward.raise_if_stepped("state was asked for before step()")
         self.steps.finish_on_host()
-
-    def raise_if_stepped(self, what: str) -> None:
-        """`what` happened, as a sentence: an error if the backward has stepped anything."""
-        if self.backward is not None:
-            self.backward.raise_if_stepped(what)
 
     def forget_step(self) -> None:
         """Before state is loaded: wait for the step under way, and forget a failure."""
-        if self.backward is not None:
-            self.backward.start_over()
+        self.backward.start_over()
         if self.steps.failed:
             self.steps.clear_error()
         self.steps.finish_on_host()
@@ -323,29 +306,19 @@ class StepRunner(Client):
 
     def capture_begins(self) -> None:
         """As Client: nothing in flight may be waited for in the capture."""
-        if self._watch is not None:
+        if self.overlap != "step":
             self.steps.finish_on_host()
 
     def capture_ends(self) -> None:
         """As Client: each replay of the graph waits for the step before it."""
         capture = self._engine.transfers.capture
-        if self._watch is not None and capture is not None:
+        if self.overlap != "step" and capture is not None:
             capture.before_replay.append(weakly(self.steps.await_weights))
 
     def end(self) -> None:
-        """The optimizer was dropped: its hooks go, its weights arrive, and its host memory goes back."""
+        """The optimizer was closed or dropped: its hooks go, its weights arrive, and its host memory goes
+        back. Blocks the host."""
         _OPEN.discard(self)
-        if self.backward is not None:
-            self.backward.close()
+        self.backward.close()
+        self._watch.close()
         self.steps.end(self.placed.close)
-
-    def close(self) -> None:
-        """End the workers and give the host memory back. Blocks the host."""
-        _OPEN.discard(self)
-        self._engine.detach(self)
-        if self.backward is not None:
-            self.backward.close()
-        if self._watch is not None:
-            self._watch.close()
-        self.steps.close()
-        self.placed.close()

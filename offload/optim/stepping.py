@@ -19,7 +19,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import torch
@@ -32,7 +32,7 @@ from offload.errors import CaptureError, OffloadError
 from offload.optim.cpu_step import CpuBucket, CpuPart
 from offload.optim.parts import HostBucket
 from offload.optim.streamed_step import StreamedBucket, StreamedPart
-from offload.params.worker import Job, ReadyQueue, Worker
+from offload.params.worker import Job, Worker
 
 __all__ = ["HostedSteps"]
 
@@ -53,9 +53,7 @@ class HostedSteps:
         self._cpu = cpu
         self._streamed = streamed
         self._stepper = Worker("optimizer-cpu", cores=engine.device.near_cores, threads=cpu_threads)
-        self._streamer = Worker("optimizer-stream", threads=1)
-        self._to_step = ReadyQueue(self._stepper)
-        self._to_stream = ReadyQueue(self._streamer, streamed.wait_for_slot)
+        self._streamer = Worker("optimizer-stream", threads=1, before=streamed.wait_for_slot)
         self._lock = threading.RLock()  # any thread may touch a weight; workers never take it
         # of the last step, issued or about to be, and by id the lanes that have waited for them
         self._pending: dict[HostBucket, set[int]] = {}
@@ -79,32 +77,27 @@ class HostedSteps:
                 self.buckets_of.setdefault(member.index, []).append(bucket)
 
     # -- issuing ---------------------------------------------------------------------------------------------
-    def _release(self, buckets: Iterable[HostBucket]) -> Event:
-        """The point on compute after which the weights of these buckets, which have their gradients, may be
-        written: all work that reads them has been issued."""
-        device = self._engine.device
-        self._lane = device.compute
-        for bucket in buckets:
-            for part in bucket.weights:
-                device.note_read(device.compute, part.view(torch.uint8))
-        return device.record(device.compute)
+    def _release(self) -> Event:
+        """The point on compute after which weights whose gradients were set may be written: all work that
+        reads them has been issued."""
+        self._lane = self._engine.device.compute
+        return self._engine.device.record(self._lane)
 
     def start_workers(self) -> None:
         """Have the threads, before anything of a step is done: `submit` cannot fail for want of them after
         it. Raises OffloadError."""
-        if self._cpu.buckets:
-            self._stepper.start()
-        if self._streamed.buckets:
-            self._streamer.start()
+        for part, worker in ((self._cpu, self._stepper), (self._streamed, self._streamer)):
+            if part.buckets:
+                worker.start()
 
     def submit(self, buckets: Sequence[HostBucket]) -> None:
-        """Give buckets, which have their gradients, to the workers; see ReadyQueue for their order. Blocks
+        """Give buckets, which have their gradients, to the workers; see Worker for their order. Blocks
         the host: never.
 
         Gradients leave COPY_LEAD buckets ahead of the CPU: all at once would keep the streamed buckets' state
         waiting behind them on d2h.
         """
-        released = self._release(buckets)
+        released = self._release()
         for bucket in buckets:
             bucket.done.clear()
             self._pending[bucket] = set()
@@ -114,13 +107,12 @@ class HostedSteps:
             for later in on_cpu[first : number + COPY_LEAD]:
                 self._stepper.submit(functools.partial(later.copy_gradients, released))
             step = functools.partial(mine.step, self._cpu.scratch)
-            self._to_step.submit(mine.rank, mine.has_gradients, step, mine.done.set)
+            self._stepper.submit_bucket(mine.rank, mine.has_gradients, step, mine.done.set)
         is_ready = functools.partial(self._engine.device.poll, released)
         for bucket in buckets:
             if isinstance(bucket, StreamedBucket):
-                assert self._streamed.ring is not None
                 step = functools.partial(bucket.step, self._streamed.ring, released)
-                self._to_stream.submit(bucket.rank, is_ready, step, bucket.done.set)
+                self._streamer.submit_bucket(bucket.rank, is_ready, step, bucket.done.set)
 
     def step_inline(
         self, flats: Mapping[int, Tensor], *, atomic: bool, step_resident: Callable[[], None]
@@ -135,17 +127,14 @@ class HostedSteps:
         streamed = [bucket for bucket in self._streamed.buckets if bucket.has_any(flats)]
         for bucket in on_cpu:
             bucket.set_gradients(flats)
-        made = self._release(on_cpu)
+        made = self._release()
         for bucket in on_cpu:
             bucket.copy_gradients(made)
-        optimizers = list(
-            dict.fromkeys(bucket.optimizer for bucket in on_cpu if bucket.optimizer is not None)
-        )
         try:
             for bucket in on_cpu:
                 bucket.load_gradients(self._cpu.scratch)
-            with _undone_on_error(optimizers if atomic else []):
-                for optimizer in optimizers:
+            if on_cpu and (optimizer := on_cpu[0].optimizer) is not None:  # one of all buckets
+                with _undone_on_error(optimizer) if atomic else nullcontext():
                     optimizer.step()
         finally:
             for bucket in on_cpu:
@@ -153,26 +142,20 @@ class HostedSteps:
         step_resident()
         for other in streamed:
             other.set_gradients(flats)
-        released = self._release(streamed)
+        released = self._release()
         for bucket in on_cpu:
             bucket.give_back()
             self._pending[bucket] = set()
         try:
             for other in streamed:
-                assert self._streamed.ring is not None
                 self._pending[other] = set()
                 other.step(self._streamed.ring, released)
         finally:  # one that breaks off reads its gradients until then, too
             self.finish()
 
     # -- waiting ---------------------------------------------------------------------------------------------
-    @property
-    def under_way(self) -> bool:
-        """Whether there are buckets whose step the training thread has not finished yet."""
-        return bool(self._pending)
-
     def is_pending(self, index: int) -> bool:
-        """Whether a bucket of the parameter is one of them."""
+        """Whether the training thread has not finished the step of the parameter's buckets yet."""
         return any(bucket in self._pending for bucket in self.buckets_of.get(index, ()))
 
     def await_weights(self, indices: Iterable[int] | None = None) -> None:
@@ -239,12 +222,7 @@ class HostedSteps:
     # -- failures --------------------------------------------------------------------------------------------
     @property
     def failed(self) -> bool:
-        return bool(self._failed or self.error)
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that a worker raised, None without one."""
-        return self._stepper.error or self._streamer.error
+        return bool(self._failed or self._stepper.error or self._streamer.error)
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         """Refuse this and every later call with this error, until state is loaded. Blocks the host until the
@@ -258,7 +236,7 @@ class HostedSteps:
         host: never, but the first time until the workers are idle."""
         if self._failed is not None:
             raise self._failed
-        if (error := self.error) is not None:
+        if error := self._stepper.error or self._streamer.error:
             self.fail(
                 f"a step failed on a worker ({type(error).__name__}: {error}), one of {len(self._pending)} "
                 "buckets in it; weights and state of different parameters may be a step apart. Load the last "
@@ -284,8 +262,8 @@ class HostedSteps:
 
     # -- the end ---------------------------------------------------------------------------------------------
     def end(self, after: Job) -> None:
-        """Bring what is under way to its end, end the workers, and call `after`: nothing waits for anything
-        then. Blocks the host; on a worker's own thread, where a collector may run, it is left to that
+        """Run what is queued, end the workers, and call `after` when nothing is in flight any more. Blocks
+        the host; on a worker's own thread, where a collector may run, it is left to that
         thread's queue."""
         if threading.current_thread().name in (self._stepper.name, self._streamer.name):
             self._streamer.submit(functools.partial(self._end, after))
@@ -297,16 +275,10 @@ class HostedSteps:
             if not self.failed:
                 self.finish()
         except Exception as error:  # a worker's, or of a device that is lost
-            logger.warning("the optimizer was dropped in a step that failed: %s", error)
-        self.close()
-        after()
-
-    def close(self) -> None:
-        """Run what is queued, end the workers, and let what they issued end: host memory goes back after
-        this. Blocks the host."""
+            logger.warning("the optimizer was closed in a step that failed: %s", error)
         self._stepper.close()
         self._streamer.close()
-        try:
+        try:  # host memory goes back after this
             self._synchronize()
         except Exception as error:  # a device that is lost copies no more
             logger.warning(
@@ -314,6 +286,7 @@ class HostedSteps:
                 "of the device",
                 error,
             )
+        after()
 
 
 def _nothing_of(index: int) -> None:
@@ -321,32 +294,23 @@ def _nothing_of(index: int) -> None:
 
 
 @contextmanager
-def _undone_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """All of these optimizers step, or none: an error puts back the weights that have a gradient, and their
+def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """The optimizer steps all or nothing: an error puts back the weights that have a gradient, and their
     state, and is raised as an OffloadError."""
-    leaves = [
-        (optimizer, leaf)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for leaf in group["params"]
-        if leaf.grad is not None
-    ]
-    entries = [dict(optimizer.state.get(leaf, {})) for optimizer, leaf in leaves]
-    values = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
-    copies = [(tensor, tensor.clone()) for tensor in (*(leaf for _, leaf in leaves), *values)]
+    leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
+    entries = {leaf: dict(optimizer.state[leaf]) for leaf in leaves if leaf in optimizer.state}
+    values = [value for entry in entries.values() for value in entry.values() if isinstance(value, Tensor)]
+    copies = [(tensor, tensor.clone()) for tensor in (*leaves, *values)]
     try:
         yield
     except Exception as error:
-        if not optimizers:
-            raise
         with torch.no_grad():
             for tensor, copy in copies:
                 tensor.copy_(copy)
-        for (optimizer, leaf), entry in zip(leaves, entries, strict=True):
+        for leaf in leaves:
             optimizer.state.pop(leaf, None)
-            if entry:
-                optimizer.state[leaf] = entry
+        optimizer.state.update(entries)
         raise OffloadError(
-            f"the step failed in {type(optimizers[0]).__name__} ({type(error).__name__}: {error}); weights "
+            f"the step failed in {type(optimizer).__name__} ({type(error).__name__}: {error}); weights "
             "and state are those of the last whole step"
         ) from error

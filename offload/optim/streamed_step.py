@@ -99,6 +99,9 @@ class StreamedBucket(HostBucket):
         moments = {name: self.flat(name, piece) for name in state_names(self.groups[position])}
         return {"step": self.steps[position], **moments}
 
+    def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:
+        return gradient.to(self.master_dtype) if self.weights_on_host else gradient
+
     def step(self, ring: Ring, released: Event) -> None:
         """Fetch the state, step, send the state back. The job of a worker, or of the calling thread.
 
@@ -202,11 +205,12 @@ class StreamedPart(HostPart[StreamedBucket]):
     too."""
 
     described = "streamed"
+    ring: Ring
+    """Made by the first `regroup` with buckets."""
 
     def __init__(self, engine: OffloadEngine, options: HostOptions, *, weights_on_host: bool = False) -> None:
         super().__init__(engine, options)
         self._weights_on_host = weights_on_host
-        self.ring: Ring | None = None
         self._ring_flats: tuple[int, list[tuple[str, int]]] = (0, [])
 
     def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
@@ -243,9 +247,8 @@ class StreamedPart(HostPart[StreamedBucket]):
     @property
     def ring_bytes(self) -> int:
         """Device memory of the buckets on the device."""
-        return self.ring.nbytes if self.ring is not None else 0
+        return self.ring.nbytes if self.buckets else 0
 
     def wait_for_slot(self) -> None:
         """Block the host until the ring has room for another bucket."""
-        assert self.ring is not None
         self.ring.wait_for_slot()

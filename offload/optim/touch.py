@@ -90,8 +90,7 @@ def await_all(found: Any) -> None:
     """Have the current lane wait for what is awaited among `found`, in tuples, lists and dictionaries too; it
     is plain after this. Blocks the host until the step's part is issued."""
     for tensor in _awaited_in(found):
-        owner = vars(tensor).get(_OWNER)
-        if owner is not None:
+        if (owner := vars(tensor).get(_OWNER)) is not None:
             steps, index = owner
             steps.await_weights((index,))
         if isinstance(tensor, _Awaited):  # its step ended with others, or failed
@@ -172,13 +171,10 @@ class WeightWatch:
         tensor.__class__ = cls
 
     def _waited(self, index: int) -> None:
-        parameter = self._watched.pop(index, None)
-        if parameter is None:
-            return
-        if isinstance(parameter, AwaitedWeight):
-            _make_plain(parameter)
-        if isinstance(gradient := parameter.grad, AwaitedGradient):
-            _make_plain(gradient)
+        if (parameter := self._watched.pop(index, None)) is not None:
+            for tensor in (parameter, parameter.grad):
+                if isinstance(tensor, _Awaited):
+                    _make_plain(tensor)
 
     def before_forward(self, indices: Sequence[int] | None) -> None:
         """A module is about to read these weights; None: a compiled forward is about to read weights, and its
@@ -219,9 +215,6 @@ class _Hook:
     def _wait_untraced(self) -> None:
         if (watch := self._watch()) is not None:
             watch.before_forward(None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(_no_watch, ())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_no_watch, ())

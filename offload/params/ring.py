@@ -37,14 +37,11 @@ class Ring:
 
     def __init__(self, device: Device, numel: int, flats: Sequence[tuple[str, int]]) -> None:
         self.device = device
+        self.nbytes = RING_SLOTS * numel * sum(size for _, size in flats)
         self.lane: Lane = device.new_compute_lane("optimizer")
-        made = [{name: device.empty(max(1, numel) * size) for name, size in flats} for _ in range(RING_SLOTS)]
+        made = [{name: device.empty(numel * size) for name, size in flats} for _ in range(RING_SLOTS)]
         allocated = device.record(device.compute)
         self._slots = deque(Slot(each, allocated) for each in made)  # the one used longest ago first
-
-    @property
-    def nbytes(self) -> int:
-        return sum(flat.numel() for slot in self._slots for flat in slot.flats.values())
 
     def wait_for_slot(self) -> None:
         """Block the host until the next slot is free, so that no more than RING_SLOTS buckets are queued in

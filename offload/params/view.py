@@ -58,20 +58,6 @@ class ParamView:
         or overlaps, or is not the elements: a quantized one would be stepped in a copy.
     """
 
-    __slots__ = (
-        "_flat",
-        "address",
-        "device",
-        "dtype",
-        "index",
-        "name",
-        "numel",
-        "parameter",
-        "shape",
-        "stride",
-        "where",
-    )
-
     def __init__(self, parameter: Tensor, index: int, device: Device, name: str) -> None:
         self.parameter = parameter
         self.index = index
@@ -102,7 +88,8 @@ class ParamView:
                 "contiguous first"
             )
         self.stride = stride
-        self._flat = local.data.as_strided((local.numel(),), (1,), local.storage_offset())
+        self.flat = local.data.as_strided((local.numel(),), (1,), local.storage_offset())
+        """The elements in the order of memory, 1-D. A write through it moves no version counter."""
         self.address = local.data_ptr()
 
     @property
@@ -132,12 +119,6 @@ class ParamView:
         before = self.stride
         self._find(local.detach())
         return before if self.stride != before else None
-
-    @property
-    def flat(self) -> Tensor:
-        """The elements in the order of memory, 1-D, where `follow` found them last. A write through it moves
-        no version counter."""
-        return self._flat
 
     def shaped(self, flat: Tensor) -> Tensor:
         """`flat`, as many elements as the parameter has, in the parameter's shape."""
@@ -181,9 +162,8 @@ class ParamView:
 def count_write(views: Sequence[ParamView]) -> None:
     """The weights were, or will be, written: tell autograd, which refuses a backward that needs the old
     ones."""
-    parameters = [local_of(view.parameter) for view in views]
-    wrappers = [view.parameter for view in views if local_of(view.parameter) is not view.parameter]
-    torch.autograd.graph.increment_version([*parameters, *wrappers])
+    tensors = {id(each): each for view in views for each in (view.parameter, local_of(view.parameter))}
+    torch.autograd.graph.increment_version([*tensors.values()])
 
 
 def laid_like(tensor: Tensor, value: Tensor) -> Tensor:

@@ -1,9 +1,14 @@
 """A thread that runs jobs one after the other, so that the training thread need not wait for them. The first
 error is kept for the next call.
 
-A `ReadyQueue` lets the thread choose, when it is free, which of the waiting jobs it runs. One invariant:
-after a job has failed no further job runs until `clear_error`; waiting threads are woken, and the error is
-raised in the training thread.
+One invariant: after a job has failed no further job runs until `clear_error`; waiting threads are woken, and
+the error is raised in the training thread.
+
+Buckets that are stepped in the backward become ready in the order of the backward, last layers first, and the
+next forward wants the first layers first. Stepped in the order of their submission, the first layer's bucket
+would be the last, and nothing of what is left at the end of the backward would be hidden behind the forward.
+So when the thread is free, it steps, of the buckets whose gradients are there, the one that the next forward
+needs first (`submit_bucket`).
 """
 
 from __future__ import annotations
@@ -16,13 +21,14 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from offload.errors import OffloadError
 
-__all__ = ["Job", "ReadyQueue", "Worker"]
+__all__ = ["Job", "Worker"]
 
 Job = Callable[[], None]
 
@@ -42,19 +48,43 @@ class _Shared:
         self.error: BaseException | None = None
 
 
+class _Bucket(NamedTuple):
+    """See `Worker.submit_bucket`. number: in the order of submission."""
+
+    rank: int
+    number: int
+    is_ready: Callable[[], bool]
+    step: Job
+    done: Job
+
+
 class Worker:
     """Starts its thread with the first job.
 
     cores: the processor cores it and the kernels it starts run on. threads: how many of torch's threads one
-    kernel uses; None leaves the training thread its cores.
+    kernel uses; None leaves the training thread its cores. before: run by the thread before it chooses a
+    bucket, so that it chooses late; may block it.
     """
 
-    def __init__(self, name: str, *, cores: Collection[int] = (), threads: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        cores: Collection[int] = (),
+        threads: int | None = None,
+        before: Job = _nothing,
+    ) -> None:
         self.name = name
         self._cores = frozenset(cores)
         self._threads = threads
+        self._before = before
         self._shared = _Shared()
         self._end: weakref.finalize[..., Worker] | None = None
+        self._lock = threading.Lock()
+        # by rank: the first ready one is the one to step, and nothing is asked of those behind it
+        self._buckets: list[_Bucket] = []
+        self._numbers = itertools.count()
+        self._chosen: _Bucket | None = None  # seen by the thread only
 
     def submit(self, job: Job, after: Job = _nothing) -> None:
         """Run `job` after those before it, then `after`, which also runs if the job fails or is dropped.
@@ -64,6 +94,42 @@ class Worker:
         with self._shared.idle:
             self._shared.unfinished += 1
         self._shared.jobs.put((job, after))
+
+    def submit_bucket(self, rank: int, is_ready: Callable[[], bool], step: Job, done: Job) -> None:
+        """Run `step` once, and then `done`, which also runs if the step fails or is dropped. Blocks the host:
+        never, but for the start of the thread, once. Raises as `start`; the bucket does not wait then.
+
+        rank: in the order in which the next forward needs the buckets. is_ready: whether its gradients are
+            there; never blocks, and raises where the device is lost.
+        """
+        self.start()  # first: a bucket without a job would be waited for for ever
+        with self._lock:
+            bisect.insort(self._buckets, _Bucket(rank, next(self._numbers), is_ready, step, done))
+        self.submit(self._step_one, self._end_one)
+
+    def _step_one(self) -> None:
+        """Step the ready bucket that is needed first; if none is ready, the one that was submitted first: the
+        backward makes gradients in that order."""
+        self._before()
+        with self._lock:
+            alone = len(self._buckets) == 1
+            self._chosen = self._remove(next((b for b in self._buckets if alone or b.is_ready()), None))
+        self._chosen.step()
+
+    def _end_one(self) -> None:
+        """End the chosen bucket, or the one that was submitted first: a job that was dropped, or that failed
+        before it chose, has chosen none."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is None:
+            with self._lock:
+                chosen = self._remove(None)
+        chosen.done()
+
+    def _remove(self, bucket: _Bucket | None) -> _Bucket:
+        """With the lock held. None: the one that was submitted first."""
+        bucket = bucket or min(self._buckets, key=operator.attrgetter("number"))
+        self._buckets.remove(bucket)
+        return bucket
 
     @property
     def error(self) -> BaseException | None:
@@ -127,10 +193,8 @@ def _finish(shared: _Shared, thread: threading.Thread) -> None:
 
 def _run(shared: _Shared, cores: frozenset[int], threads: int, started: threading.Event) -> None:
     if cores:
-        try:  # of this thread; the threads that its kernels start inherit it
+        with suppress(OSError):  # of this thread; the threads that its kernels start inherit it
             os.sched_setaffinity(0, cores)
-        except OSError:
-            cores = frozenset()
     # the first look in a thread takes over what any thread has set last: not after the next line
     torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -149,71 +213,3 @@ def _run(shared: _Shared, cores: frozenset[int], threads: int, started: threadin
                 shared.unfinished -= 1
                 if shared.unfinished == 0 or shared.error is not None:
                     shared.idle.notify_all()
-
-
-# -- which job is next ---------------------------------------------------------------------------------------
-# A bucket that is stepped in the backward becomes ready in the order of the backward, last layers first, and
-# the next forward wants the first layers first. Taken in the order of their coming, the first layer's bucket
-# is stepped last, and nothing of what is left at the end of the backward is hidden behind the forward. So the
-# worker takes, of the buckets whose gradients are there, the one that the next forward needs first.
-
-
-class _Entry(NamedTuple):
-    """rank: in the order in which the next forward needs the buckets. number: in that of their submission.
-
-    is_ready: whether its gradients are there; never blocks, and raises where the device is lost.
-    """
-
-    rank: int
-    number: int
-    is_ready: Callable[[], bool]
-    step: Job
-    done: Job
-
-
-class ReadyQueue:
-    """Buckets that wait for one worker. before: run by the worker before it chooses, so that it chooses late;
-    may block the worker."""
-
-    def __init__(self, worker: Worker, before: Job = _nothing) -> None:
-        self._worker = worker
-        self._before = before
-        self._lock = threading.Lock()
-        # by rank: the first ready one is the one to step, and nothing is asked of those behind it
-        self._entries: list[_Entry] = []
-        self._numbers = itertools.count()
-        self._chosen: _Entry | None = None  # seen by the worker's thread only
-
-    def submit(self, rank: int, is_ready: Callable[[], bool], step: Job, done: Job) -> None:
-        """Have the worker run `step` once, and then `done`, which also runs if the step fails or is dropped.
-        Blocks the host: never, but for the start of the worker, once. Raises OffloadError if it cannot start;
-        the bucket does not wait then."""
-        self._worker.start()  # first: a bucket without a job would be waited for for ever
-        with self._lock:
-            bisect.insort(self._entries, _Entry(rank, next(self._numbers), is_ready, step, done))
-        self._worker.submit(self._step_one, self._end_one)
-
-    def _step_one(self) -> None:
-        """Step the ready bucket that is needed first; if none is ready, the one that was submitted first: the
-        backward makes gradients in that order."""
-        self._before()
-        with self._lock:
-            alone = len(self._entries) == 1
-            ready = next((entry for entry in self._entries if alone or entry.is_ready()), None)
-            self._chosen = self._remove(ready)
-        self._chosen.step()
-
-    def _end_one(self) -> None:
-        """End the chosen bucket, or the one that was submitted first: a job that was dropped, or that failed
-        before it chose, has chosen none."""
-        chosen, self._chosen = self._chosen, None
-        if chosen is None:
-            with self._lock:
-                chosen = self._remove(None)
-        chosen.done()
-
-    def _remove(self, entry: _Entry | None) -> _Entry:
-        """With the lock held. None: the one that was submitted first."""
-        entry = entry or min(self._entries, key=operator.attrgetter("number"))
-        self._entries.remove(entry)
-        return entry

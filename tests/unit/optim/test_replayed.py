@@ -93,7 +93,7 @@ def test_a_replay_in_a_region_waits_for_the_weights_that_its_forward_reads(
     for number, after in enumerate(expected_weights(STEPS)):
         if number:
             graphed.step(number)
-            assert graphed.optimizer._steps.under_way, "step() has returned before its end"
+            assert graphed.optimizer._steps.is_pending(0), "step() has returned before its end"
         graph.replay()
         assert_same_bits(graphed.seen, after)
     graphed.optimizer.close()

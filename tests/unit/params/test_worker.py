@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from offload.errors import OffloadError
-from offload.params.worker import ReadyQueue, Worker
+from offload.params.worker import Worker
 
 
 class Desk:
@@ -20,8 +20,7 @@ class Desk:
         self.asked = 0
         self.lost = False
         self.log: list[str] = []
-        self.worker = Worker("test")
-        self.waiting = ReadyQueue(self.worker, before)
+        self.worker = Worker("test", before=before)
         self._gate = threading.Event()
         self.worker.submit(lambda: self._gate.wait() and None, lambda: None)
 
@@ -35,7 +34,7 @@ class Desk:
             def done(place: int = place) -> None:
                 self.log.append(f"done {place}")
 
-            self.waiting.submit(place, functools.partial(self.is_ready, place), one, done)
+            self.worker.submit_bucket(place, functools.partial(self.is_ready, place), one, done)
 
     def is_ready(self, place: int) -> bool:
         self.asked += 1
@@ -130,7 +129,6 @@ def test_a_bucket_whose_worker_cannot_start_is_refused_and_does_not_wait(
 ) -> None:
     """It waited without a job: a later job took it, and the last bucket of that step was never done."""
     worker, log = Worker("test"), []
-    waiting = ReadyQueue(worker, lambda: None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(
@@ -140,8 +138,8 @@ def test_a_bucket_whose_worker_cannot_start_is_refused_and_does_not_wait(
                 r"raise the limit"
             ),
         ):
-            waiting.submit(0, lambda: True, lambda: log.append("step 0"), lambda: log.append("done 0"))
-    waiting.submit(1, lambda: True, lambda: log.append("step 1"), lambda: log.append("done 1"))
+            worker.submit_bucket(0, lambda: True, lambda: log.append("step 0"), lambda: log.append("done 0"))
+    worker.submit_bucket(1, lambda: True, lambda: log.append("step 1"), lambda: log.append("done 1"))
     worker.synchronize()
     worker.close()
     assert log == ["step 1", "done 1"]
