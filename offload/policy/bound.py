@@ -33,6 +33,9 @@ from offload.policy.actions import Rates, Work, lives_of
 
 __all__ = ["Bound", "least_step", "single_pass_limit_s"]
 
+_Ranges = list[tuple[float, float | None]]
+"""The least and the most of each column."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
@@ -87,7 +90,7 @@ def least_step(work: Sequence[Work], rates: Rates, cap_bytes: int, *, slices: in
     compute_s = sum(item.compute_s for item in work)
     action_s, moved_bytes = [item.compute_s for item in work], 0.0
     if shares:
-        durations_s, moved_bytes = _Program(work, shares, rates, cap_bytes, slices).solve()
+        durations_s, moved_bytes = _solve(work, shares, rates, cap_bytes, slices)
         action_s = [sum(durations_s[at * slices : (at + 1) * slices]) for at in range(len(work))]
     # the solver's tolerance may leave the sum a hair under the compute
     return Bound(
@@ -135,90 +138,61 @@ def _shares(work: Sequence[Work], slices: int) -> list[_Share]:
     return shares
 
 
-class _Program:
-    """The rows and columns of one step, in units of the largest share and of the time that it needs to leave.
-    The first columns are the slices' durations."""
+def _solve(
+    work: Sequence[Work], shares: Sequence[_Share], rates: Rates, cap_bytes: int, slices: int
+) -> tuple[list[float], float]:
+    """Seconds of each slice in a step of the least time, and the fewest bytes that leave in such a step.
 
-    def __init__(
-        self, work: Sequence[Work], shares: Sequence[_Share], rates: Rates, cap_bytes: int, slices: int
-    ) -> None:
-        self._byte_unit = max(share.nbytes for share in shares)
-        self._time_unit = self._byte_unit / rates.d2h_bytes_per_s
-        self._num_slices = len(work) * slices
-        self._bounds: list[tuple[float, float | None]] = [
-            (item.compute_s / slices / self._time_unit, None) for item in work for _ in range(slices)
-        ]
-        self._at_most = _Rows()
-        self._equal = _Rows()
-        outs: list[list[int]] = [[] for _ in range(self._num_slices)]
-        ins: list[list[int]] = [[] for _ in range(self._num_slices)]
-        aways: list[list[int]] = [[] for _ in range(self._num_slices)]
-        on_device = [0.0] * self._num_slices
-        for share in shares:
-            nbytes = share.nbytes / self._byte_unit
-            away_before: list[tuple[int, float]] = []
-            for at in range(share.made_slice, share.read_slice + 1):
-                out, back = self._column(None), self._column(None)
-                outs[at].append(out)
-                ins[at].append(back)
-                row = [(out, -1.0), (back, 1.0), *away_before]
-                if at < share.read_slice:
-                    away = self._column(nbytes)
-                    aways[at].append(away)
-                    away_before = [(away, -1.0)]
-                    row.append((away, 1.0))
-                    on_device[at] += nbytes
-                self._equal.add(row, 0.0)
-        self._out_columns = [column for columns in outs for column in columns]
-        cap = cap_bytes / self._byte_unit
-        # relative to d2h's rate: in these units it moves one unit of bytes in one of time
-        h2d = rates.h2d_bytes_per_s / rates.d2h_bytes_per_s
-        both = rates.together_bytes_per_s / rates.d2h_bytes_per_s
-        for at in range(self._num_slices):
-            for columns, rate in ((outs[at], 1.0), (ins[at], h2d), ([*outs[at], *ins[at]], both)):
-                if columns:
-                    self._at_most.add([*((column, 1.0) for column in columns), (at, -rate)], 0.0)
-            if on_device[at] > cap:
-                self._at_most.add([(away, -1.0) for away in aways[at]], cap - on_device[at])
+    The program is in units of the largest share and of the time that it needs to leave. Its first columns are
+    the slices' durations.
+    """
+    byte_unit = max(share.nbytes for share in shares)
+    time_unit = byte_unit / rates.d2h_bytes_per_s
+    bounds: _Ranges = [(item.compute_s / slices / time_unit, None) for item in work for _ in range(slices)]
+    every_slice = range(len(bounds))
+    at_most, equal = _Rows(), _Rows()
+    outs: list[list[int]] = [[] for _ in every_slice]
+    ins: list[list[int]] = [[] for _ in every_slice]
+    aways: list[list[int]] = [[] for _ in every_slice]
+    on_device = [0.0 for _ in every_slice]
 
-    def solve(self) -> tuple[list[float], float]:
-        """Seconds of each slice in a step of the least time, and the fewest bytes that leave in such a
-        step."""
-        slices = range(self._num_slices)
-        durations = self._solve(slices)[: self._num_slices]
-        # more than the least by less than can be measured, or rounding makes the second program infeasible
-        self._at_most.add([(at, 1.0) for at in slices], sum(durations) * (1 + 1e-9) + 1e-7)
-        solution = self._solve(self._out_columns)
-        moved = sum(solution[column] for column in self._out_columns)
-        return [duration * self._time_unit for duration in durations], moved * self._byte_unit
+    def column(most: float | None) -> int:
+        bounds.append((0.0, most))
+        return len(bounds) - 1
 
-    def _column(self, at_most: float | None) -> int:
-        self._bounds.append((0.0, at_most))
-        return len(self._bounds) - 1
+    for share in shares:
+        nbytes = share.nbytes / byte_unit
+        away_before: list[tuple[int, float]] = []
+        for at in range(share.made_slice, share.read_slice + 1):
+            out, back = column(None), column(None)
+            outs[at].append(out)
+            ins[at].append(back)
+            row = [(out, -1.0), (back, 1.0), *away_before]
+            if at < share.read_slice:
+                away = column(nbytes)
+                aways[at].append(away)
+                away_before = [(away, -1.0)]
+                row.append((away, 1.0))
+                on_device[at] += nbytes
+            equal.add(row, 0.0)
+    # relative to d2h's rate: in these units it moves one unit of bytes in one of time
+    h2d = rates.h2d_bytes_per_s / rates.d2h_bytes_per_s
+    both = rates.together_bytes_per_s / rates.d2h_bytes_per_s
+    cap = cap_bytes / byte_unit
+    for at in every_slice:
+        for columns, rate in ((outs[at], 1.0), (ins[at], h2d), ([*outs[at], *ins[at]], both)):
+            if columns:
+                at_most.add([*((moved, 1.0) for moved in columns), (at, -rate)], 0.0)
+        if on_device[at] > cap:
+            at_most.add([(away, -1.0) for away in aways[at]], cap - on_device[at])
 
-    def _solve(self, minimised: Iterable[int]) -> list[float]:
-        """The columns' values where the sum of those named is least."""
-        try:  # asked for at use: training never needs it
-            from scipy import optimize, sparse
-        except ImportError as error:
-            raise ImportError(
-                "the bound needs scipy, which is not installed: pip install pipeline-offload[bench]"
-            ) from error
-        costs = [0.0] * len(self._bounds)
-        for column in minimised:
-            costs[column] = 1.0
-        result = optimize.linprog(
-            costs,
-            A_ub=self._at_most.matrix(sparse, len(self._bounds)),
-            b_ub=self._at_most.limits,
-            A_eq=self._equal.matrix(sparse, len(self._bounds)),
-            b_eq=self._equal.limits,
-            bounds=self._bounds,
-            method="highs",
-        )
-        # a slice may take as long as it likes, so there is always a solution
-        assert result.success, f"HiGHS found no step for {self._num_slices} slices: {result.message}"
-        return [float(value) for value in result.x]
+    durations = _minimise(every_slice, bounds, at_most, equal)[: len(every_slice)]
+    # more than the least by less than can be measured, or rounding makes the second program infeasible
+    at_most.add([(at, 1.0) for at in every_slice], sum(durations) * (1 + 1e-9) + 1e-7)
+    leaving = [out for columns in outs for out in columns]
+    solution = _minimise(leaving, bounds, at_most, equal)
+    moved_bytes = sum(solution[out] for out in leaving) * byte_unit
+    return [duration * time_unit for duration in durations], moved_bytes
 
 
 @dataclass(slots=True)
@@ -235,3 +209,28 @@ class _Rows:
     def matrix(self, sparse: Any, num_columns: int) -> Any:
         rows, columns, values = zip(*self.entries, strict=True)
         return sparse.csr_matrix((values, (rows, columns)), shape=(len(self.limits), num_columns))
+
+
+def _minimise(columns: Iterable[int], bounds: _Ranges, at_most: _Rows, equal: _Rows) -> list[float]:
+    """All columns' values where the sum of those named is least."""
+    try:  # asked for at use: training never needs it
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise ImportError(
+            "the bound needs scipy, which is not installed: pip install pipeline-offload[bench]"
+        ) from error
+    costs = [0.0] * len(bounds)
+    for column in columns:
+        costs[column] = 1.0
+    result = optimize.linprog(
+        costs,
+        A_ub=at_most.matrix(sparse, len(bounds)),
+        b_ub=at_most.limits,
+        A_eq=equal.matrix(sparse, len(bounds)),
+        b_eq=equal.limits,
+        bounds=bounds,
+        method="highs",
+    )
+    # a slice may take as long as it likes, so there is always a solution
+    assert result.success, f"HiGHS found no step: {result.message}"
+    return [float(value) for value in result.x]
