@@ -165,8 +165,9 @@ class Lender:
             return self._cut(nbytes, [part])
 
     def give_back(self, block: Block, after: Event | None) -> None:
-        """End the loan. after: the last use of the bytes that was issued; None if every use is known to have
-        ended.
+        """End the loan. after: the last use of the bytes that was issued, on a lane that has waited for all
+        of `block.after`, so that whoever waits for it need not ask about those; None if nothing was issued,
+        or every use is known to have ended.
 
         Raises PoolError if the block is not on loan from this arena. Blocks the host: never.
         """
@@ -216,11 +217,10 @@ class Lender:
                     "give each block back once, where it was taken"
                 )
             self.lent_bytes -= block.nbytes
-            pending = block.pending and tuple([each for each in block.pending if each.event is not None])
             if after is not None and not self._all_passed:
-                last_use = self._events.of(after)
-                if last_use not in pending:
-                    pending = (*pending, last_use)
+                pending: tuple[PendingEvent, ...] = (self._events.of(after),)
+            else:
+                pending = tuple([each for each in block.pending if each.event is not None])
             block.after, block.pending = (), pending
             self._whole[block.nbytes].append(block)
 

@@ -159,6 +159,9 @@ class TransferEngine(CaptureSide):
             # all blocks stay; some copies may have been issued. In a capture the region has the host blocks
             broken_off = None
             if hosts and capture is None:
+                for host in hosts:
+                    for last_use in host.after:
+                        device.wait(device.d2h, last_use, "reuse")
                 broken_off = device.record(device.d2h)
                 device.wait(compute, broken_off, "settle")
                 for host in hosts:

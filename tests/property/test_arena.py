@@ -93,7 +93,7 @@ class Shadow:
                 event = FakeEvent(str(number))
                 self.events.append(event)
                 for granule in granules(block):
-                    self.readers.setdefault(granule, set()).add(event)
+                    self.readers[granule] = {event}  # it waited for those before it
             if name == "give_back_later":
                 self.arena.give_back_later(block, None)
             else:

@@ -103,6 +103,16 @@ def test_a_block_given_back_unwritten_keeps_its_last_reader(device: FakeDevice) 
     assert taken(arena, PIECE).after == (event,)
 
 
+def test_events_of_a_block_that_is_lent_again_and_again_do_not_pile_up(device: FakeDevice) -> None:
+    """Each user waits for the one before it, so the last event says it all. A device far behind its host made
+    a step of 3,800 copies look at millions of events."""
+    arena = arena_on(device, limit_bytes=PIECE)
+    for number in range(50):
+        block = taken(arena, PIECE)
+        assert len(block.after) == min(number, 1)
+        arena.give_back(block, FakeEvent(str(number)))
+
+
 def test_a_block_across_freed_blocks_waits_for_the_readers_of_all(device: FakeDevice) -> None:
     arena = arena_on(device, limit_bytes=PIECE)
     events = [FakeEvent(str(index)) for index in range(4)]
@@ -211,7 +221,7 @@ def test_a_block_that_is_lent_again_whole_carries_its_readers() -> None:
     assert again.after == (first,)
     arena.give_back(again, second)
     arena.give_back(taken(arena, 1000), None)  # given back unwritten
-    assert taken(arena, 1000).after == (first, second)
+    assert taken(arena, 1000).after == (second,), "which came after the first"
 
 
 def test_a_whole_block_is_lent_again_for_its_exact_size_only(arena: HostArena) -> None:

@@ -192,6 +192,28 @@ def test_a_spill_that_fails_leaves_its_tensors_where_they_were_and_lends_nothing
     assert rig.end().spilled == 4
 
 
+def test_host_bytes_of_a_spill_that_failed_before_it_waited_are_not_written_under_their_last_reader(
+    device: SmallDevice,
+) -> None:
+    """The block goes back with one event, which has to come after all that it came with. On another lane than
+    the reader's, which nothing else orders behind it."""
+    rig = Rig(device=device, piece_bytes=1 << 20)
+    y, _ = save_all(rig, 4, [])
+    rig.leave()
+    y.backward()  # h2d reads the host bytes
+    del y
+    with device.use_lane(device.new_compute_lane("side")):
+        device.records_left = 0
+        with pytest.raises(torch.OutOfMemoryError), rig.group(commit=True):
+            y = keep([], *values(4))
+        device.heal()
+        y, _ = save_all(rig, 4, [])  # d2h writes them
+        rig.leave()
+    y.backward()
+    del y
+    rig.end()
+
+
 def test_host_memory_of_a_spill_that_failed_is_not_released_under_its_copies(device: SmallDevice) -> None:
     rig = Rig(device=device, piece_bytes=1 << 20)
     device.copies_left = 0
