@@ -15,6 +15,7 @@ changing a bit.
 from __future__ import annotations
 
 from offload import marks
+from offload.compat.group import OffloadTensorGroup  # noqa: F401
 
 # the errors one by one and the sources' spellings are importable, and no part of `__all__`
 from offload.compat.handler import ChunkOffloadHandler  # noqa: F401
@@ -39,7 +40,6 @@ from offload.errors import (  # noqa: F401
     RecordStateError,
     StaleHandleError,
 )
-from offload.groups.group import OffloadTensorGroup  # noqa: F401
 from offload.marks import (
     backward_record,
     capturing,

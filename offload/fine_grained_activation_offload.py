@@ -15,12 +15,12 @@ from offload.compat.autograd import (
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
 )
+from offload.compat.group import OffloadTensorGroup
 from offload.compat.handler import ChunkOffloadHandler
 from offload.compat.interface import FineGrainedActivationOffloadingInterface
 from offload.compat.manager import PipelineOffloadManager
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.groups.graphs import is_graph_capturing
-from offload.groups.group import OffloadTensorGroup
 from offload.marks import (
     backward_record,
     disable_offload,

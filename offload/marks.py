@@ -267,9 +267,7 @@ def group_commit(
         raise
     if group is None:
         return tensor
-    if manager.is_warmup:
-        manager.look_behind(group, handler, output)
-    manager.commit(handler, group, forced_released_tensors, delay_offload)
+    manager.commit(handler, group, forced_released_tensors, delay_offload, output)
     node = output.grad_fn
     if node is not None:
         node.register_prehook(handler.output_has_gradient)

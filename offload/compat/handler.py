@@ -12,12 +12,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from offload.compat.group import OffloadTensorGroup
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine, default_engine
 from offload.errors import GroupOrderError, StaleHandleError
 from offload.groups.chunk import ChunkGroups, Cursor
-from offload.groups.group import OffloadTensorGroup
+from offload.groups.group import Group
 from offload.groups.release import checked_tensors
 from offload.ids import ChunkId, Owner
 from offload.saved.filters import is_plain
@@ -54,6 +55,16 @@ class Queued(Cursor, Protocol):
 
     @property
     def is_warmup(self) -> bool: ...
+
+    def pump(self) -> None: ...
+
+    def commit(
+        self,
+        handler: ChunkGroups,
+        group: Group,
+        forced_released_tensors: list[torch.Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> None: ...
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None: ...
 
@@ -100,12 +111,15 @@ class ChunkOffloadHandler(ChunkGroups):
         self._pushed.clear()
         self._reload_index = 0
 
+    def _new_group(self, name: str) -> OffloadTensorGroup:
+        return OffloadTensorGroup(name, device=self.engine.device)
+
     # -- looking at the recorded groups ----------------------------------------------------------------------
-    def find_group_with_name(self, name: str, start_index: int = 0) -> OffloadTensorGroup | None:
+    def find_group_with_name(self, name: str, start_index: int = 0) -> Group | None:
         """The first recorded group of that name at or after `start_index`."""
         return next((group for group in self.groups[start_index:] if group.name == name), None)
 
-    def find_next_group(self, name: str | None = None) -> OffloadTensorGroup | None:
+    def find_next_group(self, name: str | None = None) -> Group | None:
         """The next group to be started, of that name if one is given."""
         return next((group for group in self.groups[self._index :] if name in (None, group.name)), None)
 
@@ -137,12 +151,23 @@ class ChunkOffloadHandler(ChunkGroups):
     ) -> None:
         """Close the innermost open group of that name; send it, or leave it to the manager's
         `flush_delayed_groups`."""
-        if self._manager is None:
+        if self._queue is None:
             self.on_group_commit_forward(forced_released_tensors, name=name)
             return
         group = self.close(name)
         if group is not None:
-            self._manager.commit(self, group, forced_released_tensors, delay_offload)
+            self._queue.commit(self, group, forced_released_tensors, delay_offload)
+
+    def on_group_commit_forward(
+        self, forced_released_tensors: list[torch.Tensor] | None = None, *, name: str | None = None
+    ) -> None:
+        """Close the innermost open group (of that name) and send what has not left yet. Blocks the host:
+        never."""
+        forced = checked_tensors(forced_released_tensors)
+        with self.engine.lock:
+            group = self.close(name)
+            if group is not None:
+                self.send(group, forced)
 
     def on_group_commit_backward(self, name: str) -> None:
         """The backward reaches the end of a group."""
@@ -150,9 +175,9 @@ class ChunkOffloadHandler(ChunkGroups):
 
     def on_group_start_backward(self) -> None:
         """The backward has passed a group: room for the next ones."""
-        if self._manager is not None:
+        if self._queue is not None:
             with self.engine.lock:
-                self._manager.pump()
+                self._queue.pump()
 
     # -- by hand: tensors ------------------------------------------------------------------------------------
     tensor_need_offloading_checker = ChunkGroups.may_leave
@@ -194,7 +219,7 @@ class ChunkOffloadHandler(ChunkGroups):
         after warm-up, the last of its name in the chunk that is read next: it would have to come back at
         once."""
         group = self.innermost_open()
-        if group is None or not self.do_offload or not group.offload:
+        if group is None or not self.do_offload or group.stays:
             return False
         manager = self._queue
         if manager is None or manager.is_warmup or manager.front_backward_chunk(group.name) is not self:
@@ -240,9 +265,9 @@ class ChunkOffloadHandler(ChunkGroups):
     def bulk_reload(self) -> None:
         """Fetch the next group back, or, where this chunk has none left, what the next chunk's backward reads
         first."""
-        if not self.bulk_reload_group() and self._manager is not None:
+        if not self.bulk_reload_group() and self._queue is not None:
             with self.engine.lock:
-                self._manager.pump()
+                self._queue.pump()
 
     # -- by hand: one tensor, outside of every group. Calls return with compute ordered behind their copy ----
     def offload(

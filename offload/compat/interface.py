@@ -48,7 +48,7 @@ class FineGrainedActivationOffloadingInterface:
     @staticmethod
     def get_context(flag: bool) -> AbstractContextManager[Any]:
         """The manager's hooks, or a null context."""
-        return marks.default_manager() if flag else nullcontext()
+        return PipelineOffloadManager.get_instance() if flag else nullcontext()
 
     @staticmethod
     def reset_instance() -> None:

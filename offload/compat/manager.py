@@ -7,10 +7,9 @@ whatever it says, the results are the same.
 
 from __future__ import annotations
 
-from abc import ABCMeta
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -18,18 +17,21 @@ from offload import marks
 from offload.compat.handler import ChunkOffloadHandler
 from offload.compat.queue import VirtualPipelineQueue
 from offload.compat.tensor_pool import GPUTensorPool
+from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
 from offload.groups.manager import GroupsManager
 from offload.groups.release import checked_tensors
 from offload.ids import ChunkId
+from offload.saved.handles import Handle, Passed
+from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
 
 __all__ = ["PipelineOffloadManager"]
 
 
-class _ProcessWide(ABCMeta):
+class _ProcessWide(type):
     """`OFFLOAD_MGR` of the class is the manager that the marks ask for."""
 
     @property
@@ -52,6 +54,7 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
         self._queue = VirtualPipelineQueue()
         self._cached_forward: list[ChunkOffloadHandler] = []  # of the step that ended warm-up
         self._walk = 0
+        self._entered: list[InstalledScope | None] = []
 
     # -- the process-wide instance ---------------------------------------------------------------------------
     @classmethod
@@ -73,6 +76,41 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     def prepare_close(self) -> None:
         """As the manager's: the buffers of copies by hand."""
         self.cpu_tensor_pool.clear()
+
+    # -- the hooks, and figures ------------------------------------------------------------------------------
+    def __enter__(self) -> Self:
+        """Install the hooks, if a chunk is current and offloading is on."""
+        self._entered.append(self.open_scope())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Remove exactly what `__enter__` installed, whatever was switched in between."""
+        self.close_scope(self._entered.pop())
+
+    def on_save_for_backward(self, tensor: torch.Tensor) -> Any:
+        """What autograd's graph keeps instead of `tensor`. Asserts that it is called inside the offload
+        context."""
+        assert self.engine.hooks.innermost() is not None, (
+            "Must be inside offload context: use `with manager:` around the save"
+        )
+        return self.engine.hooks.pack(tensor)
+
+    def on_get_saved_tensor(self, saved_state: Handle | Passed) -> torch.Tensor:
+        """The tensor, fetched back from the host if it has left."""
+        return self.engine.hooks.unpack(saved_state)
+
+    @property
+    def d2h_stream(self) -> Lane:
+        return self.engine.device.d2h
+
+    @property
+    def h2d_stream(self) -> Lane:
+        return self.engine.device.h2d
+
+    @property
+    def offload_summary_total_bytes(self) -> int:
+        """The sum of `offload_summary_bytes`."""
+        return sum(self.offload_summary_bytes.values())
 
     # -- chunks ----------------------------------------------------------------------------------------------
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:

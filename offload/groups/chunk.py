@@ -19,8 +19,8 @@ import torch
 from offload.config import check_min_elements
 from offload.engine import OffloadEngine
 from offload.errors import GroupOrderError
-from offload.groups.group import OffloadTensorGroup
-from offload.groups.release import checked_tensors, release
+from offload.groups.group import Group
+from offload.groups.release import release
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.filters import Verdict, judge
@@ -35,16 +35,6 @@ class Cursor(Protocol):
     def living_blocks(self) -> Iterator[DeviceBlock]: ...
 
     def reading(self, handler: ChunkGroups) -> None: ...
-
-    def pump(self) -> None: ...
-
-    def commit(
-        self,
-        handler: ChunkGroups,
-        group: OffloadTensorGroup,
-        forced_released_tensors: list[torch.Tensor] | None = None,
-        delay_offload: bool = False,
-    ) -> None: ...
 
 
 class ChunkGroups:
@@ -68,7 +58,7 @@ class ChunkGroups:
         self._manager = manager
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.do_offload = True
-        self.groups: list[OffloadTensorGroup] = []
+        self.groups: list[Group] = []
         self.stays: frozenset[int] = frozenset()
         # of groups that leave in part: the slot from which on their tensors stay
         self.stays_from: dict[int, int] = {}
@@ -77,7 +67,7 @@ class ChunkGroups:
         self._index = 0
         self._regions = 0
         # not committed yet; None: started while nothing could leave
-        self._started: list[tuple[str, OffloadTensorGroup | None]] = []
+        self._started: list[tuple[str, Group | None]] = []
 
     # -- one step --------------------------------------------------------------------------------------------
     def reset(self) -> None:
@@ -90,25 +80,23 @@ class ChunkGroups:
         self._regions = 0
         self._started.clear()
 
-    def complete(self) -> None:
-        """The forward is over."""
-        self.saved.complete()
-
     def end_recording(self) -> None:
-        """Groups that this step did not start are no longer part of the chunk."""
-        if self.begun:
-            del self.groups[self._index :]
+        """Groups that this step did not start are no longer part of the chunk. For one that was begun."""
+        del self.groups[self._index :]
 
     # -- marks, forward --------------------------------------------------------------------------------------
-    def on_group_start_forward(self, name: str) -> OffloadTensorGroup:
-        """Open the next group. Its tensors may leave from now on; `on_group_commit_forward` closes it."""
+    def _new_group(self, name: str) -> Group:
+        return Group(name)
+
+    def on_group_start_forward(self, name: str) -> Group:
+        """Open the next group. Its tensors may leave from now on; `close` and `send` end it."""
         with self.engine.lock:
             index = self._index
             if index < len(self.groups) and self.groups[index].name == name:
                 group = self.groups[index]
             else:  # a new group, or another shape of step than the recorded one: record from here on
                 del self.groups[index:]
-                group = OffloadTensorGroup(name, device=self.engine.device)
+                group = self._new_group(name)
                 self.groups.append(group)
             self._index = index + 1
             self.begun = True
@@ -133,7 +121,7 @@ class ChunkGroups:
         """Note a group that is started while nothing may be offloaded, so that its commit finds a start."""
         self._started.append((name, None))
 
-    def innermost_open(self) -> OffloadTensorGroup | None:
+    def innermost_open(self) -> Group | None:
         for _, group in reversed(self._started):
             if group is not None:
                 return group
@@ -145,7 +133,7 @@ class ChunkGroups:
             if group is not None and group.saved is not None:
                 yield group.saved
 
-    def close(self, name: str | None) -> OffloadTensorGroup | None:
+    def close(self, name: str | None) -> Group | None:
         """Take the innermost start (of that name) out of the open ones; its group, None if it was muted.
         Raises GroupOrderError if there is none."""
         started = self._started
@@ -162,27 +150,9 @@ class ChunkGroups:
             f"Call group_start(tensor, {name!r}) before it, once for each commit"
         )
 
-    def on_group_commit_forward(
-        self,
-        forced_released_tensors: list[torch.Tensor] | None = None,
-        *,
-        name: str | None = None,
-        group: OffloadTensorGroup | None = None,
-    ) -> None:
-        """Close the innermost open group (of that name) and send what has not left yet. Blocks the host:
-        never.
-
-        group: a group that `close` returned earlier, for a delayed commit.
-        """
-        forced = checked_tensors(forced_released_tensors)
-        with self.engine.lock:
-            group = self.close(name) if group is None else group
-            if group is not None:
-                self.send(group, forced)
-
-    def send(self, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
+    def send(self, group: Group, forced: list[torch.Tensor]) -> None:
         """Send what has not left yet of a group that is closed, and release `forced`. Callers hold the
-        engine's lock."""
+        engine's lock. Blocks the host: never."""
         saved = group.saved
         if saved is None:
             return  # its forward was begun again in between, or its step has ended

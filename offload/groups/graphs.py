@@ -45,13 +45,13 @@ def record_forward(manager: GroupsManager, event: Any) -> None:
     """Record `event` on the current stream, and order what comes next there after what was sent to d2h.
     Blocks the host: never."""
     check_event("forward_record", event)
-    _record(manager, event, manager.d2h_stream, "settle")
+    _record(manager, event, manager.engine.device.d2h, "settle")
 
 
 def record_backward(manager: GroupsManager, event: Any) -> None:
     """Record `event` on the current stream, and order what comes next there after what was fetched on h2d.
     Blocks the host: never."""
-    _record(manager, event, manager.h2d_stream, "read")
+    _record(manager, event, manager.engine.device.h2d, "read")
 
 
 def _record(manager: GroupsManager, event: Any, copies: Lane, order: str) -> None:

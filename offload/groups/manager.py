@@ -17,13 +17,13 @@ from offload.client import Client
 from offload.compile.report import CompileReport
 from offload.compile.untraced import import_compiler
 from offload.config import check_bytes
-from offload.device import Lane
 from offload.engine import OffloadEngine, default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import OffloadTensorGroup
+from offload.groups.group import Group
 from offload.groups.open_scopes import OpenScopes
 from offload.groups.release import checked_tensors
+from offload.groups.scope import KeptGroup
 from offload.groups.seen import PlanSettings, SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.telemetry.records import ClientStats, StepStats
@@ -86,14 +86,6 @@ class GroupsManager(OpenScopes, Client):
 
     # -- properties ------------------------------------------------------------------------------------------
     @property
-    def d2h_stream(self) -> Lane:
-        return self.engine.device.d2h
-
-    @property
-    def h2d_stream(self) -> Lane:
-        return self.engine.device.h2d
-
-    @property
     def is_warmup(self) -> bool:
         """Whether no step with a backward has ended yet."""
         return self._planner.is_warmup
@@ -123,10 +115,6 @@ class GroupsManager(OpenScopes, Client):
         """Bytes by group that leave in a whole step that follows the plan: together, its
         `StepStats.spill_bytes`. {} before warm-up has ended."""
         return dict(self._planner.leaving)
-
-    @property
-    def offload_summary_total_bytes(self) -> int:
-        return sum(self._planner.summary.values())
 
     # -- set up ----------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
@@ -166,13 +154,20 @@ class GroupsManager(OpenScopes, Client):
     def commit(
         self,
         handler: ChunkGroups,
-        group: OffloadTensorGroup,
+        group: Group,
         forced_released_tensors: list[torch.Tensor] | None = None,
         delay_offload: bool = False,
+        output: torch.Tensor | None = None,
     ) -> None:
-        """Send a group that was closed, or queue it for `flush_delayed_groups`."""
+        """Send a group that was closed, or queue it for `flush_delayed_groups`.
+
+        output: of the group's layers. In warm-up, what compiled functions before it keep where no hook sees
+            it is reported.
+        """
         forced = [] if forced_released_tensors is None else checked_tensors(forced_released_tensors)
         with self.engine.lock:
+            if output is not None and self._planner.is_warmup:
+                self._compile_report.look(group.name, handler.id, output, group.since, handler.may_leave)
             if group.replayed:
                 self._compile_report.replayed(
                     group.name, handler.id, len(group.replayed), sum(group.replayed.values())
@@ -186,12 +181,12 @@ class GroupsManager(OpenScopes, Client):
             else:
                 self._send(handler, group, forced)
 
-    def look_behind(self, group: OffloadTensorGroup, handler: ChunkGroups, output: torch.Tensor) -> None:
-        """Before a group is sent: report what compiled functions in it keep where no hook
-        sees it."""
-        self._compile_report.look(group.name, handler.id, output, group.since, handler.may_leave)
+    def kept_group(self, name: str) -> KeptGroup:
+        """For the outputs that a checkpointed region keeps, which is called now. name: of the group that they
+        belong to where none is open."""
+        return KeptGroup(self, self.active_handler(), name)
 
-    def _send(self, handler: ChunkGroups, group: OffloadTensorGroup, forced: list[torch.Tensor]) -> None:
+    def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)
         cap = self._planner.settings.max_inflight_offloads
         if cap is not None and group.saved is not None and group.saved.transfers:
@@ -260,17 +255,19 @@ class GroupsManager(OpenScopes, Client):
 
     def _drop_step(self) -> None:
         self.end_step()
-        self._forget_step()
+        super()._drop_step()
 
     def end_step(self) -> ClientStats:
         """As Client: what is still open is closed, what nobody read is dropped."""
         self._close_uncommitted()
         self._delayed.clear()
         self._pending.clear()
-        if self.is_warmup and self.do_offload:
-            self._say_what_moved_nothing()
-        seconds = self._clock.end_step(self.engine.transfers.stalls)
         handlers = [handler for handler in self._handlers.values() if handler.begun]
+        if self.is_warmup and self.do_offload:
+            committed = [group for handler in handlers for group in handler.groups if group.committed]
+            least = min((handler.min_offloaded_tensor_size for handler in handlers), default=0)
+            self.mark_report.end_step(committed, least)
+        seconds = self._clock.end_step(self.engine.transfers.stalls)
         figures = self.engine.end_saves([*self._retired, *(handler.saved for handler in handlers)])
         for handler in handlers:
             handler.end_recording()
@@ -292,11 +289,6 @@ class GroupsManager(OpenScopes, Client):
             self._forget_step()
         if planned and self.print_summary:
             print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)
-
-    def _say_what_moved_nothing(self) -> None:
-        chunks = [handler for handler in self._handlers.values() if handler.begun]
-        committed = [group for handler in chunks for group in handler.groups if group.committed]
-        self.mark_report.end_step(committed, min((c.min_offloaded_tensor_size for c in chunks), default=0))
 
 
 def _check_tensor(function: str, tensor: object) -> None:

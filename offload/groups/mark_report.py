@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from offload.groups.group import OffloadTensorGroup
+from offload.groups.group import Group
 
 __all__ = ["FORWARDS_WITHOUT_END", "MarkReport"]
 
@@ -48,7 +48,7 @@ class MarkReport:
                 stage,
             )
 
-    def end_step(self, groups: Iterable[OffloadTensorGroup], min_elements: int) -> None:
+    def end_step(self, groups: Iterable[Group], min_elements: int) -> None:
         """Say which names moved nothing, and why. groups: what was committed in the step that ends."""
         found = list(groups)
         moved = {

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Self
 
 import torch
 
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
-from offload.groups.kept_group import KeptGroup
 from offload.groups.scope import GroupScope
 from offload.groups.tracker import ChunkTracker
-from offload.saved.handles import Handle, Passed
 from offload.saved.hooks import InstalledScope, inside_checkpoint
 
 __all__ = ["OpenScopes"]
@@ -31,7 +28,6 @@ class OpenScopes(ChunkTracker):
 
     def __init__(self, engine: OffloadEngine) -> None:
         super().__init__(engine)
-        self._entered: list[InstalledScope | None] = []
         # by the name of the group whose commit closes it
         self._until_commit: list[tuple[str, InstalledScope | None]] = []
         self._warned_no_group = False
@@ -57,11 +53,6 @@ class OpenScopes(ChunkTracker):
     def needs_chunk(self) -> bool:
         """Whether something that runs now would leave, were a chunk current."""
         return self.do_offload and self._forward is None and torch._C._current_graph_task_id() == -1
-
-    def kept_group(self, name: str) -> KeptGroup:
-        """For the outputs that a checkpointed region keeps, which is called now. name: of the group that they
-        belong to where none is open."""
-        return KeptGroup(self, self.active_handler(), name)
 
     # -- hooks -----------------------------------------------------------------------------------------------
     @untraced
@@ -99,7 +90,7 @@ class OpenScopes(ChunkTracker):
                 )
             return None
         self.engine.transfers.check_capture(f"group {group.name!r}")
-        return self.engine.hooks.push(GroupScope(self.engine, handler, group), stays)
+        return self.engine.hooks.push(GroupScope(handler, group), stays)
 
     @untraced
     def close_scope(self, installed: InstalledScope | None) -> None:
@@ -121,24 +112,3 @@ class OpenScopes(ChunkTracker):
     def _close_uncommitted(self) -> None:
         while self._until_commit:
             self.close_scope(self._until_commit.pop()[1])
-
-    def __enter__(self) -> Self:
-        """Install the hooks, if a chunk is current and offloading is on."""
-        self._entered.append(self.open_scope())
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Remove exactly what `__enter__` installed, whatever was switched in between."""
-        self.close_scope(self._entered.pop())
-
-    def on_save_for_backward(self, tensor: torch.Tensor) -> Any:
-        """What autograd's graph keeps instead of `tensor`. Asserts that it is called inside the offload
-        context."""
-        assert self.engine.hooks.innermost() is not None, (
-            "Must be inside offload context: use `with manager:` around the save"
-        )
-        return self.engine.hooks.pack(tensor)
-
-    def on_get_saved_tensor(self, saved_state: Handle | Passed) -> torch.Tensor:
-        """The tensor, fetched back from the host if it has left."""
-        return self.engine.hooks.unpack(saved_state)

@@ -35,6 +35,7 @@ __all__ = ["StepPlanner"]
 
 _LEAST_PIECES = 2  # in flight in one direction: one that is copied, one that waits behind it
 
+
 class StepPlanner:
     """Plans when the shape of a step is new, and once more when its times are known."""
 

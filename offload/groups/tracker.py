@@ -10,7 +10,6 @@ mark or read of a backward tells the rest.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -21,7 +20,6 @@ from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
 from offload.groups.clock import StepClock
-from offload.groups.group import OffloadTensorGroup
 from offload.groups.mark_report import FORWARDS_WITHOUT_END, MarkReport
 from offload.groups.seen import SeenStep
 from offload.ids import ChunkId
@@ -40,7 +38,7 @@ _CHUNKS_AHEAD = 3
 _MOST_STAGES = 4096  # virtual ones of a rank: more than any model has layers
 
 
-class ChunkTracker(ABC):
+class ChunkTracker:
     """The chunks of one engine, by (virtual stage, microbatch), and the cursor over the step's actions."""
 
     def __init__(self, engine: OffloadEngine) -> None:
@@ -100,7 +98,7 @@ class ChunkTracker(ABC):
             handler = self._handlers.get(ChunkId(stage, microbatch))
             self._clock.stop(Action("F", stage, microbatch), self.engine.transfers.stalls)
             if handler is not None:
-                handler.complete()
+                handler.saved.complete()
                 if self._input_half_reads.get(stage) is False:
                     # its input half reads nothing: fetch for the weight half, when the input half is over
                     handler.saved.expect(())
@@ -184,7 +182,7 @@ class ChunkTracker(ABC):
             return  # a checkpoint runs a forward again
         with self.engine.lock:
             if self._forward is not None:
-                self._forward.complete()
+                self._forward.saved.complete()
             if not torch.is_grad_enabled():
                 self._forward = None  # an evaluation saves nothing, and is no microbatch of the step
                 return
@@ -216,8 +214,7 @@ class ChunkTracker(ABC):
             self._retired.append(handler.saved)
             self.mark_report.forwards(chunk_id.stage, len(self._retired))
             handler.reset()
-        if handler.min_offloaded_tensor_size != min_elements:
-            handler.min_offloaded_tensor_size = min_elements
+        handler.min_offloaded_tensor_size = min_elements
         self._forward = handler
         if not self._forward_order:
             self.engine.begin_step()
@@ -237,7 +234,7 @@ class ChunkTracker(ABC):
             self.pump()
 
     def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
-        handler.complete()
+        handler.saved.complete()
         self._backward = handler
         self._kind = kind
         self._reads = 0
@@ -291,26 +288,6 @@ class ChunkTracker(ABC):
         for chunk in [*self._retired, *(handler.saved for handler in self._handlers.values())]:
             yield from chunk.living()
 
-    @property
-    @abstractmethod
-    def is_warmup(self) -> bool:
-        """Whether no step with a backward has ended yet."""
-
-    @abstractmethod
-    def _drop_step(self) -> None:
-        """Drop the bookkeeping of a step whose tensors have all been read: in a loop that never calls
-        `step_end` it would grow for ever."""
-
-    @abstractmethod
-    def commit(
-        self,
-        handler: ChunkGroups,
-        group: OffloadTensorGroup,
-        forced_released_tensors: list[torch.Tensor] | None = None,
-        delay_offload: bool = False,
-    ) -> None:
-        """Send a group that was closed."""
-
     def pump(self) -> None:
         """Keep the h2d lane supplied with what the coming reads want. Blocks the host: never."""
         self._read_bytes = 0
@@ -332,6 +309,11 @@ class ChunkTracker(ABC):
             actions=self._lookahead.seen,
             seconds=seconds,
         )
+
+    def _drop_step(self) -> None:
+        """Drop the bookkeeping of a step whose tensors have all been read: in a loop that never calls
+        `step_end` it would grow for ever."""
+        self._forget_step()
 
     def _forget_step(self) -> None:
         """The step is over: what was seen of it becomes the hint for the next one."""

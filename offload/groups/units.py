@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from offload.groups.group import OffloadTensorGroup
+from offload.groups.group import Group
 from offload.policy.actions import GroupSize
 
 __all__ = ["Stays", "Unit", "cut_into_units", "stays_of"]
@@ -38,7 +38,7 @@ class Stays(NamedTuple):
     """Of the groups in `from_slot`: what stays of each."""
 
 
-def cut_into_units(groups: Sequence[OffloadTensorGroup], least_bytes: int) -> list[Unit]:
+def cut_into_units(groups: Sequence[Group], least_bytes: int) -> list[Unit]:
     """The groups in order, each cut after tensors that reach `least_bytes`, or a 64th of the chunk if that is
     more, and at the ends of checkpoint regions, whose tensors are read together."""
     least_bytes = max(least_bytes, sum(group.total_offload_bytes for group in groups) // _UNITS_A_CHUNK)

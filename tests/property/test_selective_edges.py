@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager, selective_contexts
 from offload.device.sim import ExecutorName, SimDevice
 from offload.errors import HazardError
-from offload.groups import kept_group
+from offload.groups import scope
 from offload.groups.scope import KeptScope
 
 ROWS, WIDTH = 32, 32
@@ -125,5 +125,5 @@ def test_without_the_operators_lane_it_has(monkeypatch: pytest.MonkeyPatch) -> N
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments[:-1], None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kept_group, "KeptScope", Late)
+    monkeypatch.setattr(scope, "KeptScope", Late)
     run_to_its_hazard(two_lanes, SimDevice(executor="late"))

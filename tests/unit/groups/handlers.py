@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from offload import ChunkOffloadHandler, OffloadTensorGroup, PipelineOffloadManager, init_chunk_handler
+from offload import ChunkOffloadHandler, PipelineOffloadManager, init_chunk_handler
 from offload.device.sim import SimDevice
+from offload.groups.group import Group
 
 
 def begun(manager: PipelineOffloadManager, min_elements: int = 1) -> ChunkOffloadHandler:
@@ -20,7 +21,7 @@ def begun(manager: PipelineOffloadManager, min_elements: int = 1) -> ChunkOffloa
 
 def group_of(
     handler: ChunkOffloadHandler, name: str, *tensors: Tensor
-) -> tuple[OffloadTensorGroup, list[Any]]:
+) -> tuple[Group, list[Any]]:
     """A group started, filled and committed by hand; with the tags."""
     group = handler.on_group_start_forward(name)
     tags = [handler.tensor_push(tensor) for tensor in tensors]
@@ -28,7 +29,7 @@ def group_of(
     return group, tags
 
 
-def settle(manager: PipelineOffloadManager, *groups: OffloadTensorGroup) -> None:
+def settle(manager: PipelineOffloadManager, *groups: Group) -> None:
     """Let the sources of their copies go: until then a read finds them alive and needs no copy back."""
     for group in groups:
         assert group.saved is not None
@@ -36,7 +37,7 @@ def settle(manager: PipelineOffloadManager, *groups: OffloadTensorGroup) -> None
             manager.engine.transfers.settle_spill(transfer)
 
 
-def states(group: OffloadTensorGroup) -> list[str]:
+def states(group: Group) -> list[str]:
     assert group.saved is not None
     return [record.state.name for record in group.saved.living()]
 

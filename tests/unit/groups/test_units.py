@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from offload import OffloadConfig, OffloadEngine, group_commit, group_start, offload_hooks
+from offload import OffloadConfig, OffloadEngine, OffloadTensorGroup, group_commit, group_start, offload_hooks
 from offload.device.sim import SimDevice
 from offload.groups.clock import StepClock
-from offload.groups.group import OffloadTensorGroup
 from offload.groups.seen import PlanSettings, SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.groups.timed import TimedPlan, Trial, trials_for

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from offload import OffloadTensorGroup
+from offload.compat.group import DYNAMIC_SHAPE_GROUPS
 from offload.device.sim import SimDevice
-from offload.groups.group import DYNAMIC_SHAPE_GROUPS
 
 
 @pytest.mark.req("S2-23", "S3-5")
