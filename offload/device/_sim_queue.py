@@ -69,8 +69,11 @@ class Copy(Operation):
         if source is not None and destination is not None:
             # memmove rather than copy_: what a DMA engine does; no dispatch mode of the calling thread sees
             # it, no version counter moves
-            to, from_ = destination.data_ptr() + self.destination.start, source.data_ptr() + self.source.start
-            ctypes.memmove(to, from_, self.nbytes)
+            ctypes.memmove(
+                destination.data_ptr() + self.destination.start,
+                source.data_ptr() + self.source.start,
+                self.nbytes,
+            )
         elif self.strict:
             side = "source" if source is None else "destination"
             raise HazardError(
