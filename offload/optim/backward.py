@@ -6,9 +6,6 @@ of the parameter's last microbatch. The user or the schedule says which one that
 `no_sync`); else a parameter is expected to have as many backwards as in the step before. FSDP2 calls the
 hooks after its reduction. One invariant: a broken promise that can be seen is an error before anything else
 is stepped.
-
-What cannot be seen: a write through `.data`, or by a kernel or collective that moves no version counter,
-between the hook and `step()`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.device import Device
 from offload.optim.parts import HostBucket
 from offload.optim.placing import Placement
 from offload.optim.ranks import may_be_reduced_in_place
@@ -47,14 +43,8 @@ class BackwardSteps:
     """
 
     def __init__(
-        self,
-        device: Device,
-        placed: Placement,
-        steps: HostedSteps,
-        watch: WeightWatch,
-        begin: Callable[[], None],
+        self, placed: Placement, steps: HostedSteps, watch: WeightWatch, begin: Callable[[], None]
     ) -> None:
-        self._device = device
         self._placed = placed
         self._steps = steps
         self._watch = watch
@@ -93,7 +83,7 @@ class BackwardSteps:
         if last is None:
             last = self._expected[member.index] == self._seen[member.index]
         # no hook runs in the replays of a graph, whose gradients these are: they are stepped in step()
-        if not last or self._final_gradient(member) is None or self._device.is_capturing():
+        if not last or self._final_gradient(member) is None or member.device.is_capturing():
             return
         with torch.no_grad():
             if not self._final:
@@ -140,7 +130,6 @@ class BackwardSteps:
         finally:
             self.last_microbatch = True if before is None else before
 
-    # -- the promise -----------------------------------------------------------------------------------------
     def raise_if_stepped(self, what: str) -> None:
         """`what` happened, as a sentence: an error if anything was stepped in this backward."""
         if self.stepped:

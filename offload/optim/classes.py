@@ -96,11 +96,8 @@ def state_names(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 def made_for_cpu(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """`kwargs` with torch's fused CPU kernel asked for, where the class has one and the user did not say how
-    to compute.
-
-    The fused step is one pass over memory and releases the interpreter's lock; the plain one is a pass for
-    each operation.
-    """
+    to compute. The fused step is one pass over memory and releases the interpreter's lock; the plain one is a
+    pass for each operation."""
     chosen = dict(kwargs)
     asked = any(kwargs.get(key) for key in ("foreach", "fused", "differentiable", "capturable"))
     if "fused" in inspect.signature(cls).parameters and not asked and kwargs.get("fused") is None:

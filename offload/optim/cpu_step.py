@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,40 +31,29 @@ from offload.device import CopyPair, Event
 from offload.engine import OffloadEngine
 from offload.optim.classes import is_fused_adam, state_names
 from offload.optim.parts import Groups, HostBucket, HostOptions, HostPart, loaded_value, set_groups
-from offload.params.layout import Bucket
-from offload.params.sections import FlatSpec, HostSection
+from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, laid_like, update_master
-from offload.transfer.copier import OwnedCopies
 
 __all__ = ["CpuBucket", "CpuPart"]
 
 
+@dataclass(eq=False)
 class CpuBucket(HostBucket):
     """One bucket, with the weights that it holds as leaves of a CPU optimizer.
 
-    whole: the leaves have the parameters' shapes and are never cut.
-    wide: gradients arrive in the master's dtype, cast on the device: for one optimizer that steps all buckets
-    at once. Else they arrive as they are, and `scratch` holds them in the master's dtype while the bucket is
-    stepped.
+    whole: the leaves have the parameters' shapes and are never cut. wide: gradients arrive in the master's
+    dtype, cast on the device: for one optimizer that steps all buckets at once. Else they arrive as they are,
+    and `scratch` holds them in the master's dtype while the bucket is stepped.
     """
 
-    def __init__(
-        self,
-        copies: OwnedCopies,
-        section: HostSection,
-        layout: Bucket,
-        members: Mapping[int, ParamView],
-        master_dtype: torch.dtype,
-        *,
-        whole: bool,
-        wide: bool,
-    ) -> None:
-        super().__init__(copies, section, layout, members, master_dtype)
-        self.wide = wide
-        self.leaves = [
-            member.shaped(self.flat("master", piece)) if whole else self.flat("master", piece)
-            for piece, member in zip(layout.pieces, self.members, strict=True)
-        ]
+    whole: bool
+    wide: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.leaves = [self.flat("master", piece) for piece in self.layout.pieces]
+        if self.whole:
+            self.leaves = [m.shaped(leaf) for m, leaf in zip(self.members, self.leaves, strict=True)]
         self.optimizer: Optimizer | None = None
         self._copied: Event | None = None  # behind the gradients' way out
 
@@ -105,7 +95,6 @@ class CpuBucket(HostBucket):
         found: dict[Any, Any] = self.optimizer.state.get(self.leaves[position], {})
         return found
 
-    # -- gradients out ---------------------------------------------------------------------------------------
     def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:
         cast = self.wide or gradient.dtype != member.dtype
         return gradient.to(self.master_dtype) if cast else gradient
@@ -120,11 +109,8 @@ class CpuBucket(HostBucket):
 
     def copy_gradients(self, made: Event) -> None:
         """Copy the gradients set, and their weights, to the host. Blocks the host: never, but where its
-        memory is not pinned. Order: [Order: gradients out].
-
-        made: recorded after them, on a lane that has waited for the bucket's last return: so the host's side
-            is free too.
-        """
+        memory is not pinned. made: recorded after them, on a lane that has waited for the bucket's last
+        return: so the host's side is free too. Order: [Order: gradients out]."""
         pairs: list[CopyPair] = []
         for position, gradient, weights in zip(self.stepped, self.gradients, self.weights, strict=True):
             for to, source in (
@@ -139,7 +125,6 @@ class CpuBucket(HostBucket):
         """Whether the host has the gradients set. Blocks the host: never."""
         return self._copied is not None and self.device.poll(self._copied)
 
-    # -- the step --------------------------------------------------------------------------------------------
     def load_gradients(self, scratch: Tensor | None) -> None:
         """Give each leaf its gradient, and its master what the weights say. Blocks the host until they have
         been copied and the last return has been read."""
@@ -196,10 +181,12 @@ class CpuPart(HostPart[CpuBucket]):
     def __init__(
         self, engine: OffloadEngine, options: HostOptions, cls: type[Optimizer], kwargs: Mapping[str, Any]
     ) -> None:
-        super().__init__(engine, options, whole=not is_fused_adam(cls))
+        whole = not is_fused_adam(cls)
+        new_bucket = functools.partial(CpuBucket, whole=whole, wide=not options.overlap)
+        super().__init__(engine, options, new_bucket, whole=whole)
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self.scratch: Tensor | None = None
-        """Gradients of one bucket in the master's dtype."""
+        """Room for the gradients of one bucket in the master's dtype, where they come in another."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -218,19 +205,12 @@ class CpuPart(HostPart[CpuBucket]):
         moments = () if self.whole else state_names({})
         return specs + [FlatSpec(name, size, pinned, zero=True) for name in moments]
 
-    def _new_bucket(
-        self, copies: OwnedCopies, section: HostSection, layout: Bucket, master_dtype: torch.dtype
-    ) -> CpuBucket:
-        overlap = self.options.overlap
-        if overlap and section.has("weight") and (self.scratch is None or len(self.scratch) < layout.numel):
-            self.scratch = torch.empty(layout.numel, dtype=master_dtype)
-        return CpuBucket(
-            copies, section, layout, self.members, master_dtype, whole=self.whole, wide=not overlap
-        )
-
     def regroup(self, groups: Groups) -> None:
         if not self.whole:
             self._make_moments(groups)
+        narrow = [bucket.layout.numel for bucket in self.buckets if bucket.section.has("weight")]
+        if narrow and self.options.overlap:
+            self.scratch = torch.empty(max(narrow), dtype=torch.float32)
         self._values = []
         together = [self.buckets] if self.buckets and not self.options.overlap else []
         for buckets in together or [[bucket] for bucket in self.buckets]:

@@ -10,12 +10,10 @@ beside each other, beside the next forward, or beside the backward.
 A parameter's state is in one of four places, see placing.py. Parameters, moments and masters are the same
 bits with every overlap, for one layout.
 
-With several ranks each steps what it has. Gradients are reduced by whoever spread the model
+With several ranks each steps what it has. Whoever spread the model reduces its gradients
 (DistributedDataParallel, FSDP2); DTensors' gradients that are a share of a sum are summed here, and their
-norm is taken over the mesh here, as torch does. So after a reduction a nan or inf of one rank is every rank's
-that has that element; a norm carries it to all ranks of the mesh, and torch's GradScaler reduces its findings
-for DTensors. Nothing else is agreed on in a step: a rank whose unreduced gradients alone are bad steps, or
-skips, alone.
+norm is taken over the mesh, as torch does. Nothing else is agreed on in a step: a rank whose unreduced
+gradients alone are nan or inf steps, or skips, alone.
 
 One invariant: between two calls of this class every parameter and its state belong to the same step, or an
 error has said why not.
@@ -39,7 +37,7 @@ from offload.engine import OffloadEngine, default_engine
 from offload.optim.classes import checked_class, defaults_of, may_fail_half_way
 from offload.optim.parts import HostOptions
 from offload.optim.placing import Place, Placement, PlacingOptions
-from offload.optim.state import MASTER, fill_state, matched, on_host, with_class_rules
+from offload.optim.state import MASTER, copy_to_host, fill_state, matched, with_class_rules
 from offload.optim.step import Overlap, StepRunner, checked_overlap
 from offload.params.view import ParamView
 
@@ -78,13 +76,14 @@ class HybridDeviceOptimizer(Optimizer):
         cpu_threads: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Build the host side: pins its memory, which blocks the host.
+        """Build the host side: pins its memory, which blocks the host. Raises ValueError or HostBudgetError
+        before anything has moved.
 
         offload_fraction: share of the elements whose state leaves the device, in order.
         cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
         param_update_in_fp32: float32 masters of bf16 and fp16 parameters, in every place. Where rounding a
             master does not give the weight's bits, the weight counts.
-        pin_cpu_grads, pin_cpu_params: False takes pageable memory, whose copies block the thread that issues
+        pin_cpu_grads, pin_cpu_params: False takes pageable memory: its copies block the thread that issues
             them.
         overlap_cpu_optimizer_d2h_h2d: False does everything within step(), on the calling thread, with one
             CPU optimizer.
@@ -116,8 +115,6 @@ class HybridDeviceOptimizer(Optimizer):
         max_grad_norm: clip by the global norm in every step; the norm is `last_grad_norm`.
         cpu_threads: of the CPU optimizer. None: as many as torch would use on the cores near the device, less
             two.
-
-        Raises ValueError or HostBudgetError before anything has moved.
         """
         for name, instead in REPLACED.items():
             if name in kwargs:
@@ -209,7 +206,6 @@ class HybridDeviceOptimizer(Optimizer):
         """CPU optimizers, then the GPU's. Streamed parameters have none of their own."""
         return self.cpu_optimizers + ([self.gpu_optimizer] if self.gpu_optimizer is not None else [])
 
-    # -- what is where ---------------------------------------------------------------------------------------
     @property
     def cpu_share(self) -> float:
         """Of the offloaded elements, what the host steps."""
@@ -218,7 +214,7 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def host_bytes(self) -> int:
         """Host memory of state, masters and gradients."""
-        return self.placed.host_bytes
+        return self.placed.cpu.host_bytes + self.placed.streamed.host_bytes
 
     @property
     def ring_bytes(self) -> int:
@@ -263,12 +259,10 @@ class HybridDeviceOptimizer(Optimizer):
         return self._runner.last_grad_norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. closure: evaluated once.
-
-        Blocks the host while the last step is not yet issued, and with overlap="step" until this one is.
-        Raises OffloadError if a worker failed, or if a gradient cannot be used, before anything is stepped;
-        CaptureError in a graph under capture, unless nothing is offloaded.
-        """
+        """One step of every parameter that has a gradient. closure: evaluated once. Blocks the host while the
+        last step is not yet issued, and with overlap="step" until this one is. Raises OffloadError if a
+        worker failed, or if a gradient cannot be used, before anything is stepped; CaptureError in a graph
+        under capture, unless nothing is offloaded."""
         self._runner.refuse_in_capture("step()")
         loss = None
         if closure is not None:
@@ -315,13 +309,11 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
-
         Of a parameter that was not stepped or loaded there is none. Blocks the host for the step under way.
         Of offloaded parameters these are views of host memory that later steps change, of a DTensor's local
         shard; `state_dict()` copies, and has DTensors. What is written, replaced, added or taken out counts
-        from the next step on.
-        """
-        self._take_changes()
+        from the next step on."""
+        self._runner.take_changes()
         return self._runner.shown.look(self.placed)
 
     @state.setter
@@ -330,15 +322,10 @@ class HybridDeviceOptimizer(Optimizer):
             _ = self.state
             self._runner.shown.replace(value)
 
-    def _take_changes(self) -> None:
-        """Wait for the step under way, then take over what the user has changed."""
-        self._runner.rest()
-        self._runner.follow_user()
-
     def dummy_step(self) -> None:
         """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded
         in place."""
-        self._take_changes()
+        self._runner.take_changes()
         self.placed.refresh()
         for member in self.members:
             self.placed.master_of(member)
@@ -354,12 +341,7 @@ class HybridDeviceOptimizer(Optimizer):
             packed = super().state_dict()
         finally:
             self._optimizer_state_dict_post_hooks = hooks
-        order = (p for group in self.param_groups for p in group["params"])
-        some = any(self.placed.is_offloaded(member) for member in self.members)
-        for key, parameter in enumerate(order):
-            if some and key in packed["state"]:
-                member, found = self.placed.of[id(parameter)], packed["state"][key]
-                packed["state"][key] = {name: on_host(member, name, value) for name, value in found.items()}
+        copy_to_host(self.placed, self.param_groups, packed["state"])
         packed["hybrid"] = self.placed.describe()
         for hook in hooks.values():
             packed = hook(self, packed) or packed
@@ -367,10 +349,8 @@ class HybridDeviceOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """State of the same parameters, from any split and any fraction, or from a plain torch optimizer; the
-        rules of the wrapped classes for what they load (`__setstate__`) hold.
-
-        Everything is checked before anything is changed; ValueError names the parameter. Blocks the host.
-        """
+        rules of the wrapped classes for what they load (`__setstate__`) hold. Everything is checked before
+        anything is changed; ValueError names the parameter. Blocks the host."""
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
@@ -404,7 +384,6 @@ class HybridDeviceOptimizer(Optimizer):
             "process; save its state_dict(), and load it into one that is built where it is needed"
         )
 
-    # -- the end ---------------------------------------------------------------------------------------------
     def close(self) -> None:
         """End the workers and give the host memory back; the default engine closes if nobody else uses it.
         Blocks the host. An optimizer that is dropped does the same, but closes no engine."""

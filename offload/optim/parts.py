@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from copy import deepcopy
 from dataclasses import dataclass
@@ -29,16 +29,7 @@ from offload.params.sections import FlatSpec, HostSection, check_budget
 from offload.params.view import ParamView, laid_like, local_of, sharded_like, update_master
 from offload.transfer.copier import OwnedCopies
 
-__all__ = [
-    "Groups",
-    "HostBucket",
-    "HostOptions",
-    "HostPart",
-    "Part",
-    "group_values",
-    "loaded_value",
-    "set_groups",
-]
+__all__ = ["HostBucket", "HostOptions", "HostPart", "Part", "group_values", "loaded_value", "set_groups"]
 
 SECTION_BYTES = 256 << 20
 """Master weights of one section. Four flats of it are one registration of 1 GiB, which takes 60 ms to pin,
@@ -141,26 +132,21 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@dataclass(eq=False)
 class HostBucket(ABC):
     """One bucket of one section: its part of the state on the host, its weights and gradients elsewhere.
 
-    members: by index. master_dtype: of the arithmetic.
+    members: of each piece. master_dtype: of the arithmetic.
     """
 
-    def __init__(
-        self,
-        copies: OwnedCopies,
-        section: HostSection,
-        layout: Bucket,
-        members: Mapping[int, ParamView],
-        master_dtype: torch.dtype,
-    ) -> None:
-        self.copies = copies
-        self.device = copies.device
-        self.section = section
-        self.layout = layout
-        self.members = [members[piece.parameter] for piece in layout.pieces]
-        self.master_dtype = master_dtype
+    copies: OwnedCopies
+    section: HostSection
+    layout: Bucket
+    members: Sequence[ParamView]
+    master_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.device = self.copies.device
         self.rank = 0
         """In the order in which a forward needs the buckets."""
         self.returned: Event | None = None
@@ -174,10 +160,8 @@ class HostBucket(ABC):
 
     def set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
         """Keep the gradients until the step. gradients: flat, by parameter, made on the current lane. A
-        parameter without one is not stepped.
-
-        Blocks the host only while the step before is still at this bucket.
-        """
+        parameter without one is not stepped. Blocks the host only while the step before is still at this
+        bucket."""
         self.done.wait()
         self.stepped, self.gradients, self.weights = [], [], []
         for position, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
@@ -225,11 +209,14 @@ class HostPart(Part, Generic[B]):
     described: str
     """In messages."""
 
-    def __init__(self, engine: OffloadEngine, options: HostOptions, *, whole: bool = False) -> None:
+    def __init__(
+        self, engine: OffloadEngine, options: HostOptions, new_bucket: Callable[..., B], *, whole: bool
+    ) -> None:
         super().__init__()
         self.engine = engine
         self.options = options
         self.whole = whole
+        self._new_bucket = new_bucket
         self.sections: list[HostSection] = []
         # of each parameter: its section, and where it starts there
         self.ranges: dict[int, tuple[HostSection, int]] = {}
@@ -239,11 +226,6 @@ class HostPart(Part, Generic[B]):
     @abstractmethod
     def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
         """The flats of a section of parameters of `dtype`."""
-
-    @abstractmethod
-    def _new_bucket(
-        self, copies: OwnedCopies, section: HostSection, layout: Bucket, master_dtype: torch.dtype
-    ) -> B: ...
 
     @abstractmethod
     def regroup(self, groups: Groups) -> None:
@@ -281,7 +263,8 @@ class HostPart(Part, Generic[B]):
             self.ranges.update((index, (section, start)) for index, start, _ in layout.parameters)
             for cut in layout.buckets:
                 copies = self.engine.copier.of(Owner("optim", f"bucket {len(self.buckets) + len(made)}"))
-                made.append(self._new_bucket(copies, section, cut, master_dtype))
+                pieces_of = [self.members[piece.parameter] for piece in cut.pieces]
+                made.append(self._new_bucket(copies, section, cut, pieces_of, master_dtype))
         made.sort(key=lambda bucket: bucket.layout.pieces[0].parameter)
         for bucket in made:
             for position, member in enumerate(bucket.members):

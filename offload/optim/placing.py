@@ -50,11 +50,9 @@ def choose_offloaded(
     numels: Sequence[int], fraction: float, *, offloaded: int = 0, total: int = 0
 ) -> list[bool]:
     """Parameters leave in order until `fraction` of all elements is reached, so the last of them may pass it.
-
     offloaded, total: elements of parameters placed earlier, of which `offloaded` left; they count and are not
-    placed again. A parameter without elements leaves unless the fraction is 0.
-    Source: the order and the rule of Megatron-core's hybrid optimizer.
-    """
+    placed again. A parameter without elements leaves unless the fraction is 0. Source: the order and the rule
+    of Megatron-core's hybrid optimizer."""
     threshold = fraction * (total + sum(numels))
     answers = []
     for numel in numels:
@@ -66,11 +64,8 @@ def choose_offloaded(
 
 def choose_places(nbytes: Sequence[int], cpu_share: float) -> list[Place]:
     """CPU or STREAMED for each offloaded parameter, in order, so that after each of them the CPU's share of
-    the bytes is as near as can be.
-
-    Both places work through the model from its first layer on, so parts of it that are next to each other
-    must be spread over both.
-    """
+    the bytes is as near as can be. Both places work through the model from its first layer on, so parts of it
+    that are next to each other must be spread over both."""
     places, on_cpu, before = [], 0, 0
     for size in nbytes:
         before += size
@@ -153,7 +148,6 @@ class Placement:
         """The parameters that are in a group now."""
         return [member for member in self.members if member.index in self.groups]
 
-    # -- groups ----------------------------------------------------------------------------------------------
     def is_grouped_as(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the parameters, and the very groups that hold them, are those of the last `regroup`."""
         found = {self.of[id(p)].index: group for group in groups for p in group["params"] if id(p) in self.of}
@@ -164,12 +158,9 @@ class Placement:
 
     def regroup(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         """Place the parameters that are new after those there are, and follow changes of groups; the new ones
-        that are offloaded. names: by the parameter's id, for messages.
-
-        A parameter that is in no group any more keeps its state and is not stepped. Blocks the host for
-        pinning.
-        Raises ValueError or HostBudgetError.
-        """
+        that are offloaded. names: by the parameter's id, for messages. A parameter that is in no group any
+        more keeps its state and is not stepped. Blocks the host for pinning. Raises ValueError or
+        HostBudgetError."""
         members = self._accepted(groups, names)
         movable = [member for member in members if self._place[member.index] is Place.GPU]
         before = [member for member in self.members if self._place[member.index] is not Place.HOST_RESIDENT]
@@ -208,10 +199,6 @@ class Placement:
         for part in self._parts.values():
             part.refresh()
 
-    def changed_values(self) -> bool:
-        """Whether the user's groups say something else to what is offloaded than at the last `refresh`."""
-        return self.cpu.changed_values() or self.streamed.changed_values()
-
     def _accepted(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         device = self._engine.device
         members: list[ParamView] = []
@@ -244,7 +231,6 @@ class Placement:
             return 1.0
         return float(options.cpu_share or 0.0)
 
-    # -- about one parameter ---------------------------------------------------------------------------------
     def follow(self, member: ParamView, finish: Callable[[], None]) -> None:
         """Find the parameter's memory before a step. finish: ends every copy and step; called only if the
         elements lie in another order than before, because their state is then reordered too."""
@@ -299,16 +285,10 @@ class Placement:
         if master is not None and part.has_master(member):
             local_of(part.master(member)).copy_(local_of(master))
 
-    # -- about all of them -----------------------------------------------------------------------------------
     def step_resident(self, gradients: Mapping[int, Tensor]) -> None:
         """Step what is not offloaded, on the current lane."""
         self.on_gpu.step(gradients)
         self.on_host.step(gradients)
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of state, masters and gradients."""
-        return self.cpu.host_bytes + self.streamed.host_bytes
 
     def describe(self) -> dict[str, Any]:
         """Where everything is: what a continuation with the same bits has to have again. Numbers and strings

@@ -40,13 +40,11 @@ def is_split(parameter: Tensor) -> bool:
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The norm of all gradients as one vector, float32, 0-dim, as torch.nn.utils.get_total_norm for float32
-    ones. Blocks the host: never.
-
-    A DTensor counts whole: its norm is reduced over its mesh, by collectives that every rank of the mesh must
-    take part in; so every rank gets the same number, a nan or inf of any of them in it. Plain gradients count
-    as they are here: who splits a model in other ways reduces their norms himself, and gives clip_grad_norm_
-    the `total`. Tensors of several meshes, or of both kinds, may be mixed.
-    """
+    ones. Blocks the host: never. A DTensor counts whole: its norm is reduced over its mesh, by collectives
+    that every rank of the mesh must take part in; so every rank gets the same number, a nan or inf of any of
+    them in it. Plain gradients count as they are here: who splits a model in other ways reduces their norms
+    himself, and gives clip_grad_norm_ the `total`. Tensors of several meshes, or of both kinds, may be
+    mixed."""
     if not gradients:
         return torch.zeros((), device=device)
     kinds: dict[object, list[Tensor]] = {}
@@ -71,8 +69,7 @@ def _norm_of_one_mesh(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 def clip_(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients in place as torch.nn.utils.clip_grads_with_norm_: by max_norm / (norm + 1e-6), at most
-    1.
-    Blocks the host only for gradients that lie elsewhere than the norm."""
+    1. Blocks the host only for gradients that lie elsewhere than the norm."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     shards = [local_of(gradient).detach() for gradient in gradients]
     for device, dtype in dict.fromkeys((shard.device, shard.dtype) for shard in shards):

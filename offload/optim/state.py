@@ -27,7 +27,7 @@ from offload.optim.parts import HostPart
 from offload.optim.placing import Placement
 from offload.params.view import ParamView, local_of, sharded_like
 
-__all__ = ["MASTER", "ShownState", "fill_state", "matched", "on_host", "with_class_rules"]
+__all__ = ["MASTER", "ShownState", "copy_to_host", "fill_state", "matched", "with_class_rules"]
 
 MASTER = "master_param"
 SHAPED = (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
@@ -125,8 +125,18 @@ def _refuse_incomplete(placed: Placement, member: ParamView, state: Mapping[Any,
         )
 
 
-def on_host(member: ParamView, key: str, value: Any) -> Any:
-    """A value of a state dict: a copy, as the next step writes the original."""
+def copy_to_host(placed: Placement, groups: Sequence[Mapping[str, Any]], state: dict[Any, Any]) -> None:
+    """Replace the entries of a state dict by copies on the host, as the next step writes the originals; none
+    if nothing is offloaded."""
+    order = (p for group in groups for p in group["params"])
+    offloaded = any(placed.is_offloaded(member) for member in placed.members)
+    for key, parameter in enumerate(order):
+        if offloaded and key in state:
+            member = placed.of[id(parameter)]
+            state[key] = {name: _copy(member, name, value) for name, value in state[key].items()}
+
+
+def _copy(member: ParamView, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
     copied = value.detach().to("cpu", copy=True)

@@ -75,9 +75,8 @@ def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool,
 class StepRunner(Client):
     """The parts of one optimizer and its steps; the engine's client "optim".
 
-    groups: the user's param groups, as they are when it is called; must not keep the optimizer alive.
-    atomic: whether an error leaves the last whole step. Blocks the host for pinning. Raises ValueError or
-        HostBudgetError.
+    groups: gives the user's param groups; must not keep the optimizer alive. atomic: whether an error leaves
+        the last whole step. Blocks the host for pinning. Raises ValueError or HostBudgetError.
     """
 
     name = "optim"
@@ -104,9 +103,7 @@ class StepRunner(Client):
         self.shown = ShownState(with_masters=options.host.masters_in_fp32)
         self.steps = HostedSteps(engine, self.placed.cpu, self.placed.streamed, options.cpu_threads)
         self._watch = WeightWatch(engine, self.steps)
-        self.backward = BackwardSteps(
-            engine.device, self.placed, self.steps, self._watch, weakly(self._begin)
-        )
+        self.backward = BackwardSteps(self.placed, self.steps, self._watch, weakly(self._begin))
         try:
             self.regroup()
         except BaseException:
@@ -114,7 +111,6 @@ class StepRunner(Client):
             raise
         engine.attach(self)
 
-    # -- groups ----------------------------------------------------------------------------------------------
     def regroup(self) -> None:
         """Follow the user's param groups. Blocks the host for pinning. Raises ValueError or
         HostBudgetError."""
@@ -224,7 +220,8 @@ class StepRunner(Client):
 
     def _check_promise(self, max_grad_norm: float | None) -> None:
         """What has changed since buckets were stepped in the backward is an error."""
-        if not self.placed.is_grouped_as(self._groups()) or self.placed.changed_values():
+        parts = self.placed.cpu, self.placed.streamed
+        if not self.placed.is_grouped_as(self._groups()) or any(part.changed_values() for part in parts):
             self.backward.raise_if_stepped("the param groups changed")
         if self.shown.is_written():
             self.backward.raise_if_stepped("optimizer.state was read or written")
@@ -280,7 +277,11 @@ class StepRunner(Client):
                 else:
                     decoupled.zero_()
 
-    # -- between steps ---------------------------------------------------------------------------------------
+    def take_changes(self) -> None:
+        """Wait for the step under way, then take over what the user has changed."""
+        self.rest()
+        self.follow_user()
+
     def rest(self) -> None:
         """End every copy and step: after it the host may read and write weights, state and masters. Blocks
         the host."""
@@ -300,9 +301,11 @@ class StepRunner(Client):
         if self.steps.in_order:
             self._engine.refuse_in_capture(f"the optimizer's {what}")
 
-    # -- the engine's client ---------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
-        return ClientStats(lent_bytes=self.placed.host_bytes, device_bytes=self.placed.streamed.ring_bytes)
+        return ClientStats(
+            lent_bytes=self.placed.cpu.host_bytes + self.placed.streamed.host_bytes,
+            device_bytes=self.placed.streamed.ring_bytes,
+        )
 
     def capture_begins(self) -> None:
         """As Client: nothing in flight may be waited for in the capture."""

@@ -91,12 +91,8 @@ class HostedSteps:
                 worker.start()
 
     def submit(self, buckets: Sequence[HostBucket]) -> None:
-        """Give buckets, which have their gradients, to the workers; see Worker for their order. Blocks
-        the host: never.
-
-        Gradients leave COPY_LEAD buckets ahead of the CPU: all at once would keep the streamed buckets' state
-        waiting behind them on d2h.
-        """
+        """Give buckets, which have their gradients, to the workers. Blocks the host: never. Gradients leave
+        COPY_LEAD buckets ahead of the CPU: all at once would delay the streamed buckets' state on d2h."""
         released = self._release()
         for bucket in buckets:
             bucket.done.clear()
@@ -117,12 +113,9 @@ class HostedSteps:
     def step_inline(
         self, flats: Mapping[int, Tensor], *, atomic: bool, step_resident: Callable[[], None]
     ) -> None:
-        """One step without workers. Blocks the host. Weights return only once every CPU bucket and every
-        resident parameter is stepped.
-
-        atomic: an error in the CPU's part leaves weights and state as they were. step_resident: steps what is
-            not offloaded.
-        """
+        """One step without workers. Blocks the host. Weights return only once every CPU bucket, and by
+        `step_resident` all that is not offloaded, is stepped. atomic: an error in the CPU's part leaves
+        weights and state as they were."""
         on_cpu = [bucket for bucket in self._cpu.buckets if bucket.has_any(flats)]
         streamed = [bucket for bucket in self._streamed.buckets if bucket.has_any(flats)]
         for bucket in on_cpu:
@@ -160,12 +153,8 @@ class HostedSteps:
 
     def await_weights(self, indices: Iterable[int] | None = None) -> None:
         """Make the current lane wait for the weights of these parameters, None for all, and for what reads
-        their gradients. Blocks the host until they are issued. The cost does not depend on what else is
-        pending.
-
-        Raises OffloadError if a worker failed, CaptureError in a graph under capture, whose replays would not
-        wait.
-        """
+        their gradients. Blocks the host until they are issued. Raises OffloadError if a worker failed,
+        CaptureError in a graph under capture, whose replays would not wait."""
         if not self._pending:
             return
         with self._lock:
@@ -260,11 +249,9 @@ class HostedSteps:
         self._streamer.clear_error()
         self._failed = None
 
-    # -- the end ---------------------------------------------------------------------------------------------
     def end(self, after: Job) -> None:
         """Run what is queued, end the workers, and call `after` when nothing is in flight any more. Blocks
-        the host; on a worker's own thread, where a collector may run, it is left to that
-        thread's queue."""
+        the host; on a worker's own thread, where a collector may run, it is left to that thread's queue."""
         if threading.current_thread().name in (self._stepper.name, self._streamer.name):
             self._streamer.submit(functools.partial(self._end, after))
         else:

@@ -40,7 +40,9 @@ bucket are read by `h2d` only after `d2h` wrote them in the step before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,42 +53,34 @@ from offload.device import CopyPair, Event
 from offload.engine import OffloadEngine
 from offload.optim.classes import state_names
 from offload.optim.parts import Groups, HostBucket, HostOptions, HostPart, group_values
-from offload.params.layout import Bucket
 from offload.params.ring import Ring
-from offload.params.sections import FlatSpec, HostSection
+from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, update_master
-from offload.transfer.copier import OwnedCopies
 
 __all__ = ["StreamedBucket", "StreamedPart"]
 
+_OPTIONS = ("lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
 
+
+@dataclass(eq=False)
 class StreamedBucket(HostBucket):
     """One bucket: its state on the host, its weights and gradients on the device.
 
     Where the master's dtype is the parameters' own the weights are stepped in place, else masters travel with
-    the state.
-    weights_on_host: weights and gradients are there too, as FSDP2's CPUOffloadPolicy keeps them, and travel
-        with the state.
+    the state. weights_on_host: weights and gradients are there too, as FSDP2's CPUOffloadPolicy keeps them,
+    and travel with the state.
     """
 
-    def __init__(
-        self,
-        copies: OwnedCopies,
-        section: HostSection,
-        layout: Bucket,
-        members: Mapping[int, ParamView],
-        master_dtype: torch.dtype,
-        *,
-        weights_on_host: bool,
-    ) -> None:
-        super().__init__(copies, section, layout, members, master_dtype)
+    weights_on_host: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.groups: list[Mapping[str, Any]] = []
         """Values of each piece's param group, read at every step: `StreamedPart.regroup` gives them."""
-        where = copies.device.torch_device
-        self.steps = [torch.zeros((), dtype=torch.float32, device=where) for _ in layout.pieces]
+        where = self.device.torch_device
+        self.steps = [torch.zeros((), dtype=torch.float32, device=where) for _ in self.members]
         """Counts of each piece, on the device."""
-        self.has_master = section.has("master")
-        self.weights_on_host = weights_on_host
+        self.has_master = self.section.has("master")
         self._state_out: Event | None = None
 
     def names(self) -> tuple[str, ...]:
@@ -103,12 +97,8 @@ class StreamedBucket(HostBucket):
         return gradient.to(self.master_dtype) if self.weights_on_host else gradient
 
     def step(self, ring: Ring, released: Event) -> None:
-        """Fetch the state, step, send the state back. The job of a worker, or of the calling thread.
-
-        released: recorded on compute behind the gradients and all reads of the weights.
-        Blocks the host: never. Order: [Order: ring], [Order: state in], [Order: state here], [Order:
-        gradients made], [Order: state out].
-        """
+        """Fetch the state, step, send the state back. Blocks the host: never. Order: all notes above.
+        released: recorded on compute behind the gradients and all reads of the weights."""
         device, layout, slot = self.device, self.layout, ring.next_slot()
         device.wait(device.h2d, slot.free, "ring")
         if self._state_out is not None:
@@ -186,11 +176,7 @@ class StreamedBucket(HostBucket):
                 amsgrad=amsgrad,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-                decoupled_weight_decay=group["decoupled_weight_decay"],
+                **{key: group[key] for key in _OPTIONS},
             )
             if self.has_master:
                 torch._foreach_copy_(own_weights, targets)
@@ -209,19 +195,14 @@ class StreamedPart(HostPart[StreamedBucket]):
     """Made by the first `regroup` with buckets."""
 
     def __init__(self, engine: OffloadEngine, options: HostOptions, *, weights_on_host: bool = False) -> None:
-        super().__init__(engine, options)
+        new_bucket = functools.partial(StreamedBucket, weights_on_host=weights_on_host)
+        super().__init__(engine, options, new_bucket, whole=False)
         self._weights_on_host = weights_on_host
         self._ring_flats: tuple[int, list[tuple[str, int]]] = (0, [])
 
     def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
         names = [*state_names({}), *(["master"] if dtype != master_dtype else [])]
         return [FlatSpec(name, master_dtype.itemsize, self.options.pin_params, zero=True) for name in names]
-
-    def _new_bucket(
-        self, copies: OwnedCopies, section: HostSection, layout: Bucket, master_dtype: torch.dtype
-    ) -> StreamedBucket:
-        on_host = self._weights_on_host
-        return StreamedBucket(copies, section, layout, self.members, master_dtype, weights_on_host=on_host)
 
     def regroup(self, groups: Groups) -> None:
         """As Part, and make room on the device for the buckets that are on it at once."""

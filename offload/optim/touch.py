@@ -5,15 +5,9 @@ plain Parameter again, and then does what was asked; its gradient, which the ste
 modules of a model do the same just before their forward, so that what they pass to C++ is plain. One
 invariant: between `step()` and the wait, nothing in Python computes with the weight or its gradient.
 
-What cannot be seen: a view that was taken before `step()` and is read after it; a functional transform
-(torch.func) that is given a weight itself, and wraps it in C++; C++ that reads a weight past torch's
-functions (a TorchScript module, a bare collective); a lane that was ordered behind the step's before that
-lane waited, and reads beside it. Who does so calls `synchronize_parameters()` there. A graph that is replayed
-calls no Python: in a region of the engine each replay waits before it; after a capture elsewhere, or a
-compiled forward, `step()` itself waits for all.
-
-    step()                         watch: a subclass becomes the class of each weight that is stepped
-    a touch, a module's forward    await_weights, then the weight is a plain Parameter again
+What cannot be seen is listed at HybridDeviceOptimizer's `overlap`; who does it calls
+`synchronize_parameters()` there. A graph that is replayed calls no Python: in a region of the engine each
+replay waits before it; after a capture elsewhere, or a compiled forward, `step()` itself waits for all.
 """
 
 from __future__ import annotations

@@ -41,10 +41,8 @@ def is_laid_out_as(parameter: Tensor, gradient: Tensor) -> bool:
 
 def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     """A DTensor's gradient over the parameter's own placements, summed where each rank has a share, as
-    torch's optimizers take it.
-
-    A collective where the placements differ: every rank must ask for its gradients in the same order.
-    """
+    torch's optimizers take it. A collective where the placements differ: every rank must ask for its
+    gradients in the same order."""
     if is_laid_out_as(parameter, gradient):
         return gradient
     found: Tensor = gradient.detach().redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
@@ -103,11 +101,8 @@ class ParamView:
 
     def follow(self) -> tuple[int, ...] | None:
         """Find the parameter's memory anew: `p.data = ...`, another memory format, or FSDP2 may have moved
-        it.
-
-        Returns the old strides if its elements lie in another order now, else None. Raises OffloadError for
-        other elements than there were.
-        """
+        it. Returns the old strides if its elements lie in another order now, else None. Raises OffloadError
+        for other elements than there were."""
         local = local_of(self.parameter)
         if local.data_ptr() == self.address and local.stride() == self.stride:
             return None
@@ -137,10 +132,7 @@ class ParamView:
 
     def flat_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient's elements in the order of the parameter's memory, 1-D; a copy on the current lane
-        where it lies otherwise.
-
-        Raises OffloadError for a sparse one, or one of another size or device.
-        """
+        where it lies otherwise. Raises OffloadError for a sparse one, or one of another size or device."""
         local = local_of(gradient).detach()
         if local.layout is not torch.strided:
             raise OffloadError(

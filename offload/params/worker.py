@@ -4,11 +4,9 @@ error is kept for the next call.
 One invariant: after a job has failed no further job runs until `clear_error`; waiting threads are woken, and
 the error is raised in the training thread.
 
-Buckets that are stepped in the backward become ready in the order of the backward, last layers first, and the
-next forward wants the first layers first. Stepped in the order of their submission, the first layer's bucket
-would be the last, and nothing of what is left at the end of the backward would be hidden behind the forward.
-So when the thread is free, it steps, of the buckets whose gradients are there, the one that the next forward
-needs first (`submit_bucket`).
+Buckets become ready in the order of the backward, last layers first, and the next forward wants the first
+layers first. So when the thread is free, it steps, of the buckets whose gradients are there, the one that the
+next forward needs first (`submit_bucket`): else nothing of what is left would be hidden behind the forward.
 """
 
 from __future__ import annotations
