@@ -5,7 +5,7 @@ One invariant: nothing of the engine is ever traced, for a graph would keep its 
 none of them.
 
 A mark that a compiled function calls is `untraced`: one graph break a call. What the compiler meets without a
-call of the model, the marks' backwards and the reads of saved tensors under compiled autograd, lies in files
+call of the model, the hooks of commits and the reads of saved tensors under compiled autograd, lies in files
 that it skips: to wrap those would cost each call a look at whether the compiler is listening.
 """
 

@@ -40,7 +40,7 @@ class HostArena(Lender):
     slab_bytes: what one call of `device.host_memory` pins at most, and so what growth pins before a taker
         sees any of it.
     registration_bytes: one piece. 64 MiB: pinning a larger one stops every kernel launch for tens of ms
-        (docs/design.md, decision 12).
+        (docs/design.md, decision 13).
     growth: who pins when bytes are missing. "background": a thread, and the taker gets None now; "inline":
         the taker, at once.
         None: background where pinning costs time (`device.pins`).

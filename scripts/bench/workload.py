@@ -155,8 +155,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Names are reused and deleted: a local that outlives its last use would hold bytes that the engine
-        # has already moved. The residual is the marked x: its gradients then add up in one place and in one
-        # order, with marks or without, bit for bit.
+        # has already moved.
         x = self._start("attn_norm", x)
         part = self._group("attn_norm", self.attn_norm, x)
         q, k, v = self._group("qkv_linear", self._qkv, self._start("qkv_linear", part))

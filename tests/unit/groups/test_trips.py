@@ -1,9 +1,10 @@
 """How many Python functions of the engine one trip of a saved tensor runs through.
 
 No clock, so the counts are the same on every machine. A trip is one call from outside: of the pack hook, of
-the unpack hook, of a mark, of a mark's backward. Counted are the calls of functions of offload/, in the fifth
-step; those of offload/device/ are counted beside, and here they are an idle device's. `AT_MOST` is what a
-trip takes today and one call more, for another Python's comprehensions; `WANTED` what it shall take.
+the unpack hook, of a mark, of a commit's hook in the backward. Counted are the calls of functions of
+offload/, in the fifth step; those of offload/device/ are counted beside, and here they are an idle device's.
+`AT_MOST` is what a trip takes today and one call more, for another Python's comprehensions; `WANTED` what it
+shall take.
 """
 
 from __future__ import annotations
