@@ -34,7 +34,7 @@ from offload.transfer.engine import TransferEngine
 from offload.transfer.layout import (
     Layouts,
     ViewLayout,
-    contiguous_stride,
+    bytes_of,
     layout_of,
     overlaps_itself,
     span_of,
@@ -150,10 +150,8 @@ class TensorStore:
         if start < block.start or block.stop < stop:
             if block.state is not _RESIDENT:
                 return None
-            before = block.nbytes
             # still here: the commit decides on the union of the saved ranges
-            block.cover(min(block.start, start), max(block.stop, stop))
-            self._transfers.resize(block, before)
+            self._transfers.resize(block, min(block.start, start), max(block.stop, stop))
         return record
 
     def _keep(
@@ -175,7 +173,7 @@ class TensorStore:
             most = limit // KEPT_SHARE
         record = group.kept
         if record is not None and record.block.nbytes + nbytes <= most:
-            transfers.extend(record.block, nbytes)
+            transfers.adopt(record.block, nbytes)
         else:
             block = DeviceBlock(group.id, slot, 0, nbytes, storage, transfers.freed_blocks)
             block.device_bytes = None
@@ -283,7 +281,6 @@ class TensorStore:
         layout, block = record.layout, record.block
         assert layout is not None
         assert block.device_bytes is not None
-        before = block.nbytes
         with torch.no_grad():
             try:
                 packed = torch.empty(layout.size, dtype=layout.dtype, device=block.device_bytes.device)
@@ -293,8 +290,7 @@ class TensorStore:
         record.gathered = layout
         block.device_bytes = packed.untyped_storage()
         block.refer_to(block.device_bytes)
-        block.cover(0, packed_bytes)
-        self._transfers.resize(block, before)
+        self._transfers.resize(block, 0, packed_bytes)
 
     # -- reading ---------------------------------------------------------------------------------------------
     def read(self, handle: Handle) -> torch.Tensor:
@@ -362,6 +358,6 @@ class TensorStore:
 def _scattered(storage: torch.UntypedStorage, layout: ViewLayout) -> torch.Tensor:
     """A packed view, spread again with the strides that it had."""
     with torch.no_grad():
-        packed = view_of(storage, ViewLayout(layout.size, contiguous_stride(layout.size), 0, layout.dtype), 0)
+        packed = bytes_of(storage, 0, storage.nbytes()).view(layout.dtype).view(layout.size)
         spread = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=storage.device)
         return spread.copy_(packed)

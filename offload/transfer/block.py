@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,6 +59,7 @@ LEGAL_MOVES: dict[BlockState, frozenset[BlockState]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A piece in flight. Its bytes stay alive until the event has passed, or until the lane that may reuse
     them waits for the event.
@@ -69,24 +71,13 @@ class Transfer:
         for the event.
     """
 
-    __slots__ = ("blocks", "capture", "event", "keepalive", "lane", "nbytes", "settled")
-
-    def __init__(
-        self,
-        blocks: tuple[DeviceBlock, ...],
-        keepalive: tuple[torch.Tensor, ...],
-        lane: Lane,
-        event: Event,
-        nbytes: int,
-        capture: CapturedGraph | None = None,
-    ) -> None:
-        self.blocks = blocks
-        self.keepalive = keepalive
-        self.lane = lane
-        self.event = event
-        self.nbytes = nbytes
-        self.capture = capture
-        self.settled = False  # passed, or `lane` waits for it
+    blocks: tuple[DeviceBlock, ...]
+    keepalive: tuple[torch.Tensor, ...]
+    lane: Lane
+    event: Event
+    nbytes: int
+    capture: CapturedGraph | None
+    settled: bool = False  # passed, or `lane` waits for it
 
 
 class Holder(Protocol):
@@ -184,7 +175,7 @@ class DeviceBlock(WeakStorage):
         """Of the storages whose bytes these are."""
         if self.holders is None:
             return {self.key}
-        probes = [holder.probe for holder in self.living_holders()]
+        probes = (holder.probe for holder in self.living_holders())
         return {probe.untyped_storage()._cdata for probe in probes if probe is not None}
 
     def living_holders(self) -> Iterator[Holder]:
@@ -192,11 +183,6 @@ class DeviceBlock(WeakStorage):
             holder = reference()
             if holder is not None:
                 yield holder
-
-    def cover(self, start: int, stop: int) -> None:
-        """Move these bytes of the storage, and no others."""
-        self.start = start
-        self.nbytes = stop - start
 
     def move_to(self, state: BlockState) -> None:
         legal = LEGAL_MOVES[self.state]
@@ -222,6 +208,4 @@ class DeviceBlock(WeakStorage):
 
 def living(blocks: Iterable[DeviceBlock]) -> Iterator[DeviceBlock]:
     """Those that somebody can still read."""
-    for block in blocks:
-        if not block.is_freed:
-            yield block
+    return (block for block in blocks if not block.is_freed)

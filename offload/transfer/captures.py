@@ -39,7 +39,6 @@ released.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -76,7 +75,8 @@ class CaptureSide(InFlight):
         )
 
     def _check_saved_in_capture(self, block: DeviceBlock) -> None:
-        if self.capture is not None and block.capture is None:
+        assert self.capture is not None
+        if block.capture is None:
             raise CaptureError(
                 f"{block.label} ({block.nbytes:,} bytes) was saved before {self.capture.name} was "
                 "captured, and has left the device; "
@@ -130,18 +130,10 @@ class CaptureSide(InFlight):
         captured, self._captured = self._captured, []
         if complete:
             return capture
-        for transfers in (self._spilling, self._restoring):
-            # whose join CUDA refused
-            for transfer in [transfer for transfer in transfers if transfer.capture is capture]:
-                transfers.remove(transfer)
-                if transfers is self._spilling:
-                    self.spilling_bytes -= transfer.nbytes
-                    self._sources -= Counter(source.untyped_storage()._cdata for source in transfer.keepalive)
-                transfer.settled = True
-                transfer.blocks = transfer.keepalive = ()
+        self._settle_all()  # what is left was captured, and CUDA refused its join: no lane waits for it
         for block in living(captured):
             if block.transfer is not None and block.transfer.capture is capture:
-                if block.state is BlockState.RESTORING:
+                if block.state is BlockState.RESTORING:  # the join itself raised
                     block.move_to(BlockState.RESTORED)
                 if block.state is BlockState.RESTORED:
                     self.drop(block)

@@ -82,7 +82,8 @@ class Copier:
         else:
             device.copy(lane, pairs)
         event = device.record(lane)
-        lease.done(event)
+        if lease is not UNCOUNTED:
+            lease.done(event)
         with self._lock:
             counts = self._counts[owner.client]
             if out:
@@ -93,7 +94,7 @@ class Copier:
 
     def of(self, owner: Owner) -> OwnedCopies:
         """Copies of one owner, each REQUIRED."""
-        return OwnedCopies(self, owner)
+        return OwnedCopies(self, self.device, owner)
 
     def take_counts(self) -> dict[str, CopyCounts]:
         """What was counted since the last call, by client."""
@@ -102,15 +103,13 @@ class Copier:
         return dict(counts)
 
 
+@dataclass(slots=True, frozen=True)
 class OwnedCopies:
     """Copies that one owner cannot do without: a denial is counted, and they go ahead."""
 
-    __slots__ = ("_copier", "device", "owner")
-
-    def __init__(self, copier: Copier, owner: Owner) -> None:
-        self._copier = copier
-        self.device = copier.device
-        self.owner = owner
+    _copier: Copier
+    device: Device
+    owner: Owner
 
     def send(self, pairs: Sequence[CopyPair], lane: Lane | None = None) -> Event:
         """To the host, on d2h or `lane`, as one piece; the event after it."""

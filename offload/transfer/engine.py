@@ -57,15 +57,15 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.device import CopyPair, Event, Lane
+from offload.device import CopyPair
 from offload.errors import OffloadError
-from offload.ids import Owner, owner_of
+from offload.ids import owner_of
 from offload.memory.arena import Block, HostArena
-from offload.transfer.admission import Direction, Lease, Limits, Priority
+from offload.transfer.admission import Direction, Limits, Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.captures import CaptureSide
 from offload.transfer.copier import Copier
@@ -129,10 +129,12 @@ class TransferEngine(CaptureSide):
             for block in due:
                 self._refuse(block, for_want_of_memory=False)
             return None
-        compute = due[0].lane or device.compute
+        compute, d2h, copying = due[0].lane or device.compute, device.d2h, self._sources
         leaving: list[DeviceBlock] = []
         hosts: list[Block] = []
         sources: list[torch.Tensor] = []
+        pairs: list[CopyPair] = []
+        waited: set[int] = set()
         nbytes = 0
         try:
             for block, storage in zip(due, storages, strict=True):
@@ -152,28 +154,42 @@ class TransferEngine(CaptureSide):
                 lease.done(None)
                 return None
             if capture is not None:
-                capture.forked[device.d2h] = None
+                capture.forked[d2h] = None
                 self._captured.extend(leaving)
-            event = self._copy_out(leaving, hosts, sources, compute, lease, owner, nbytes)
+            for block, source in zip(leaving, sources, strict=True):
+                if block.key not in copying:  # else compute wrote it before the copy that still reads it
+                    device.note_write(compute, source)
+            device.wait(d2h, device.record(compute), "spill")
+            for source, host in zip(sources, hosts, strict=True):
+                for last_use in host.after:
+                    if id(last_use) not in waited:
+                        waited.add(id(last_use))
+                        device.wait(d2h, last_use, "reuse")
+                parts: Sequence[torch.Tensor] = (source,)
+                if len(host.extents) > 1:
+                    parts = source.split([part.numel() for part in host.extents])
+                pairs.extend(zip(host.extents, parts, strict=True))
+            event = self.copier.copy(lease, Direction.D2H, owner, pairs, nbytes)
         except BaseException:
             # all blocks stay; some copies may have been issued. In a capture the region has the host blocks
             broken_off = None
             if hosts and capture is None:
                 for host in hosts:
                     for last_use in host.after:
-                        device.wait(device.d2h, last_use, "reuse")
-                broken_off = device.record(device.d2h)
+                        device.wait(d2h, last_use, "reuse")
+                broken_off = device.record(d2h)
                 device.wait(compute, broken_off, "settle")
                 for host in hosts:
                     self.arena.give_back(host, broken_off)
             lease.done(broken_off)
             raise
         transfer = Transfer(tuple(leaving), tuple(sources), compute, event, nbytes, capture)
-        del sources  # the transfer's alone: it may be settled below
+        del source, sources, parts, pairs  # the transfer's alone: it may be settled below
         for block, host in zip(leaving, hosts, strict=True):
             block.state = BlockState.SPILLING  # it was RESIDENT above
             block.device_bytes = None
             block.host, block.event, block.transfer = host, event, transfer
+            copying[block.key] = copying.get(block.key, 0) + 1
             if self.audit and capture is None:  # every replay writes other bytes
                 device.synchronize(event)
                 block.checksum = _checksum(host)
@@ -189,41 +205,6 @@ class TransferEngine(CaptureSide):
         if (cap is not None and self.spilling_bytes > cap) or limits.device_limit_bytes is not None:
             self._make_room(0)
         return transfer
-
-    def _copy_out(
-        self,
-        leaving: Sequence[DeviceBlock],
-        hosts: Sequence[Block],
-        sources: Sequence[torch.Tensor],
-        compute: Lane,
-        lease: Lease,
-        owner: Owner,
-        nbytes: int,
-    ) -> Event:
-        """Issue the copies of a spill; the event after them."""
-        device, d2h, copying = self.device, self.device.d2h, self._sources
-        keys: set[int] = set()
-        for block, source in zip(leaving, sources, strict=True):
-            # else compute wrote it before the copy that still reads it
-            if block.key not in copying and block.key not in keys:
-                device.note_write(compute, source)
-            keys.add(block.key)
-        device.wait(d2h, device.record(compute), "spill")
-        pairs: list[CopyPair] = []
-        waited: set[int] = set()
-        for source, host in zip(sources, hosts, strict=True):
-            for last_use in host.after:
-                if id(last_use) not in waited:
-                    waited.add(id(last_use))
-                    device.wait(d2h, last_use, "reuse")
-            if len(host.extents) == 1:
-                pairs.append((host.extents[0], source))
-            else:
-                pairs.extend(_parts(host, source))
-        event = self.copier.copy(lease, Direction.D2H, owner, pairs, nbytes)
-        for block in leaving:
-            copying[block.key] = copying.get(block.key, 0) + 1
-        return event
 
     def _refuse(self, block: DeviceBlock, *, for_want_of_memory: bool) -> None:
         self.counts.refused += 1
@@ -270,47 +251,66 @@ class TransferEngine(CaptureSide):
         nbytes = 0
         for block in blocks:
             nbytes += block.nbytes
-            if not (required or (capture.has_read(block.capture) if capture else block.capture is None)):
+            if not (required or (block.capture in capture.sources if capture else block.capture is None)):
                 return None
-        if capture is not None:
-            for block in blocks:
+            if capture is not None:
                 self._check_saved_in_capture(block)
         owner = owner_of(blocks[0].group)
         lease = self.copier.ask(nbytes, Direction.H2D, owner, priority)
         if lease is None:
             return None
-        compute = device.compute
-        homes: list[torch.Tensor] | None = None
+        compute, h2d = device.compute, device.h2d
+        buffers: list[torch.Tensor] | None = None
         try:
             if self._make_room(nbytes, may_settle) or required:
-                homes = self._homes(blocks, required=required)
+                buffers = self._buffers(blocks, required=required)
         finally:
-            if homes is None:
+            if buffers is None:
                 lease.done(None)
-        if homes is None:
+        if buffers is None:
             return None
         if capture is not None:
-            capture.forked[device.h2d] = None
+            capture.forked[h2d] = None
             self._captured.extend(blocks)
+        pairs: list[CopyPair] = []
+        waited: set[int] = set()
         try:
-            event = self._copy_in(blocks, homes, compute, lease, owner, nbytes)
+            device.wait(h2d, device.record(compute), "allocate")
+            for block, buffer in zip(blocks, buffers, strict=True):
+                host, last_use = block.host, block.event
+                assert host is not None
+                assert last_use is not None
+                assert block.transfer is not None
+                # else it is on the other side of a boundary
+                if block.transfer.capture is capture and id(last_use) not in waited:
+                    waited.add(id(last_use))
+                    device.wait(h2d, last_use, "restore")
+                if capture is not None and block.capture is not None:
+                    capture.reads(block.capture)
+                if self.audit and block.checksum is not None:
+                    _check_bytes(block, host)
+                parts: Sequence[torch.Tensor] = (buffer,)
+                if len(host.extents) > 1:
+                    parts = buffer.split([part.numel() for part in host.extents])
+                pairs.extend(zip(parts, host.extents, strict=True))
+            event = self.copier.copy(lease, Direction.H2D, owner, pairs, nbytes)
         except BaseException:  # none is restored; some copies may have been issued
             for block in blocks:
                 if block.event is not None:
-                    device.wait(device.h2d, block.event, "restore")
-            broken_off = device.record(device.h2d)
+                    device.wait(h2d, block.event, "restore")
+            broken_off = device.record(h2d)
             device.wait(compute, broken_off, "abandon")
             for block in blocks:
                 block.event = broken_off
             lease.done(broken_off)
             raise
-        transfer = Transfer(tuple(blocks), tuple(homes), compute, event, nbytes, capture)
-        for block, home in zip(blocks, homes, strict=True):
+        transfer = Transfer(tuple(blocks), tuple(buffers), compute, event, nbytes, capture)
+        for block, buffer in zip(blocks, buffers, strict=True):
             if block.state is _SPILLED:
                 block.state = BlockState.RESTORING
             else:
                 block.move_to(BlockState.RESTORING)  # raises
-            block.device_bytes = storage = home.untyped_storage()
+            block.device_bytes = storage = buffer.untyped_storage()
             block.refer_to(storage)
             block.base = block.start
             block.event, block.transfer = event, transfer
@@ -330,7 +330,7 @@ class TransferEngine(CaptureSide):
             counts.device_bytes_peak = held
         return transfer
 
-    def _homes(self, blocks: Sequence[DeviceBlock], *, required: bool) -> list[torch.Tensor] | None:
+    def _buffers(self, blocks: Sequence[DeviceBlock], *, required: bool) -> list[torch.Tensor] | None:
         """Allocate the buffers of a restore. On a device without room a speculative restore gives up, and so
         do those after it in this step: each try makes torch return its cached blocks, which blocks the host.
         For a required restore everything that can be released is released first.
@@ -340,13 +340,13 @@ class TransferEngine(CaptureSide):
         if self._no_room and not required:
             return None
         empty = self.device.empty
-        homes: list[torch.Tensor] = []
+        buffers: list[torch.Tensor] = []
         try:
             for block in blocks:
-                homes.append(empty(block.nbytes))
-            return homes
+                buffers.append(empty(block.nbytes))
+            return buffers
         except torch.OutOfMemoryError:
-            homes.clear()
+            buffers.clear()
             self._no_room = True
         if not self._warned_no_room:
             self._warned_no_room = True
@@ -367,44 +367,6 @@ class TransferEngine(CaptureSide):
             self.settle_spill(self._spilling[0])
         self._drop_furthest(self.restoring_bytes)
         return [empty(block.nbytes) for block in blocks]
-
-    def _copy_in(
-        self,
-        blocks: Sequence[DeviceBlock],
-        homes: Sequence[torch.Tensor],
-        compute: Lane,
-        lease: Lease,
-        owner: Owner,
-        nbytes: int,
-    ) -> Event:
-        """Issue the copies of a restore; the event after them."""
-        device, h2d, capture = self.device, self.device.h2d, self.capture
-        device.wait(h2d, device.record(compute), "allocate")
-        pairs: list[CopyPair] = []
-        waited: set[int] = set()
-        for block, home in zip(blocks, homes, strict=True):
-            host, event = block.host, block.event
-            assert host is not None
-            assert event is not None
-            assert block.transfer is not None
-            # else it is on the other side of a boundary
-            if block.transfer.capture is capture and id(event) not in waited:
-                waited.add(id(event))
-                device.wait(h2d, event, "restore")
-            if capture is not None and block.capture is not None:
-                capture.reads(block.capture)
-            if self.audit and block.checksum is not None and block.checksum != _checksum(host):
-                raise OffloadError(
-                    f"{block.label}: the {block.nbytes:,} bytes in host memory are not the ones that were "
-                    "written there "
-                    f"(checksum {_checksum(host):#x}, was {block.checksum:#x}); something else "
-                    "wrote to the block"
-                )
-            if len(host.extents) == 1:
-                pairs.append((home, host.extents[0]))
-            else:
-                pairs.extend((part, extent) for extent, part in _parts(host, home))
-        return self.copier.copy(lease, Direction.H2D, owner, pairs, nbytes)
 
     def ready(self, block: DeviceBlock) -> torch.UntypedStorage:
         """The restored storage of a RESTORING or RESTORED block, safe to read on the calling thread's
@@ -434,14 +396,14 @@ class TransferEngine(CaptureSide):
         return own.untyped_storage()
 
 
-def _parts(host: Block, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(extent of the host block, the part of the device bytes that belongs there): a copy stays within one
-    registration."""
-    start = 0
-    for extent in host.extents:
-        nbytes = extent.numel()
-        yield extent, tensor.narrow(0, start, nbytes)
-        start += nbytes
+def _check_bytes(block: DeviceBlock, host: Block) -> None:
+    """Raise OffloadError if the host block has other bytes than were written there."""
+    found = _checksum(host)
+    if found != block.checksum:
+        raise OffloadError(
+            f"{block.label}: the {block.nbytes:,} bytes in host memory are not the ones that were written "
+            f"there (checksum {found:#x}, was {block.checksum:#x}); something else wrote to the block"
+        )
 
 
 def _checksum(host: Block) -> int:

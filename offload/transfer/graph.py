@@ -7,6 +7,7 @@ region is released.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CapturedGraph"]
 
 
+@dataclass(slots=True, eq=False)
 class CapturedGraph:
     """One capture, and the graph that it became.
 
@@ -25,32 +27,19 @@ class CapturedGraph:
     before_replay: what features do before each replay, whether it copies or not.
     """
 
-    __slots__ = (
-        "before_replay",
-        "forked",
-        "host_blocks",
-        "kept_bytes",
-        "last_use",
-        "name",
-        "read_elsewhere",
-        "replays",
-        "restore_bytes",
-        "sources",
-        "spill_bytes",
-        "unread",
-    )
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.before_replay: list[Callable[[], None]] = []
-        self.host_blocks: list[Block] = []
-        self.forked: dict[Lane, None] = {}  # copy lanes that are part of the capture: they must be joined
-        self.sources: dict[CapturedGraph, None] = {}
-        self.read_elsewhere = False  # another graph restores what this one spills
-        self.unread = False  # ... and has not done so since the last replay
-        self.spill_bytes = self.restore_bytes = self.kept_bytes = 0
-        self.replays = 0
-        self.last_use: Event | None = None
+    name: str
+    before_replay: list[Callable[[], None]] = field(default_factory=list)
+    host_blocks: list[Block] = field(default_factory=list)
+    # copy lanes that are part of the capture: they must be joined
+    forked: dict[Lane, None] = field(default_factory=dict)
+    sources: dict[CapturedGraph, None] = field(default_factory=dict)
+    read_elsewhere: bool = False  # another graph restores what this one spills
+    unread: bool = False  # ... and has not done so since the last replay
+    spill_bytes: int = 0
+    restore_bytes: int = 0
+    kept_bytes: int = 0
+    replays: int = 0
+    last_use: Event | None = None
 
     @property
     def copies(self) -> bool:
@@ -61,6 +50,3 @@ class CapturedGraph:
         self.sources[other] = None
         if other is not self:
             other.read_elsewhere = True
-
-    def has_read(self, other: CapturedGraph | None) -> bool:
-        return other in self.sources

@@ -104,51 +104,44 @@ class InFlight:
         limit = self.limits.device_limit_bytes
         return limit is not None and self.device_bytes > limit
 
-    def adopt(self, block: DeviceBlock) -> None:
+    def adopt(self, block: DeviceBlock, more_bytes: int | None = None) -> None:
         """Count a new RESIDENT block, after making room for it. It is on the current compute lane unless it
-        says another."""
+        says another. more_bytes: of one more storage of a block that was counted before and stays."""
         if self.freed_blocks:
             self.reclaim_freed()
-        if block.lane is None:
-            block.lane = self.device.compute
-        block.capture = self.capture
-        self._count(block.nbytes, block.storages)
-
-    def extend(self, block: DeviceBlock, nbytes: int) -> None:
-        """Count one more storage of a block that stays, after making room for it."""
-        if self.freed_blocks:
-            self.reclaim_freed()
-        block.nbytes += nbytes
-        block.storages += 1
-        self._count(nbytes, 1)
-
-    def _count(self, nbytes: int, storages: int) -> None:
+        if more_bytes is None:
+            nbytes = block.nbytes
+            if block.lane is None:
+                block.lane = self.device.compute
+            block.capture = self.capture
+        else:
+            nbytes = more_bytes
+            block.nbytes += nbytes
+            block.storages += 1
         self.resident_bytes += nbytes  # first: whatever fails below, a block that is freed is counted out
         held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
         counts, limit, cap = self.counts, self.limits.device_limit_bytes, self.limits.max_spilling_bytes
         if (limit is not None and held > limit) or (cap is not None and self.spilling_bytes > cap):
             self._make_room(0)
             held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
-        counts.saved += storages
+        counts.saved += 1
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
         if nbytes > counts.largest_bytes:
             counts.largest_bytes = nbytes
 
-    def resize(self, block: DeviceBlock, nbytes_before: int) -> None:
-        """A RESIDENT block's bytes have changed since it was adopted; room is made for what it grew."""
-        self.resident_bytes += block.nbytes - nbytes_before
-        self.counts.largest_bytes = max(self.counts.largest_bytes, block.nbytes)
+    def resize(self, block: DeviceBlock, start: int, stop: int) -> None:
+        """A RESIDENT block has these bytes of its storage from here on; room is made for what it grew."""
+        grown = stop - start - block.nbytes
+        block.start, block.nbytes = start, stop - start
+        self.resident_bytes += grown
+        counts = self.counts
+        counts.largest_bytes = max(counts.largest_bytes, block.nbytes)
         if block.refused:
-            self._refused_bytes += block.nbytes - nbytes_before
-        if block.nbytes > nbytes_before:
+            self._refused_bytes += grown
+        if grown > 0:
             self._make_room(0)
-        self._note_peak()
-
-    def _note_peak(self) -> None:
-        held = self.device_bytes
-        if held > self.counts.device_bytes_peak:
-            self.counts.device_bytes_peak = held
+        counts.device_bytes_peak = max(counts.device_bytes_peak, self.device_bytes)
 
     def reclaim_freed(self) -> None:
         """Reclaim what freed blocks still hold: their share of the counts and their host bytes."""
@@ -211,29 +204,24 @@ class InFlight:
             return True
         if may_settle is not None:
             return False
-        self._let_held_back_go(device_cap - nbytes)
-        return self.device_bytes + nbytes <= device_cap or self._drop_furthest(
-            self.device_bytes + nbytes - device_cap
-        )
+        self._release_reclaimed(device_cap - nbytes)
+        return self._drop_furthest(self.device_bytes + nbytes - device_cap)
 
-    def _let_held_back_go(self, device_bytes: int) -> None:
+    def _release_reclaimed(self, device_bytes: int) -> None:
         """Settle spills whose blocks were reclaimed and have not been read, the oldest first, until no more
         than `device_bytes` are left. Their copies were never stopped, so the host has the bytes."""
         for transfer in [*self._spilling]:
             if self.device_bytes <= device_bytes:
                 return
-            held = [
-                block
-                for block in living(transfer.blocks)
-                if _is_held_back(block, transfer) and block.unread == block.readers
-            ]
-            for block in held:
-                block.move_to(BlockState.SPILLING)
-                block.device_bytes = None
-                transfer.nbytes += block.nbytes
-                self.spilling_bytes += block.nbytes
-                self.resident_bytes -= block.nbytes
-            if held:
+            bytes_before = transfer.nbytes
+            for block in living(transfer.blocks):
+                if _is_reclaimed(block, transfer) and block.unread == block.readers:
+                    block.move_to(BlockState.SPILLING)
+                    block.device_bytes = None
+                    transfer.nbytes += block.nbytes
+                    self.spilling_bytes += block.nbytes
+                    self.resident_bytes -= block.nbytes
+            if transfer.nbytes > bytes_before:
                 self.settle_spill(transfer)
 
     def _drop_furthest(self, nbytes: int) -> bool:
@@ -241,20 +229,19 @@ class InFlight:
         Returns False if fewer bytes were fetched ahead."""
         while nbytes > 0 and self._ahead:
             block = self._ahead.pop()
-            if block.is_freed or block.state not in (BlockState.RESTORING, BlockState.RESTORED):
-                continue
-            assert block.transfer is not None
-            self._settle_restore(block.transfer, "abandon")
-            self.drop(block)
-            self.dropped.add(block.group.chunk)
-            nbytes -= block.nbytes
+            if not block.is_freed and block.state in (BlockState.RESTORING, BlockState.RESTORED):
+                assert block.transfer is not None
+                self._settle_restore(block.transfer, "abandon")
+                self.drop(block)
+                self.dropped.add(block.group.chunk)
+                nbytes -= block.nbytes
         return nbytes <= 0
 
     def reclaim(self, block: DeviceBlock) -> None:
         """Keep a SPILLING block on the device, because it is about to be read.
 
         Its copy runs on unused: the spill holds the source until it is settled, and the block holds its host
-        bytes as long. Until then `_let_held_back_go` can still release the device bytes. Nothing is kept if
+        bytes as long. Until then `_release_reclaimed` can still release the device bytes. Nothing is kept if
         less of the device limit would be left than the largest block takes: RESIDENT bytes cannot make room,
         not even between the input half of a backward and its weight half, and the next read needs room.
         """
@@ -280,11 +267,7 @@ class InFlight:
         if transfer.settled:
             return
         self._await(transfer, "settle")
-        transfer.settled = True
-        if self._spilling[0] is transfer:  # nearly always
-            self._spilling.popleft()
-        else:
-            self._spilling.remove(transfer)
+        self._spilling.remove(transfer)  # nearly always the first
         self.spilling_bytes -= transfer.nbytes
         copying = self._sources
         for block, source in zip(transfer.blocks, transfer.keepalive, strict=True):
@@ -292,12 +275,15 @@ class InFlight:
             copies = copying.pop(key) - 1
             if copies:
                 copying[key] = copies
-            elif block.is_freed or block.state is not BlockState.RESIDENT:
+            # of a capture that failed no copy ever runs
+            elif transfer.capture is self.capture and (
+                block.is_freed or block.state is not BlockState.RESIDENT
+            ):
                 self.device.note_free(transfer.lane, source)
             if block.state is BlockState.SPILLING:
                 block.state = BlockState.SPILLED  # `move_to`, without a call
             # it stays, and its host block is for the next spill
-            elif block.host is not None and _is_held_back(block, transfer):
+            elif block.host is not None and _is_reclaimed(block, transfer):
                 self.arena.give_back(block.host, block.event)
                 block.host = None
         transfer.blocks = transfer.keepalive = ()
@@ -306,14 +292,10 @@ class InFlight:
         if transfer.settled:
             return
         self._await(transfer, order)
-        transfer.settled = True
-        if self._restoring[0] is transfer:  # readers come in about the order of issue
-            self._restoring.popleft()
-        else:
-            self._restoring.remove(transfer)
+        self._restoring.remove(transfer)  # one of the first: readers come in about the order of issue
         if order == "read":  # what is abandoned only goes back to the allocator
-            for home in transfer.keepalive:
-                self.device.note_read(transfer.lane, home)
+            for buffer in transfer.keepalive:
+                self.device.note_read(transfer.lane, buffer)
         for block in transfer.blocks:
             if block.state is BlockState.RESTORING:
                 block.state = BlockState.RESTORED  # `move_to`, without a call
@@ -330,18 +312,18 @@ class InFlight:
         self.restoring_bytes -= block.nbytes
 
     def _await(self, transfer: Transfer, order: str) -> None:
-        """Make the transfer's compute lane wait for its event, unless it has passed; the wait is timed."""
+        """Settle the transfer: its compute lane waits for its event, unless it has passed. The wait is
+        timed."""
         device, lane, event = self.device, transfer.lane, transfer.event
         if transfer.capture is not None:
             if transfer.capture is self.capture and lane is not self._joined:
                 device.wait(lane, event, order)
-            return
-        if device.poll(event):
-            return
-        before = device.record(lane, timed=True)
-        device.wait(lane, event, order)
-        self.stalls.append(Stall(lane, before, device.record(lane, timed=True)))
-        self.counts.stall_count += 1
+        elif not device.poll(event):
+            before = device.record(lane, timed=True)
+            device.wait(lane, event, order)
+            self.stalls.append(Stall(lane, before, device.record(lane, timed=True)))
+            self.counts.stall_count += 1
+        transfer.settled = True
 
     def _settle_all(self, restores_as: str = "abandon") -> None:
         while self._spilling:
@@ -376,7 +358,7 @@ class InFlight:
         return len(self._spilling), len(self._restoring)
 
 
-def _is_held_back(block: DeviceBlock, transfer: Transfer) -> bool:
+def _is_reclaimed(block: DeviceBlock, transfer: Transfer) -> bool:
     """Whether the block was reclaimed from this spill and still has its host block. Only blocks of chunks
     whose forward is over are reclaimed, so no later save uses the block, and the host has all its bytes."""
     return (

@@ -19,7 +19,6 @@ __all__ = [
     "ViewLayout",
     "WeakStorage",
     "bytes_of",
-    "contiguous_stride",
     "layout_of",
     "overlaps_itself",
     "span_of",
@@ -111,9 +110,7 @@ def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
     if tensor.is_contiguous():
         stop = start + tensor.numel() * itemsize
     else:
-        last = 0
-        for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
-            last += (size - 1) * stride
+        last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         stop = start + (last + 1) * itemsize
     return Span(start - start % ALIGNMENT, min(storage_bytes, stop + -stop % ALIGNMENT))
 
@@ -123,16 +120,6 @@ def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Te
     if sanitizing():
         return _unseen(storage, torch.uint8, start, (nbytes,), (1,))
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
-
-
-def contiguous_stride(size: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of that size."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(size):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
 
 
 def overlaps_itself(layout: ViewLayout) -> bool:

@@ -29,7 +29,7 @@ def measure_rates(
         host's memory or a switch are measured while they share it.
     Blocks the host for about 30 ms: for before step 1. Nothing else may use the lanes meanwhile.
     """
-    line_up = line_up if line_up is not None else _alone
+    line_up = line_up or (lambda: None)  # nobody to line up with
     device, link = copier.device, copier.of(Owner("engine", "link"))
     blocks = [arena.take(_COPY_BYTES), arena.take(_COPY_BYTES)]
     out, back = blocks
@@ -60,10 +60,6 @@ def measure_rates(
         for block in blocks:
             if block is not None:
                 arena.give_back(block, None)
-
-
-def _alone() -> None:
-    """Nobody to line up with."""
 
 
 _Work = tuple[Lane, Callable[[list[CopyPair]], Event], list[CopyPair]]

@@ -7,22 +7,21 @@ passed, so have those before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offload.device import Device, Event, Lane
 
 __all__ = ["Stall", "all_passed", "total_ms"]
 
 
+@dataclass(slots=True, eq=False)
 class Stall:
     """A wait of `lane` between two timed events."""
 
-    __slots__ = ("_ms", "after", "before", "lane")
-
-    def __init__(self, lane: Lane, before: Event, after: Event) -> None:
-        self.lane = lane
-        self.before = before
-        self.after = after
-        self._ms: float | None = None
+    lane: Lane
+    before: Event
+    after: Event
+    _ms: float | None = None
 
     def ms(self, device: Device) -> float:
         """Device time between the two, which have passed. The device is asked once: a step's clock and its
@@ -40,11 +39,8 @@ def all_passed(device: Device, stalls: Sequence[Stall]) -> bool:
 def total_ms(device: Device, stalls: Sequence[Stall]) -> float:
     """The device time of those that have ended."""
     under_way = _lanes_under_way(device, stalls)
-    ms = 0.0
-    for stall in stalls:
-        if stall.lane not in under_way or device.poll(stall.after):
-            ms += stall.ms(device)
-    return ms
+    ended = [stall for stall in stalls if stall.lane not in under_way or device.poll(stall.after)]
+    return sum((stall.ms(device) for stall in ended), 0.0)
 
 
 def _lanes_under_way(device: Device, stalls: Sequence[Stall]) -> set[Lane]:

@@ -46,10 +46,11 @@ class Watch:
         self.transfers.spill = self.spill  # type: ignore[method-assign]
         self.transfers.restore = self.restore  # type: ignore[method-assign]
 
-    def adopt(self, block: DeviceBlock) -> None:
-        self._adopt(block)
-        self._blocks.append(block)
-        self._declare(block)
+    def adopt(self, block: DeviceBlock, more_bytes: int | None = None) -> None:
+        self._adopt(block, more_bytes)
+        if more_bytes is None:
+            self._blocks.append(block)
+            self._declare(block)
         self._check_limit(f"saving {block}")
 
     def _declare(self, block: DeviceBlock) -> None:
@@ -63,8 +64,9 @@ class Watch:
             device = self.engine.device
             device.note_write(device.compute, bytes_of(block.device_bytes, block.start, block.nbytes))
 
-    def resize(self, block: DeviceBlock, nbytes_before: int) -> None:
-        self._resize(block, nbytes_before)
+    def resize(self, block: DeviceBlock, start: int, stop: int) -> None:
+        nbytes_before = block.nbytes
+        self._resize(block, start, stop)
         if block.nbytes > nbytes_before:
             self._check_limit(f"growing {block} from {nbytes_before:,} bytes")
 

@@ -15,7 +15,6 @@ from offload.transfer.layout import (
     Span,
     WeakStorage,
     bytes_of,
-    contiguous_stride,
     layout_of,
     overlaps_itself,
     span_of,
@@ -85,11 +84,6 @@ def test_a_view_overlaps_itself_where_two_elements_are_the_same_bytes(
     make: Callable[[], Tensor], overlaps: bool
 ) -> None:
     assert overlaps_itself(layout_of(make())) is overlaps
-
-
-def test_contiguous_strides_are_those_of_an_empty_tensor() -> None:
-    for size in ([], [5], [2, 3, 4], [1, 1], [3, 1, 2]):
-        assert contiguous_stride(torch.Size(size)) == torch.empty(size).stride()
 
 
 def test_a_weak_reference_to_a_storage_does_not_hold_it_and_keeps_its_key_from_being_used_again() -> None:
