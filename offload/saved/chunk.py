@@ -7,8 +7,10 @@ over; records are held weakly.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from offload.ids import ChunkId, GroupId
 from offload.saved.handles import Handle
@@ -19,57 +21,46 @@ from offload.transfer.coming import ComingReads
 __all__ = ["SavedChunk", "SavedGroup"]
 
 
+@dataclass(slots=True, eq=False)
 class SavedGroup:
     """The saves of one group. pending: blocks that wait for their piece to be full. deferred: records of
-    partial views, which wait for the commit; of either None, where there are none.
+    partial views, which wait for the commit.
 
     leaves: whether anything of it does. stays_from: the slot from which on its blocks stay nevertheless;
-    None if all leave. kept: the record that the next storages that stay join. unwritten_until: autograd's
-    number while an operator runs of whose saves one has no gradient: rrelu saves its noise, and then draws
-    it, unseen by any version. Its saves leave with the next one, or at the commit.
+    None if all leave. first_kept: the two as one number. kept: the record that the next storages that stay
+    join. unwritten_until: autograd's number while an operator runs of whose saves one has no gradient: rrelu
+    saves its noise, and then draws it, unseen by any version. Its saves leave with the next one, or at the
+    commit.
     """
 
-    __slots__ = (
-        "blocks",
-        "deferred",
-        "id",
-        "kept",
-        "leaves",
-        "logical_bytes",
-        "nbytes",
-        "pending",
-        "pending_bytes",
-        "slot_bytes",
-        "slots",
-        "stays_from",
-        "transfers",
-        "unwritten_until",
-    )
+    id: GroupId
+    leaves: bool = field(kw_only=True)
+    stays_from: int | None = field(default=None, kw_only=True)
+    first_kept: int = field(init=False)
+    blocks: list[DeviceBlock] = field(default_factory=list)
+    pending: list[DeviceBlock] = field(default_factory=list)
+    pending_bytes: int = 0
+    deferred: list[weakref.ref[Record]] = field(default_factory=list)
+    kept: Record | None = None
+    nbytes: int = 0  # eligible bytes, one count a storage: what leaves if the group does
+    logical_bytes: int = 0  # the same, one count a saved tensor
+    slots: int = 0
+    slot_bytes: dict[int, int] = field(default_factory=dict)  # eligible bytes of each storage
+    transfers: list[Transfer] = field(default_factory=list)
+    unwritten_until: int = -1
 
-    def __init__(self, group_id: GroupId, *, leaves: bool, stays_from: int | None = None) -> None:
-        self.id = group_id
-        self.leaves = leaves
-        self.stays_from = stays_from
-        self.blocks: list[DeviceBlock] = []
-        self.pending: list[DeviceBlock] | None = None
-        self.deferred: list[weakref.ref[Record]] | None = None
-        self.kept: Record | None = None
-        self.pending_bytes = 0
-        self.nbytes = 0  # eligible bytes, one count a storage: what leaves if the group does
-        self.logical_bytes = 0  # the same, one count a saved tensor
-        self.slots = 0
-        self.slot_bytes: dict[int, int] = {}  # eligible bytes of each storage
-        self.transfers: list[Transfer] = []
-        self.unwritten_until = -1
+    def __post_init__(self) -> None:
+        self.first_kept = (sys.maxsize if self.stays_from is None else self.stays_from) if self.leaves else 0
 
     def keeps(self, slot: int) -> bool:
         """Whether the plan keeps the storage of that slot."""
-        return not self.leaves or (self.stays_from is not None and slot >= self.stays_from)
+        return slot >= self.first_kept
 
     def living(self) -> Iterator[DeviceBlock]:
         return living(self.blocks)
 
 
+@dataclass(slots=True, eq=False)
 class SavedChunk:
     """The saves of one forward.
 
@@ -79,16 +70,16 @@ class SavedChunk:
     noted: blocks of the latest saves, from `note_saves` to `take_noted`.
     """
 
-    __slots__ = ("blocks", "coming", "id", "noted", "readable", "table", "touches")
+    id: ChunkId
+    blocks: list[DeviceBlock] = field(default_factory=list)
+    table: dict[int, weakref.ref[Record] | weakref.ref[Handle]] = field(default_factory=dict)
+    touches: int = 0
+    readable: bool = False
+    coming: ComingReads = field(init=False)
+    noted: list[DeviceBlock] | None = None
 
-    def __init__(self, chunk_id: ChunkId) -> None:
-        self.id = chunk_id
-        self.blocks: list[DeviceBlock] = []
-        self.table: dict[int, weakref.ref[Record] | weakref.ref[Handle]] = {}
-        self.touches = 0
-        self.readable = False
-        self.coming = ComingReads(chunk_id)
-        self.noted: list[DeviceBlock] | None = None
+    def __post_init__(self) -> None:
+        self.coming = ComingReads(self.id)
 
     def living(self) -> Iterator[DeviceBlock]:
         return living(self.blocks)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,15 +49,13 @@ class Scope(Protocol):
         """A tensor stays because a CUDA graph that torch.compile recorded owns its memory."""
 
 
+@dataclass(slots=True, eq=False)
 class InstalledScope:
     """A scope that the pair is installed for. stays: predicate over tensors: never offload this one,
     whichever scope owns it."""
 
-    __slots__ = ("scope", "stays")
-
-    def __init__(self, scope: Scope, stays: Callable[[torch.Tensor], bool] | None = None) -> None:
-        self.scope = scope
-        self.stays = stays
+    scope: Scope
+    stays: Callable[[torch.Tensor], bool] | None = None
 
 
 def inside_checkpoint() -> bool:
@@ -124,7 +123,6 @@ class SavedTensorHooks:
         self._device = device
         self._readers = readers
         self._scopes: list[InstalledScope] = []
-        self._owners: list[Scope] = []  # of each of them, its scope
         self._named_types: set[type[torch.Tensor]] = set()
 
     # -- scopes ----------------------------------------------------------------------------------------------
@@ -137,15 +135,12 @@ class SavedTensorHooks:
         installed = InstalledScope(scope, stays)
         _push_hooks(self.pack, self.unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
         self._scopes.append(installed)
-        self._owners.append(scope)
         return installed
 
     def pop(self, installed: InstalledScope) -> None:
         """Take out exactly what `push` put in."""
-        for position in range(len(self._scopes) - 1, -1, -1):
-            if self._scopes[position] is installed:
-                del self._scopes[position], self._owners[position]
-                break
+        if installed in self._scopes:  # not after a `pop` of the same
+            self._scopes.remove(installed)
         _pop_hooks()
 
     def innermost(self) -> Scope | None:
@@ -155,12 +150,12 @@ class SavedTensorHooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps instead of `tensor`. Parameters and small tensors are about half of what it
         saves; they are recognised here, without a further call."""
-        scopes = self._owners
-        if not scopes or _graph_task() != -1:
-            return Passed(tensor) if _graph_task() != -1 else self._pack_other(tensor)
-        if type(tensor) is not torch.Tensor or self._scopes[-1].stays is not None:
-            return self._pack_other(tensor)
-        scope = scopes[-1]
+        if _graph_task() != -1:
+            return Passed(tensor)
+        scopes = self._scopes
+        if not scopes or type(tensor) is not torch.Tensor or scopes[-1].stays is not None:
+            return self._pack_other(tensor, scopes, self.pack)
+        scope = scopes[-1].scope
         if tensor.numel() < scope.min_elements or type(tensor._base) is torch.nn.Parameter:
             return Passed(tensor)
         with self._lock:
@@ -171,31 +166,30 @@ class SavedTensorHooks:
                     return handle
             return self._pack_judged(tensor, scopes, verdict)
 
-    def _pack_other(self, tensor: torch.Tensor) -> Any:
-        tensor = waited(tensor)
-        stays = self._scopes[-1].stays if self._scopes else None
-        if stays is not None and stays(tensor):
-            return Passed(tensor)
-        if not is_plain(tensor) and is_wrapper(tensor):
-            if is_parameter(tensor):  # asked of the wrapper: its members know neither base nor grad_fn
-                return Passed(tensor)
-            return WrapperHandle(
-                tensor, partial(self._pack_member, self.pack) if tensor.is_nested else self.pack
-            )
-        with self._lock:
-            return self._pack_plain(tensor, self._owners)
-
     def pack_for(self, scope: Scope, tensor: torch.Tensor) -> Any:
         """`pack`, for a tensor that `scope` owns whatever pair is innermost: an operator's output that
         autograd never saves."""
         if _graph_task() != -1:
             return Passed(tensor)
+        return self._pack_other(tensor, [InstalledScope(scope)], partial(self.pack_for, scope))
+
+    def _pack_other(
+        self, tensor: torch.Tensor, scopes: Sequence[InstalledScope], pack: Callable[[torch.Tensor], Any]
+    ) -> Any:
+        """pack: for the members of a wrapper."""
         tensor = waited(tensor)
+        stays = scopes[-1].stays if scopes else None
+        if stays is not None and stays(tensor):
+            return Passed(tensor)
         if not is_plain(tensor) and is_wrapper(tensor):
-            pack = partial(self.pack_for, scope)
+            if is_parameter(tensor):  # asked of the wrapper: its members know neither base nor grad_fn
+                return Passed(tensor)
             return WrapperHandle(tensor, partial(self._pack_member, pack) if tensor.is_nested else pack)
+        if not scopes:
+            return Passed(tensor)
         with self._lock:
-            return self._pack_plain(tensor, [scope])
+            verdict = judge(tensor, self._device, self._externals, scopes[-1].scope.min_elements)
+            return self._pack_judged(tensor, scopes, verdict)
 
     @staticmethod
     def _pack_member(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
@@ -203,22 +197,16 @@ class SavedTensorHooks:
         sizes by the offsets object."""
         return pack(tensor) if tensor.is_floating_point() else Passed(tensor)
 
-    def _pack_plain(self, tensor: torch.Tensor, scopes: Sequence[Scope]) -> Handle | Passed:
-        if not scopes:
-            return Passed(tensor)
-        verdict = judge(tensor, self._device, self._externals, scopes[-1].min_elements)
-        return self._pack_judged(tensor, scopes, verdict)
-
     def _pack_judged(
-        self, tensor: torch.Tensor, scopes: Sequence[Scope], verdict: Verdict
+        self, tensor: torch.Tensor, scopes: Sequence[InstalledScope], verdict: Verdict
     ) -> Handle | Passed:
         if verdict is Verdict.ELIGIBLE:
-            for scope in reversed(scopes):
-                handle = scope.take(tensor)
+            for installed in reversed(scopes):
+                handle = installed.scope.take(tensor)
                 if handle is not None:
                     return handle
         elif verdict is Verdict.REPLAYED:
-            scopes[-1].note_replayed(tensor)
+            scopes[-1].scope.note_replayed(tensor)
         elif verdict is Verdict.SUBCLASS and type(tensor) not in self._named_types:
             self._named_types.add(type(tensor))
             logger.warning(

@@ -6,6 +6,8 @@ One invariant: a record lives as long as a handle of it. When the last one dies,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from offload.ids import SlotId
@@ -15,6 +17,7 @@ from offload.transfer.layout import ViewLayout
 __all__ = ["Record"]
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Record:
     """What the handles of one saved storage share.
 
@@ -24,14 +27,11 @@ class Record:
     packed.
     """
 
-    __slots__ = ("__weakref__", "block", "gathered", "layout", "probe", "version")
-
-    def __init__(self, block: DeviceBlock, probe: torch.Tensor | None, version: int) -> None:
-        self.block = block
-        self.probe = probe
-        self.version = version
-        self.layout: ViewLayout | None = None
-        self.gathered: ViewLayout | None = None
+    block: DeviceBlock
+    probe: torch.Tensor | None
+    version: int
+    layout: ViewLayout | None = None
+    gathered: ViewLayout | None = None
 
     @property
     def label(self) -> SlotId:

@@ -19,6 +19,8 @@ bytes.
 from __future__ import annotations
 
 import weakref
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
@@ -92,51 +94,49 @@ class TensorStore:
         record = (
             None if external or key not in chunk.table else self._joinable(chunk, key, start, stop, version)
         )
-        if record is None:
-            transfers, slot = self._transfers, group.slots
-            if whole and (not group.leaves or (group.stays_from is not None and slot >= group.stays_from)):
-                return self._keep(tensor, storage, version, chunk, group)
-            block = DeviceBlock(group.id, slot, start, stop, storage, transfers.freed_blocks)
+        layout: ViewLayout | None = None
+        if record is None and whole and group.slots >= group.first_kept:
+            record = self._keep(storage, version, chunk, group)
+        elif record is None:
+            block = DeviceBlock(group.id, group.slots, start, stop, storage, self._transfers.freed_blocks)
             block.lane = lane
             block.external = external
-            group.slots = slot + 1
+            group.slots += 1
             probe = self._probe(tensor)
             record = Record(block, probe, version)
             group.blocks.append(block)
             chunk.blocks.append(block)
             chunk.table[key] = weakref.ref(record)
-            transfers.adopt(block)
+            self._transfers.adopt(block)
             if whole or (block.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * storage_bytes):
                 self._enqueue(block, block.nbytes, group)
-            elif group.deferred is None:
-                group.deferred = [weakref.ref(record)]
             else:
                 group.deferred.append(weakref.ref(record))
             layout = record.layout = self._layouts.of(tensor)
-        else:
-            block = record.block
-            if block.holders is not None:
-                return self._alias(record, tensor, version, chunk)
+        elif record.block.holders is None:
             layout = self._layouts.of(tensor)
             probe = self._probe(tensor)  # `.data` shares the storage, but counts versions of its own
             if record.layout != layout:
                 record.layout = None
+        block = record.block
         block.readers += 1
         block.unread += 1
         block.touch = chunk.touches
         if chunk.noted is not None:
             chunk.noted.append(block)
-        return Handle(record, layout, probe, version)
+        if block.holders is None:
+            return Handle(record, layout, probe, version)
+        handle = Handle(record, None, tensor.detach(), version)
+        block.holders.append(weakref.ref(handle))
+        chunk.table[key] = weakref.ref(handle)
+        return handle
 
     def _joinable(self, chunk: SavedChunk, key: int, start: int, stop: int, version: int) -> Record | None:
         """The record of that storage at that version."""
         found = chunk.table[key]()
-        if (
-            found is None
-            or found.version != version
-            or found.probe is None
-            or found.probe._version != version
-        ):
+        if found is None or found.version != version:
+            return None
+        if found.probe is None or found.probe._version != version:
             return None
         record = found.record if isinstance(found, Handle) else found
         block = record.block
@@ -155,51 +155,31 @@ class TensorStore:
         return record
 
     def _keep(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        version: int,
-        chunk: SavedChunk,
-        group: SavedGroup,
-    ) -> Handle:
-        """A handle for a storage that stays: it has an alias, and its bytes count with its piece. Note: [What
-        stays is counted by the piece]."""
-        nbytes, transfers, slot = tensor.nbytes, self._transfers, group.slots
+        self, storage: torch.UntypedStorage, version: int, chunk: SavedChunk, group: SavedGroup
+    ) -> Record:
+        """The record that counts a storage that stays, with its piece. Note: [What stays is counted by the
+        piece]."""
+        nbytes, transfers, slot = storage.nbytes(), self._transfers, group.slots
         group.slots = slot + 1
         group.nbytes += nbytes
         group.slot_bytes[slot] = nbytes
         most, limit = self.piece_bytes, transfers.limits.device_limit_bytes
-        if limit is not None and limit // KEPT_SHARE < most:
-            most = limit // KEPT_SHARE
+        if limit is not None:
+            most = min(most, limit // KEPT_SHARE)
         record = group.kept
         if record is not None and record.block.nbytes + nbytes <= most:
             transfers.adopt(record.block, nbytes)
-        else:
-            block = DeviceBlock(group.id, slot, 0, nbytes, storage, transfers.freed_blocks)
-            block.device_bytes = None
-            block.holders = []
-            record = Record(block, None, version)
-            group.blocks.append(block)
-            chunk.blocks.append(block)
-            transfers.adopt(block)
-            # what a checkpointed region saves is read in an order of its own
-            group.kept = record if chunk.noted is None else None
-        handle = self._alias(record, tensor, version, chunk)
-        chunk.table[storage._cdata] = weakref.ref(handle)
-        return handle
-
-    @staticmethod
-    def _alias(record: Record, tensor: torch.Tensor, version: int, chunk: SavedChunk) -> Handle:
-        block = record.block
-        block.readers += 1
-        block.unread += 1
-        block.touch = chunk.touches
-        if chunk.noted is not None:
-            chunk.noted.append(block)
-        handle = Handle(record, None, tensor.detach(), version)
-        assert block.holders is not None
-        block.holders.append(weakref.ref(handle))
-        return handle
+            return record
+        block = DeviceBlock(group.id, slot, 0, nbytes, storage, transfers.freed_blocks)
+        block.device_bytes = None
+        block.holders = []
+        record = Record(block, None, version)
+        group.blocks.append(block)
+        chunk.blocks.append(block)
+        transfers.adopt(block)
+        # what a checkpointed region saves is read in an order of its own
+        group.kept = record if chunk.noted is None else None
+        return record
 
     def _probe(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that holds no bytes and shares the version counter of `tensor`, its base and its views."""
@@ -216,12 +196,9 @@ class TensorStore:
         slot = block.slot
         group.nbytes += nbytes
         group.slot_bytes[slot] = nbytes
-        if not group.leaves or (group.stays_from is not None and slot >= group.stays_from):
+        if slot >= group.first_kept:
             return
-        if group.pending is None:
-            group.pending = [block]
-        else:
-            group.pending.append(block)
+        group.pending.append(block)
         group.pending_bytes += nbytes
         if (
             group.pending_bytes >= self.piece_bytes or self._transfers.over_limit
@@ -229,39 +206,30 @@ class TensorStore:
             self._send(group)
 
     def _send(self, group: SavedGroup) -> None:
-        pending = group.pending
-        group.pending = None
+        pending, group.pending = group.pending, []
         group.pending_bytes = 0
-        while pending:
-            lane = pending[0].lane
-            leaving = pending
-            pending = None
-            if len(leaving) > 1:
-                pending = [block for block in leaving if block.lane is not lane]  # nearly always none
-                if pending:
-                    leaving = [block for block in leaving if block.lane is lane]
-            transfer = self._transfers.spill(leaving)
+        for _, leaving in groupby(pending, attrgetter("lane")):  # nearly always one
+            transfer = self._transfers.spill(list(leaving))
             if transfer is not None:
                 group.transfers.append(transfer)
 
     def commit(self, group: SavedGroup) -> None:
         """No more saves will come: decide on partial views, and send what is left. Blocks the host: never."""
         group.kept = None  # its handles hold it
-        if group.deferred is not None:
-            # a plan under a limit counts on what stays packed, too
-            packs_all = self._transfers.limits.device_limit_bytes is not None
-            deferred, group.deferred = group.deferred, None
-            for reference in deferred:
-                record = reference()
-                if record is None:
-                    continue
-                block, packed_bytes = record.block, self._packed_bytes(record)
-                stays = group.keeps(block.slot)
-                if packed_bytes is not None and (packs_all or not stays):
-                    self._gather(record, packed_bytes)
-                # the same count whether it stays or leaves
-                self._enqueue(block, packed_bytes if stays and packed_bytes else block.nbytes, group)
-        if group.pending is not None:
+        # a plan under a limit counts on what stays packed, too
+        packs_all = self._transfers.limits.device_limit_bytes is not None
+        deferred, group.deferred = group.deferred, []
+        for reference in deferred:
+            record = reference()
+            if record is None:
+                continue
+            block, packed_bytes = record.block, self._packed_bytes(record)
+            stays = group.keeps(block.slot)
+            if packed_bytes is not None and (packs_all or not stays):
+                self._gather(record, packed_bytes)
+            # the same count whether it stays or leaves
+            self._enqueue(block, packed_bytes if stays and packed_bytes else block.nbytes, group)
+        if group.pending:
             self._send(group)
 
     def _packed_bytes(self, record: Record) -> int | None:
@@ -347,9 +315,7 @@ class TensorStore:
     def _revived(self, block: DeviceBlock) -> torch.UntypedStorage | None:
         """The saved storage, if something else keeps it alive: no copy is needed then. None for a storage
         that is written outside autograd, whose bytes may be new."""
-        if block.external and block.base == 0:
-            return None
-        storage = block.storage()
+        storage = None if block.external and block.base == 0 else block.storage()
         if storage is None or storage.nbytes() < block.stop - block.base:
             return None  # gone, or freed under its owner's hands (forced release)
         return storage
