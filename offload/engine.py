@@ -200,7 +200,7 @@ class OffloadEngine:
         block. Raises CaptureError if a region is open. Each capture blocks the host until the copies before
         it have passed. An exception that leaves it releases the region.
         """
-        region = CapturedRegion(self.device, self.arena, self.transfers, self.lock, self._clients)
+        region = CapturedRegion(self.transfers, self.lock, self._clients)
         with self.device.watch_captures(region):
             self.regions = [known for known in self.regions if not known.released]
             self.regions.append(region)

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from offload.ids import ChunkId, GroupId
-from offload.saved.handles import Handle
-from offload.saved.record import Record
+from offload.saved.handles import Handle, Record
 from offload.transfer.block import DeviceBlock, Transfer, living
 from offload.transfer.coming import ComingReads
 

@@ -152,12 +152,10 @@ def _judge_kind(tensor: torch.Tensor) -> Verdict:
     """Whether its bytes are those of its storage, and will be when it is read; ELIGIBLE if so."""
     if torch._is_functional_tensor(tensor):
         return Verdict.NO_BYTES
-    if type(tensor) is not torch.Tensor and not is_plain(tensor):
+    if not is_plain(tensor):
         return Verdict.NO_BYTES if isinstance(tensor, FakeTensor) else Verdict.SUBCLASS
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return Verdict.LAYOUT
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return Verdict.LAYOUT
-    if tensor.is_inference():
-        return Verdict.INFERENCE
-    return Verdict.ELIGIBLE
+    return Verdict.INFERENCE if tensor.is_inference() else Verdict.ELIGIBLE

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,16 +27,14 @@ TREES = "torch._inductor.cudagraph_trees"
 _CONTAINERS = "tree_manager_containers"
 
 
+@dataclass(slots=True)
 class _Tree:
     """What is known of one device's tree. manager: weak, for a tree that is gone takes its addresses with
     it."""
 
-    __slots__ = ("addresses", "manager", "nodes")
-
-    def __init__(self, manager: Any) -> None:
-        self.manager = weakref.ref(manager)
-        self.nodes: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.addresses: set[int] = set()
+    manager: weakref.ref[Any]
+    nodes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    addresses: set[int] = field(default_factory=set)
 
 
 class ReplayedMemory:
@@ -57,7 +56,7 @@ class ReplayedMemory:
         manager = container.tree_manager
         tree = self._trees.get(device_index)
         if tree is None or tree.manager() is not manager:
-            tree = self._trees[device_index] = _Tree(manager)
+            tree = self._trees[device_index] = _Tree(weakref.ref(manager))
         node: Any = manager.current_node
         while node is not None and node not in tree.nodes:
             tree.nodes.add(node)

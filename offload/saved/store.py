@@ -28,8 +28,7 @@ from offload.device import Device, Lane
 from offload.errors import StaleHandleError
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.externals import ExternalKind, ExternalStorages
-from offload.saved.handles import Handle, modified
-from offload.saved.record import Record
+from offload.saved.handles import Handle, Record, modified
 from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
@@ -98,7 +97,9 @@ class TensorStore:
         if record is None and whole and group.slots >= group.first_kept:
             record = self._keep(storage, version, chunk, group)
         elif record is None:
-            block = DeviceBlock(group.id, group.slots, start, stop, storage, self._transfers.freed_blocks)
+            block = DeviceBlock(
+                group.id, group.slots, start, stop - start, storage, self._transfers.freed_blocks
+            )
             block.lane = lane
             block.external = external
             group.slots += 1
@@ -238,7 +239,7 @@ class TensorStore:
         layout, block = record.layout, record.block
         if layout is None or block.state is not _RESIDENT or overlaps_itself(layout):
             return None
-        # nothing orders the current lane after the one that wrote it
+        # nothing orders the current lane after another one that wrote it
         if block.lane is not self._device.compute:
             return None
         packed_bytes = layout.size.numel() * layout.dtype.itemsize

@@ -86,6 +86,7 @@ class Holder(Protocol):
     probe: torch.Tensor | None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DeviceBlock(WeakStorage):
     """Bytes `start` to `stop` of one storage, saved by one chunk: a weak reference to that storage, later to
     the restored one, or to a packed copy.
@@ -103,65 +104,35 @@ class DeviceBlock(WeakStorage):
     bytes of its own to move.
     """
 
-    __slots__ = (
-        "base",
-        "capture",
-        "checksum",
-        "device_bytes",
-        "event",
-        "external",
-        "freed_blocks",
-        "group",
-        "holders",
-        "host",
-        "is_freed",
-        "lane",
-        "nbytes",
-        "pass_no",
-        "readers",
-        "refused",
-        "slot",
-        "start",
-        "state",
-        "storages",
-        "touch",
-        "transfer",
-        "unread",
-    )
+    group: GroupId
+    slot: int
+    start: int
+    nbytes: int
+    device_bytes: torch.UntypedStorage | None
+    freed_blocks: deque[DeviceBlock]  # its engine's
+    # first byte of the saved storage that the one referred to has: 0, after a restore `start`
+    base: int = 0
+    is_freed: bool = False
+    state: BlockState = BlockState.RESIDENT
+    lane: Lane | None = None  # the compute lane that saved it, and so comes after its writer
+    capture: CapturedGraph | None = None
+    host: Block | None = None
+    event: Event | None = None  # last use of the host block: its spill, then each restore
+    transfer: Transfer | None = None  # the one under way, or the last
+    external: bool = False
+    readers: int = 0
+    unread: int = 0
+    pass_no: int = 0
+    touch: int = 0
+    holders: list[Callable[[], Holder | None]] | None = None
+    storages: int = 1
+    checksum: int | None = None
+    refused: bool = False  # it should have left, and found no room on the host
 
-    def __init__(
-        self,
-        group: GroupId,
-        slot: int,
-        start: int,
-        stop: int,
-        storage: torch.UntypedStorage,
-        freed_blocks: deque[DeviceBlock],
-    ) -> None:
-        """start, stop: the bytes of `storage` that move. freed_blocks: its engine's."""
-        self.key = storage._cdata  # `WeakStorage`, without a call
-        self._pointer = storage._weak_ref()
-        self.group = group
-        self.slot = slot
-        self.start = start
-        self.nbytes = stop - start
-        # first byte of the saved storage that the one referred to has: 0, after a restore `start`
-        self.base = 0
-        self.freed_blocks = freed_blocks
-        self.is_freed = False
-        self.state = BlockState.RESIDENT
-        self.device_bytes: torch.UntypedStorage | None = storage
-        self.lane: Lane | None = None  # the compute lane that saved it, and so comes after its writer
-        self.capture: CapturedGraph | None = None
-        self.host: Block | None = None
-        self.event: Event | None = None  # last use of the host block: its spill, then each restore
-        self.transfer: Transfer | None = None  # the one under way, or the last
-        self.external = False
-        self.readers = self.unread = self.pass_no = self.touch = 0
-        self.holders: list[Callable[[], Holder | None]] | None = None
-        self.storages = 1
-        self.checksum: int | None = None
-        self.refused = False  # it should have left, and found no room on the host
+    def __post_init__(self) -> None:
+        assert self.device_bytes is not None  # the storage that was saved
+        self.key = self.device_bytes._cdata  # `WeakStorage`, without a call
+        self._pointer = self.device_bytes._weak_ref()
 
     @property
     def label(self) -> SlotId:

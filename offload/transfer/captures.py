@@ -49,8 +49,7 @@ from offload.transfer.graph import CapturedGraph
 from offload.transfer.in_flight import InFlight
 
 if TYPE_CHECKING:
-    from offload.device import Device, Graph
-    from offload.memory.arena import HostArena
+    from offload.device import Graph
 
 __all__ = ["CaptureSide", "CapturedRegion"]
 
@@ -160,19 +159,14 @@ class CapturedRegion:
     """
 
     def __init__(
-        self,
-        device: Device,
-        arena: HostArena,
-        transfers: CaptureSide,
-        lock: AbstractContextManager[object],
-        clients: Boundary,
+        self, transfers: CaptureSide, lock: AbstractContextManager[object], clients: Boundary
     ) -> None:
         """clients: their part at a begin, while events may still be waited for, and at an end, while work is
         still captured."""
         self.graphs: list[CapturedGraph] = []
         self.released = False
-        self._device = device
-        self._arena = arena
+        self._device = transfers.device
+        self._arena = transfers.arena
         self._transfers = transfers
         self._lock = lock
         self._clients = clients

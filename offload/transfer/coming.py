@@ -16,7 +16,7 @@ from offload.transfer.block import BlockState, DeviceBlock
 
 __all__ = ["ComingReads", "PrefetchBatch"]
 
-_SPILLED, _SPILLING, _RELEASED = BlockState.SPILLED, BlockState.SPILLING, BlockState.RELEASED
+_SPILLED, _SPILLING = BlockState.SPILLED, BlockState.SPILLING
 
 
 class PrefetchBatch(NamedTuple):
@@ -61,7 +61,7 @@ class ComingReads:
         reader, fetched, passes = self._reader, self._fetched, self._passes
         while reader < fetched:
             block = self._blocks[reader]
-            if not (block.is_freed or block.state is _RELEASED):
+            if not block.is_freed:
                 unread = passes[reader] - block.pass_no
                 if unread > 0 or (unread == 0 and block.unread > 0):
                     break
@@ -69,20 +69,14 @@ class ComingReads:
             reader += 1
         self._reader = reader
 
-    def _is_unread(self, position: int) -> bool:
-        """Whether the block there is still to be read."""
-        block = self._blocks[position]
-        if block.is_freed or block.state is _RELEASED:
-            return False
-        expected = self._passes[position]
-        return block.pass_no < expected or (block.pass_no == expected and block.unread > 0)
-
     def look_back(self) -> None:
         """Look again from the first block that was fetched and dropped before it was read: nobody else would
         fetch it before its reader, who then drops the next one to make room, and so on to the end of the
         chunk."""
         for position in range(self._reader, self._fetched):
-            if self._is_unread(position) and _is_away(self._blocks[position]):
+            block = self._blocks[position]
+            ahead = self._passes[position] - block.pass_no
+            if (ahead > 0 or (ahead == 0 and block.unread)) and _is_away(block):
                 self.ahead_bytes -= sum(self._sizes[position : self._fetched])
                 self._fetched = position
                 return
@@ -102,9 +96,9 @@ class ComingReads:
         nbytes = fetch_bytes = 0
         for position in range(self._fetched, len(blocks)):
             block = blocks[position]
-            ahead = passes[position] - block.pass_no  # `_is_unread`, without a call
+            ahead = passes[position] - block.pass_no
             # one that was read out of turn may live on, away, to the weight half
-            if block.is_freed or ahead < 0 or (ahead == 0 and not block.unread) or block.state is _RELEASED:
+            if block.is_freed or ahead < 0 or (ahead == 0 and not block.unread):
                 sizes.append(0)
                 continue
             if nbytes + block.nbytes > room and self.ahead_bytes + nbytes > 0:
@@ -132,4 +126,4 @@ class ComingReads:
 def _is_away(block: DeviceBlock) -> bool:
     """Whether its bytes have to come back: they are on the host, and nothing on the device still holds
     them."""
-    return block.state is _SPILLED and (block.external or block.storage() is None)
+    return not block.is_freed and block.state is _SPILLED and (block.external or block.storage() is None)

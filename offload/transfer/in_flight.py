@@ -179,18 +179,10 @@ class InFlight:
             must not make way.
         """
         spill_cap, device_cap = self.limits.max_spilling_bytes, self.limits.device_limit_bytes
-        if (spill_cap is None or self.spilling_bytes <= spill_cap) and (
-            device_cap is None or self.device_bytes + nbytes <= device_cap
-        ):
-            return True
         reclaimed = 0  # at the front, of which settling makes no room
         while reclaimed < len(self._spilling):
             oldest = self._spilling[reclaimed]
-            over_cap = (
-                spill_cap is not None
-                and self.spilling_bytes > spill_cap
-                and self.spilling_bytes > oldest.nbytes
-            )
+            over_cap = spill_cap is not None and self.spilling_bytes > max(spill_cap, oldest.nbytes)
             over_limit = device_cap is not None and self.device_bytes + nbytes > device_cap
             if not (over_cap or over_limit):
                 return True

@@ -7,6 +7,7 @@ saved; other strides would choose other kernels and change bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -46,15 +47,17 @@ class ViewLayout(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(slots=True, init=False, eq=False, repr=False)
 class WeakStorage:
     """A weak reference to a storage. While it lives, the address of the StorageImpl names no other
     storage."""
 
-    __slots__ = ("_pointer", "key")
+    key: int = field(init=False)
+    _pointer: Any = field(init=False)
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.key: int = storage._cdata
-        self._pointer: Any = storage._weak_ref()
+        self.key = storage._cdata
+        self._pointer = storage._weak_ref()
 
     def refer_to(self, storage: torch.UntypedStorage) -> None:
         """From here on to another storage."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from offload.transfer.admission import Priority
-from offload.transfer.block import Transfer
+from offload.transfer.block import Transfer, living
 from offload.transfer.coming import ComingReads
 from offload.transfer.engine import TransferEngine
 
@@ -57,38 +57,31 @@ class Prefetcher:
         if not transfers.counts.spilled:
             return  # all that was saved in this step is on the device
         for rank, coming in enumerate(chunks):
-            if not coming.known:
-                return  # what is read after it is further away than a window
+            if room <= 0 or not coming.known:
+                return  # what is read after one that is not known is further away than a window
             coming.follow_reader()
             room -= coming.ahead_bytes
             while room > 0:
                 batch = coming.look(room, self.piece_bytes)
                 if batch is None:
                     break
-                fetch, keep, _, nbytes = batch
-                for block in keep:
+                for block in batch.keep:
                     transfers.reclaim(block)
-                if fetch:
-                    later = partial(_read_later, chunks, rank, fetch[-1].touch)
-                    if transfers.restore(fetch, Priority.SPECULATIVE, later) is None:
+                if batch.fetch:
+                    later = partial(_read_later, chunks, rank, batch.fetch[-1].touch)
+                    if transfers.restore(batch.fetch, Priority.SPECULATIVE, later) is None:
                         return
-                elif not nbytes and not keep:
-                    coming.take(batch)
-                    break
                 coming.take(batch)
-                room -= nbytes
-            if room <= 0:
-                return
+                room -= batch.nbytes
 
 
 def _read_later(chunks: Sequence[ComingReads], rank: int, touch: int, transfer: Transfer) -> bool:
     """Whether the bytes of a spill in flight are read later than a block of the chunk at `rank` with this
     touch."""
-    for block in transfer.blocks:
-        if not block.is_freed:
-            chunk = block.group.chunk
-            for place, coming in enumerate(chunks):
-                if coming.chunk == chunk:
-                    return place > rank or (place == rank and block.touch < touch)
-            return True  # its backward is further away than anything that is being fetched
-    return True  # nobody will read it
+    block = next(living(transfer.blocks), None)
+    if block is None:
+        return True  # nobody will read it
+    places = {coming.chunk: place for place, coming in enumerate(chunks)}
+    # one that is not among them is further away than anything that is being fetched
+    place = places.get(block.group.chunk, len(chunks))
+    return place > rank or (place == rank and block.touch < touch)

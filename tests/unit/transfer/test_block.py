@@ -12,7 +12,7 @@ import torch
 
 from offload.errors import OffloadError, RecordStateError
 from offload.ids import ChunkId, GroupId
-from offload.saved.record import Record
+from offload.saved.handles import Record
 from offload.transfer.block import LEGAL_MOVES, BlockState, DeviceBlock
 
 S = BlockState
