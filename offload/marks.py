@@ -21,6 +21,7 @@ device; one warning names the group and the graph (offload/compile).
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
@@ -31,7 +32,7 @@ import torch
 from offload.checkpoint.kept import Operator
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.compile.untraced import untraced
-from offload.config import OffloadConfig, check_fraction, check_index, checked_config
+from offload.config import OffloadConfig, checked_config
 from offload.engine import default_engine
 from offload.errors import GroupOrderError
 from offload.groups.graphs import check_event, record_backward, record_forward
@@ -91,7 +92,7 @@ def configure(
     budget: HostBudget | None = None
     if store is not None:
         limit = config.host_limit_bytes if config.host_limit_bytes is not None else default_host_limit_bytes()
-        budget = StoreHostBudget(store, host_key if host_key is not None else _host_name(), limit)
+        budget = StoreHostBudget(store, host_key if host_key is not None else socket.gethostname(), limit)
     if _manager is not None:
         _manager.prepare_close()  # raises while a buffer is on loan
     engine = default_engine(device, config, budget)
@@ -101,12 +102,6 @@ def configure(
     # pieces go whole, and what was reserved stays
     engine.arena.trim(config.host_reserve_bytes + engine.arena.registration_bytes - 1)
     return manager
-
-
-def _host_name() -> str:
-    import socket
-
-    return socket.gethostname()
 
 
 @untraced
@@ -129,21 +124,16 @@ def init_chunk_handler(
     plan that has settled, where cached device memory goes back (`trim_device`).
     """
     manager = default_manager()
-    changes: dict[str, Any] = {}
-    if activation_offload_fraction is not None:
-        check_fraction("activation_offload_fraction", activation_offload_fraction)
-        changes["fraction"] = activation_offload_fraction
-    for field, name, value in (
-        ("pp_rank", "pp_rank", pp_rank),
-        ("delta_bytes", "delta_offload_bytes_across_pp_ranks", delta_offload_bytes_across_pp_ranks),
-        ("max_inflight_offloads", "max_inflight_offloads", max_inflight_offloads),
-    ):
-        if value is not None:
-            check_index(name, value)
-            changes[field] = value
+    given: dict[str, Any] = {
+        "pp_rank": pp_rank,
+        "delta_offload_bytes_across_pp_ranks": delta_offload_bytes_across_pp_ranks,
+        "activation_offload_fraction": activation_offload_fraction,
+        "max_inflight_offloads": max_inflight_offloads,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    settings = replace(manager.settings, **changes) if changes else manager.settings
     manager.begin_forward(vp_size, vp_stage, min_offloaded_tensor_size)
-    if changes:
-        manager.settings = replace(manager.settings, **changes)
+    manager.settings = settings
 
 
 manager_type: type[GroupsManager] = GroupsManager

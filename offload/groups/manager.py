@@ -16,7 +16,7 @@ import torch
 from offload.client import Client
 from offload.compile.report import CompileReport
 from offload.compile.untraced import import_compiler
-from offload.config import check_bytes
+from offload.config import OffloadConfig, check_bytes
 from offload.engine import OffloadEngine, default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
@@ -24,7 +24,7 @@ from offload.groups.group import Group
 from offload.groups.open_scopes import OpenScopes
 from offload.groups.release import checked_tensors
 from offload.groups.scope import KeptGroup
-from offload.groups.seen import PlanSettings, SeenStep
+from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
@@ -53,7 +53,7 @@ class GroupsManager(OpenScopes, Client):
         import_compiler()
         super().__init__(engine if engine is not None else default_engine())
         self.engine.attach(self)
-        self._planner = StepPlanner(self.engine, PlanSettings.of(self.engine.config))
+        self._planner = StepPlanner(self.engine)
         self.print_summary = print_summary
         self.process_group = process_group
         # with the capture of the commit
@@ -91,12 +91,13 @@ class GroupsManager(OpenScopes, Client):
         return self._planner.is_warmup
 
     @property
-    def settings(self) -> PlanSettings:
-        """What the plan follows; a change takes effect when the step ends."""
+    def settings(self) -> OffloadConfig:
+        """What the plan follows of a config: activation_offload_fraction, pp_rank, max_inflight_offloads and
+        delta_offload_bytes_across_pp_ranks. A change takes effect when the step ends."""
         return self._planner.settings
 
     @settings.setter
-    def settings(self, settings: PlanSettings) -> None:
+    def settings(self, settings: OffloadConfig) -> None:
         self._planner.settings = settings
 
     @property

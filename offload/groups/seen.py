@@ -1,6 +1,8 @@
-"""What a step was seen to do: the chunks that it began, their groups' sizes, the order of its actions.
+"""What a step was seen to do: the chunks that it began, their groups' sizes, the order of its actions, and
+how long each action computed.
 
-One invariant: it is what the next plan is made from, and nothing in it depends on the last plan.
+One invariant: it is what the next plan is made from, and nothing in it depends on the last plan. Nothing here
+blocks the host: a step's times are read when a later step ends, and only if all of its events have passed.
 """
 
 from __future__ import annotations
@@ -9,29 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.config import OffloadConfig
+from offload.device import Device, Event
 from offload.groups.chunk import ChunkGroups
 from offload.policy.actions import Action, ChunkKey, GroupSize
+from offload.transfer.stalls import Stall, all_passed
 
-__all__ = ["PlanSettings", "SeenStep", "sizes_of"]
+__all__ = ["SeenStep", "StepClock", "sizes_of"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
-    """What `init_chunk_handler` may change between steps; the fields are OffloadConfig's."""
-
-    fraction: float
-    delta_bytes: int
-    pp_rank: int
-    max_inflight_offloads: int | None
-
-    @classmethod
-    def of(cls, config: OffloadConfig) -> PlanSettings:
-        return cls(
-            fraction=config.activation_offload_fraction,
-            delta_bytes=config.delta_offload_bytes_across_pp_ranks,
-            pp_rank=config.pp_rank,
-            max_inflight_offloads=config.max_inflight_offloads,
-        )
+Stalls = list[Stall]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +39,7 @@ class SeenStep:
     def sizes_in_backward_order(self) -> list[tuple[ChunkKey, list[GroupSize]]]:
         return [(chunk.id, sizes_of(chunk)) for chunk in self.backward_order]
 
-    def shape(self, settings: PlanSettings) -> object:
+    def shape(self, settings: OffloadConfig) -> object:
         """Two steps that compare equal here can follow one plan: equal groups and bytes, one order of actions
         (another has other chunks alive together), and settings."""
         groups = tuple(
@@ -96,3 +83,59 @@ def sizes_of(chunk: ChunkGroups, part_bytes: Mapping[int, int] | None = None) ->
         GroupSize(group.name, group.total_offload_bytes - part_bytes.get(at, 0))
         for at, group in enumerate(chunk.groups)
     ]
+
+
+class _Timed:
+    __slots__ = ("action", "end", "first_stall", "last_stall", "start")
+
+    def __init__(self, action: Action, start: Event, first_stall: int) -> None:
+        self.action = action
+        self.start = start
+        self.end: Event | None = None
+        self.first_stall = first_stall
+        self.last_stall = first_stall
+
+
+class StepClock:
+    """Times the announced actions of a step: the time between timed events at the two ends of each, less the
+    stalls in between. Actions do not nest."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._timed: list[_Timed] = []
+        self._before: tuple[list[_Timed], Stalls] = ([], [])
+
+    def start(self, action: Action, stalls: Stalls) -> None:
+        if self._device.is_capturing():
+            return  # a captured event has no time
+        self._timed.append(_Timed(action, self._device.record(self._device.compute, timed=True), len(stalls)))
+
+    def stop(self, action: Action, stalls: Stalls) -> None:
+        if self._device.is_capturing():
+            return
+        if self._timed and self._timed[-1].action == action and self._timed[-1].end is None:
+            self._timed[-1].end = self._device.record(self._device.compute, timed=True)
+            self._timed[-1].last_stall = len(stalls)
+
+    def end_step(self, stalls: Stalls) -> dict[Action, float] | None:
+        """Seconds of compute by action of the step BEFORE the one that ends; None if there was none or it is
+        not over on the device.
+
+        stalls: of the step that ends, in order.
+        """
+        timed, old_stalls = self._before
+        self._before = (self._timed, stalls)
+        self._timed = []
+        device = self._device
+        ends = [entry.end for entry in timed if entry.end is not None]
+        if len(ends) != len(timed) or not ends:
+            return None
+        # not in one lane, maybe
+        if not (all(device.poll(event) for event in ends) and all_passed(device, old_stalls)):
+            return None
+        seconds: dict[Action, float] = {}
+        for entry in timed:
+            assert entry.end is not None
+            waited_ms = sum(stall.ms(device) for stall in old_stalls[entry.first_stall : entry.last_stall])
+            seconds[entry.action] = max(0.0, (device.elapsed_ms(entry.start, entry.end) - waited_ms) / 1000)
+        return seconds

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from offload.engine import OffloadEngine
-from offload.groups.seen import PlanSettings, SeenStep, sizes_of
-from offload.groups.step_report import StepReport
-from offload.groups.timed import TimedPlan, Trial, timed_plans
+from offload.groups.reports import StepReport
+from offload.groups.seen import SeenStep, sizes_of
+from offload.groups.timed import Stays, TimedPlan, Trial, timed_plans
 from offload.groups.trim import Trimmer
-from offload.groups.units import Stays
 from offload.policy.actions import Action, ChunkKey, Keeps
 from offload.policy.keeps import (
     all_of,
@@ -39,8 +38,9 @@ _LEAST_PIECES = 2  # in flight in one direction: one that is copied, one that wa
 class StepPlanner:
     """Plans when the shape of a step is new, and once more when its times are known."""
 
-    def __init__(self, engine: OffloadEngine, settings: PlanSettings) -> None:
-        self.settings = settings
+    def __init__(self, engine: OffloadEngine) -> None:
+        # of it only what `init_chunk_handler` may change between steps
+        self.settings = engine.config
         self.is_warmup = True
         self.summary: dict[str, int] = {}
         self.leaving: dict[str, int] = {}  # bytes by group of a step that follows the plan
@@ -127,10 +127,10 @@ class StepPlanner:
         parts = parts if parts is not None else {}
         keeps = fraction_keeps(
             seen.sizes_in_backward_order(),
-            settings.fraction,
+            settings.activation_offload_fraction,
             held=held,
             pp_rank=settings.pp_rank,
-            delta_bytes=settings.delta_bytes,
+            delta_bytes=settings.delta_offload_bytes_across_pp_ranks,
         )
         for chunk in seen.chunks:
             chunk.stays = frozenset(key.position for key in keeps if key.chunk == chunk.id)

@@ -1,5 +1,10 @@
 """Plans for a step whose times are known: two from simulation, and a trial of both.
 
+One plan takes a chunk by units finer than its groups, so that of one group a part may stay: a group of 1.5 GB
+is a coarse step under a limit of 10 GB, and with units of 0.3 GB the simulated step of a pipeline stage is 3
+to 4% shorter (workload W2, November 2026). Units follow the chunk's saves: what a plan keeps of the chunk's
+end is whole groups and the last tensors of at most one more.
+
 The simulation is within a few percent of a real step, and so are its best plans of each other: on one H200
 the plan by parts of groups was predicted 4% shorter than the plan by whole groups and was 1% longer (workload
 W2 at 22 GB, November 2026). So each runs for one step, and the one that was seen to stall less stays. One
@@ -9,21 +14,44 @@ invariant: a trial changes what stays and how far ahead to fetch, never a result
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from offload.groups.chunk import ChunkGroups
-from offload.groups.units import Stays, cut_into_units, stays_of
+from offload.groups.group import Group
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.search import Plan, choose_keeps
 
-__all__ = ["TimedPlan", "Trial", "timed_plans", "trials_for"]
+__all__ = ["Stays", "TimedPlan", "Trial", "Unit", "cut_into_units", "stays_of", "timed_plans", "trials_for"]
 
 logger = logging.getLogger(__name__)
 
 _MOST_TRIALS, _FEWEST_TRIALS = 100, 12
 _UNIT_TRIALS = 50_000
 """Units times simulated steps of one search: about 1 s of host time, once, on whatever pipeline."""
+
+_UNITS_A_CHUNK = 64
+"""About so many at most, whatever the number of tensors: the host time of a plan grows with them."""
+
+
+class Unit(NamedTuple):
+    """Tensors of one group that lie together. position: of the group in its chunk. first_slot: of the first
+    tensor in the group."""
+
+    position: int
+    first_slot: int
+    size: GroupSize
+
+
+class Stays(NamedTuple):
+    """What a plan keeps of one chunk: positions of whole groups, and of others the slot from which on their
+    tensors stay."""
+
+    whole: frozenset[int]
+    from_slot: dict[int, int]
+    part_bytes: dict[int, int]
+    """Of the groups in `from_slot`: what stays of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,3 +176,45 @@ def timed_plans(
         )
         return [plan]
     return [plan for _, plan in sorted(fitting, key=lambda pair: pair[0].predicted_step_s)]
+
+
+def cut_into_units(groups: Sequence[Group], least_bytes: int) -> list[Unit]:
+    """The groups in order, each cut after tensors that reach `least_bytes`, or a 64th of the chunk if that is
+    more, and at the ends of checkpoint regions, whose tensors are read together."""
+    least_bytes = max(least_bytes, sum(group.total_offload_bytes for group in groups) // _UNITS_A_CHUNK)
+    units: list[Unit] = []
+    for position, group in enumerate(groups):
+        first_slot, nbytes, region = 0, 0, 0
+        # counted by hand: in one
+        for slot, slot_bytes in group.slot_bytes or ((0, group.total_offload_bytes),):
+            if group.regions.get(slot, 0) != region:
+                if nbytes:
+                    units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
+                    first_slot, nbytes = slot, 0
+                region = group.regions.get(slot, 0)
+            nbytes += slot_bytes
+            if nbytes >= least_bytes:
+                units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
+                first_slot, nbytes = slot + 1, 0
+        if nbytes or first_slot == 0:  # the rest, or a group without bytes
+            units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
+    return units
+
+
+def stays_of(units: Sequence[Unit], kept: Collection[int]) -> Stays:
+    """What it means for the groups that the units at the places `kept` stay."""
+    places: dict[int, list[int]] = {}
+    for place, unit in enumerate(units):
+        places.setdefault(unit.position, []).append(place)
+    whole: set[int] = set()
+    from_slot: dict[int, int] = {}
+    part_bytes: dict[int, int] = {}
+    for position, own in places.items():
+        staying = [place for place in own if place in kept]
+        if len(staying) == len(own):
+            whole.add(position)
+        elif staying:
+            assert staying == own[-len(staying) :], "a plan keeps from the end"
+            from_slot[position] = units[staying[0]].first_slot
+            part_bytes[position] = sum(units[place].size.nbytes for place in staying)
+    return Stays(frozenset(whole), from_slot, part_bytes)

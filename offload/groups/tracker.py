@@ -19,9 +19,8 @@ import torch
 from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
-from offload.groups.clock import StepClock
-from offload.groups.mark_report import FORWARDS_WITHOUT_END, MarkReport
-from offload.groups.seen import SeenStep
+from offload.groups.reports import FORWARDS_WITHOUT_END, MarkReport
+from offload.groups.seen import SeenStep, StepClock
 from offload.ids import ChunkId
 from offload.policy.actions import Action, Kind
 from offload.policy.lookahead import Lookahead

@@ -122,7 +122,7 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
     "negative delta": (
         lambda: init_chunk_handler(delta_offload_bytes_across_pp_ranks=-1),
         ValueError,
-        "delta_offload_bytes_across_pp_ranks is -1, must be a whole number, 0 or more",
+        "delta_offload_bytes_across_pp_ranks is -1, must be a whole number of bytes, 0 or more",
     ),
     "negative rank": (
         lambda: init_chunk_handler(pp_rank=-1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offload.device.sim import SimDevice
-from offload.groups.clock import Stalls, StepClock
+from offload.groups.seen import Stalls, StepClock
 from offload.policy.actions import Action
 from offload.transfer.stalls import Stall
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from offload.groups import timed
-from offload.groups.clock import StepClock
+from offload.groups.seen import StepClock
 from offload.policy.actions import Rates
 from tests.unit.groups.stack import (
     ROWS,

@@ -18,7 +18,7 @@ from offload import (
     offload_hooks,
     step_end,
 )
-from offload.groups.mark_report import FORWARDS_WITHOUT_END
+from offload.groups.reports import FORWARDS_WITHOUT_END
 from tests.unit.groups.stack import leaf
 
 

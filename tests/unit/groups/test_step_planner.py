@@ -9,7 +9,7 @@ import pytest
 
 from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
-from offload.groups.seen import PlanSettings, SeenStep
+from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
@@ -25,7 +25,7 @@ def engine_of(**config: Any) -> OffloadEngine:
 
 
 def planner_of(engine: OffloadEngine) -> StepPlanner:
-    return StepPlanner(engine, PlanSettings.of(engine.config))
+    return StepPlanner(engine)
 
 
 def chunks_of(engine: OffloadEngine, *names: str, nbytes: int = KIB) -> list[ChunkOffloadHandler]:
@@ -104,7 +104,7 @@ def test_warm_up_ends_once_and_a_new_shape_or_order_or_setting_is_planned_anew()
     chunks[1].groups[0].logical_bytes += 1
     planner.after_step(seen(chunks[1:], "F0 B0"))
     assert stays(chunks) == [set(), {1}]
-    planner.settings = PlanSettings.of(OffloadConfig(activation_offload_fraction=0.0))
+    planner.settings = OffloadConfig(activation_offload_fraction=0.0)
     planner.after_step(seen(chunks, "F0 F1 B1 B0"))
     assert stays(chunks) == [{0, 1}, {0, 1}]
 

@@ -9,7 +9,7 @@ import pytest
 
 from offload import PipelineOffloadManager
 from offload.config import OffloadConfig
-from offload.groups.step_report import StepReport
+from offload.groups.reports import StepReport
 from offload.telemetry.records import StepStats
 from offload.transfer.admission import Limits
 from tests.unit.groups.stack import ROWS, WIDTH, Driver, build_manager, build_stages, gpipe, installed, lifo

@@ -10,11 +10,9 @@ import torch
 
 from offload import OffloadConfig, OffloadEngine, OffloadTensorGroup, group_commit, group_start, offload_hooks
 from offload.device.sim import SimDevice
-from offload.groups.clock import StepClock
-from offload.groups.seen import PlanSettings, SeenStep
+from offload.groups.seen import SeenStep, StepClock
 from offload.groups.step_planner import StepPlanner
-from offload.groups.timed import TimedPlan, Trial, trials_for
-from offload.groups.units import Unit, cut_into_units, stays_of
+from offload.groups.timed import TimedPlan, Trial, Unit, cut_into_units, stays_of, trials_for
 from offload.policy.actions import Action, GroupSize, Rates
 from tests.unit.groups.stack import (
     WIDTH,
@@ -86,7 +84,7 @@ def test_timed_plan_keeps_part_of_a_group_that_is_too_large_to_stay_whole() -> N
     """One chunk of one group of four tensors, and room for three: without units nothing of it could stay."""
     engine = OffloadEngine(OffloadConfig(device_limit_bytes=7 * KIB, piece_bytes=KIB), device=SimDevice())
     engine.rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
-    planner = StepPlanner(engine, PlanSettings.of(engine.config))
+    planner = StepPlanner(engine)
     (chunk,) = chunks_of(engine, "a", nbytes=8 * KIB)
     chunk.groups[0].slot_bytes = tuple((slot, 2 * KIB) for slot in range(4))
     actions = [Action("F", 0, 0), Action("B", 0, 0)]
@@ -202,7 +200,7 @@ def test_planner_tries_both_plans_and_then_gives_back_what_the_chosen_one_does_n
 ) -> None:
     engine = OffloadEngine(OffloadConfig(device_limit_bytes=24 * KIB, piece_bytes=KIB), device=SimDevice())
     engine.rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
-    planner = StepPlanner(engine, PlanSettings.of(engine.config))
+    planner = StepPlanner(engine)
     chunks = chunks_of(engine, "ab", "ab", nbytes=8 * KIB)
     for chunk in chunks:
         for group in chunk.groups:
@@ -307,7 +305,7 @@ def test_summary_counts_what_leaves_in_each_step_of_a_trial_and_after_it(
 def test_plan_made_by_hand_in_the_middle_of_a_trial_ends_it() -> None:
     engine = OffloadEngine(OffloadConfig(device_limit_bytes=24 * KIB, piece_bytes=KIB), device=SimDevice())
     engine.rates = Rates(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6)
-    planner = StepPlanner(engine, PlanSettings.of(engine.config))
+    planner = StepPlanner(engine)
     chunks = chunks_of(engine, "ab", "ab", nbytes=8 * KIB)
     for chunk in chunks:
         for group in chunk.groups:

@@ -259,7 +259,12 @@ def test_order_of_arguments_is_read_from_them_and_else_from_the_version(
     assert chunk is not None
     assert (chunk.id.stage, chunk.min_offloaded_tensor_size) == (stage, 7)
     seen = manager.settings
-    assert (seen.fraction, seen.delta_bytes, seen.pp_rank, seen.max_inflight_offloads) == settings
+    assert settings == (
+        seen.activation_offload_fraction,
+        seen.delta_offload_bytes_across_pp_ranks,
+        seen.pp_rank,
+        seen.max_inflight_offloads,
+    )
 
 
 def test_no_cap_in_flight_takes_back_an_earlier_cap(manager: PipelineOffloadManager) -> None:

@@ -1,6 +1,7 @@
-"""Warnings about marks that have no effect, each given once, with its cause and the way out.
+"""Warnings about marks that have no effect, a limit that was passed, and copies that save no memory.
 
-One invariant: it only observes; nothing asks it whether a tensor may leave.
+One invariant: each is given once, with its cause and the way out, and changes nothing; nothing asks a report
+whether a tensor may leave.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import logging
 from collections.abc import Iterable
 
 from offload.groups.group import Group
+from offload.telemetry.records import StepStats
+from offload.transfer.admission import Limits
 
-__all__ = ["FORWARDS_WITHOUT_END", "MarkReport"]
+__all__ = ["FORWARDS_WITHOUT_END", "MarkReport", "StepReport"]
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +21,23 @@ FORWARDS_WITHOUT_END = 1024
 """Forwards of one virtual stage after which a step is taken for one that is never ended."""
 
 
-class MarkReport:
+class _Report:
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def _first(self, what: str) -> bool:
+        """Whether `what` is said for the first time."""
+        if what in self._said:
+            return False
+        self._said.add(what)
+        return True
+
+
+class MarkReport(_Report):
     """By cause; of a cause that has a group's name, once for each name."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        super().__init__()
         self._recomputed: set[str] = set()
 
     def not_announced(self, name: str) -> None:
@@ -81,8 +96,35 @@ class MarkReport:
                 )
         self._recomputed.clear()
 
-    def _first(self, what: str) -> bool:
-        if what in self._said:
-            return False
-        self._said.add(what)
-        return True
+
+class StepReport(_Report):
+    """Of one planner."""
+
+    def look(self, stats: StepStats, limits: Limits, live_peak_bytes: int) -> None:
+        """stats: of a step that followed its plan. live_peak_bytes: what its saved tensors would take of the
+        device at once if none left."""
+        limit, peak = limits.device_limit_bytes, stats.device_bytes_peak
+        if limit is not None and peak > limit and self._first("passed"):
+            logger.warning(
+                "saved tensors took up to %s bytes of the device at once in step %d, and "
+                "device_limit_bytes is %s: %s",
+                f"{peak:,}",
+                stats.step,
+                f"{limit:,}",
+                f"{stats.refused_bytes:,} bytes found no host memory; call "
+                f"reserve_host({stats.host_bytes_wanted_peak:,}) before the first step"
+                if stats.refused_bytes
+                else "what is being saved or read must fit beside what is on its way; raise the limit, or "
+                "mark smaller groups",
+            )
+        saves_nothing = limit is None and stats.spill_bytes and peak >= live_peak_bytes
+        if saves_nothing and self._first("nothing saved"):
+            logger.warning(
+                "step %d copied %s bytes out and %s back, and its saved tensors took as much of the device "
+                "at once, %s bytes, as if none had left: copies in flight have room for all of them. Set "
+                "device_limit_bytes to what they may take",
+                stats.step,
+                f"{stats.spill_bytes:,}",
+                f"{stats.restore_bytes:,}",
+                f"{peak:,}",
+            )
