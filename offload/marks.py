@@ -35,7 +35,7 @@ from offload.compile.untraced import untraced
 from offload.config import OffloadConfig, checked_config
 from offload.engine import default_engine
 from offload.errors import GroupOrderError
-from offload.groups.graphs import check_event, record_backward, record_forward
+from offload.groups.graphs import check_event, record_event
 from offload.groups.manager import GroupsManager
 from offload.groups.release import without_output
 from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
@@ -124,13 +124,13 @@ def init_chunk_handler(
     plan that has settled, where cached device memory goes back (`trim_device`).
     """
     manager = default_manager()
-    given: dict[str, Any] = {
+    given = {
         "pp_rank": pp_rank,
         "delta_offload_bytes_across_pp_ranks": delta_offload_bytes_across_pp_ranks,
         "activation_offload_fraction": activation_offload_fraction,
         "max_inflight_offloads": max_inflight_offloads,
     }
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     settings = replace(manager.settings, **changes) if changes else manager.settings
     manager.begin_forward(vp_size, vp_stage, min_offloaded_tensor_size)
     manager.settings = settings
@@ -164,9 +164,8 @@ def put_manager(manager: GroupsManager | None) -> None:
 def close_manager() -> None:
     """Close the process-wide manager, if there is one. Raises PoolError, and leaves it in its place, while an
     optimizer uses its engine's host memory."""
-    old = _manager
-    if old is not None:
-        old.close()
+    if _manager is not None:
+        _manager.close()
         put_manager(None)
 
 
@@ -285,9 +284,8 @@ class offload_hooks(ContextDecorator):  # noqa: N801 - to its callers a function
 def flush_delayed_groups() -> None:
     """Send every delayed group, in the order of their commits. In a capture, those that were delayed in
     it."""
-    manager = existing_manager()
-    if manager is not None:
-        manager.flush_delayed_groups()
+    if _manager is not None:
+        _manager.flush_delayed_groups()
 
 
 @untraced
@@ -334,7 +332,8 @@ def forward_record(event: Any) -> None:
     event: in a capture, torch.cuda.Event(external=True). Another stream that waits for it runs beside the
     copies that are still under way, which the graph itself ends with.
     """
-    record_forward(default_manager(), event)
+    check_event("forward_record", event)
+    record_event(default_manager().engine, event, "d2h")
 
 
 @untraced
@@ -352,7 +351,7 @@ def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
     if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
         tensor = tensor.view_as(tensor)  # a node that the hook lives on
     if tensor.grad_fn is not None:
-        tensor.grad_fn.register_prehook(lambda gradients: record_backward(default_manager(), event))
+        tensor.grad_fn.register_prehook(lambda _: record_event(default_manager().engine, event, "h2d"))
     return tensor
 
 
@@ -384,10 +383,8 @@ def selective_contexts(
 def step_end() -> StepStats | None:
     """End the step, once its gradients are final. Returns its figures; None where no manager has been
     built."""
-    manager = existing_manager()
-    return None if manager is None else manager.step_end()
+    return None if _manager is None else _manager.step_end()
 
 
-def reset() -> StepStats | None:
-    """The same as `step_end`, under the name that Megatron users know."""
-    return step_end()
+reset = step_end
+"""The same, under the name that Megatron users know."""

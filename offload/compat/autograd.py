@@ -12,7 +12,7 @@ import torch
 
 from offload.compat.handler import ChunkOffloadHandler
 from offload.compat.manager import PipelineOffloadManager
-from offload.groups.graphs import record_backward
+from offload.groups.graphs import record_event
 
 __all__ = [
     "FineGrainedOffloadingBackwardRecordFunction",
@@ -72,5 +72,5 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
-        record_backward(PipelineOffloadManager.get_instance(), ctx.event)
+        record_event(PipelineOffloadManager.get_instance().engine, ctx.event, "h2d")
         return grad_output, None

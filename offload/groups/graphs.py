@@ -17,14 +17,13 @@ capture leaves out, and why, is transfer/captures.py's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from offload.device import Lane
-from offload.groups.manager import GroupsManager
+from offload.engine import OffloadEngine
 
-__all__ = ["check_event", "is_graph_capturing", "record_backward", "record_forward"]
+__all__ = ["check_event", "is_graph_capturing", "record_event"]
 
 
 def is_graph_capturing() -> bool:
@@ -41,21 +40,9 @@ def check_event(function: str, event: Any) -> None:
         )
 
 
-def record_forward(manager: GroupsManager, event: Any) -> None:
-    """Record `event` on the current stream, and order what comes next there after what was sent to d2h.
-    Blocks the host: never."""
-    check_event("forward_record", event)
-    _record(manager, event, manager.engine.device.d2h, "settle")
-
-
-def record_backward(manager: GroupsManager, event: Any) -> None:
-    """Record `event` on the current stream, and order what comes next there after what was fetched on h2d.
-    Blocks the host: never."""
-    _record(manager, event, manager.engine.device.h2d, "read")
-
-
-def _record(manager: GroupsManager, event: Any, copies: Lane, order: str) -> None:
-    engine = manager.engine
+def record_event(engine: OffloadEngine, event: Any, lane: Literal["d2h", "h2d"]) -> None:
+    """Record `event` on the current stream, and order what comes next there after the copies on `lane` so
+    far. Blocks the host: never."""
     engine.transfers.check_capture("an event record")
     event.record()
     with engine.lock:
@@ -63,4 +50,6 @@ def _record(manager: GroupsManager, event: Any, copies: Lane, order: str) -> Non
             # the lanes that are part of it; to wait for another would end the capture
             engine.transfers.join()
         else:
-            engine.device.wait(engine.device.compute, engine.device.record(copies), order)
+            device = engine.device
+            copies, order = (device.d2h, "settle") if lane == "d2h" else (device.h2d, "read")
+            device.wait(device.compute, device.record(copies), order)

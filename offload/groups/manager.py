@@ -79,10 +79,8 @@ class GroupsManager(OpenScopes, Client):
                 raise
             self.engine.off_read(self._on_read)
         self._ended = None
-        for handler in self._handlers.values():
-            handler.reset()
+        self._forget_step()
         self._handlers.clear()
-        self._retired.clear()
 
     # -- properties ------------------------------------------------------------------------------------------
     @property
@@ -219,12 +217,9 @@ class GroupsManager(OpenScopes, Client):
         warm-up of this capture, starts anew, so that what the capture saves is fetched in its own order."""
         self._commit_open_groups()
         forward = self._forward
-        if (
-            forward is not None
-            and forward.begun
-            and not any(forward.open_groups())
-            and next(forward.saved.living(), None) is None
-        ):
+        if forward is None or not forward.begun or any(forward.open_groups()):
+            return
+        if next(forward.saved.living(), None) is None:
             forward.reset()
             if self._backward is forward:
                 self._backward = None
@@ -268,7 +263,7 @@ class GroupsManager(OpenScopes, Client):
             committed = [group for handler in handlers for group in handler.groups if group.committed]
             least = min((handler.min_offloaded_tensor_size for handler in handlers), default=0)
             self.mark_report.end_step(committed, least)
-        seconds = self._clock.end_step(self.engine.transfers.stalls)
+        seconds = self._clock.end_step()
         figures = self.engine.end_saves([*self._retired, *(handler.saved for handler in handlers)])
         for handler in handlers:
             handler.end_recording()
@@ -282,11 +277,9 @@ class GroupsManager(OpenScopes, Client):
         with self.engine.lock:
             seen, self._ended = self._ended, None
             assert seen is not None
-            planned = False
-            if self.do_offload:
-                planned = self._planner.after_step(seen)
-            else:
+            if not self.do_offload:
                 self._planner.pass_over(seen)
+            planned = self.do_offload and self._planner.after_step(seen)
             self._forget_step()
         if planned and self.print_summary:
             print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)

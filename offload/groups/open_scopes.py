@@ -1,12 +1,11 @@
 """Hooks that are installed for the open groups of the current chunk, and removed again.
 
-One invariant: what a `with`, or a group that is to close its hooks at its commit, has installed is removed,
-exactly that and whatever was switched or raised in between; the last chance is the end of the step.
+One invariant: exactly what a `with`, or a group that closes its hooks at its commit, has installed is
+removed, whatever was switched or raised in between; at the end of the step at the latest.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -20,8 +19,6 @@ from offload.saved.hooks import InstalledScope, inside_checkpoint
 
 __all__ = ["OpenScopes"]
 
-logger = logging.getLogger(__name__)
-
 
 class OpenScopes(ChunkTracker):
     """The hooks' part of the manager."""
@@ -30,20 +27,12 @@ class OpenScopes(ChunkTracker):
         super().__init__(engine)
         # by the name of the group whose commit closes it
         self._until_commit: list[tuple[str, InstalledScope | None]] = []
-        self._warned_no_group = False
-        self._warned_checkpoint = False
 
     # -- whose they are --------------------------------------------------------------------------------------
     def active_handler(self) -> ChunkGroups | None:
         """The chunk that a mark in a forward belongs to, if anything may leave now."""
-        if (
-            not self.do_offload
-            or self._forward is None
-            or not torch.is_grad_enabled()
-            or torch._C._current_graph_task_id() != -1
-        ):
-            return None
-        return self._forward
+        may_leave = self.do_offload and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        return self._forward if may_leave else None
 
     def muted_handler(self) -> ChunkGroups | None:
         """The chunk that a mark belongs to although nothing may leave: its starts and commits are still
@@ -66,28 +55,13 @@ class OpenScopes(ChunkTracker):
         if handler is None:
             return None
         group = handler.innermost_open()
-        if group is not None:
-            group.hooked = True
-        if group is not None and inside_checkpoint():
-            if not self._warned_checkpoint and not self.open_regions:
-                self._warned_checkpoint = True
-                logger.warning(
-                    "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it "
-                    "saves: nothing of it will leave; "
-                    "put the group around the checkpoint, or give the checkpoint "
-                    "context_fn=selective_contexts(...)",
-                    group.name,
-                    handler.id,
-                )
-            return None
         if group is None:
-            if not self._warned_no_group:
-                self._warned_no_group = True
-                logger.warning(
-                    "offload_hooks() without an open group in chunk %s: nothing saved in it will leave; call "
-                    "group_start first",
-                    handler.id,
-                )
+            self.mark_report.no_group(handler.id)
+            return None
+        group.hooked = True
+        if inside_checkpoint():
+            if not self.open_regions:
+                self.mark_report.inside_checkpoint(group.name, handler.id)
             return None
         self.engine.transfers.check_capture(f"group {group.name!r}")
         return self.engine.hooks.push(GroupScope(handler, group), stays)

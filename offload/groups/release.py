@@ -26,16 +26,11 @@ def checked_tensors(tensors: object) -> list[torch.Tensor]:
     """A list of tensors to release by force; None is an empty one."""
     if tensors is None:
         return []
-    if not isinstance(tensors, (list, tuple)) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in tensors
-    ):
-        found = (
-            [type(item).__name__ for item in tensors]
-            if isinstance(tensors, (list, tuple))
-            else type(tensors).__name__
-        )
+    listed = list(tensors) if isinstance(tensors, (list, tuple)) else None
+    if listed is None or not all(isinstance(tensor, torch.Tensor) for tensor in listed):
+        found = type(tensors).__name__ if listed is None else [type(item).__name__ for item in listed]
         raise ValueError(f"forced_released_tensors is {found}, must be a list of tensors, or None")
-    return list(tensors)
+    return listed
 
 
 def without_output(tensors: list[torch.Tensor], output: torch.Tensor, name: str) -> list[torch.Tensor]:
@@ -92,14 +87,12 @@ def release(
                     transfers.settle_spill(block.transfer)
             if _is_held(aliases):
                 why = (
-                    "a graph that saved it outside of the hooks, or a view that is not on the list, still "
-                    "holds it"
+                    "a graph that saved it outside of the hooks, or a view that is not listed, still holds it"
                 )
         if why is not None:
             logger.warning(
                 "group %s: a tensor of shape %s (%s bytes of storage) was to be released, but %s; it stays. "
-                "Save all of it inside the "
-                "group, or take it off forced_released_tensors",
+                "Save all of it inside the group, or take it off forced_released_tensors",
                 saved.id,
                 tuple(aliases[0].shape),
                 f"{storage.nbytes():,}",

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 
 from offload.groups.group import Group
+from offload.ids import ChunkId
 from offload.telemetry.records import StepStats
 from offload.transfer.admission import Limits
 
@@ -47,6 +48,26 @@ class MarkReport(_Report):
                 "group %r is started while no chunk is current: nothing of this forward leaves. Call "
                 "init_chunk_handler() at the start of every forward; a pipeline stage needs its announcer",
                 name,
+            )
+
+    def no_group(self, chunk: ChunkId) -> None:
+        """Hooks were asked for while no group of `chunk` was open."""
+        if self._first("no group"):
+            logger.warning(
+                "offload_hooks() without an open group in chunk %s: nothing saved in it will leave; call "
+                "group_start first",
+                chunk,
+            )
+
+    def inside_checkpoint(self, name: str, chunk: ChunkId) -> None:
+        """Hooks were asked for in a checkpoint that keeps nothing."""
+        if self._first("inside a checkpoint"):
+            logger.warning(
+                "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it saves: "
+                "nothing of it will leave; put the group around the checkpoint, or give the checkpoint "
+                "context_fn=selective_contexts(...)",
+                name,
+                chunk,
             )
 
     def recomputed(self, name: str) -> None:

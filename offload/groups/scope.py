@@ -42,8 +42,7 @@ class GroupScope:
         return handler.engine.store.save(tensor, handler.saved, saved)
 
     def note_replayed(self, tensor: torch.Tensor) -> None:
-        address = tensor.untyped_storage().data_ptr()
-        self._group.replayed[address] = tensor.numel() * tensor.element_size()
+        self._group.replayed[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
 
 
 class KeptScope(GroupScope):

@@ -11,14 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.config import OffloadConfig
-from offload.device import Device, Event
+from offload.device import Event
 from offload.groups.chunk import ChunkGroups
 from offload.policy.actions import Action, ChunkKey, GroupSize
+from offload.transfer.engine import TransferEngine
 from offload.transfer.stalls import Stall, all_passed
 
 __all__ = ["SeenStep", "StepClock", "sizes_of"]
-
-Stalls = list[Stall]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,62 +75,56 @@ def _once_each(seen: Sequence[Action], sizes: Collection[ChunkKey]) -> list[Acti
     return [seen[at] for at in sorted(places)]
 
 
-def sizes_of(chunk: ChunkGroups, part_bytes: Mapping[int, int] | None = None) -> list[GroupSize]:
+def sizes_of(chunk: ChunkGroups, part_bytes: Mapping[int, int] = {}) -> list[GroupSize]:
     """The groups' eligible bytes. part_bytes: by position, what stays of those that leave in part."""
-    part_bytes = part_bytes or {}
     return [
         GroupSize(group.name, group.total_offload_bytes - part_bytes.get(at, 0))
         for at, group in enumerate(chunk.groups)
     ]
 
 
+@dataclass(slots=True)
 class _Timed:
-    __slots__ = ("action", "end", "first_stall", "last_stall", "start")
-
-    def __init__(self, action: Action, start: Event, first_stall: int) -> None:
-        self.action = action
-        self.start = start
-        self.end: Event | None = None
-        self.first_stall = first_stall
-        self.last_stall = first_stall
+    action: Action
+    start: Event
+    first_stall: int
+    last_stall: int = 0
+    end: Event | None = None
 
 
 class StepClock:
     """Times the announced actions of a step: the time between timed events at the two ends of each, less the
     stalls in between. Actions do not nest."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, transfers: TransferEngine) -> None:
+        self._transfers = transfers
+        self._device = transfers.device
         self._timed: list[_Timed] = []
-        self._before: tuple[list[_Timed], Stalls] = ([], [])
+        self._before: tuple[list[_Timed], list[Stall]] = ([], [])
 
-    def start(self, action: Action, stalls: Stalls) -> None:
+    def start(self, action: Action) -> None:
         if self._device.is_capturing():
             return  # a captured event has no time
-        self._timed.append(_Timed(action, self._device.record(self._device.compute, timed=True), len(stalls)))
+        start = self._device.record(self._device.compute, timed=True)
+        self._timed.append(_Timed(action, start, len(self._transfers.stalls)))
 
-    def stop(self, action: Action, stalls: Stalls) -> None:
-        if self._device.is_capturing():
-            return
-        if self._timed and self._timed[-1].action == action and self._timed[-1].end is None:
-            self._timed[-1].end = self._device.record(self._device.compute, timed=True)
-            self._timed[-1].last_stall = len(stalls)
+    def stop(self, action: Action) -> None:
+        timed = self._timed[-1] if self._timed and not self._device.is_capturing() else None
+        if timed is not None and timed.action == action and timed.end is None:
+            timed.end = self._device.record(self._device.compute, timed=True)
+            timed.last_stall = len(self._transfers.stalls)
 
-    def end_step(self, stalls: Stalls) -> dict[Action, float] | None:
+    def end_step(self) -> dict[Action, float] | None:
         """Seconds of compute by action of the step BEFORE the one that ends; None if there was none or it is
-        not over on the device.
-
-        stalls: of the step that ends, in order.
-        """
+        not over on the device. Called before the transfers begin their next list of stalls."""
         timed, old_stalls = self._before
-        self._before = (self._timed, stalls)
+        self._before = (self._timed, self._transfers.stalls)
         self._timed = []
         device = self._device
         ends = [entry.end for entry in timed if entry.end is not None]
-        if len(ends) != len(timed) or not ends:
-            return None
-        # not in one lane, maybe
-        if not (all(device.poll(event) for event in ends) and all_passed(device, old_stalls)):
+        # maybe on more than one lane
+        over = all(device.poll(event) for event in ends) and all_passed(device, old_stalls)
+        if not ends or len(ends) != len(timed) or not over:
             return None
         seconds: dict[Action, float] = {}
         for entry in timed:

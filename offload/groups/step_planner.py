@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from offload.engine import OffloadEngine
 from offload.groups.reports import StepReport
 from offload.groups.seen import SeenStep, sizes_of
-from offload.groups.timed import Stays, TimedPlan, Trial, timed_plans
+from offload.groups.timed import NO_PART, Stays, TimedPlan, Trial, timed_plans
 from offload.groups.trim import Trimmer
 from offload.policy.actions import Action, ChunkKey, Keeps
 from offload.policy.keeps import (
@@ -120,11 +120,10 @@ class StepPlanner:
         self._trial = None
         self._install(seen, self._untimed(seen))
 
-    def _install(self, seen: SeenStep, held: Keeps, parts: Mapping[ChunkKey, Stays] | None = None) -> None:
+    def _install(self, seen: SeenStep, held: Keeps, parts: Mapping[ChunkKey, Stays] = {}) -> None:
         """held: whole groups that stay whatever the settings say. parts: what stays of groups that leave in
         part."""
         settings = self.settings
-        parts = parts if parts is not None else {}
         keeps = fraction_keeps(
             seen.sizes_in_backward_order(),
             settings.activation_offload_fraction,
@@ -134,9 +133,9 @@ class StepPlanner:
         )
         for chunk in seen.chunks:
             chunk.stays = frozenset(key.position for key in keeps if key.chunk == chunk.id)
-            chunk.stays_from = dict(parts[chunk.id].from_slot) if chunk.id in parts else {}
+            chunk.stays_from = dict(parts.get(chunk.id, NO_PART).from_slot)
         forward = [
-            (chunk.id, sizes_of(chunk, parts[chunk.id].part_bytes if chunk.id in parts else None))
+            (chunk.id, sizes_of(chunk, parts.get(chunk.id, NO_PART).part_bytes))
             for chunk in dict.fromkeys(seen.forward_order)
         ]
         self.leaving = leaving_bytes(forward, keeps)
@@ -152,11 +151,9 @@ class StepPlanner:
         if limits.device_limit_bytes is None:
             self._fit_windows(self._live_peak_bytes)
             return margin_keeps(seen.sizes_in_backward_order())
-        spilling = (
-            limits.max_spilling_bytes
-            if limits.max_spilling_bytes is not None
-            else limits.device_limit_bytes // 4
-        )
+        spilling = limits.max_spilling_bytes
+        if spilling is None:
+            spilling = limits.device_limit_bytes // 4
         return limit_keeps(known, sizes, limits.device_limit_bytes, spilling, limits.max_restoring_bytes)
 
     def _fit_windows(self, live_peak_bytes: int) -> None:

@@ -23,7 +23,7 @@ from offload.groups.group import Group
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.search import Plan, choose_keeps
 
-__all__ = ["Stays", "TimedPlan", "Trial", "Unit", "cut_into_units", "stays_of", "timed_plans", "trials_for"]
+__all__ = ["NO_PART", "Stays", "TimedPlan", "Trial", "timed_plans"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ class Stays(NamedTuple):
     from_slot: dict[int, int]
     part_bytes: dict[int, int]
     """Of the groups in `from_slot`: what stays of each."""
+
+
+NO_PART = Stays(frozenset(), {}, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +101,11 @@ class Trial:
             self._ran = False
             self._stalls_ms.append(float("inf") if stall_ms is None else stall_ms)
             if self.settled:
-                logger.info(
-                    "plans tried: stalls of %s ms", ", ".join(f"{stall:.1f}" for stall in self._stalls_ms)
-                )
+                stalls = ", ".join(f"{stall:.1f}" for stall in self._stalls_ms)
+                logger.info("plans tried: stalls of %s ms", stalls)
 
     def whole_step_ended(self) -> TimedPlan | None:
-        """The plan to follow from here on; None if the trial is over, and the chosen one is followed
-        already."""
+        """The plan to follow from here on; None if the trial is over and its plan is followed already."""
         if self._over:
             return None
         self._over = self.settled
@@ -133,32 +134,25 @@ def timed_plans(
     """
     found: list[tuple[Plan, TimedPlan]] = []
     whole_bytes = max(sum(group.total_offload_bytes for group in chunk.groups) for chunk in chunks) + 1
-    cuts = [
+    cuts: list[dict[ChunkKey, list[Unit]]] = [
         {chunk.id: cut_into_units(chunk.groups, least_bytes) for chunk in chunks}
         for least_bytes in (piece_bytes, whole_bytes)
     ]
     for units in cuts if cuts[0] != cuts[1] else cuts[:1]:
-        sizes: dict[ChunkKey, list[GroupSize]] = {
-            chunk: [unit.size for unit in own] for chunk, own in units.items()
-        }
-        chosen = choose_keeps(
-            actions,
-            sizes,
-            compute_s,
-            rates,
-            limit_bytes,
-            max_trials=trials_for(sum(map(len, sizes.values()))),
-        )
+        sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
+        num_units = sum(map(len, sizes.values()))
+        most = trials_for(num_units)
+        chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, max_trials=most)
         kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
         for key in chosen.keeps:
             kept[key.chunk].add(key.position)
-        parts: dict[ChunkKey, Stays] = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
+        parts = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
         whole = frozenset(GroupKey(chunk, at) for chunk, stays in parts.items() for at in stays.whole)
         plan = TimedPlan(keeps=whole, parts=parts, restoring_room_bytes=chosen.restoring_room_bytes)
         logger.info(
             "plan: %d of %d units stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
             len(chosen.keeps),
-            sum(len(own) for own in units.values()),
+            num_units,
             f"{chosen.restoring_room_bytes:,}",
             chosen.predicted_step_s * 1000,
             sum(compute_s) * 1000,

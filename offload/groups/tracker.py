@@ -46,7 +46,7 @@ class ChunkTracker:
         self.do_offload = True
         self.mark_report = MarkReport()
         self.open_regions = 0  # checkpointed forwards that keep a part, running now
-        self._clock = StepClock(engine.device)
+        self._clock = StepClock(engine.transfers)
         self._handlers: dict[ChunkId, ChunkGroups] = {}
         self._retired: list[SavedChunk] = []  # forwards of this step that were begun again
         # in this step, into graphs: no step to come runs their marks
@@ -89,13 +89,13 @@ class ChunkTracker:
         with self.engine.lock:
             self._announced = True
             self._begin(ChunkId(stage, microbatch), self.engine.config.min_offloaded_tensor_size)
-            self._clock.start(Action("F", stage, microbatch), self.engine.transfers.stalls)
+            self._clock.start(Action("F", stage, microbatch))
 
     def end_forward(self, stage: int, microbatch: int) -> None:
         """That forward is complete: its bytes may be fetched back from now on."""
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._clock.stop(Action("F", stage, microbatch), self.engine.transfers.stalls)
+            self._clock.stop(Action("F", stage, microbatch))
             if handler is not None:
                 handler.saved.complete()
                 if self._input_half_reads.get(stage) is False:
@@ -116,18 +116,17 @@ class ChunkTracker:
             handler = self._handlers.get(ChunkId(stage, microbatch))
             action = Action(cast(Kind, kind), stage, microbatch)
             self._lookahead.advance(action)
-            self._clock.start(action, self.engine.transfers.stalls)
-            if handler is None or not handler.begun:
-                return
-            self._start_reading(handler, kind)
-            self.pump()
+            self._clock.start(action)
+            if handler is not None and handler.begun:
+                self._start_reading(handler, kind)
+                self.pump()
 
     def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
         """That backward is over. After an input half, what was fetched and is clean is dropped: the weight
         half reads less."""
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
-            self._clock.stop(Action(cast(Kind, kind), stage, microbatch), self.engine.transfers.stalls)
+            self._clock.stop(Action(cast(Kind, kind), stage, microbatch))
             if handler is None or not handler.begun:
                 return
             if kind == "I":
@@ -202,7 +201,7 @@ class ChunkTracker:
         unread = [chunk for chunk in self._forward_order if chunk not in self._backward_order]
         return unread[-1] if unread else None
 
-    def _begin(self, chunk_id: ChunkId, min_elements: int) -> ChunkGroups:
+    def _begin(self, chunk_id: ChunkId, min_elements: int) -> None:
         handler = self._handlers.get(chunk_id)
         if handler is None:
             handler = self._new_chunk(min_elements, chunk_id)
@@ -220,7 +219,6 @@ class ChunkTracker:
         self._forward_order.append(handler)
         self._lookahead.advance(Action("F", *chunk_id))
         self._look_ahead()
-        return handler
 
     # -- reading ---------------------------------------------------------------------------------------------
     def reading(self, handler: ChunkGroups) -> None:
@@ -263,9 +261,7 @@ class ChunkTracker:
     def _look_ahead(self) -> None:
         """The chunks that backwards will read next, soonest first; one whose forward runs is among them
         before it has saved anything."""
-        coming: list[ComingReads] = []
-        if self._backward is not None:
-            coming.append(self._backward.saved.coming)
+        coming = [] if self._backward is None else [self._backward.saved.coming]
         for action in self._lookahead.coming():
             handler = self._handlers.get(ChunkId(*action.chunk))
             if (
@@ -276,10 +272,9 @@ class ChunkTracker:
                 coming.append(handler.saved.coming)
                 if len(coming) == _CHUNKS_AHEAD:
                     break
-        if not coming:
-            following = self._following()
-            if following is not None:
-                coming.append(following.saved.coming)
+        following = None if coming else self._following()
+        if following is not None:
+            coming.append(following.saved.coming)
         self._coming = coming
 
     def living_blocks(self) -> Iterator[DeviceBlock]:
@@ -297,14 +292,12 @@ class ChunkTracker:
 
     # -- step ------------------------------------------------------------------------------------------------
     def _seen(self, seconds: dict[Action, float] | None) -> SeenStep:
+        left_out = self._captured
+        begun = [handler for handler in self._handlers.values() if handler.begun]
         return SeenStep(
-            chunks=[
-                handler
-                for handler in self._handlers.values()
-                if handler.begun and handler not in self._captured
-            ],
-            forward_order=[handler for handler in self._forward_order if handler not in self._captured],
-            backward_order=[handler for handler in self._backward_order if handler not in self._captured],
+            chunks=[handler for handler in begun if handler not in left_out],
+            forward_order=[handler for handler in self._forward_order if handler not in left_out],
+            backward_order=[handler for handler in self._backward_order if handler not in left_out],
             actions=self._lookahead.seen,
             seconds=seconds,
         )

@@ -45,17 +45,35 @@ class Trimmer:
 
     def plan_settled(self) -> None:
         """A step has ended under a plan that stays: give host memory back now, device memory at the next
-        step's begin. Blocks the host once for this plan."""
-        config = self._engine.config
-        if config.trim_host and not self._trimmed_plan:
-            self._trim()
+        step's begin. Blocks the host once for this plan.
+
+        On the host goes what neither a steady step of this shape uses nor any of the last steps has wanted:
+        given back each time, it would be pinned, and the tensors that want it refused, each time that the
+        longer shape returns. Not while a step lacks any.
+        """
+        config, arena, stats = self._engine.config, self._engine.arena, self._engine.last_stats
+        if config.trim_host and not self._trimmed_plan and not stats.refused:
+            # pieces go whole: with one to spare, what a step needs stays and is not pinned again
+            arena.trim(max(self._wanted_bytes, stats.host_bytes_wanted_peak) + arena.registration_bytes)
+            self._trimmed = self._trimmed_plan = True
         if config.trim_device and not self._released_plan:
             self._release_due = self._released_plan = True
 
     def step_ended(self) -> None:
-        """Of any shape."""
-        if self._trimmed:
-            self._remember(self._engine.last_stats.host_bytes_wanted_peak)
+        """Count what a step of any shape wanted on the host. The most that one has wanted is forgotten if
+        none has come near it for REMEMBERED_STEPS; the next settled step gives the difference back."""
+        if not self._trimmed:
+            return
+        wanted_bytes = self._engine.last_stats.host_bytes_wanted_peak
+        self._steps_since_wanted += 1
+        if wanted_bytes >= self._wanted_bytes - self._wanted_bytes // _ALMOST:
+            wanted_bytes = max(wanted_bytes, self._wanted_bytes)
+        elif self._steps_since_wanted > REMEMBERED_STEPS:
+            self._trimmed_plan = False
+        else:
+            return
+        self._wanted_bytes = wanted_bytes
+        self._steps_since_wanted = 0
 
     def step_begins(self) -> None:
         """Once the plan has settled, give device memory back that the allocator has cached in sizes that the
@@ -71,27 +89,3 @@ class Trimmer:
         released = self._engine.device.release_cached(_WORTH_A_RELEASE)
         if released:
             logger.info("%s bytes of cached device memory given back, once for this plan", f"{released:,}")
-
-    def _remember(self, wanted_bytes: int) -> None:
-        """Count what a step wanted on the host. The most that a step has wanted is forgotten if none has come
-        near it for REMEMBERED_STEPS; the next settled step gives the difference back."""
-        self._steps_since_wanted += 1
-        if wanted_bytes >= self._wanted_bytes - self._wanted_bytes // _ALMOST:
-            wanted_bytes = max(wanted_bytes, self._wanted_bytes)
-        elif self._steps_since_wanted > REMEMBERED_STEPS:
-            self._trimmed_plan = False
-        else:
-            return
-        self._wanted_bytes = wanted_bytes
-        self._steps_since_wanted = 0
-
-    def _trim(self) -> None:
-        """Give back what neither a steady step of this shape uses nor any of the last steps has wanted. Given
-        back each time, it would be pinned, and the tensors that want it refused, each time that the longer
-        shape returns. Not while a step lacks any."""
-        arena, stats = self._engine.arena, self._engine.last_stats
-        if stats.refused:
-            return
-        # pieces go whole: with one to spare, what a step needs stays and is not pinned again
-        arena.trim(max(self._wanted_bytes, stats.host_bytes_wanted_peak) + arena.registration_bytes)
-        self._trimmed = self._trimmed_plan = True

@@ -132,7 +132,7 @@ CALLS: dict[str, tuple[Call, type[BaseException], str]] = {
     "negative cap": (
         lambda: init_chunk_handler(max_inflight_offloads=-1),
         ValueError,
-        "max_inflight_offloads is -1, must be a whole number",
+        r"max_inflight_offloads is -1, must be None \(no cap\) or a whole number of groups",
     ),
     "a fourth positional": (
         lambda: init_chunk_handler(None, None, 1, 0),

@@ -60,7 +60,7 @@ def test_limit_holds_in_every_step_of_a_schedule_with_two_stages_a_rank(
         assert manager is not None
         Driver(build_stages(2), announced=True).step(order)
         limit_bytes = int(chunks * manager.stats.spill_bytes / (2 * MICROBATCHES))
-    monkeypatch.setattr(StepClock, "end_step", lambda self, stalls: dict.fromkeys(order, 1e-3))
+    monkeypatch.setattr(StepClock, "end_step", lambda self: dict.fromkeys(order, 1e-3))
     # a short search finds a plan that fits, too
     monkeypatch.setattr(timed, "_MOST_TRIALS", timed._FEWEST_TRIALS)
     with installed(build_manager(device_limit_bytes=limit_bytes)) as manager:

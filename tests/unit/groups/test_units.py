@@ -283,7 +283,7 @@ def test_summary_counts_what_leaves_in_each_step_of_a_trial_and_after_it(
     """One chunk of two groups of several tensors: the table's bytes are those that the next step sends,
     whichever plan it follows."""
     seconds = {("F", 0, 0): 1e-3, ("B", 0, 0): 2e-3}
-    monkeypatch.setattr(StepClock, "end_step", lambda self, stalls: seconds)
+    monkeypatch.setattr(StepClock, "end_step", lambda self: seconds)
     order = one_f_one_b(1, 0)
     steps = 8
     expected = baseline(build_stages(names=("block",)), [order] * steps)
