@@ -38,11 +38,11 @@ from offload.saved.store import TensorStore
 from offload.telemetry.records import ClientStats, StepStats
 from offload.transfer.admission import Admission, CapsAdmission, Limits
 from offload.transfer.captures import CapturedRegion
+from offload.transfer.coming import Prefetcher
 from offload.transfer.copier import Copier
 from offload.transfer.engine import TransferEngine
 from offload.transfer.in_flight import TransferCounts
 from offload.transfer.link import LINK_TEST_BYTES, measure_rates
-from offload.transfer.prefetch import Prefetcher
 
 __all__ = ["Client", "OffloadEngine", "default_engine"]
 

@@ -88,10 +88,7 @@ def is_parameter(tensor: torch.Tensor) -> bool:
         if found is not None and type(found) is not torch.Tensor and isinstance(found, torch.nn.Parameter):
             return True
     # a view's own nodes lead to what its base leads to
-    return _leads_to_parameter(tensor.grad_fn if base is None else base.grad_fn)
-
-
-def _leads_to_parameter(node: Any) -> bool:
+    node: Any = tensor.grad_fn if base is None else base.grad_fn
     for _ in range(_LONGEST_CHAIN):
         # not node.name(): on a Function's node that is whatever its forward stored in ctx.name
         name = None if node is None else type(node).__name__

@@ -98,6 +98,6 @@ def modified(dtype: torch.dtype, size: torch.Size, found: int, expected: int) ->
     """The error that autograd itself would raise."""
     return RuntimeError(
         f"a saved tensor needed for the gradient computation was modified by an inplace operation: {dtype} "
-        f"{list(size)} is at version "
-        f"{found}, expected version {expected}; clone it before the in-place change, or save it after"
+        f"{list(size)} is at version {found}, expected version {expected}; clone it before the in-place "
+        "change, or save it after"
     )

@@ -211,8 +211,8 @@ class SavedTensorHooks:
             self._named_types.add(type(tensor))
             logger.warning(
                 "saved tensors of type %s stay on the device (the first: %s bytes): the type has no "
-                "__tensor_flatten__, so its bytes "
-                "cannot be found; keep such tensors outside offload_hooks(), or give the type that method",
+                "__tensor_flatten__, so its bytes cannot be found; keep such tensors outside "
+                "offload_hooks(), or give the type that method",
                 type(tensor).__qualname__,
                 f"{tensor.numel() * tensor.element_size():,}",
             )

@@ -135,9 +135,12 @@ class TensorStore:
     def _joinable(self, chunk: SavedChunk, key: int, start: int, stop: int, version: int) -> Record | None:
         """The record of that storage at that version."""
         found = chunk.table[key]()
-        if found is None or found.version != version:
-            return None
-        if found.probe is None or found.probe._version != version:
+        if (
+            found is None
+            or found.version != version
+            or found.probe is None
+            or found.probe._version != version
+        ):
             return None
         record = found.record if isinstance(found, Handle) else found
         block = record.block
@@ -239,8 +242,7 @@ class TensorStore:
         layout, block = record.layout, record.block
         if layout is None or block.state is not _RESIDENT or overlaps_itself(layout):
             return None
-        # nothing orders the current lane after another one that wrote it
-        if block.lane is not self._device.compute:
+        if block.lane is not self._device.compute:  # which nothing orders after the lane that wrote it
             return None
         packed_bytes = layout.size.numel() * layout.dtype.itemsize
         return packed_bytes if packed_bytes < _GATHER_BELOW * block.nbytes else None
@@ -270,13 +272,11 @@ class TensorStore:
         after it was saved.
         """
         record = handle.record
-        block = record.block
-        state = block.state
+        block, state = record.block, record.block.state
         if state is _RELEASED:
             raise StaleHandleError(
                 f"{block.label} ({block.nbytes:,} bytes) was saved in a step that has ended; run its "
-                "backward before step_end() or "
-                "reset(), or save it outside the offload hooks"
+                "backward before step_end() or reset(), or save it outside the offload hooks"
             )
         probe, layout = handle.probe, handle.layout
         assert probe is not None

@@ -69,18 +69,17 @@ class CaptureSide(InFlight):
     def refuse_unwatched(what: str) -> None:
         raise CaptureError(
             f"{what} in a graph under capture, outside of a region: its replays would copy to and from "
-            "host blocks that are lent to "
-            "others by then; put the capture, and its warm-up, inside `with offload.capturing():`"
+            "host blocks that are lent to others by then; put the capture, and its warm-up, inside "
+            "`with offload.capturing():`"
         )
 
     def _check_saved_in_capture(self, block: DeviceBlock) -> None:
         assert self.capture is not None
         if block.capture is None:
             raise CaptureError(
-                f"{block.label} ({block.nbytes:,} bytes) was saved before {self.capture.name} was "
-                "captured, and has left the device; "
-                "capture the forward that saves it as well, in the same region, or keep its group with "
-                "disable_offload()"
+                f"{block.label} ({block.nbytes:,} bytes) was saved before {self.capture.name} was captured, "
+                "and has left the device; capture the forward that saves it as well, in the same region, or "
+                "keep its group with disable_offload()"
             )
 
     def begin_capture(self, capture: CapturedGraph) -> None:
@@ -232,8 +231,7 @@ class CapturedRegion:
         if self.released:
             raise CaptureError(
                 f"{graph.name} is replayed, but its region was released, and other copies use its "
-                f"{len(graph.host_blocks)} host blocks; "
-                "capture it again, or release the region later"
+                f"{len(graph.host_blocks)} host blocks; capture it again, or release the region later"
             )
         if graph.unread:
             readers = " and ".join(
@@ -241,11 +239,10 @@ class CapturedRegion:
             )
             raise CaptureError(
                 f"{graph.name} is replayed for the {_ordinal(graph.replays + 1)} time before {readers}, "
-                "which reads back what it sent: its "
-                f"{len(graph.host_blocks)} host blocks of {graph.spill_bytes:,} bytes hold one forward. "
-                "Run that forward's backward first, "
-                "capture the layer once for each forward in flight, or call region.forget() if that backward "
-                "will not run"
+                f"which reads back what it sent: its {len(graph.host_blocks)} host blocks of "
+                f"{graph.spill_bytes:,} bytes hold one forward. Run that forward's backward first, capture "
+                "the layer once for each forward in flight, or call region.forget() if that backward will "
+                "not run"
             )
 
     def _after_replay(self, graph: CapturedGraph) -> None:
@@ -273,8 +270,8 @@ class CapturedRegion:
         if self.kept_bytes:
             logger.warning(
                 "%s bytes that should have left stay in the memory of the captured graphs, for want of "
-                "pinned memory; the region holds %s. "
-                "Nothing is pinned during a capture: call reserve_host(%s) before it, and capture again",
+                "pinned memory; the region holds %s. Nothing is pinned during a capture: call "
+                "reserve_host(%s) before it, and capture again",
                 f"{self.kept_bytes:,}",
                 f"{self.host_bytes:,}",
                 f"{self._arena.lent_bytes + self.kept_bytes:,}",

@@ -1,5 +1,11 @@
-"""The blocks of one chunk that a backward will read, in order, and how far ahead of its reader a fetch has
-looked.
+"""The blocks of one chunk that a backward will read, in order, and the prefetch: restores of the next ones,
+issued before their reader asks, within a window of bytes.
+
+A prefetch changes time and memory within the caps, never results: nothing here is needed for a right answer.
+The h2d lane can start a copy only once compute has reached the point where its buffer was allocated, so the
+copies that are to run beside a layer must be queued before it: the lane is kept supplied at every mark and
+every read. Bytes on their way out that come into the window are kept: fetching them back would cost the link
+twice.
 
 One invariant: `ahead_bytes` counts every block between the reader and the fetch that had not been read when
 it was looked at, wherever its bytes are. So a window over it bounds what is fetched early, and fetches
@@ -9,12 +15,16 @@ nothing while what is read next is on the device anyway.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from offload.ids import ChunkId
-from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.admission import Priority
+from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
+from offload.transfer.engine import TransferEngine
 
-__all__ = ["ComingReads", "PrefetchBatch"]
+__all__ = ["ComingReads", "PrefetchBatch", "Prefetcher"]
 
 _SPILLED, _SPILLING = BlockState.SPILLED, BlockState.SPILLING
 
@@ -29,6 +39,7 @@ class PrefetchBatch(NamedTuple):
     nbytes: int
 
 
+@dataclass(slots=True, eq=False)
 class ComingReads:
     """Positions `_reader <= _fetched <= len`: what is before the reader has been read, what is before
     `_fetched` has been looked at.
@@ -36,16 +47,14 @@ class ComingReads:
     chunk: whose they are. known: `expect` was called, so that fetching ahead of time makes sense.
     """
 
-    __slots__ = ("_blocks", "_fetched", "_passes", "_reader", "_sizes", "ahead_bytes", "chunk", "known")
-
-    def __init__(self, chunk: ChunkId) -> None:
-        self.chunk = chunk
-        self.known = False
-        self.ahead_bytes = 0
-        self._blocks: Sequence[DeviceBlock] = ()
-        self._passes: list[int] = []
-        self._sizes: list[int] = []
-        self._reader = self._fetched = 0
+    chunk: ChunkId
+    known: bool = False
+    ahead_bytes: int = 0
+    _blocks: Sequence[DeviceBlock] = ()
+    _passes: list[int] = field(default_factory=list)
+    _sizes: list[int] = field(default_factory=list)
+    _reader: int = 0
+    _fetched: int = 0
 
     def expect(self, blocks: Sequence[DeviceBlock]) -> None:
         """These will be read, in this order."""
@@ -127,3 +136,66 @@ def _is_away(block: DeviceBlock) -> bool:
     """Whether its bytes have to come back: they are on the host, and nothing on the device still holds
     them."""
     return not block.is_freed and block.state is _SPILLED and (block.external or block.storage() is None)
+
+
+class Prefetcher:
+    """Keeps the h2d lane supplied. Callers hold the engine's lock.
+
+    stride_bytes: how much is to be read before looking again is worth its host time: a piece, or a quarter of
+        a small window. As of the last `pump`.
+    """
+
+    def __init__(self, transfers: TransferEngine, *, piece_bytes: int) -> None:
+        self._transfers = transfers
+        self.piece_bytes = piece_bytes
+        self.stride_bytes = min(piece_bytes, transfers.limits.max_restoring_bytes // 4)
+
+    def look_back(self, coming: ComingReads) -> None:
+        """Something that was fetched may have been dropped for want of room: let it be fetched again.
+
+        coming: of the chunk that a backward reads; of those after it more would only be dropped again, by the
+            next save or read that finds no room.
+        """
+        if coming.chunk in self._transfers.dropped:
+            self._transfers.dropped.discard(coming.chunk)
+            coming.look_back()
+
+    def pump(self, chunks: Sequence[ComingReads]) -> None:
+        """Fetch what the coming reads want, as far as window and caps allow. Blocks the host: never.
+
+        chunks: in the order in which backwards will read them.
+        """
+        transfers = self._transfers
+        room = transfers.limits.max_restoring_bytes
+        self.stride_bytes = min(self.piece_bytes, room // 4)
+        if not transfers.counts.spilled:
+            return  # all that was saved in this step is on the device
+        for rank, coming in enumerate(chunks):
+            if room <= 0 or not coming.known:
+                return  # what is read after one that is not known is further away than a window
+            coming.follow_reader()
+            room -= coming.ahead_bytes
+            while room > 0:
+                batch = coming.look(room, self.piece_bytes)
+                if batch is None:
+                    break
+                for block in batch.keep:
+                    transfers.reclaim(block)
+                if batch.fetch:
+                    later = partial(_read_later, chunks, rank, batch.fetch[-1].touch)
+                    if transfers.restore(batch.fetch, Priority.SPECULATIVE, later) is None:
+                        return
+                coming.take(batch)
+                room -= batch.nbytes
+
+
+def _read_later(chunks: Sequence[ComingReads], rank: int, touch: int, transfer: Transfer) -> bool:
+    """Whether the bytes of a spill in flight are read later than a block of the chunk at `rank` with this
+    touch."""
+    block = next(living(transfer.blocks), None)
+    if block is None:
+        return True  # nobody will read it
+    places = {coming.chunk: place for place, coming in enumerate(chunks)}
+    # one that is not among them is further away than anything that is being fetched
+    place = places.get(block.group.chunk, len(chunks))
+    return place > rank or (place == rank and block.touch < touch)

@@ -116,7 +116,7 @@ class TransferEngine(CaptureSide):
             if block.state is not _RESIDENT or storage is None:
                 continue
             if block.capture is not capture:
-                self._refuse(block, for_want_of_memory=False)
+                self._refuse(block)
                 continue
             due.append(block)
             storages.append(storage)
@@ -126,8 +126,7 @@ class TransferEngine(CaptureSide):
         owner = owner_of(due[0].group)
         lease = self.copier.ask(nbytes, Direction.D2H, owner, Priority.BACKGROUND)
         if lease is None:
-            for block in due:
-                self._refuse(block, for_want_of_memory=False)
+            self._refuse(*due)
             return None
         compute, d2h, copying = due[0].lane or device.compute, device.d2h, self._sources
         leaving: list[DeviceBlock] = []
@@ -140,7 +139,8 @@ class TransferEngine(CaptureSide):
             for block, storage in zip(due, storages, strict=True):
                 host = self.arena.take(block.nbytes)
                 if host is None:
-                    self._refuse(block, for_want_of_memory=True)
+                    self._refuse(block)
+                    self._note_wanted(block)
                     continue
                 hosts.append(host)
                 if capture is not None:
@@ -206,11 +206,12 @@ class TransferEngine(CaptureSide):
             self._make_room(0)
         return transfer
 
-    def _refuse(self, block: DeviceBlock, *, for_want_of_memory: bool) -> None:
-        self.counts.refused += 1
-        self.counts.refused_bytes += block.nbytes
-        if not for_want_of_memory:
-            return
+    def _refuse(self, *blocks: DeviceBlock) -> None:
+        self.counts.refused += len(blocks)
+        self.counts.refused_bytes += sum(block.nbytes for block in blocks)
+
+    def _note_wanted(self, block: DeviceBlock) -> None:
+        """Count a block that the host has no memory for."""
         if self.capture is not None:
             self.capture.kept_bytes += block.nbytes
         if not block.refused:
@@ -353,9 +354,8 @@ class TransferEngine(CaptureSide):
             limit = self.limits.device_limit_bytes
             logger.warning(
                 "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it "
-                "holds (device_limit_bytes %s); "
-                "for the rest of such a step each tensor comes back when it is read. Lower "
-                "device_limit_bytes to leave more room",
+                "holds (device_limit_bytes %s); for the rest of such a step each tensor comes back when it "
+                "is read. Lower device_limit_bytes to leave more room",
                 f"{sum(block.nbytes for block in blocks):,}",
                 blocks[0].group,
                 f"{self.device_bytes:,}",

@@ -38,10 +38,10 @@ def measure_rates(
             for _ in range(_MEASUREMENTS):
                 line_up()
             return None
-        source, home = device.empty(_COPY_BYTES), device.empty(_COPY_BYTES)
+        source, target = device.empty(_COPY_BYTES), device.empty(_COPY_BYTES)
         device.note_write(device.compute, source)
         outward = list(zip(out.extents, source.split([part.numel() for part in out.extents]), strict=True))
-        inward = list(zip(home.split([part.numel() for part in back.extents]), back.extents, strict=True))
+        inward = list(zip(target.split([part.numel() for part in back.extents]), back.extents, strict=True))
         for lane in (device.d2h, device.h2d):
             device.wait(lane, device.record(device.compute), "allocate")
         out_work, in_work = (device.d2h, link.send, outward), (device.h2d, link.fetch, inward)
