@@ -98,7 +98,7 @@ class SavedChunk:
     def take_noted(self) -> list[DeviceBlock]:
         """The blocks of the noted saves, in order."""
         noted, self.noted = self.noted, None
-        return [] if noted is None else list(living(noted))
+        return list(living(noted or ()))
 
     def read_together(self, blocks: Sequence[DeviceBlock]) -> None:
         """Where a backward comes to the latest of these saves, it reads them all, first to last: a recompute

@@ -244,11 +244,10 @@ class SavedTensorHooks:
         assert type(packed) is WrapperHandle, (
             f"unpack of a {type(packed).__name__}; give it what pack returned"
         )
-        kinds = (Handle, Passed, WrapperHandle)
         if packed.probe is not None and packed.probe._version != packed.version:
             raise modified(packed.probe.dtype, packed.size, packed.probe._version, packed.version)
         inner = {
-            name: self.unpack(part) if isinstance(part, kinds) else part
+            name: self.unpack(part) if isinstance(part, (Handle, Passed, WrapperHandle)) else part
             for name, part in packed.inner.items()
         }
         rebuilt: torch.Tensor = packed.kind.__tensor_unflatten__(

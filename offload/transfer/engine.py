@@ -288,8 +288,12 @@ class TransferEngine(CaptureSide):
                     device.wait(h2d, last_use, "restore")
                 if capture is not None and block.capture is not None:
                     capture.reads(block.capture)
-                if self.audit and block.checksum is not None:
-                    _check_bytes(block, host)
+                if self.audit and block.checksum not in (None, found := _checksum(host)):
+                    raise OffloadError(
+                        f"{block.label}: the {block.nbytes:,} bytes in host memory are not the ones that "
+                        f"were written there (checksum {found:#x}, was {block.checksum:#x}); something else "
+                        "wrote to the block"
+                    )
                 parts: Sequence[torch.Tensor] = (buffer,)
                 if len(host.extents) > 1:
                     parts = buffer.split([part.numel() for part in host.extents])
@@ -394,16 +398,6 @@ class TransferEngine(CaptureSide):
         own.copy_(source)
         device.wait(transfer.lane, device.record(lane), "return")
         return own.untyped_storage()
-
-
-def _check_bytes(block: DeviceBlock, host: Block) -> None:
-    """Raise OffloadError if the host block has other bytes than were written there."""
-    found = _checksum(host)
-    if found != block.checksum:
-        raise OffloadError(
-            f"{block.label}: the {block.nbytes:,} bytes in host memory are not the ones that were written "
-            f"there (checksum {found:#x}, was {block.checksum:#x}); something else wrote to the block"
-        )
 
 
 def _checksum(host: Block) -> int:

@@ -192,10 +192,9 @@ class InFlight:
             if may_settle is not None and not may_settle(oldest):
                 return not over_limit
             self.settle_spill(oldest)
-        if device_cap is None or self.device_bytes + nbytes <= device_cap:
-            return True
-        if may_settle is not None:
-            return False
+        over_bytes = 0 if device_cap is None else self.device_bytes + nbytes - device_cap
+        if device_cap is None or over_bytes <= 0 or may_settle is not None:
+            return over_bytes <= 0
         self._release_reclaimed(device_cap - nbytes)
         return self._drop_furthest(self.device_bytes + nbytes - device_cap)
 
