@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -95,11 +95,15 @@ def train_functionally(w: World, n: int) -> None:
     functional_call(w.model, weights, (batch(n, w.dtype),)).float().square().mean().backward()
 
 
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    """What the call returns or raises on a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
 @action("backward")
 def train_in_a_thread(w: World, n: int) -> None:
-    thread = threading.Thread(target=lambda: w.loss(n).backward())
-    thread.start()
-    thread.join()
+    in_a_thread(lambda: w.loss(n).backward())
 
 
 @action("backward")
@@ -297,9 +301,7 @@ def write_gradients_by_numpy(w: World, _: int) -> None:
 
 @action("hidden")
 def write_gradients_in_a_thread(w: World, _: int) -> None:
-    thread = threading.Thread(target=lambda: [gradient.data.add_(0.01) for _, gradient in w.with_gradient()])
-    thread.start()
-    thread.join()
+    in_a_thread(lambda: [gradient.data.add_(0.01) for _, gradient in w.with_gradient()])
 
 
 @action("between")
@@ -511,12 +513,8 @@ def evaluate_with_averages(w: World, n: int) -> None:
 
 @action("between")
 def read_in_a_thread(w: World, _: int) -> None:
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.extend(each.data.clone() for each in w.model.parameters()))
-    thread.start()
-    thread.join()
-    for each in found:
-        w.see("weight", each)
+    for weight in in_a_thread(lambda: [each.data.clone() for each in w.model.parameters()]):
+        w.see("weight", weight)
 
 
 @action("between")
@@ -665,7 +663,8 @@ def save_state(w: World, n: int) -> None:
 def load_state(w: World, n: int) -> None:
     saved, fits = w.kept.get(f"state {n % len(w.optimizers)}", (None, True))
     if saved is not None and fits == (w.model.late is None):
-        w.attempt("load", lambda: w.optimizer(n).load_state_dict(saved))
+        # a copy: torch goes on to step the tensors that it was given
+        w.attempt("load", lambda: w.optimizer(n).load_state_dict(copy.deepcopy(saved)))
 
 
 @action("between")
