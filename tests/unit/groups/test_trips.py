@@ -2,9 +2,9 @@
 
 No clock, so the counts are the same on every machine. A trip is one call from outside: of the pack hook, of
 the unpack hook, of a mark, of a commit's hook in the backward. Counted are the calls of functions of
-offload/, in the fifth step; those of offload/device/ are counted beside, and here they are an idle device's.
-`AT_MOST` is what a trip takes today and one call more, for another Python's comprehensions; `WANTED` what it
-shall take.
+offload/ and of the constructors that its dataclasses generate, in the fifth step; those of offload/device/
+are counted beside, and here they are an idle device's. `AT_MOST` is what a trip takes today and one call
+more, for another Python's comprehensions; `WANTED` what it shall take.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from tests.unit.groups.stack import HELD, installed, leaf
 
 WANTED = {"pack and spill": 23, "unpack": 12, "commit": 14, "backward mark, two restores": 30}
 AT_MOST = {
-    "pack and spill": 23,
-    "unpack": 13,
+    "pack and spill": 28,
+    "unpack": 14,
     "commit": 12,
-    "backward mark, two restores": 32,
-    "pack and spill, four a piece": 18,
-    "unpack, four a piece": 9,
+    "backward mark, two restores": 37,
+    "pack and spill, four a piece": 22,
+    "unpack, four a piece": 10,
     "commit, four a piece": 12,
-    "backward mark, two restores, four a piece": 23,
+    "backward mark, two restores, four a piece": 25,
 }
 DEVICE_AT_MOST = {"pack and spill": 18, "unpack": 5, "commit": 0, "backward mark, two restores": 15}
 
@@ -54,6 +54,7 @@ STEPS = 5
 FOLDER = os.path.dirname(offload.__file__) + os.sep
 DEVICE = FOLDER + "device" + os.sep
 IDLE = sys.modules[IdleDevice.__module__].__file__
+GENERATED = "<string>"  # of a dataclass's constructor; one that torch calls on the way counts too
 
 
 @dataclass
@@ -76,9 +77,9 @@ class Tracer:
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
         if event == "call":
-            own = path.startswith(FOLDER) and not path.startswith(DEVICE)
+            own = (path.startswith(FOLDER) and not path.startswith(DEVICE)) or path == GENERATED
             if self._outermost is None:
-                if not own:
+                if not own or path == GENERATED:
                     return
                 self._outermost, self._trip = frame, Trip(0, 0, *self._moved())
             self._trip.calls += own
