@@ -31,13 +31,13 @@ def test_a_report_is_told_by_its_operations_the_engine_s_frames_and_its_test(
     assert report.now.kind.startswith("reading from")
     assert report.before.operator == "aten::mul.Tensor"
     assert report.before.kind.startswith("writing to")
-    assert "offload/transfer/engine.py:_copy_out" in report.now.frames
+    assert "offload/transfer/engine.py:spill" in report.now.frames
     assert report.before.frames[0] == "tests/property/test_sanitizer.py:run_once"
     assert report.of_engine
     assert not report.on_purpose
     lines = summary_of([report, report])
     assert lines[0] == "2 x TOUCHES THE ENGINE"
-    assert "offload/transfer/copier.py:copy < offload/transfer/engine.py:_copy_out" in lines[1]
+    assert "offload/transfer/copier.py:copy < offload/transfer/engine.py:spill" in lines[1]
     assert lines[-1].startswith("torch's sanitizer: 2 reports, 2 of them touch the engine")
 
 
