@@ -78,8 +78,8 @@ class OffloadConfig:
     such cap."""
 
     device_limit_bytes: int | None = None
-    """Bytes of saved tensors on the device in any state: kept, leaving, coming back. None: only the two caps
-    below hold."""
+    """Bytes of saved tensors on the device in any state: kept, leaving, coming back. A save or a read passes
+    it where nothing more can be released. None: only the two caps below hold."""
 
     max_spilling_bytes: int | None = None
     """Bytes in flight to the host. Past it the compute lane, never the host, waits for the oldest. 0 refuses
@@ -96,18 +96,19 @@ class OffloadConfig:
     link's rate."""
 
     host_limit_bytes: int | None = None
-    """Pinned bytes that all ranks of one host may hold together. None: 80% of the machine's memory."""
+    """Most pinned bytes. With `configure(store=...)` all ranks of one host together may hold so many; without
+    a store, this process may. None: 80% of the machine's memory."""
 
     host_reserve_bytes: int = 0
     """Bytes pinned at construction, so that the first step finds its blocks."""
 
     trim_host: bool = True
-    """Give pinned memory back that a steady step does not use, after the plan has settled. Blocks the host
-    then. What a later step, of another shape, needs again is kept from then on, and goes back once a thousand
+    """Give pinned memory back that a steady step does not use, once the plan is final. Blocks the host then.
+    What a later step, of another shape, needs again is kept from then on, and goes back once a thousand
     steps have not wanted it."""
 
     trim_device: bool = True
-    """Give cached device memory back, once the plan has settled, where torch's allocator holds more than a
+    """Give cached device memory back, once the plan is final, where torch's allocator holds more than a
     thirty-second beyond what was ever in use at once: blocks of sizes that the first steps wanted. Blocks the
     host then, at the begin of one step."""
 

@@ -32,7 +32,7 @@ class StaleHandleError(OffloadError):
 
 
 class DeviceLimitError(OffloadError):
-    """Device bytes that a restore needs are not there; nothing has moved."""
+    """Kept as a public name; the engine raises torch.OutOfMemoryError where the device has no room."""
 
 
 class HostBudgetError(OffloadError):

@@ -6,17 +6,21 @@ offloaded.
     y = group_commit(y, "core_attn")            # the group's bytes start to leave
 
 One invariant: a mark returns the tensor that it was given, and adds no node to autograd's graph, so gradients
-add up in the order that they have without it. A commit is told of the backward by a hook on the node that
-made its tensor; where there is none, or it never runs, the first read of a saved tensor tells the same.
+add up in the order that they have without it.
 
-The process-wide manager is looked up here, by `existing_manager` and `default_manager`; nothing below asks
-for it.
+How the backward is noticed: `group_commit` registers a hook on the node that made its tensor (`grad_fn`).
+autograd calls it just before that node's backward runs. The hook makes the group's chunk the one that is
+being read, and lets the prefetch fetch more. Where there is no such node, or it never runs, the first read of
+a saved tensor does the same. `group_start` does nothing in a backward.
 
-torch.compile: a mark is a Python side effect, so each one breaks the graph, nothing of it is traced, and
-under fullgraph=True it is torch's error, with the way out. A `with` that is entered inside a compiled
-function makes all of that function eager; there `group_start(..., hooks=True)` stands for it. What a compiled
-function keeps where no hook sees it, and what lies in CUDA graphs that torch.compile records, stays on the
-device; one warning names the group and the graph (offload/compile).
+The process-wide manager is looked up here, by `existing_manager` and `default_manager`. The engine and the
+groups never look it up.
+
+torch.compile: a mark is a Python side effect. Each mark breaks the graph, and nothing of it is traced; under
+fullgraph=True torch raises an error that names the way out. A `with` that is entered inside a compiled
+function makes all of that function eager; use `group_start(..., hooks=True)` there instead. What a compiled
+function keeps where no hook sees it stays on the device, and so does what lies in CUDA graphs that
+torch.compile records. One warning names the group and the graph (offload/compile).
 """
 
 from __future__ import annotations
@@ -79,7 +83,8 @@ def configure(
     process_group: Any = None,
 ) -> GroupsManager:
     """Give the process-wide engine these limits, and its groups a new manager. Other clients, such as an
-    optimizer, stay attached: the limits hold for them too.
+    optimizer, stay attached: the limits hold for them too, and their state and host memory stay as they are.
+    Free host memory beyond host_reserve_bytes goes back to the system.
 
     device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store:
     a torch.distributed Store: the host limit is then one number for all ranks whose host_key (None: the
@@ -137,7 +142,7 @@ def init_chunk_handler(
 
 
 manager_type: type[GroupsManager] = GroupsManager
-"""What is built where none is there. The public page puts compat's in, which has the sources' methods too."""
+"""What is built where there is no manager yet. offload/__init__.py puts compat's subclass here."""
 
 _manager: GroupsManager | None = None
 
@@ -162,8 +167,9 @@ def put_manager(manager: GroupsManager | None) -> None:
 
 
 def close_manager() -> None:
-    """Close the process-wide manager, if there is one. Raises PoolError, and leaves it in its place, while an
-    optimizer uses its engine's host memory."""
+    """Close the process-wide manager, if there is one. Its engine closes too, unless a HybridDeviceOptimizer
+    is attached to it. Raises PoolError, and leaves the manager in its place, while a pool or an
+    FSDPGPUOptimizerWrapper has host memory of an engine that would close."""
     if _manager is not None:
         _manager.close()
         put_manager(None)
@@ -222,7 +228,7 @@ def group_commit(
     delay_offload: bool = False,
 ) -> T:
     """Close the innermost open group called `name`: what it saved leaves, unless the plan keeps it. Returns
-    `tensor`.
+    `tensor`, on whose `grad_fn` it registers a hook.
 
     tensor: an output of the group's layers, whose gradient begins their backward; or a tuple or list whose
         first element is one. An empty one passes through.

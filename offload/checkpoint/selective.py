@@ -11,7 +11,7 @@ was not is recomputed.
 # and leave like all of that group. No group was open: one named `group`, for this region. 3. Outputs after
 # the last save of the region are let go when it ends: a recompute stops at that save and never reads them.
 # One that does not stop (early_stop=False) calls the operator again. 4. Backward: the recompute mode numbers
-# the calls from 0 in every pass and gives each kept one again, through the same door as autograd's own reads.
+# the calls from 0 in every pass and gives each kept one again, through the same read as autograd's own.
 # A second pass (retain_graph, a split backward) finds everything where the first one did. 5. The last node of
 # the region dies, with it the recompute's contexts, their calls, handles and records. No release waits for a
 # read.

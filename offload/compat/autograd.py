@@ -1,7 +1,7 @@
 """The marks as autograd Functions, by the names that Megatron's code has for them (S2-90).
 
-The engine's own marks are hooks on nodes (offload/marks.py). A Function's output is a view of its input, and
-its node one more between them.
+The engine's own marks are hooks on nodes (offload/marks.py). These Functions return a view of their input,
+and add one node to the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
-    """Opens a group in the forward; in the backward there is room for the next ones."""
+    """Opens a group in the forward. In the backward it lets the prefetch fetch more."""
 
     @staticmethod
     def forward(

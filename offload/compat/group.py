@@ -1,4 +1,4 @@
-"""A group under the sources' names: tensors by tag, two events, sizes added up by hand (S2-23 to S2-27).
+"""A group under Megatron-core's names: tensors by tag, two events, sizes added up by hand (S2-23 to S2-27).
 
 The engine's own path calls none of these methods; callers of the source do. One invariant: they add to a
 group and change nothing of what its marks and saves recorded.

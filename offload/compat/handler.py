@@ -1,8 +1,8 @@
-"""A chunk's handler under S2's names: tensors by tag, groups in bulk, single tensors by hand, and looks at
-what was recorded.
+"""A chunk's handler under Megatron-core's names: tensors by tag, groups in bulk, single tensors by hand, and
+queries of what was recorded.
 
-The engine's own path, marks and hooks, calls none of these methods; callers of the source do. One invariant:
-they add ways in, and no state of a tensor: what they save are the chunk's own records.
+The engine's own marks and hooks call none of these methods; code written for Megatron-core does. One
+invariant: they keep no state of a tensor of their own: what they save are the chunk's own records.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The manager under S2's names: the queue of virtual stages, groups pushed by hand, and the process-wide
-instance.
+"""The manager under Megatron-core's names: the queue of virtual stages, groups pushed by hand, and the
+process-wide instance.
 
 One invariant: the queue is a hint for the first step, when no schedule was given and no step has been seen;
 whatever it says, the results are the same.

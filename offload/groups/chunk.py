@@ -182,7 +182,7 @@ class ChunkGroups:
 
     # -- marks, backward -------------------------------------------------------------------------------------
     def output_has_gradient(self, gradients: object) -> None:
-        """The backward reaches the end of a group: this chunk is the one being read. Readers wait for their
-        own bytes. A hook of the node that made the group's output."""
+        """Hook of the node that made a group's output: the backward has reached the end of the group, so this
+        chunk is the one being read. Nothing waits here; each reader waits for its own bytes."""
         if self._manager is not None:
             self._manager.reading(self)

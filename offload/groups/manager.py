@@ -241,8 +241,8 @@ class GroupsManager(OpenScopes, Client):
         self._planner.trimmer.step_begins()
 
     def step_end(self) -> StepStats:
-        """End the step, once its gradients are final: drop leftovers with one warning, settle, count, and
-        plan after warm-up.
+        """End the step, once its gradients are final: drop leftovers with one warning, settle every transfer,
+        count, and plan after warm-up.
 
         Blocks the host: never (the summary after warm-up gathers over the process group, once). Raises
         CaptureError in a capture.

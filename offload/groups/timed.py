@@ -68,8 +68,8 @@ class TimedPlan:
 
 
 class Trial:
-    """Runs each plan for one step and settles on the one with the least stall; with a single plan there is
-    nothing to try.
+    """Runs each plan for one step; the one with the least stall is final. With a single plan there is nothing
+    to try.
 
     A stall is known when the next step ends, because reading it sooner would block the host. That step may be
     any: an evaluation, one that an exception cut short, one in which nothing could leave. So

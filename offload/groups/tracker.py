@@ -5,7 +5,7 @@ more, an evaluation in between or an exception change time, not results.
 
 A chunk becomes current in one of two ways: a pipeline stage announces it (`begin_chunk`, `end_forward`,
 `begin_backward`, `end_backward`), or `begin_forward` is called at the start of each forward, and the first
-mark or read of a backward tells the rest.
+commit's hook or the first read of a backward tells the rest.
 """
 
 from __future__ import annotations
@@ -222,7 +222,8 @@ class ChunkTracker:
 
     # -- reading ---------------------------------------------------------------------------------------------
     def reading(self, handler: ChunkGroups) -> None:
-        """A mark in the backward of `handler`'s chunk runs: that chunk is the one being read."""
+        """A hook of a commit ran, or a saved tensor was read: the chunk of `handler` is the one being
+        read."""
         with self.engine.lock:
             if handler is not self._backward and handler.begun:
                 if not self._announced:

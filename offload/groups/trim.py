@@ -1,4 +1,4 @@
-"""Gives back memory that a settled plan does not use: pinned host memory to the system, and device memory
+"""Gives back memory that a final plan does not use: pinned host memory to the system, and device memory
 that torch's allocator has cached to the driver.
 
 One invariant: no host memory goes back that is on loan, and none while a step lacks host memory.
@@ -29,7 +29,7 @@ all of them again."""
 
 
 class Trimmer:
-    """Gives memory back once for each settled plan, and again where a long shape is forgotten."""
+    """Gives memory back once for each final plan, and again where a long shape is forgotten."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
@@ -44,7 +44,7 @@ class Trimmer:
         self._trimmed_plan = self._released_plan = self._release_due = False
 
     def plan_settled(self) -> None:
-        """A step has ended under a plan that stays: give host memory back now, device memory at the next
+        """A step has ended under a plan that is final: give host memory back now, device memory at the next
         step's begin. Blocks the host once for this plan.
 
         On the host goes what neither a steady step of this shape uses nor any of the last steps has wanted:
@@ -61,7 +61,8 @@ class Trimmer:
 
     def step_ended(self) -> None:
         """Count what a step of any shape wanted on the host. The most that one has wanted is forgotten if
-        none has come near it for REMEMBERED_STEPS; the next settled step gives the difference back."""
+        none has come near it for REMEMBERED_STEPS; the next step under a final plan gives the difference
+        back."""
         if not self._trimmed:
             return
         wanted_bytes = self._engine.last_stats.host_bytes_wanted_peak
@@ -76,7 +77,7 @@ class Trimmer:
         self._steps_since_wanted = 0
 
     def step_begins(self) -> None:
-        """Once the plan has settled, give device memory back that the allocator has cached in sizes that the
+        """Once the plan is final, give device memory back that the allocator has cached in sizes that the
         steps before wanted: only now, when the gradients of the last step may be gone, are there whole
         segments to give back.
 

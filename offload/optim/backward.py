@@ -1,5 +1,5 @@
-"""Steps that begin while the backward still runs, on the promise that a gradient is final when the backward
-has made it: `overlap="backward"`.
+"""Steps that begin while the backward still runs: `overlap="backward"`. The loop promises that a gradient is
+final when its last backward has made it.
 
 A bucket is stepped once the gradients of all its parameters are final. A gradient is final after the backward
 of the parameter's last microbatch. The user or the schedule says which one that is (`last_microbatch`,

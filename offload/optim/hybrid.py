@@ -10,10 +10,10 @@ beside each other, beside the next forward, or beside the backward.
 A parameter's state is in one of four places, see placing.py. Parameters, moments and masters are the same
 bits with every overlap, for one layout.
 
-With several ranks each steps what it has. Whoever spread the model reduces its gradients
-(DistributedDataParallel, FSDP2); DTensors' gradients that are a share of a sum are summed here, and their
-norm is taken over the mesh, as torch does. Nothing else is agreed on in a step: a rank whose unreduced
-gradients alone are nan or inf steps, or skips, alone.
+With several ranks each steps what it has. DistributedDataParallel or FSDP2 reduces the gradients. A DTensor's
+gradient that still has to be summed over ranks is summed here, and the norm of DTensors is taken over the
+mesh, as torch does. Ranks agree on nothing else in a step: if only one rank has nan or inf in gradients that
+were not reduced, only that rank steps, or skips, differently.
 
 One invariant: between two calls of this class every parameter and its state belong to the same step, or an
 error has said why not.
@@ -90,19 +90,20 @@ class HybridDeviceOptimizer(Optimizer):
         overlap: what runs beside what.
             "step": copies and steps beside each other, inside step(), which blocks the host until the last is
                 issued. Right in any loop that is right with torch's optimizer.
-            "forward": also the weights' return, beside the next forward; needs `model`. As right: whoever
-                touches a weight on its way waits for it. Not seen: a view taken before step() and read after
-                it, a functional transform (torch.func) over a weight itself, C++ that reads a weight past
-                torch's functions, a second lane that reads beside the step's without
+            "forward": also the weights' return, beside the next forward; needs `model`. Right in the same
+                loops: whoever touches a weight that has not returned waits for it. Not seen: a view taken
+                before step() and read after it, a functional transform (torch.func) over a weight itself, C++
+                that reads a weight past torch's functions, a second lane that reads beside the step's without
                 synchronize_parameters(). A compiled forward, a graph captured outside of the engine's region,
                 and DTensors have step() wait.
-            "backward": also gradients' way out, and steps, beside the backward. A promise: gradients are
-                final when the backward has made them, step() follows, and groups, weights and state are left
-                alone between. A break that can be seen is an error: a gradient written or made again,
-                clipping, a GradScaler, zero_grad() without step(), changed groups, a weight touched. A write
-                through `.data`, or by a kernel or collective that moves no version counter, is not seen.
+            "backward": also gradients' copies out, and steps, beside the backward. The loop promises that
+                gradients are final when their last backward has made them, that step() follows, and that
+                param groups, weights, gradients and state are left alone between. A broken promise that can
+                be seen is an error: a gradient written or made again, clipping, a GradScaler, zero_grad()
+                without step(), changed groups, a weight touched. A write through `.data`, or by a kernel or
+                collective that moves no version counter, is not seen.
         model: names weights in messages; with "forward" and "backward" its modules wait for their own
-            weights.
+            weights. "backward" without it: step() waits for all weights.
         engine: whose lanes and host memory are used; None takes the process's own of the parameters' device
             (simulated for CPU parameters).
         cpu_share: of the offloaded elements, what the host steps; the rest is streamed through the device.

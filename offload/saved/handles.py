@@ -1,10 +1,10 @@
-"""What autograd's graph keeps instead of a saved tensor: a handle of one that may leave, or the tensor
-itself, passed through. Handles of one storage at one version share a record: which bytes it has, and whether
+"""What autograd's graph keeps instead of a saved tensor: a `Handle` of a tensor that may leave, or a `Passed`
+tensor that stays. Handles of one storage at one version share a `Record`: which bytes it has, and whether
 they were changed since.
 
 One invariant: neither holds a reference to the graph node that holds it, and a handle keeps only device bytes
-that its record's block counts. A record lives as long as a handle of it; when the last one dies, its block is
-freed.
+that its record's block counts. A record lives as long as a handle of it. When the last handle dies, the
+record dies, and its finaliser frees the block.
 """
 
 from __future__ import annotations

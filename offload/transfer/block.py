@@ -1,18 +1,21 @@
 """A range of bytes of one device storage that may leave for the host and come back: where its bytes are, and
 the event of their last copy.
 
-One invariant: `move_to` and `RELEASED` in `reclaim_freed` are the only writers of a block's state, and they
-allow what `LEGAL_MOVES` lists.
+One invariant: a block's state changes only as `LEGAL_MOVES` lists. `move_to` checks that. The transfer engine
+writes the usual moves itself, without the call, after it has compared the state.
 
     RESIDENT --spill--> SPILLING --settle--> SPILLED --restore--> RESTORING --wait--> RESTORED
-       ^                                        ^                                        |
-       +-- (no host block, no room: it stays)   +------- drop: the host copy is clean ---+
-    every state may end in RELEASED: its readers are gone, or the step ended.
+       ^                   |                    ^                                        |
+       +------ reclaim ----+                    +------- drop: the host copy is clean ---+
+
+reclaim: its reader comes before its spill has been settled, so the block stays on the device. Without a host
+block it stays RESIDENT. Every state may end in RELEASED, which `reclaim_freed` writes: its readers are gone,
+or the step has ended.
 
 A block holds the device bytes strongly only while RESIDENT, RESTORING or RESTORED. Bytes that leave are held
-by the transfer that moves them. When a record can no longer be read, it calls `free` on its block, on
-whichever thread that happens. `free` takes no lock. It drops the device bytes and appends the block to a
-deque of its engine, which reclaims the counts and the host bytes at its next call.
+by the transfer that moves them. A record that dies frees its block, as `free` does, on whichever thread that
+happens. Freeing takes no lock. It drops the device bytes and appends the block to a deque of its engine,
+which reclaims the counts and the host bytes at its next call.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 issued before their reader asks, within a window of bytes.
 
 A prefetch changes time and memory within the caps, never results: nothing here is needed for a right answer.
-The h2d lane can start a copy only once compute has reached the point where its buffer was allocated, so the
-copies that are to run beside a layer must be queued before it: the lane is kept supplied at every mark and
-every read. Bytes on their way out that come into the window are kept: fetching them back would cost the link
-twice.
+The h2d lane can start a copy only once compute has reached the point where its buffer was allocated. So the
+copies that are to run beside a layer must be queued before it, and the prefetch is called at every commit,
+its hook, and after reads. Bytes on their way out that come into the window are kept: fetching them back would
+cost the link twice.
 
 One invariant: `ahead_bytes` counts every block between the reader and the fetch that had not been read when
 it was looked at, wherever its bytes are. So a window over it bounds what is fetched early, and fetches
@@ -139,7 +139,7 @@ def _is_away(block: DeviceBlock) -> bool:
 
 
 class Prefetcher:
-    """Keeps the h2d lane supplied. Callers hold the engine's lock.
+    """Issues the prefetch. Callers hold the engine's lock.
 
     stride_bytes: how much is to be read before looking again is worth its host time: a piece, or a quarter of
         a small window. As of the last `pump`.

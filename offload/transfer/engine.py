@@ -1,8 +1,8 @@
-"""Blocks out to the host in pieces, and back.
+"""Copies blocks to the host in pieces, and back.
 
 One invariant: a copy comes after the last writer and the last reader of the bytes on both its sides, and a
-piece that fails half-way leaves every block in the state that it was in. When the bytes of a copy are
-released is in in_flight.py.
+piece that fails half-way leaves every block in the state that it was in. in_flight.py says when the bytes of
+a copy are released.
 
 # [Order: spill]
 # hazard  RAW: `d2h` copies a tensor that `compute` is still writing.
@@ -232,9 +232,9 @@ class TransferEngine(CaptureSide):
         blocks: one that was freed after its caller looked is passed over. Each gets a new storage of
         its `nbytes`, allocated on compute. Readers go through `ready`.
         Returns None, with nothing moved, if admission, the device limit or a full device denies a speculative
-            restore; a required one goes ahead, and raises torch.OutOfMemoryError where the device has no room
-            for it at all. In a capture a speculative one is denied until its graph has read something of the
-            same forward: it may need nothing of another.
+            restore. A required one goes ahead, past the device limit if need be; it raises
+            torch.OutOfMemoryError where the device has no room for it at all. In a capture a speculative one
+            is denied until its graph has read something of the same forward: it may need nothing of another.
         Raises CaptureError in a capture for bytes that were saved outside: their host block will be lent to
         others when the graph is replayed.
         Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in

@@ -6,10 +6,16 @@ the allocator only after a lane that could reuse them is ordered behind the copy
 bytes must wait, the compute lane does.
 
 Three counts say where saved bytes are on the device: resident (kept), spilling (leaving; held by transfers in
-`_spilling`, oldest first) and restoring (fetched back and not yet read for the last time). Their sum stays
-under `device_limit_bytes` as long as something can be waited for: before bytes are added, the oldest spill is
-settled, which makes compute wait for it and drops its source. If no spill holds bytes, blocks that `reclaim`
-kept for their reader release theirs: the copies of these blocks to the host were never stopped.
+`_spilling`, oldest first) and restoring (fetched back and not yet read for the last time). Before bytes are
+added, room is made until the sum fits `device_limit_bytes`, in this order:
+
+    1. The oldest spill is settled: compute waits for it, and its source is dropped.
+    2. Blocks that `reclaim` kept for their reader release theirs. Their copies to the host were never
+       stopped.
+    3. What was fetched ahead is dropped, the latest fetched first.
+
+A prefetch stops after 1, and is not issued if the bytes do not fit. A save and a required read go through all
+three, and pass the limit if that was not enough.
 
 # [Order: settle]
 # hazard  allocator reuse: the source goes back to compute's allocator while `d2h` still reads it.
