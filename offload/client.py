@@ -20,7 +20,7 @@ class Client:
     """Names the client in figures and messages, and in the owner of each of its copies."""
 
     listens_only = False
-    """Whether the engine may close although it is attached."""
+    """True for a client that owns no bytes: the engine may close although it is attached."""
 
     def begin_step(self) -> None:
         """The first forward of a step begins."""
@@ -34,10 +34,10 @@ class Client:
         """Every client has ended the step. Called without the lock: it may communicate."""
 
     def capture_begins(self) -> None:
-        """A capture is about to begin: the last time that events from outside it may be waited for."""
+        """A capture is about to begin. Events that were recorded before it cannot be waited for inside."""
 
     def capture_ends(self) -> None:
-        """A capture is about to end: the client issues the copies that belong into it."""
+        """A capture is about to end: the client issues the copies that the graph is to repeat."""
 
 
 class Clients(WeakKeyDictionary[Client, None]):

@@ -1,6 +1,7 @@
-"""What was asked of selective checkpoints and does not happen, said once.
+"""Warnings, once each, about operators that a selective checkpoint was asked to keep and that were never
+called.
 
-One invariant: it only listens; nothing asks it whether something may be kept.
+One invariant: it only observes; nothing asks it whether something may be kept.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Asked:
 
 
 class KeepReport(Client):
-    """By what was asked for: a set of operators or a policy is one, however many checkpoints use it."""
+    """One entry for each set of operators or policy, however many checkpoints use it."""
 
     name = "checkpoint"
     listens_only = True

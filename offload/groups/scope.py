@@ -1,7 +1,7 @@
-"""Whose a saved tensor is: the group's that was open when the scope was entered, or when a checkpointed
+"""Which group owns a saved tensor: the group that was open when the scope was entered, or when a checkpointed
 region's operator made the tensor.
 
-One invariant: what comes after its chunk was begun again, or after its step, stays on the device.
+One invariant: what a scope is given after its chunk was begun again, or after its step, stays on the device.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """Parameters stepped on the host: gradients and weights are copied into a bucket there, the CPU optimizer
 steps views of it, and new weights are copied back.
 
-The weights travel with their gradients: the device's are the ones that count, whoever wrote them, and where
-the bucket keeps float32 masters of half-precision weights, a master counts where rounding it gives the
-weight. The optimizer steps a view of flat memory for each parameter, so any class of torch.optim is right,
-parameters without a gradient are left alone and each has its own step count. One invariant: a bucket's master
-weights and moments change only after its gradients have arrived and before its weights return, on one thread.
+The weights are copied out with their gradients, because somebody may have written them on the device: the
+device's weights are the ones that are stepped. Where the bucket keeps float32 masters of half-precision
+weights, a master is stepped where rounding it gives the weight, else the weight is. The optimizer steps a
+view of flat memory for each parameter. So any class of torch.optim is right, parameters without a gradient
+are left alone, and each parameter has its own step count.
+
+One invariant: a bucket's master weights and moments change only after its gradients have arrived and before
+its weights return, on one thread.
 
 # [Order: gradients out]
 # hazard  RAW, WAR: `d2h` copies a gradient, or a weight, that `compute` is still writing; `h2d` then writes a

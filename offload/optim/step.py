@@ -1,9 +1,9 @@
 """One step of the hybrid optimizer: it reads the gradients, clips them, gives buckets to their workers, and
 orders later uses of weights behind the step.
 
-placing.py has decided before what is stepped where; hybrid.py is what the user holds. One invariant: a step
-either begins with every gradient checked and every promise kept, or raises before anything is stepped;
-`overlap="step"` returns when every later use of a weight or gradient is ordered behind the step.
+placing.py has decided before what is stepped where; hybrid.py has the public class. One invariant: step()
+checks every gradient and every promise of `overlap` before it steps anything, and raises then. With
+`overlap="step"` step() returns when every later use of a weight or gradient is ordered behind the step.
 """
 
 from __future__ import annotations
@@ -229,7 +229,8 @@ class StepRunner(Client):
             self.backward.raise_if_stepped("clipping was asked for")
 
     def _order_readers(self) -> None:
-        """Order every later use of a weight behind its return: here, or at its first touch."""
+        """Order every later use of a weight behind its return: at its first touch, or here for the weights
+        whose touch cannot be seen. Without `model` all are ordered here."""
         now = None  # all
         if self.overlap != "step" and self._model is not None and not self._watch.replays_unseen:
             now = [

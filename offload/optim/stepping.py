@@ -1,8 +1,8 @@
 """Steps of offloaded buckets: which worker runs them, how a use of their weights waits for them, and what
 remains when one fails.
 
-One invariant: a bucket is with at most one worker. Whatever else touches the bucket's bytes has waited first
-for `done`, and then for the event that the worker recorded.
+One invariant: at most one worker has a bucket. Whoever else touches the bucket's bytes waits until the worker
+is done with it, and then for the event that the worker recorded.
 
 # [Order: weights back]
 # hazard  RAW, WAR, allocator reuse: `compute` reads a weight before `h2d`, or the optimizer's lane, has

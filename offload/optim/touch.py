@@ -5,9 +5,10 @@ plain Parameter again, and then does what was asked; its gradient, which the ste
 modules of a model do the same just before their forward, so that what they pass to C++ is plain. One
 invariant: between `step()` and the wait, nothing in Python computes with the weight or its gradient.
 
-What cannot be seen is listed at HybridDeviceOptimizer's `overlap`; who does it calls
-`synchronize_parameters()` there. A graph that is replayed calls no Python: in a region of the engine each
-replay waits before it; after a capture elsewhere, or a compiled forward, `step()` itself waits for all.
+Reads that cannot be seen are listed at HybridDeviceOptimizer's `overlap`; code with such reads calls
+`synchronize_parameters()` before them. A graph that is replayed calls no Python. If it was captured in a
+region of the engine, each replay waits first. After a capture elsewhere, or a compiled forward, `step()`
+itself waits for all weights.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ __all__ = ["SavedChunk", "SavedGroup"]
 
 @dataclass(slots=True, eq=False)
 class SavedGroup:
-    """The saves of one group. pending: blocks that wait for their piece to be full. deferred: records of
-    partial views, which wait for the commit.
+    """The saves of one group in one step.
+
+    pending: blocks that wait for their piece to be full. deferred: records of partial views, which wait for
+    the commit.
 
     leaves: whether anything of it does. stays_from: the slot from which on its blocks stay nevertheless;
     None if all leave. first_kept: the two as one number. kept: the record that the next storages that stay

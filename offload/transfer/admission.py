@@ -3,8 +3,8 @@
 One invariant: `ask` answers at once. A REQUIRED copy that is denied goes ahead and is counted, because
 compute must not deadlock on an arbiter; any other copy that is denied moves nothing.
 
-    lease     leave to copy one piece; it ends with the event of that copy, so that an arbiter can count what
-              is in flight
+    lease     permission to copy one piece; it ends with the event of that copy, so that an arbiter can count
+              what is in flight
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Denied(NamedTuple):
 
 
 class Lease(Protocol):
-    """Leave to copy one piece."""
+    """Permission to copy one piece."""
 
     def done(self, event: Event | None) -> None:
         """The copy is issued, and over when `event` has passed; None: nothing is in flight that has an event.

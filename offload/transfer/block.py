@@ -97,14 +97,17 @@ class DeviceBlock(WeakStorage):
     It has few objects of its own, because each that lives as long as a saved tensor is one more for Python's
     collector to walk.
 
-    group, slot: the group that saved it, and its number there. start, nbytes: the bytes of the saved storage
-    that move. readers: how many times it was saved; unread: how many of them have not been read in the pass
-    under way; pass_no: of that pass.
-    touch: the order of its latest save, so of its first read in a backward. external: written from outside
-    autograd, so that a storage that is still alive says nothing about its bytes. capture: the graph in which
-    it was saved, and whose replays write its host block; None outside of captures. holders: of a block that
-    stays for good, weak references to those who hold its bytes. storages: of such a one, how many; it has no
-    bytes of its own to move.
+    group, slot: the group that saved it, and its number there.
+    start, nbytes: the bytes of the saved storage that move.
+    readers: how many times it was saved. unread: how many of these saves have not been read in the current
+        pass of a backward. pass_no: the number of that pass.
+    touch: the order of its latest save, so of its first read in a backward.
+    external: written from outside autograd; that the storage lives does not mean that its bytes are the saved
+        ones.
+    capture: the graph in which it was saved, and whose replays write its host block; None outside of
+        captures.
+    holders: for a block that counts what stays by plan, weak references to the handles that hold the bytes;
+        the block itself has none to move. storages: how many storages it counts.
     """
 
     group: GroupId

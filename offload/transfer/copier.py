@@ -43,9 +43,9 @@ class Copier:
         self._counts: defaultdict[str, CopyCounts] = defaultdict(CopyCounts)
 
     def ask(self, nbytes: int, direction: Direction, owner: Owner, priority: Priority) -> Lease | None:
-        """Leave to copy a piece; None if it is denied, which is counted. A REQUIRED one that is denied is
-        counted and gets a lease all the same. `copy` ends the lease; where it is not reached, or raises, the
-        caller does. Blocks the host: never."""
+        """Permission to copy a piece; None if it is denied, which is counted. A REQUIRED one that is denied
+        is counted and gets a lease all the same. `copy` ends the lease; where it is not reached, or raises,
+        the caller does. Blocks the host: never."""
         answer = self.admission.ask(nbytes, direction, owner, priority)
         if not isinstance(answer, Denied):
             return answer
