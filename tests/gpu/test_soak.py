@@ -36,7 +36,7 @@ CAPS: dict[str, dict[str, Any]] = {
     "windows": {"max_spilling_bytes": 8 * MIB, "max_restoring_bytes": 8 * MIB},
     "device limit": {"device_limit_bytes": 24 * MIB},
 }
-EVENTS = ("_free_events", "marks", "stalls", "_clock", "_returned")
+EVENTS = ("_free_events", "_unpassed", "stalls", "_clock", "_returned")
 """Parts of a path in the census whose length says where the device is, not what was done: they are bounded
 apart."""
 
@@ -122,7 +122,7 @@ def test_many_steps_of_changing_shapes_leave_memory_flat(caps: str, monkeypatch:
         # free bytes that wait for it
         events = sum(len(free) for free in device._free_events.values())
         assert events <= 3 * max(events_a_step)
-        timely = ("Event", "_Timed", "Mark")  # as many as there are events
+        timely = ("Event", "_Timed")  # as many as there are events
         grown_objects = {
             name: (objects.get(name, 0), count)
             for name, count in after.items()
