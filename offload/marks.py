@@ -273,16 +273,15 @@ class offload_hooks(ContextDecorator):  # noqa: N801 - to its callers a function
     """What autograd saves inside belongs to the innermost open group at entry."""
 
     def __init__(self) -> None:
-        self._entered: list[tuple[GroupsManager, InstalledScope | None]] = []
+        self._entered: list[tuple[GroupsManager | None, InstalledScope | None]] = []
 
     def __enter__(self) -> None:
         manager = _manager
-        if manager is not None:
-            self._entered.append((manager, manager.open_scope()))
+        self._entered.append((manager, None if manager is None else manager.open_scope()))
 
     def __exit__(self, *exception: object) -> None:
-        if self._entered:
-            manager, installed = self._entered.pop()
+        manager, installed = self._entered.pop()
+        if manager is not None:
             manager.close_scope(installed)
 
 

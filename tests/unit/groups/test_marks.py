@@ -127,6 +127,32 @@ def test_the_gradient_of_a_group_s_output_says_which_chunk_is_read(manager: Pipe
     assert seen == [-1, 1, 1, 0]
 
 
+def test_hooks_that_are_entered_once_more_are_taken_out_once_each(manager: PipelineOffloadManager) -> None:
+    """Also where no manager was there at one of the entries, and as a decorator."""
+    hooks = offload_hooks()
+    init_chunk_handler(None, None, 1)
+    group_start(torch.ones(1), "a")
+    PipelineOffloadManager.OFFLOAD_MGR = None
+    hooks.__enter__()
+    PipelineOffloadManager.OFFLOAD_MGR = manager
+    with hooks:
+        assert manager.engine.hooks.innermost() is not None
+        PipelineOffloadManager.OFFLOAD_MGR = None
+        with hooks:
+            pass
+        assert manager.engine.hooks.innermost() is not None
+        PipelineOffloadManager.OFFLOAD_MGR = manager
+    assert manager.engine.hooks.innermost() is None
+    hooks.__exit__(None, None, None)
+
+    @offload_hooks()
+    def layer(x: Tensor) -> Tensor:
+        return x * x
+
+    group_commit(layer(torch.randn(64, requires_grad=True)), "a").sum().backward()
+    assert manager.step_end().saved == 1
+
+
 def test_hooks_of_an_output_that_is_a_leaf_or_needs_no_gradient_are_none(
     manager: PipelineOffloadManager,
 ) -> None:
