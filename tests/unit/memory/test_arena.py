@@ -248,6 +248,16 @@ def test_clear_frees_everything_and_gives_the_budget_back(device: FakeDevice, ar
     assert taken(arena, PIECE).after == ()
 
 
+def test_clear_makes_room_for_a_growth_that_was_refused() -> None:
+    device = FakeDevice()
+    arena = arena_on(device, limit_bytes=PIECE)
+    block = taken(arena, PIECE)
+    assert arena.take(PIECE) is None
+    arena.give_back(block, None)
+    arena.clear()
+    assert arena.take(PIECE) is not None
+
+
 def test_clear_names_what_is_still_lent_and_frees_nothing(device: FakeDevice, arena: HostArena) -> None:
     block = taken(arena, 1000)
     with pytest.raises(PoolError, match="1 blocks of 1,000 bytes lent"):

@@ -230,6 +230,21 @@ def test_a_dropped_tensor_is_fetched_again_without_a_second_spill() -> None:
     assert (stats.spilled, stats.restored) == (3, 6)
 
 
+def test_what_was_fetched_ahead_and_not_read_is_forgotten_with_its_step() -> None:
+    rig = Rig(device_limit_bytes=2 * KIB, max_restoring_bytes=KIB)
+    y = gone(4, rig)
+    first, second, *_ = rig.blocks()
+    rig.transfers.restore([first], Priority.SPECULATIVE)
+    rig.transfers._drop_furthest(KIB)
+    rig.transfers.restore([second], Priority.SPECULATIVE)
+    assert rig.transfers.dropped
+    assert rig.transfers._ahead
+    rig.end()
+    assert not rig.transfers.dropped
+    assert not rig.transfers._ahead, "blocks of a step that is over"
+    del y
+
+
 def test_a_dropped_tensor_that_somebody_still_holds_is_not_fetched_again() -> None:
     class Doubled(torch.autograd.Function):
         @staticmethod
