@@ -249,12 +249,17 @@ def test_clear_frees_everything_and_gives_the_budget_back(device: FakeDevice, ar
 
 
 def test_clear_makes_room_for_a_growth_that_was_refused() -> None:
-    device = FakeDevice()
-    arena = arena_on(device, limit_bytes=PIECE)
-    block = taken(arena, PIECE)
-    assert arena.take(PIECE) is None
-    arena.give_back(block, None)
+    arena = arena_on(FakeDevice(pins=True), limit_bytes=PIECE)
+    for _ in range(2):  # pinned for the first, refused for the second
+        assert arena.take(PIECE) is None
+        arena.synchronize_growth()
+        block = arena.take(PIECE)
+        if block is not None:
+            held = block
+    arena.give_back(held, None)
     arena.clear()
+    assert arena.take(PIECE) is None
+    arena.synchronize_growth()
     assert arena.take(PIECE) is not None
 
 
