@@ -15,31 +15,28 @@ changing a bit.
 from __future__ import annotations
 
 from offload import marks
-from offload.compat.group import OffloadTensorGroup  # noqa: F401
+from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
 
 # the errors one by one and the sources' spellings are importable, and no part of `__all__`
-from offload.compat.handler import ChunkOffloadHandler  # noqa: F401
-from offload.compat.interface import (  # noqa: F401
-    ActivationOffloadContext,
-    FineGrainedActivationOffloadingInterface,
+from offload.compat.handler import ChunkOffloadHandler as ChunkOffloadHandler
+from offload.compat.interface import ActivationOffloadContext as ActivationOffloadContext
+from offload.compat.interface import (
+    FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,
 )
 from offload.compat.manager import PipelineOffloadManager
-from offload.compat.size_class_pool import CPUSpillBackend  # noqa: F401
+from offload.compat.size_class_pool import CPUSpillBackend as CPUSpillBackend
 from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
 from offload.compat.tensor_pool import TensorPool as TensorPool
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
-from offload.errors import (  # noqa: F401
-    CaptureError,
-    DeviceLimitError,
-    GroupOrderError,
-    HazardError,
-    HostBudgetError,
-    OffloadError,
-    PoolError,
-    RecordStateError,
-    StaleHandleError,
-)
+from offload.errors import CaptureError as CaptureError
+from offload.errors import DeviceLimitError as DeviceLimitError
+from offload.errors import GroupOrderError as GroupOrderError
+from offload.errors import HazardError as HazardError
+from offload.errors import HostBudgetError, OffloadError
+from offload.errors import PoolError as PoolError
+from offload.errors import RecordStateError as RecordStateError
+from offload.errors import StaleHandleError as StaleHandleError
 from offload.marks import (
     backward_record,
     capturing,

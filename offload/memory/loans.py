@@ -100,8 +100,8 @@ class Lender:
     # hazard  WAR: `h2d` still reads a block for a restore while `d2h` writes the same bytes for the next
     # spill.
     # edge    give_back(block, after=read_event) keeps the event with the bytes while ranges split and join;
-    #         take returns it in Block.after, and the writer's lane waits for it. A block given back unwritten
-    #         keeps the events that it came with.
+    #         take returns it in Block.after, and the writer's lane waits for it. The event replaces those
+    #         that the block came with, for which its user waited; a block given back unwritten keeps them.
     # alive   the arena owns the bytes; `clear` and `trim` synchronize the events kept with them before they
     #         free them.
     # proof   tests/property/test_arena.py, and its strict-xfail twin without the edge.

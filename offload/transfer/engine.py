@@ -12,8 +12,9 @@ a copy are released.
 #
 # [Order: reuse]
 # hazard  WAR: `h2d` still reads a host block for a restore while `d2h` writes it for the next spill.
-# edge    a block comes back to the arena with the event of its last copy; the next spill into its bytes makes
-#         d2h wait for it.
+# edge    a block comes back to the arena with the event of its last copy alone; the next spill into its bytes
+#         makes d2h wait for it. That event comes after all that the block was lent with: the spill waited for
+#         them, and one that breaks off waits for them before it records its event.
 # alive   the arena owns the pinned bytes; the DeviceBlock holds the host block from its spill to its end, or,
 #         held back for its reader, to the settling of that spill.
 # proof   tests/property/test_edges.py, edge "reuse"
