@@ -1,12 +1,15 @@
 """What a user can set, checked before anything is built.
 
 One invariant: a config that exists is valid; nothing further down checks it again. Sizes are bytes, except
-where a name says elements.
+where a name says elements. They may be given as text ("8GB"), and are held as whole numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.sizes import is_count, optional_bytes, parse_bytes
 
 __all__ = [
     "OffloadConfig",
@@ -29,13 +32,9 @@ def check_fraction(name: str, value: float) -> None:
         )
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def check_min_elements(value: int) -> None:
     """ValueError unless `value` is a count of elements."""
-    if not _is_count(value):
+    if not is_count(value):
         raise ValueError(
             f"min_offloaded_tensor_size is {value!r}, must be a whole number of elements, 0 or more (the "
             f"default is {MIB:,})"
@@ -44,20 +43,22 @@ def check_min_elements(value: int) -> None:
 
 def check_index(name: str, value: object) -> None:
     """ValueError unless `value` counts from 0: a rank, a virtual stage, a microbatch."""
-    if not _is_count(value):
+    if not is_count(value):
         raise ValueError(f"{name} is {value!r}, must be a whole number, 0 or more")
 
 
-def check_bytes(name: str, value: object, *, optional: bool = False, least: int = 0) -> None:
+def check_bytes(name: str, value: object, *, least: int = 0) -> None:
     """ValueError unless `value` is a number of bytes."""
-    if not (_is_count(value, least) or (optional and value is None)):
-        none = " or None" if optional else ""
-        raise ValueError(f"{name} is {value!r}, must be a whole number of bytes, {least:,} or more{none}")
+    if not is_count(value, least):
+        raise ValueError(f"{name} is {value!r}, must be a whole number of bytes, {least:,} or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Limits and thresholds of one engine. `None` means "derive it", not "off"."""
+    """Limits and thresholds of one engine. `None` means "derive it", not "off".
+
+    A size in bytes may also be text, as in "8GB" (8e9), "8GiB" or "500 MB" (`offload.sizes`).
+    """
 
     min_offloaded_tensor_size: int = MIB
     """Elements. A smaller saved tensor stays on the device: its copy would cost more host time than it
@@ -116,17 +117,41 @@ class OffloadConfig:
     """Compare a checksum of every host copy before and after its life there, but for those of captured
     graphs, which each replay writes anew. Blocks the host: for debugging."""
 
+    if TYPE_CHECKING:
+        # A size may be given as text, and is held as a number: the fields say the second only.
+        def __init__(
+            self,
+            *,
+            min_offloaded_tensor_size: int = ...,
+            activation_offload_fraction: float = ...,
+            delta_offload_bytes_across_pp_ranks: int | str = ...,
+            pp_rank: int = ...,
+            max_inflight_offloads: int | None = ...,
+            device_limit_bytes: int | str | None = ...,
+            max_spilling_bytes: int | str | None = ...,
+            max_restoring_bytes: int | str | None = ...,
+            piece_bytes: int | str = ...,
+            host_limit_bytes: int | str | None = ...,
+            host_reserve_bytes: int | str = ...,
+            trim_host: bool = ...,
+            trim_device: bool = ...,
+            audit: bool = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         check_min_elements(self.min_offloaded_tensor_size)
         check_fraction("activation_offload_fraction", self.activation_offload_fraction)
         check_index("pp_rank", self.pp_rank)
-        check_bytes("piece_bytes", self.piece_bytes, least=1)
-        for name in ("delta_offload_bytes_across_pp_ranks", "host_reserve_bytes"):
-            check_bytes(name, getattr(self, name))
+        for name, least in (
+            ("piece_bytes", 1),
+            ("delta_offload_bytes_across_pp_ranks", 0),
+            ("host_reserve_bytes", 0),
+        ):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name=name, least=least))
         for name in ("device_limit_bytes", "max_spilling_bytes", "max_restoring_bytes", "host_limit_bytes"):
-            check_bytes(name, getattr(self, name), optional=True)
+            object.__setattr__(self, name, optional_bytes(getattr(self, name), name=name))
         inflight = self.max_inflight_offloads
-        if not (inflight is None or _is_count(inflight)):
+        if not (inflight is None or is_count(inflight)):
             raise ValueError(
                 f"max_inflight_offloads is {inflight!r}, must be None (no cap) or a whole number of groups, "
                 "0 or more"

@@ -3,9 +3,12 @@ and what is allowed."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +108,12 @@ def test_a_config_cannot_change_after_it_was_checked() -> None:
 def test_fields_are_given_by_name_only() -> None:
     with pytest.raises(TypeError):
         OffloadConfig(1024)  # type: ignore[misc]
+
+
+def test_the_types_of_the_constructor_name_each_field_once() -> None:
+    tree = ast.parse(Path(inspect.getfile(OffloadConfig)).read_text())
+    (constructor,) = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    ]
+    named = [argument.arg for argument in constructor.args.kwonlyargs]
+    assert named == [field.name for field in dataclasses.fields(OffloadConfig)]

@@ -1,0 +1,72 @@
+"""Sizes as people write them: a whole number of bytes, a number with a unit ("8GB", "1.5 GiB"), a share of
+something whose size is known ("60%").
+
+One invariant: a size is read exactly, by fractions and not by floats, and rounded down to whole bytes; text
+that could be read in two ways ("8", "8G") is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+__all__ = ["is_count", "optional_bytes", "parse_bytes"]
+
+UNITS = {"b": 1} | {
+    prefix + unit: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
+"""Bytes by unit, in small letters: "gb" is 1000**3 and "gib" 1024**3."""
+
+SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]+|%)\s*", re.IGNORECASE | re.ASCII)
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether `value` is a whole number, `least` or more; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def parse_bytes(value: object, *, name: str, of_bytes: int | None = None, least: int = 0) -> int:
+    """The bytes that `value` stands for.
+
+    value: a whole number of bytes, or text: a number and one of B, kB, MB, GB, TB (powers of 1000), KiB, MiB,
+    GiB, TiB (powers of 1024), in small or capital letters, with or without a space; or "60%".
+    name: of the setting, for the messages. of_bytes: what 100% is; None where no share can be given.
+    Raises ValueError for anything else, and for less than `least` bytes. Never blocks.
+    """
+    return _parsed(value, name, of_bytes, least, "")
+
+
+def optional_bytes(value: object, *, name: str, of_bytes: int | None = None, least: int = 0) -> int | None:
+    """`parse_bytes`, and None for None, which means "derive it"."""
+    return None if value is None else _parsed(value, name, of_bytes, least, ", or None")
+
+
+def _parsed(value: object, name: str, of_bytes: int | None, least: int, or_none: str) -> int:
+    if isinstance(value, int) and is_count(value, least):
+        return value
+    if isinstance(value, str) and (match := SIZE.fullmatch(value)):
+        number, unit = Fraction(match["number"]), match["unit"].lower()
+        if unit == "%":
+            nbytes = _share(number, value, name, of_bytes)
+        else:
+            nbytes = int(number * UNITS[unit]) if unit in UNITS else -1
+        if nbytes >= least:
+            return nbytes
+    share = "" if of_bytes is None else ", or a share, as in '60%'"
+    raise ValueError(
+        f"{name} is {value!r}, must be a whole number of bytes, {least:,} or more, or a number with a unit, "
+        f"as in '8GB' (8e9 bytes), '8GiB' (8 * 1024**3) or '500 MB'{share}{or_none}"
+    )
+
+
+def _share(percent: Fraction, value: str, name: str, of_bytes: int | None) -> int:
+    if of_bytes is None:
+        raise ValueError(
+            f"{name} is {value!r}, but the size that it is a share of is not known here; write bytes, as in "
+            "'8GB', or give a share of the device to `offload.apply(model, device_limit=...)`, which knows it"
+        )
+    if percent > 100:
+        raise ValueError(f"{name} is {value!r}, must be a share between '0%' and '100%'")
+    return int(percent * of_bytes / 100)
