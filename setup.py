@@ -1,23 +1,48 @@
 """Packaging of the three packages. One invariant: what a run needs is in `install_requires`, and nothing else
-is."""
+is. The version is the one that offload/__init__.py states."""
+
+import re
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "offload/__init__.py").read_text(), re.MULTILINE)
+assert VERSION is not None, "offload/__init__.py states no __version__"
+
 setup(
     name="pipeline-offload",
-    version="0.1.0",
+    version=VERSION[1],
     description=(
         "Moves activations, weights, gradients and optimizer state between GPU and "
         "pinned host memory while a model trains"
     ),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The pipeline-offload authors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords="pytorch training activation offload checkpointing pipeline-parallel optimizer memory",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     packages=find_packages(include=["offload", "offload.*", "parallel", "parallel.*", "moe", "moe.*"]),
+    package_data={package: ["py.typed"] for package in ("offload", "parallel", "moe")},
+    zip_safe=False,  # a type checker reads py.typed from a folder
     install_requires=[
         "torch>=2.11,<2.14",
         "numpy",
         "tabulate",
         "tqdm",
-        "safetensors",
     ],
     extras_require={
         "test": [
@@ -29,8 +54,15 @@ setup(
             "mypy",
             "types-tabulate",
             "types-tqdm",
+            # a wheel is built by the tests
+            "setuptools>=77",
+            # the examples, which the tests run, train models of theirs
+            "transformers",
+            "peft",
+            "accelerate",
         ],
         "plot": ["matplotlib"],
         "bench": ["scipy"],
+        "docs": ["mkdocs<2", "mkdocstrings[python]"],
     },
 )

@@ -59,6 +59,8 @@ from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.captures import CapturedRegion
 
+__version__ = "0.1.0"
+
 OffloadManager = PipelineOffloadManager
 marks.manager_type = PipelineOffloadManager
 
@@ -72,6 +74,7 @@ __all__ = [
     "OffloadError",
     "PipelineOffloadManager",
     "StepStats",
+    "__version__",
     "backward_record",
     "capturing",
     "configure",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offload.described import described
 from offload.sizes import is_count, optional_bytes, parse_bytes
 
 __all__ = [
@@ -53,6 +54,7 @@ def check_bytes(name: str, value: object, *, least: int = 0) -> None:
         raise ValueError(f"{name} is {value!r}, must be a whole number of bytes, {least:,} or more")
 
 
+@described
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
     """Limits and thresholds of one engine. `None` means "derive it", not "off".

@@ -2,9 +2,9 @@
 
 One invariant: torch.distributed.pipelining runs the pipeline and `offload` moves the bytes; this package only
 introduces them to each other, and imports nothing of `offload` but its public names. `launch` starts the
-ranks, `host` pins and measures the link on all at once, `schedules` names what torch can run, `stage`
-announces each chunk, `order` says in which order the chunks will be read, `transformer` is the model whose
-layers carry the marks.
+ranks, `host` pins and measures the link on all at once, `schedules` names what torch can run, `transformer`
+is the model whose layers carry the marks. `stage` and `order` are names of `offload.pipelining`, which
+announces each chunk and says in which order the chunks will be read.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parallel.order import actions_of
-    from parallel.stage import OffloadPipelineStage
+    from offload.pipelining import OffloadPipelineStage, actions_of
 
 __all__ = ["OffloadPipelineStage", "actions_of"]
 
@@ -23,4 +22,4 @@ def __getattr__(name: str) -> object:
     # on first use: `parallel.megatron` needs no pipeline of torch's
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("parallel.order" if name == "actions_of" else "parallel.stage"), name)
+    return getattr(import_module("offload.pipelining"), name)

@@ -26,8 +26,8 @@ from offload import (
     group_start,
     offload_hooks,
 )
+from offload.pipelining.stage import OffloadPipelineStage
 from parallel.schedules import SCHEDULES, build_schedule
-from parallel.stage import OffloadPipelineStage
 
 WIDTH, MICROBATCHES = 4, 4
 

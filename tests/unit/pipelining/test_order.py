@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from offload.pipelining.order import actions_of, peak_chunks
 from offload.policy import parse_action
-from parallel.order import actions_of, peak_chunks
 from parallel.schedules import SCHEDULES
 
 

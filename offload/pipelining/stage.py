@@ -1,0 +1,300 @@
+"""torch's pipeline stage, which says aloud what it is about to do.
+
+The engine must know whose activations it sees: the chunk (virtual stage, microbatch) is announced here, by
+the only code that knows it, and is never guessed from the order of calls. One invariant: every `begin_*` has
+its `end_*`, also when the chunk raised, and nothing is announced when no backward will come
+(`schedule.eval()`).
+
+Around that, four repairs of torch's stage, all of them about bytes or about evaluation:
+
+* Shapes are given, so that no hidden forward runs to find them (torch would run one in the first step and at
+  each switch to evaluation).
+* Receive buffers exist only between their receive and the last backward that can need them; torch keeps one a
+  microbatch for ever.
+* `schedule.eval()` works on the V-shaped schedules, keeps no autograd graph, and does not divide the
+  gradients that are already there.
+* Two neighbouring stages on one rank are not connected with a message to oneself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import EllipsisType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from offload import marks
+
+__all__ = ["Announcer", "OffloadPipelineStage"]
+
+
+class Announcer(Protocol):
+    """Who wants to know: the offload manager, or a test that records."""
+
+    def begin_chunk(self, stage: int, microbatch: int) -> None:
+        """The forward of this chunk starts; what the layers save from here on belongs to it."""
+
+    def end_forward(self, stage: int, microbatch: int) -> None:
+        """The forward is complete: from now on its activations may be fetched back."""
+
+    def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        """A backward of this chunk starts: "B" the whole of it, "I" its input half, "W" its weight half."""
+
+    def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        """That backward is over."""
+
+    def register_external(self, tensor: Tensor) -> None:
+        """This storage is written from outside autograd, so its version says nothing."""
+
+
+class OffloadPipelineStage(PipelineStage):
+    """A `PipelineStage` that announces each chunk.
+
+    announcer: left out, the manager that `offload.configure` built, as soon as there is one; None announces
+    nothing and keeps the repairs. `manager.set_order(actions_of(schedule, rank))` tells it the coming reads
+    before step 1; without it they are those of the step before.
+    `input_args` and `output_args` are meta tensors of one microbatch, with `requires_grad=True` where
+    gradients flow.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        input_args: Tensor | tuple[Tensor, ...],
+        output_args: Tensor | tuple[Tensor, ...],
+        announcer: Announcer | EllipsisType | None = ...,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+    ) -> None:
+        _check_differentiable(stage_index, num_stages, input_args, output_args)
+        super().__init__(
+            submodule,
+            stage_index,
+            num_stages,
+            device,
+            input_args=input_args,
+            output_args=output_args,
+            group=group,
+            dw_builder=dw_builder,
+        )
+        self._announcer = announcer
+
+    @property
+    def announcer(self) -> Announcer | None:
+        """Who is told; None for nobody."""
+        given = self._announcer
+        return marks.existing_manager() if isinstance(given, EllipsisType) else given
+
+    # ---- the three methods that every schedule goes through ----
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run the forward of one microbatch; under `schedule.eval()` without a graph, since nothing could
+        ever release it."""
+        if not self.has_backward:
+            with torch.no_grad():
+                output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+            self._release(self.args_recv_info[fwd_chunk_id])
+            sent, _inputs = self.fwd_cache[fwd_chunk_id]
+            self.fwd_cache[fwd_chunk_id] = (sent, [])
+            return output
+        for info in _received(self.args_recv_info[fwd_chunk_id]):
+            info.buffer.requires_grad_(info.buffer.is_floating_point())
+        with self._announced_forward(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run the whole backward of one microbatch, or the half that makes its input gradients."""
+        if not self.has_backward:
+            return
+        with self._announced_backward(bwd_chunk_id, "B" if full_backward else "I"):
+            super().backward_one_chunk(
+                bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
+            )
+        if loss is not None and not loss._is_view():
+            # the schedule keeps it to the step's end, and with it would keep the graph and the stage's input
+            loss.detach_()
+        if full_backward:
+            self._release(self.args_recv_info[bwd_chunk_id])
+            self._release(self.grad_recv_info[bwd_chunk_id])
+        elif not self.is_first:
+            self._release_after_input_half(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the half of one microbatch's backward that makes its weight gradients.
+
+        On stage 0 it is the whole backward: torch runs nothing in the input half of a stage that has no input
+        gradient to send.
+        """
+        if not self.has_backward:
+            return
+        with self._announced_backward(bwd_chunk_id, "W"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        self._release(self.args_recv_info[bwd_chunk_id])
+        self._release(self.grad_recv_info[bwd_chunk_id])
+
+    @contextmanager
+    def _announced_forward(self, microbatch: int) -> Iterator[None]:
+        announcer = self.announcer
+        if announcer is None:
+            yield
+            return
+        announcer.begin_chunk(self.stage_index, microbatch)
+        try:
+            yield
+        finally:
+            announcer.end_forward(self.stage_index, microbatch)
+
+    @contextmanager
+    def _announced_backward(self, microbatch: int, kind: str) -> Iterator[None]:
+        announcer = self.announcer
+        if announcer is None:
+            yield
+            return
+        announcer.begin_backward(self.stage_index, microbatch, kind)
+        try:
+            yield
+        finally:
+            announcer.end_backward(self.stage_index, microbatch, kind)
+
+    # ---- receive buffers: meta tensors until they are received into, and again when they are dead ----
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        # torch 2.13 votes on it over all ranks; 2.11 asks only this stage
+        mode = getattr(self, "_inference_mode", None)
+        if mode is not None and mode.name != "STATIC":
+            raise ValueError(
+                f"stage {self.stage_index} of {self.num_stages} would run a hidden forward, since some stage "
+                "was given no shapes; "
+                "build every stage as OffloadPipelineStage"
+            )
+        with self._buffers_on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._buffers_on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _buffers_on_meta(self) -> Iterator[None]:
+        """torch makes a buffer for every microbatch at once; made on meta they hold a shape and no bytes."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of one microbatch's input, into buffers that are allocated now."""
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of one microbatch's output gradient, into buffers that are allocated now."""
+        if self.has_backward and not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _allocate(self, infos: Sequence[Any]) -> None:
+        for info in _received(infos):
+            if info.buffer.is_meta:
+                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=False)
+                if self.announcer is not None and self.has_backward:
+                    self.announcer.register_external(info.buffer)
+
+    def _release(self, infos: Sequence[Any]) -> None:
+        for info in _received(infos):
+            if not info.buffer.is_meta:
+                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+
+    def _release_after_input_half(self, microbatch: int) -> None:
+        """Between the halves only the graph is needed: the weight half reads neither the stage's input nor
+        its output gradient.
+
+        Not so on stage 0, whose weight half is a whole backward.
+        """
+        self._release(self.args_recv_info[microbatch])
+        self._release(self.grad_recv_info[microbatch])
+        if microbatch in self.backward_state:
+            _inputs, param_groups, outputs, _grads = self.backward_state[microbatch]
+            self.backward_state[microbatch] = ([], param_groups, outputs, None)
+
+    def clear_runtime_states(self) -> None:
+        """Start a step with nothing left over, also when the last one raised in its middle."""
+        super().clear_runtime_states()
+        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            self._release(infos)
+        self.bwd_cache.clear()
+        self.backward_state.clear()
+        self.dw_runner.clear()
+
+    # ---- evaluation, and neighbours on one rank ----
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """The input gradients for the previous stage on this rank; none in an evaluation, where torch would
+        assert."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take the output gradients from the next stage on this rank; nothing in an evaluation, where torch
+        would assert."""
+        if not self.has_backward:
+            return
+        if any(grad is None for grad in next_stage_bwd_outputs):
+            self._allocate(self.grad_recv_info[mb_index])  # torch fills the missing one with zeros
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients by the number of microbatches; an evaluation leaves them alone, which torch's
+        does not."""
+        if self.has_backward:
+            super().scale_grads(grad_scale_factor)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Finish the step's gradients; nothing in an evaluation."""
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+def _received(infos: Sequence[Any]) -> list[Any]:
+    """Those inputs of a stage that another stage makes; the model's own arguments have no buffer here."""
+    return [info for info in infos if getattr(info, "buffer", None) is not None]
+
+
+def _check_differentiable(
+    stage: int, stages: int, inputs: Tensor | tuple[Tensor, ...], outputs: Tensor | tuple[Tensor, ...]
+) -> None:
+    """Without requires_grad torch derives that no gradient comes back, and a rank waits for one for ever."""
+    checked = [("output_args", outputs)] if stage == 0 else [("input_args", inputs), ("output_args", outputs)]
+    for name, value in checked:
+        tensors = (value,) if isinstance(value, Tensor) else value
+        for index, tensor in enumerate(tensors):
+            if tensor.is_floating_point() and not tensor.requires_grad:
+                raise ValueError(
+                    f"stage {stage} of {stages}: {name}[{index}] of shape {tuple(tensor.shape)} does not "
+                    "require grad, so no gradient "
+                    "would be sent for it; make it with torch.empty(..., device='meta', requires_grad=True)"
+                )
