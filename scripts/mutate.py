@@ -12,8 +12,9 @@ result that is not returned. The same seed plants the same faults in the same so
 One invariant: the working tree is never written. Each process has a scratch copy of it, plants a fault there,
 runs pytest until its first failure, and puts the file back. The tests that import the file come first, then
 the folder that mirrors it, then the rest of --tests. A fault is *killed* if a test fails or cannot be
-collected, or if the time limit passes; else it *survived*, and is printed with its place and a diff. Exit
-status 0: at most --allow survived; 1: more did; 2: the tests fail without any fault.
+collected, or if the time limit passes; else it *survived*, and is printed with its place and a diff. Each
+result is printed as soon as it is known, so a run that is cut short loses none. Exit status 0: at most
+--allow survived; 1: more did; 2: the tests fail without any fault, and no result counts.
 
 Each survivor wants a look: a test is missing, a line is needed by nobody, or nothing that can be seen changes
 (one poll more, a limit at the very byte).
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -147,14 +148,15 @@ def planted(root: Path, folders: Sequence[str], count: int, seed: int) -> list[F
 
 
 def selected_tests(root: Path, path: str, tests: Sequence[str]) -> list[str]:
-    """What pytest is given for a fault in this file: first the tests that import it, then the folder of its
-    mirror, then everything."""
+    """What pytest is given for a fault in this file: the test files that import it, then those in the folder
+    of its mirror, then the rest. Files only: pytest sorts a file in among those of a folder beside it."""
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    files = sorted(file for test in tests for file in (root / test).rglob("test_*.py"))
-    importing = [str(file.relative_to(root)) for file in files if _imports(file, module)]
-    mirror = Path("tests/unit", *Path(path).parent.parts[1:])
-    named = [str(mirror)] if mirror != Path("tests/unit") and (root / mirror).is_dir() else []
-    return list(dict.fromkeys([*importing, *named, *tests]))
+    given = [root / test for test in tests]
+    found = [test.rglob("test_*.py") if test.is_dir() else [test] for test in given]
+    files = sorted({file for each in found for file in each})
+    mirror = root / "tests/unit" / Path(*Path(path).parent.parts[1:])
+    ranked = sorted(files, key=lambda file: (not _imports(file, module), mirror not in file.parents))
+    return [str(file.relative_to(root)) for file in ranked]
 
 
 def _imports(file: Path, module: str) -> bool:
@@ -215,9 +217,10 @@ def _ended(command: list[str], tree: Path, limit_s: float) -> tuple[int | None, 
 def tried(
     faults: Sequence[Fault], tests: Sequence[str], *, root: Path = ROOT, jobs: int = 1, limit_s: float = 600
 ) -> Iterator[Result]:
-    """What becomes of each fault, in order, as it is known.
+    """What becomes of each fault, as soon as it is known.
 
-    Raises RuntimeError if the tests fail without a fault, which is tried first, beside the faults.
+    Raises RuntimeError if the tests fail without a fault. That is tried first, beside the faults; where it
+    takes longer than they do, their results come before it.
     """
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
         trees = Trees(root, Path(folder), jobs)
@@ -231,11 +234,15 @@ def tried(
         without = pool.submit(trees.run, None, tests, limit_s)
         pending = [pool.submit(outcome, fault) for fault in faults]
         try:
-            status, said = without.result()
-            if status != 0:
-                raise RuntimeError(f"without any fault pytest {' '.join(tests)} ends with {status}: {said}")
-            for result in pending:
-                yield result.result()
+            for ended in as_completed([without, *pending]):
+                result = ended.result()
+                if isinstance(result, Result):
+                    yield result
+                elif result[0] != 0:
+                    status, said = result
+                    raise RuntimeError(
+                        f"without any fault pytest {' '.join(tests)} ends with {status}: {said}"
+                    )
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

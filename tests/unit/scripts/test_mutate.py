@@ -101,10 +101,28 @@ def test_faults_are_not_called_killed_by_tests_that_fail_anyway(project: Path) -
         list(tried(planted(project, ["pkg/limits.py"], 1, 0), ["tests"], root=project, limit_s=60))
 
 
+def test_a_result_is_told_as_soon_as_it_is_known(project: Path) -> None:
+    """A run without faults takes minutes. What is known by then was lost where a time limit cut it short."""
+    done = project / "done"
+    (project / "tests/test_far.py").write_text(
+        f"import pathlib, time\n\ndef test_far():\n    while not pathlib.Path({str(done)!r}).exists():\n"
+        "        time.sleep(0.05)\n"
+    )
+    faults = [one for one in planted(project, ["pkg/limits.py"], 100, 0) if one.line == 2]
+    results = tried(faults, ["tests"], root=project, jobs=2, limit_s=60)
+    first = [next(results), next(results)]  # each fault is killed before it comes to test_far
+    done.touch()
+    assert {one.fault for one in first} == set(faults)
+    assert list(results) == []
+
+
 def test_a_seed_plants_the_same_faults_and_the_tests_that_import_a_file_come_first(project: Path) -> None:
     assert planted(project, ["pkg"], 2, 1) == planted(project, ["pkg"], 2, 1)
     assert len({tuple(planted(project, ["pkg"], 2, seed)) for seed in range(8)}) > 1
-    assert selected_tests(project, "pkg/limits.py", ["tests"]) == ["tests/test_limits.py", "tests"]
-    assert selected_tests(project, "pkg/other.py", ["tests"]) == ["tests"]
+    assert selected_tests(project, "pkg/limits.py", ["tests"]) == [
+        "tests/test_limits.py",
+        "tests/test_far.py",
+    ]
+    assert selected_tests(project, "pkg/other.py", ["tests/test_far.py"]) == ["tests/test_far.py"]
     with pytest.raises(ValueError, match="there is no Python file in absent; give folders of"):
         planted(project, ["absent"], 1, 0)
