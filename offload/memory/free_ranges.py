@@ -64,7 +64,7 @@ class PendingEvents:
     def poll(self, pending: PendingEvent) -> bool:
         """Whether the event has passed. Blocks the host: never, as the next two."""
         if (event := pending.event) is not None and self._device.poll(event):
-            self._pass(event, pending)
+            self.passed(event, pending)
         return pending.event is None
 
     def poll_oldest(self) -> None:
@@ -75,7 +75,7 @@ class PendingEvents:
             if not self._device.poll(pending.event):
                 self._unpassed.move_to_end(key)
                 return
-            self._pass(pending.event, pending)
+            self.passed(pending.event, pending)
 
     def poll_all(self) -> bool:
         """Ask about every event; whether all have passed."""
@@ -88,13 +88,14 @@ class PendingEvents:
         for pending in these:
             if (event := pending.event) is not None:
                 self._device.synchronize(event)
-                self._pass(event, pending)
+                self.passed(event, pending)
 
     def synchronize_all(self) -> None:
         """Block the host until every event has passed."""
         self.synchronize(tuple(self._unpassed.values()))
 
-    def _pass(self, event: Event, pending: PendingEvent) -> None:
+    def passed(self, event: Event, pending: PendingEvent) -> None:
+        """The event of `pending` is known to have passed."""
         del self._unpassed[id(event)]
         pending.event = None
 

@@ -271,11 +271,12 @@ class Lender:
         unpassed: list[PendingEvent] = []
         after: list[Event] = []
         for place, each in enumerate(block.pending):
-            if each.event is not None and place < POLLS_PER_LOAN:
-                self._events.poll(each)
-            if each.event is not None:
+            event = each.event
+            if event is not None and place < POLLS_PER_LOAN and self.device.poll(event):
+                self._events.passed(event, each)  # `PendingEvents.poll`, without a call
+            elif event is not None:
                 unpassed.append(each)
-                after.append(each.event)
+                after.append(event)
         block.pending, block.after = tuple(unpassed), tuple(after)
 
 

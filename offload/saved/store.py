@@ -93,7 +93,6 @@ class TensorStore:
         record = (
             None if external or key not in chunk.table else self._joinable(chunk, key, start, stop, version)
         )
-        layout: ViewLayout | None = None
         if record is None and whole and group.slots >= group.first_kept:
             record = self._keep(storage, version, chunk, group)
         elif record is None:
@@ -113,12 +112,8 @@ class TensorStore:
                 self._enqueue(block, block.nbytes, group)
             else:
                 group.deferred.append(weakref.ref(record))
-            layout = record.layout = self._layouts.of(tensor)
         elif record.block.holders is None:
-            layout = self._layouts.of(tensor)
             probe = self._probe(tensor)  # `.data` shares the storage, but counts versions of its own
-            if record.layout != layout:
-                record.layout = None
         block = record.block
         block.readers += 1
         block.unread += 1
@@ -126,6 +121,11 @@ class TensorStore:
         if chunk.noted is not None:
             chunk.noted.append(block)
         if block.holders is None:
+            layout = self._layouts[tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype]
+            if block.readers == 1:
+                record.layout = layout
+            elif record.layout != layout:
+                record.layout = None
             return Handle(record, layout, probe, version)
         handle = Handle(record, None, tensor.detach(), version)
         block.holders.append(weakref.ref(handle))

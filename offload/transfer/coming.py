@@ -17,26 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from offload.ids import ChunkId
 from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
 from offload.transfer.engine import TransferEngine
 
-__all__ = ["ComingReads", "PrefetchBatch", "Prefetcher"]
+__all__ = ["ComingReads", "Prefetcher"]
 
 _SPILLED, _SPILLING = BlockState.SPILLED, BlockState.SPILLING
-
-
-class PrefetchBatch(NamedTuple):
-    """What lies next: blocks to fetch, blocks to keep although they are on their way out. sizes: bytes of
-    each position that was looked at, 0 where nothing will be read any more; nbytes: their sum."""
-
-    fetch: list[DeviceBlock]
-    keep: list[DeviceBlock]
-    sizes: list[int]
-    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -65,19 +54,6 @@ class ComingReads:
         self._sizes = [0] * len(blocks)  # bytes counted in `ahead_bytes`
         self._reader = self._fetched = self.ahead_bytes = 0
 
-    def follow_reader(self) -> None:
-        """Move past what has been read, or will never be."""
-        reader, fetched, passes = self._reader, self._fetched, self._passes
-        while reader < fetched:
-            block = self._blocks[reader]
-            if not block.is_freed:
-                unread = passes[reader] - block.pass_no
-                if unread > 0 or (unread == 0 and block.unread > 0):
-                    break
-            self.ahead_bytes -= self._sizes[reader]
-            reader += 1
-        self._reader = reader
-
     def look_back(self) -> None:
         """Look again from the first block that was fetched and dropped before it was read: nobody else would
         fetch it before its reader, who then drops the next one to make room, and so on to the end of the
@@ -90,20 +66,35 @@ class ComingReads:
                 self._fetched = position
                 return
 
-    def look(self, room: int, piece_bytes: int) -> PrefetchBatch | None:
-        """The next blocks within `room` bytes, until about a piece is to be fetched. Nothing is taken until
-        `take`. None: there are none.
+    def look(
+        self, window: int, piece_bytes: int
+    ) -> tuple[list[DeviceBlock], list[DeviceBlock], list[int]] | None:
+        """Move past what has been read, or will never be. Then look at the next blocks, until `window` bytes
+        are ahead of the reader, or about a piece is to be fetched. Nothing is taken until `take`.
 
-        A block larger than the room is looked at all the same when nothing else is ahead of the reader.
+        Returns the blocks to fetch, those to keep although they are on their way out, and the bytes of each
+        position that was looked at, 0 where nothing will be read any more; None if there are none.
+        A block larger than the window is looked at all the same when nothing else is ahead of the reader.
         """
-        blocks, passes = self._blocks, self._passes
-        if self._fetched == len(blocks):
+        blocks, passes, fetched = self._blocks, self._passes, self._fetched
+        reader = self._reader
+        while reader < fetched:
+            block = blocks[reader]
+            if not block.is_freed:
+                ahead = passes[reader] - block.pass_no
+                if ahead > 0 or (ahead == 0 and block.unread):
+                    break
+            self.ahead_bytes -= self._sizes[reader]
+            reader += 1
+        self._reader = reader
+        room = window - self.ahead_bytes
+        if room <= 0 or fetched == len(blocks):
             return None
         fetch: list[DeviceBlock] = []
         keep: list[DeviceBlock] = []
         sizes: list[int] = []
         nbytes = fetch_bytes = 0
-        for position in range(self._fetched, len(blocks)):
+        for position in range(fetched, len(blocks)):
             block = blocks[position]
             ahead = passes[position] - block.pass_no
             # one that was read out of turn may live on, away, to the weight half
@@ -123,13 +114,13 @@ class ComingReads:
                 fetch_bytes += block.nbytes
                 if fetch_bytes >= piece_bytes:
                     break
-        return PrefetchBatch(fetch, keep, sizes, nbytes) if sizes else None
+        return (fetch, keep, sizes) if sizes else None
 
-    def take(self, batch: PrefetchBatch) -> None:
+    def take(self, sizes: Sequence[int]) -> None:
         """What `look` showed has been dealt with."""
-        start, self._fetched = self._fetched, self._fetched + len(batch.sizes)
-        self._sizes[start : self._fetched] = batch.sizes
-        self.ahead_bytes += batch.nbytes
+        start, self._fetched = self._fetched, self._fetched + len(sizes)
+        self._sizes[start : self._fetched] = sizes
+        self.ahead_bytes += sum(sizes)
 
 
 def _is_away(block: DeviceBlock) -> bool:
@@ -166,27 +157,25 @@ class Prefetcher:
         chunks: in the order in which backwards will read them.
         """
         transfers = self._transfers
-        room = transfers.limits.max_restoring_bytes
-        self.stride_bytes = min(self.piece_bytes, room // 4)
+        window = transfers.limits.max_restoring_bytes
+        self.stride_bytes = min(self.piece_bytes, window // 4)
         if not transfers.counts.spilled:
             return  # all that was saved in this step is on the device
         for rank, coming in enumerate(chunks):
-            if room <= 0 or not coming.known:
+            if window <= 0 or not coming.known:
                 return  # what is read after one that is not known is further away than a window
-            coming.follow_reader()
-            room -= coming.ahead_bytes
-            while room > 0:
-                batch = coming.look(room, self.piece_bytes)
-                if batch is None:
-                    break
-                for block in batch.keep:
+            while (found := coming.look(window, self.piece_bytes)) is not None:
+                fetch, keep, sizes = found
+                for block in keep:
                     transfers.reclaim(block)
-                if batch.fetch:
-                    later = partial(_read_later, chunks, rank, batch.fetch[-1].touch)
-                    if transfers.restore(batch.fetch, Priority.SPECULATIVE, later) is None:
+                if fetch:
+                    later = partial(_read_later, chunks, rank, fetch[-1].touch)
+                    if transfers.restore(fetch, Priority.SPECULATIVE, later) is None:
                         return
-                coming.take(batch)
-                room -= batch.nbytes
+                coming.take(sizes)
+                if coming.ahead_bytes >= window:
+                    return
+            window -= coming.ahead_bytes
 
 
 def _read_later(chunks: Sequence[ComingReads], rank: int, touch: int, transfer: Transfer) -> bool:

@@ -246,26 +246,31 @@ class TransferEngine(CaptureSide):
             self.refuse_unwatched("a restore")
         if self.freed_blocks:
             self.reclaim_freed()
-            blocks = [block for block in blocks if not block.is_freed]
-            if not blocks:
-                return None
         required = priority >= Priority.REQUIRED
+        due: list[DeviceBlock] = []
         nbytes = 0
         for block in blocks:
+            if block.is_freed:
+                continue
+            due.append(block)
             nbytes += block.nbytes
             if not (required or (block.capture in capture.sources if capture else block.capture is None)):
                 return None
             if capture is not None:
                 self._check_saved_in_capture(block)
-        owner = owner_of(blocks[0].group)
+        if not due:
+            return None
+        owner = owner_of(due[0].group)
         lease = self.copier.ask(nbytes, Direction.H2D, owner, priority)
         if lease is None:
             return None
         compute, h2d = device.compute, device.h2d
+        limit, cap = self.limits.device_limit_bytes, self.limits.max_spilling_bytes
+        fits = limit is None and (cap is None or self.spilling_bytes <= cap)
         buffers: list[torch.Tensor] | None = None
         try:
-            if self._make_room(nbytes, may_settle) or required:
-                buffers = self._buffers(blocks, required=required)
+            if fits or self._make_room(nbytes, may_settle) or required:
+                buffers = self._buffers(due, required=required)
         finally:
             if buffers is None:
                 lease.done(None)
@@ -273,12 +278,12 @@ class TransferEngine(CaptureSide):
             return None
         if capture is not None:
             capture.forked[h2d] = None
-            self._captured.extend(blocks)
+            self._captured.extend(due)
         pairs: list[CopyPair] = []
         waited: set[int] = set()
         try:
             device.wait(h2d, device.record(compute), "allocate")
-            for block, buffer in zip(blocks, buffers, strict=True):
+            for block, buffer in zip(due, buffers, strict=True):
                 host, last_use = block.host, block.event
                 assert host is not None
                 assert last_use is not None
@@ -301,17 +306,17 @@ class TransferEngine(CaptureSide):
                 pairs.extend(zip(parts, host.extents, strict=True))
             event = self.copier.copy(lease, Direction.H2D, owner, pairs, nbytes)
         except BaseException:  # none is restored; some copies may have been issued
-            for block in blocks:
+            for block in due:
                 if block.event is not None:
                     device.wait(h2d, block.event, "restore")
             broken_off = device.record(h2d)
             device.wait(compute, broken_off, "abandon")
-            for block in blocks:
+            for block in due:
                 block.event = broken_off
             lease.done(broken_off)
             raise
-        transfer = Transfer(tuple(blocks), tuple(buffers), compute, event, nbytes, capture)
-        for block, buffer in zip(blocks, buffers, strict=True):
+        transfer = Transfer(tuple(due), tuple(buffers), compute, event, nbytes, capture)
+        for block, buffer in zip(due, buffers, strict=True):
             if block.state is _SPILLED:
                 block.state = BlockState.RESTORING
             else:
@@ -322,12 +327,12 @@ class TransferEngine(CaptureSide):
             block.event, block.transfer = event, transfer
         self._restoring.append(transfer)
         ahead = self._ahead
-        ahead.extend(blocks)
+        ahead.extend(due)
         while ahead and ahead[0].is_freed:
             ahead.popleft()
         self.restoring_bytes += nbytes
         counts = self.counts
-        counts.restored += len(blocks)
+        counts.restored += len(due)
         counts.restore_bytes += nbytes
         if capture is not None:
             capture.restore_bytes += nbytes

@@ -76,8 +76,8 @@ class WeakStorage:
 _free_weak_ref: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref
 
 
-class Layouts:
-    """One object for all equal layouts: a model saves few distinct ones, many times each.
+class Layouts(dict[tuple[Any, ...], ViewLayout]):
+    """One object for all equal layouts, by the equal tuple: a model saves few distinct ones, many times each.
 
     Whatever else their number is, no more than `_MOST` are remembered; what is forgotten lives on with whom
     it was given to.
@@ -85,21 +85,12 @@ class Layouts:
 
     _MOST = 4096
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], ViewLayout] = {}  # by the equal tuple
-
-    def of(self, tensor: torch.Tensor) -> ViewLayout:
-        look = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        known = self._known.get(look)
-        if known is None:
-            layout = layout_of(tensor)
-            if len(self._known) >= self._MOST:
-                self._known.clear()
-            known = self._known[layout] = layout
-        return known
-
-    def __len__(self) -> int:
-        return len(self._known)
+    def __missing__(self, look: tuple[Any, ...]) -> ViewLayout:
+        if len(self) >= self._MOST:
+            self.clear()
+        layout = ViewLayout(*look)
+        self[layout] = layout
+        return layout
 
 
 def layout_of(tensor: torch.Tensor) -> ViewLayout:

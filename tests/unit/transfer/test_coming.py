@@ -39,15 +39,20 @@ def read(block: DeviceBlock) -> None:
 
 def fetch(coming: ComingReads, room: int = 1 << 30, piece_bytes: int = 1 << 30) -> list[int]:
     """Slots that are fetched."""
-    look = coming.look(room, piece_bytes)
-    if look is None:
+    found = coming.look(coming.ahead_bytes + room, piece_bytes)
+    if found is None:
         return []
-    held = [torch.UntypedStorage(block.nbytes) for block in look.fetch]
-    for block, home in zip(look.fetch, held, strict=True):
+    fetched, _, sizes = found
+    held = [torch.UntypedStorage(block.nbytes) for block in fetched]
+    for block, home in zip(fetched, held, strict=True):
         block.state, block.device_bytes = BlockState.RESTORED, home
         block.refer_to(home)
-    coming.take(look)
-    return [block.slot for block in look.fetch]
+    coming.take(sizes)
+    return [block.slot for block in fetched]
+
+
+def follow_reader(coming: ComingReads) -> None:
+    assert coming.look(0, PIECE) is None
 
 
 def drop(block: DeviceBlock) -> None:
@@ -83,12 +88,12 @@ def test_bytes_ahead_are_those_between_the_reader_and_the_fetch_whatever_happens
         elif act == "back":
             coming.look_back()
         del block, living
-        coming.follow_reader()
+        follow_reader(coming)
         assert coming.ahead_bytes == sum(counted[at] for at in range(coming._reader, coming._fetched))
     for last in blocks:
         if last is not None:
             last.free()
-    coming.follow_reader()
+    follow_reader(coming)
     assert coming.ahead_bytes == 0
 
 
@@ -103,7 +108,7 @@ def test_one_that_died_since_it_was_fetched_takes_no_room_when_it_is_looked_at_a
     assert fetch(coming) == [0]
     assert coming.ahead_bytes == 20
     read(first)
-    coming.follow_reader()
+    follow_reader(coming)
     assert coming.ahead_bytes == 10
 
 

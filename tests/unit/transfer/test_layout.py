@@ -105,27 +105,27 @@ def test_a_weak_reference_to_a_storage_does_not_hold_it_and_keeps_its_key_from_b
 
 def test_equal_layouts_are_one_object_and_others_are_not() -> None:
     layouts = Layouts()
-    one = layouts.of(torch.empty(4, 6))
-    assert layouts.of(torch.empty(4, 6)) is one
+    one = layouts[layout_of(torch.empty(4, 6))]
+    assert layouts[layout_of(torch.empty(4, 6))] is one
     others = [
         torch.empty(6, 4),
         torch.empty(6, 4).t(),
         torch.empty(30)[2:26].view(4, 6),
         torch.empty(4, 6, dtype=torch.int32),
     ]
-    assert one not in [layouts.of(tensor) for tensor in others]
-    assert all(layouts.of(tensor) == layout_of(tensor) for tensor in others)
+    assert one not in [layouts[layout_of(tensor)] for tensor in others]
+    assert all(layouts[layout_of(tensor)] == layout_of(tensor) for tensor in others)
     assert len(layouts) == 1 + len(others)
 
 
 def test_layouts_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layouts, "_MOST", 3)
     layouts = Layouts()
-    first = layouts.of(torch.empty(0))
+    first = layouts[layout_of(torch.empty(0))]
     for length in range(1, 20):
-        assert layouts.of(torch.empty(length)) == layout_of(torch.empty(length))
+        assert layouts[layout_of(torch.empty(length))] == layout_of(torch.empty(length))
         assert len(layouts) <= 3
-    assert layouts.of(torch.empty(0)) == first, "forgotten, and the same all the same"
+    assert layouts[layout_of(torch.empty(0))] == first, "forgotten, and the same all the same"
 
 
 def test_a_weak_reference_follows_the_storage_that_it_is_told_of() -> None:
