@@ -37,14 +37,13 @@ from offload.errors import HostBudgetError, OffloadError
 from offload.errors import PoolError as PoolError
 from offload.errors import RecordStateError as RecordStateError
 from offload.errors import StaleHandleError as StaleHandleError
+from offload.marks import backward_record as backward_record
 from offload.marks import (
-    backward_record,
     capturing,
     configure,
     disable_offload,
     enable_offload,
     flush_delayed_groups,
-    forward_record,
     group_commit,
     group_start,
     init_chunk_handler,
@@ -53,10 +52,13 @@ from offload.marks import (
     selective_contexts,
     step_end,
 )
+from offload.marks import forward_record as forward_record
 from offload.marks import reset as reset
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
+from offload.report import Report as Report
+from offload.report import report
 from offload.telemetry.records import StepStats
-from offload.telemetry.summary import print_offload_summary_table
+from offload.telemetry.summary import print_offload_summary_table as print_offload_summary_table
 from offload.transfer.captures import CapturedRegion
 
 __version__ = "0.1.0"
@@ -75,19 +77,17 @@ __all__ = [
     "PipelineOffloadManager",
     "StepStats",
     "__version__",
-    "backward_record",
     "capturing",
     "configure",
     "disable_offload",
     "enable_offload",
     "flush_delayed_groups",
-    "forward_record",
     "group_commit",
     "group_start",
     "init_chunk_handler",
     "mark_not_offloadable",
     "offload_hooks",
-    "print_offload_summary_table",
+    "report",
     "selective_contexts",
     "step_end",
 ]

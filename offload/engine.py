@@ -259,6 +259,8 @@ class OffloadEngine:
             kept=counts.saved - counts.spilled,
             spilled=counts.spilled,
             restored=counts.restored,
+            saved_bytes=counts.saved_bytes,
+            kept_bytes=counts.saved_bytes - counts.spill_bytes,
             spill_bytes=counts.spill_bytes,
             restore_bytes=counts.restore_bytes,
             stall_ms=total.stall_ms,

@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -26,6 +27,8 @@ from offload.groups.release import checked_tensors
 from offload.groups.scope import KeptGroup
 from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
+from offload.groups.survey import Survey, group_figures
+from offload.telemetry.figures import GroupFigures, Ledger, figures_of, figures_without_offload
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.block import Transfer
@@ -61,6 +64,10 @@ class GroupsManager(OpenScopes, Client):
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
         self._compile_report = CompileReport()
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
+        self._survey: Survey | None = None
+        self._group_figures: dict[str, GroupFigures] = {}  # of the step that ends
+        self._ledgers: WeakSet[Ledger] = WeakSet()
+        self.ledger = self.new_ledger()  # since the manager was built
 
     def prepare_close(self) -> None:
         """Release what the manager has lent by hand. Called before anything else of it is closed."""
@@ -114,6 +121,15 @@ class GroupsManager(OpenScopes, Client):
         """Bytes by group that leave in a whole step that follows the plan: together, its
         `StepStats.spill_bytes`. {} before warm-up has ended."""
         return dict(self._planner.leaving)
+
+    def new_ledger(self) -> Ledger:
+        """Figures of the steps that end from now on, for as long as the caller holds it. The next step is
+        looked at closely, to say why tensors can never leave: each of its saves is judged twice."""
+        ledger = Ledger()
+        self._ledgers.add(ledger)
+        if self._survey is None:
+            self._survey = Survey(self.engine)
+        return ledger
 
     # -- set up ----------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
@@ -263,6 +279,8 @@ class GroupsManager(OpenScopes, Client):
             committed = [group for handler in handlers for group in handler.groups if group.committed]
             least = min((handler.min_offloaded_tensor_size for handler in handlers), default=0)
             self.mark_report.end_step(committed, least)
+        for handler in handlers:
+            self._count_groups(handler)
         seconds = self._clock.end_step()
         figures = self.engine.end_saves([*self._retired, *(handler.saved for handler in handlers)])
         for handler in handlers:
@@ -272,6 +290,33 @@ class GroupsManager(OpenScopes, Client):
         self._ended = self._seen(seconds)
         return figures
 
+    def _before_reset(self, handler: ChunkGroups) -> None:
+        self._count_groups(handler)
+
+    def _count_groups(self, handler: ChunkGroups) -> None:
+        for name, figures in group_figures(handler.groups).items():
+            before = self._group_figures.get(name)
+            self._group_figures[name] = figures if before is None else before + figures
+
+    def _write_ledgers(self, stats: StepStats, seen: SeenStep) -> None:
+        """A step without offload is none of the figures', but for the stall, which is of the step before."""
+        groups, self._group_figures = self._group_figures, {}
+        if not self.do_offload:
+            figures = figures_without_offload(stats)
+        else:
+            if self._survey is not None and seen.chunks:
+                groups = self._survey.added_to(groups)
+                self._survey.end()
+                self._survey = None
+            figures = figures_of(
+                stats,
+                groups,
+                would_hold_bytes=self._planner.live_peak_bytes,
+                device_limit_bytes=self.engine.limits.device_limit_bytes,
+            )
+        for ledger in list(self._ledgers):
+            ledger.add(figures)
+
     def step_ended(self, stats: StepStats) -> None:
         """As Client: plan the next step from what was seen of this one, and print the summary once."""
         with self.engine.lock:
@@ -280,6 +325,7 @@ class GroupsManager(OpenScopes, Client):
             if not self.do_offload:
                 self._planner.pass_over(seen)
             planned = self.do_offload and self._planner.after_step(seen)
+            self._write_ledgers(stats, seen)
             self._forget_step()
         if planned and self.print_summary:
             print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)

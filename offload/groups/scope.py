@@ -33,6 +33,11 @@ class GroupScope:
         self._saved = group.saved
         self.min_elements = handler.min_offloaded_tensor_size
 
+    @property
+    def name(self) -> str:
+        """Of the group that owns what is saved."""
+        return self._group.name
+
     def take(self, tensor: torch.Tensor) -> Handle | None:
         group, saved, handler = self._group, self._saved, self._handler
         if group.committed or saved is None or group.saved is not saved or not handler.do_offload:

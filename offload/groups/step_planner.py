@@ -52,7 +52,7 @@ class StepPlanner:
         self._looked_cut_short: object = None
         self.trimmer = Trimmer(engine)
         self._report = StepReport()
-        self._live_peak_bytes = 0  # of the planned step's saved tensors, if none left
+        self.live_peak_bytes = 0  # of the planned step's saved tensors, if none left
 
     def after_step(self, seen: SeenStep) -> bool:
         """Look at a step that has ended. Returns whether warm-up ends with it; a step without a backward
@@ -86,7 +86,7 @@ class StepPlanner:
             self._steady_steps = 2
             return False
         if self._steady_steps >= 2:
-            self._report.look(self._engine.last_stats, self._engine.limits, self._live_peak_bytes)
+            self._report.look(self._engine.last_stats, self._engine.limits, self.live_peak_bytes)
         if self._steady_steps >= (4 if trial is None else 3):
             self.trimmer.plan_settled()
         return False
@@ -147,9 +147,9 @@ class StepPlanner:
         what is leaving and coming back."""
         limits = self._engine.limits
         known, sizes = seen.schedule()
-        self._live_peak_bytes = kept_peak_bytes(known, sizes, all_of(sizes))
+        self.live_peak_bytes = kept_peak_bytes(known, sizes, all_of(sizes))
         if limits.device_limit_bytes is None:
-            self._fit_windows(self._live_peak_bytes)
+            self._fit_windows(self.live_peak_bytes)
             return margin_keeps(seen.sizes_in_backward_order())
         spilling = limits.max_spilling_bytes
         if spilling is None:

@@ -195,6 +195,9 @@ class ChunkTracker:
     def _new_chunk(self, min_elements: int, chunk_id: ChunkId) -> ChunkGroups:
         return ChunkGroups(min_elements, engine=self.engine, chunk_id=chunk_id, manager=self)
 
+    def _before_reset(self, handler: ChunkGroups) -> None:
+        """The forward of a chunk begins again in the same step; what its groups saved is still there."""
+
     def _following(self) -> ChunkGroups | None:
         """The chunk that is probably read next, if neither a schedule nor an earlier step tells: the one
         whose forward began last, among those without a backward so far."""
@@ -209,6 +212,7 @@ class ChunkTracker:
             self._handlers[chunk_id] = handler
         # the same forward again in one step: an exception was caught, or gradients are being verified
         elif handler.begun:
+            self._before_reset(handler)
             self._retired.append(handler.saved)
             self.mark_report.forwards(chunk_id.stage, len(self._retired))
             handler.reset()

@@ -47,8 +47,10 @@ class SavedGroup:
     logical_bytes: int = 0  # the same, one count a saved tensor
     slots: int = 0
     slot_bytes: dict[int, int] = field(default_factory=dict)  # eligible bytes of each storage
+    moved_bytes: int = 0  # of its blocks that left, one count a storage
     transfers: list[Transfer] = field(default_factory=list)
     unwritten_until: int = -1
+    in_figures: bool = False  # the figures of a step have it
 
     def __post_init__(self) -> None:
         self.first_kept = (sys.maxsize if self.stays_from is None else self.stays_from) if self.leaves else 0

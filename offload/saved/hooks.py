@@ -26,7 +26,14 @@ from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper, j
 from offload.saved.handles import Handle, Passed, modified
 from offload.saved.store import TensorStore
 
-__all__ = ["InstalledScope", "SavedTensorHooks", "Scope", "WrapperHandle", "inside_checkpoint"]
+__all__ = [
+    "InstalledScope",
+    "PackObserver",
+    "SavedTensorHooks",
+    "Scope",
+    "WrapperHandle",
+    "inside_checkpoint",
+]
 
 
 logger = logging.getLogger(__name__)
@@ -47,6 +54,16 @@ class Scope(Protocol):
 
     def note_replayed(self, tensor: torch.Tensor) -> None:
         """A tensor stays because a CUDA graph that torch.compile recorded owns its memory."""
+
+
+class PackObserver(Protocol):
+    """Who is told of every save, in steps that are looked at closely."""
+
+    def __call__(
+        self, scope: Scope, tensor: torch.Tensor, packed: Handle | Passed, verdict: Verdict | None
+    ) -> None:
+        """scope: the innermost one. packed: what autograd's graph keeps. verdict: why the tensor can never
+        leave; None for one that a group has taken, or that no group wanted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +139,8 @@ class SavedTensorHooks:
         self._lock = lock
         self._device = device
         self._readers = readers
+        # asked for by the next scope that is opened; each costs every save a call
+        self.observers: list[PackObserver] = []
         self._scopes: list[InstalledScope] = []
         self._named_types: set[type[torch.Tensor]] = set()
 
@@ -133,7 +152,8 @@ class SavedTensorHooks:
             members. True keeps the tensor on the device.
         """
         installed = InstalledScope(scope, stays)
-        _push_hooks(self.pack, self.unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
+        pack = self._observed_pack if self.observers else self.pack
+        _push_hooks(pack, self.unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
         self._scopes.append(installed)
         return installed
 
@@ -165,6 +185,32 @@ class SavedTensorHooks:
                 if handle is not None:
                     return handle
             return self._pack_judged(tensor, scopes, verdict)
+
+    def _observed_pack(self, tensor: torch.Tensor) -> Any:
+        """`pack`, and who looks at the step closely is told of it."""
+        packed = self.pack(tensor)
+        if self._scopes and _graph_task() == -1:
+            installed = self._scopes[-1]
+            with self._lock:
+                self._tell(installed, tensor, packed)
+        return packed
+
+    def _tell(self, installed: InstalledScope, tensor: torch.Tensor, packed: Any) -> None:
+        if type(packed) is WrapperHandle:
+            for part in packed.inner.values():
+                if type(part) is Passed:
+                    self._tell(installed, part.tensor, part)
+            return
+        verdict = None
+        if type(packed) is Passed:
+            if installed.stays is not None and installed.stays(tensor):
+                verdict = Verdict.OPTED_OUT
+            elif is_parameter(tensor):  # a wrapper too
+                verdict = Verdict.PARAMETER
+            else:
+                verdict = judge(tensor, self._device, self._externals, installed.scope.min_elements)
+        for observer in list(self.observers):
+            observer(installed.scope, tensor, packed, None if verdict is Verdict.ELIGIBLE else verdict)
 
     def pack_for(self, scope: Scope, tensor: torch.Tensor) -> Any:
         """`pack`, for a tensor that `scope` owns whatever pair is innermost: an operator's output that

@@ -215,6 +215,7 @@ class TensorStore:
         for _, leaving in groupby(pending, attrgetter("lane")):  # nearly always one
             transfer = self._transfers.spill(list(leaving))
             if transfer is not None:
+                group.moved_bytes += transfer.nbytes
                 group.transfers.append(transfer)
 
     def commit(self, group: SavedGroup) -> None:

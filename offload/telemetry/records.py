@@ -77,6 +77,13 @@ class StepStats:
     restored: int = 0
     """Records copied back. Fewer than `spilled` where a graph was freed unread."""
 
+    saved_bytes: int = 0
+    """Bytes of storage of the saved records. Every one is either kept or spilled:
+    `saved_bytes == kept_bytes + spill_bytes`."""
+
+    kept_bytes: int = 0
+    """Bytes of the kept records, the refused ones among them."""
+
     spill_bytes: int = 0
     """Bytes that crossed the link from device to host."""
 

@@ -56,6 +56,7 @@ class TransferCounts:
     """What one step moved. Bytes, unless the name says otherwise."""
 
     saved: int = 0
+    saved_bytes: int = 0
     spilled: int = 0
     spill_bytes: int = 0
     restored: int = 0
@@ -131,6 +132,7 @@ class InFlight:
             self._make_room(0)
             held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
         counts.saved += 1
+        counts.saved_bytes += nbytes
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
         if nbytes > counts.largest_bytes:
@@ -142,6 +144,7 @@ class InFlight:
         block.start, block.nbytes = start, stop - start
         self.resident_bytes += grown
         counts = self.counts
+        counts.saved_bytes += grown
         counts.largest_bytes = max(counts.largest_bytes, block.nbytes)
         if block.refused:
             self._refused_bytes += grown

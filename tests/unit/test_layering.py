@@ -22,7 +22,9 @@ LEVELS: list[set[str]] = [
     {"engine"},
     {"compile"},  # what torch.compile must not see: features and marks are wrapped with it
     {"groups", "checkpoint", "spill", "optim", "planner", "weights", "streaming", "quant", "conductor"},
-    {"marks", "apply", "report"},
+    {"marks"},
+    {"report"},
+    {"apply"},
     {"compat", "pipelining"},  # the sources' spellings, and torch's pipelines: adapters of all the rest
 ]
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

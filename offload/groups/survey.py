@@ -1,0 +1,91 @@
+"""What a step's groups saved and did not send, and why: the part of a report that only the groups know.
+
+One invariant: it is looked at when a step ends, and costs a save nothing. Why a tensor can never leave is
+looked up in the first step only, where every save is judged once more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from offload.engine import OffloadEngine
+from offload.groups.group import Group
+from offload.groups.scope import GroupScope
+from offload.saved.filters import Verdict
+from offload.saved.hooks import Scope
+from offload.telemetry.figures import GroupFigures, Stayed
+
+__all__ = ["Survey", "group_figures"]
+
+
+def group_figures(groups: Iterable[Group]) -> dict[str, GroupFigures]:
+    """By name. Groups that were counted before are passed over, so a forward that outlives its step counts
+    once."""
+    found: dict[str, GroupFigures] = {}
+    for group in groups:
+        saved = group.saved
+        if saved is None or saved.in_figures:
+            continue
+        saved.in_figures = True
+        total = by_plan = no_host = 0
+        for block in saved.blocks:
+            total += block.nbytes
+            if block.slot >= saved.first_kept:
+                by_plan += block.nbytes
+            elif block.refused:
+                no_host += block.nbytes
+        figures = GroupFigures(
+            saved_bytes=total, moved_bytes=saved.moved_bytes, by_plan_bytes=by_plan, no_host_bytes=no_host
+        )
+        found[group.name] = found[group.name] + figures if group.name in found else figures
+    return found
+
+
+class Survey:
+    """Counts the tensors that a step saves and that can never leave, by group name and reason.
+
+    As an observer of the hooks from its construction to `end`.
+    """
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._counts: defaultdict[str, dict[str, Stayed]] = defaultdict(dict)
+        engine.hooks.observers.append(self._look)
+
+    def end(self) -> None:
+        """Look at no further tensor."""
+        if self._look in self._engine.hooks.observers:
+            self._engine.hooks.observers.remove(self._look)
+
+    def stayed(self, name: str) -> dict[str, Stayed]:
+        """By reason, of groups of that name."""
+        return self._counts.get(name, {})
+
+    def largest_small(self, name: str | None = None) -> int:
+        """Elements of the largest tensor that is too small to leave, in groups of that name, or in all; 0 if
+        there is none."""
+        reason = Verdict.SMALL.value
+        counts = self._counts.values() if name is None else [self._counts.get(name, {})]
+        return max((one[reason].largest_elements for one in counts if reason in one), default=0)
+
+    def added_to(self, groups: dict[str, GroupFigures]) -> dict[str, GroupFigures]:
+        """`groups`, with what of theirs can never leave."""
+        return {
+            name: replace(groups.get(name, GroupFigures()), stayed=self.stayed(name))
+            for name in [*groups, *(name for name in self._counts if name not in groups)]
+        }
+
+    def _look(self, scope: Scope, tensor: torch.Tensor, packed: Any, verdict: Verdict | None) -> None:
+        if verdict is None or not isinstance(scope, GroupScope):
+            return
+        counts = self._counts[scope.name]
+        one = Stayed(
+            tensors=1, nbytes=tensor.numel() * tensor.element_size(), largest_elements=tensor.numel()
+        )
+        reason = verdict.value
+        counts[reason] = counts[reason] + one if reason in counts else one

@@ -1,0 +1,239 @@
+"""What offload did, what it cost, and why when it did nothing: `print(offload.report())`.
+
+One invariant: a report is a plain value of the moment in which it was asked for. It communicates only if it
+is asked to gather, and asking never blocks the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from offload.groups.manager import GroupsManager
+from offload.marks import existing_manager
+from offload.telemetry.figures import Figures, Ledger
+
+__all__ = ["Report", "ReportStart", "report"]
+
+_NO_MANAGER = (
+    "nothing is offloaded: there is no manager in this process. Call offload.apply(model), or "
+    "offload.configure() and marks"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Figures since a point in time, and of the last step. `print` it, or take `as_dict()`.
+
+    total: of all steps since then; its fields say what each figure means. last: of the last step that ended
+        with offload on, None before there was one.
+    ranks: `total` by rank, where it was gathered.
+    """
+
+    since: str
+    """What the point in time was, such as "configure"."""
+
+    total: Figures = field(default_factory=Figures)
+    last: Figures | None = None
+    device_limit_bytes: int | None = None
+    link: str = ""
+    """"on a simulated link" where copies take no time."""
+
+    remark: str = ""
+    """Why there are no figures, if there are none."""
+
+    ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def last_step(self) -> dict[str, Any]:
+        """The figures of the last step by name, {} before there was one."""
+        return {} if self.last is None else self.last.as_dict()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures by name, as plain values for JSON: those of `total` at the top, among them
+        saved_bytes, moved_bytes, kept_bytes, peak_bytes, host_bytes and stall_ms; `last_step` and `ranks`
+        beside."""
+        return {
+            **self.total.as_dict(),
+            "device_limit_bytes": self.device_limit_bytes,
+            "since": self.since,
+            "last_step": self.last_step,
+            "ranks": {rank: dict(figures) for rank, figures in self.ranks.items()},
+        }
+
+    def __str__(self) -> str:
+        steps = self.total.steps
+        title = f"offload report: {steps:,} step{'s' * (steps != 1)} since {self.since}"
+        if not steps:
+            return f"{title}; {self.remark or 'no step with offload has ended yet'}"
+        parts = [f"{title}{self.link and ', ' + self.link}", self._figures()]
+        parts += [f"Why nothing left: {self._why_nothing()}"] if not self.total.moved_bytes else []
+        parts += [table for table in (self._groups(), self._stayed(), self._ranks()) if table]
+        return "\n\n".join(parts)
+
+    # -- parts of the text -----------------------------------------------------------------------------------
+    def _figures(self) -> str:
+        assert self.last is not None  # a step has ended
+        rows = [(label, *values) for label, values in _rows(self.last, self.total, self.device_limit_bytes)]
+        return _table(("", "last step", "in all"), rows)
+
+    def _why_nothing(self) -> str:
+        total = self.total
+        if not total.saved_bytes:
+            if not total.groups:
+                return "no group was committed; mark the layers, or call offload.apply(model)"
+            reasons = sorted(total.stayed.items(), key=lambda found: -found[1].nbytes)
+            return (
+                f"nothing that was saved may leave; most of it is {reasons[0][0]}"
+                if reasons
+                else "the groups saved nothing; open their hooks with `with offload_hooks():`"
+            )
+        reasons_of_kept = {
+            "the plan kept it (activation_offload_fraction, or a limit that has room for all)": (
+                total.by_plan_bytes
+            ),
+            "the host had no free memory; raise host_reserve_bytes or host_limit_bytes": total.no_host_bytes,
+            "admission denied it, as max_spilling_bytes=0 does": total.denied_bytes,
+            "it was freed before its piece was sent": total.freed_first_bytes,
+        }
+        return max(reasons_of_kept, key=lambda reason: reasons_of_kept[reason])
+
+    def _groups(self) -> str:
+        assert self.last is not None
+        rows = [
+            (
+                name,
+                _size(group.saved_bytes),
+                _size(group.moved_bytes),
+                _size(group.by_plan_bytes),
+                _size(group.no_host_bytes),
+            )
+            for name, group in self.last.groups.items()
+        ]
+        return _table(("last step, by group", "saved", "moved", "kept by plan", "no host memory"), rows)
+
+    def _stayed(self) -> str:
+        rows = [
+            (reason, f"{stayed.tensors:,}", _size(stayed.nbytes), f"{stayed.largest_elements:,}")
+            for reason, stayed in sorted(self.total.stayed.items(), key=lambda found: -found[1].nbytes)
+        ]
+        return _table(("never leaves (first step)", "tensors", "one count a save", "largest, elements"), rows)
+
+    def _ranks(self) -> str:
+        names = ("saved_bytes", "moved_bytes", "kept_bytes", "peak_bytes", "would_hold_bytes", "host_bytes")
+        rows = [
+            (f"rank {rank}", *(_size(figures[name]) for name in names), f"{figures['stall_ms']:,.1f}")
+            for rank, figures in sorted(self.ranks.items())
+        ]
+        headers = ("saved", "moved", "kept", "peak", "without offload", "pinned", "stall ms")
+        return _table(("in all, by rank", *headers), rows)
+
+
+class ReportStart:
+    """A point in time for a report: figures of the steps that end while somebody holds it.
+
+    since: what the report calls it.
+    """
+
+    def __init__(self, manager: GroupsManager, since: str) -> None:
+        self._manager = manager
+        self._since = since
+        self._ledger = manager.new_ledger()
+
+    def report(self, *, gather: bool = False, process_group: dist.ProcessGroup | None = None) -> Report:
+        """As `offload.report`, since this point in time."""
+        return _report(self._manager, self._ledger, self._since, gather, process_group)
+
+
+def report(*, gather: bool = False, process_group: dist.ProcessGroup | None = None) -> Report:
+    """What was saved, moved and kept since `configure`, or since the first mark without one.
+
+    gather: with the figures of each rank of `process_group` (None: of the whole job) beside; then all of them
+        must call. Without torch.distributed, of this process alone.
+    Blocks the host: only to gather, until all have called.
+    """
+    manager = existing_manager()
+    ledger = Ledger() if manager is None else manager.ledger
+    return _report(manager, ledger, "configure", gather, process_group)
+
+
+def _report(
+    manager: GroupsManager | None, ledger: Ledger, since: str, gather: bool, group: dist.ProcessGroup | None
+) -> Report:
+    return Report(
+        since=since,
+        total=ledger.total,
+        last=ledger.last,
+        device_limit_bytes=None if manager is None else manager.engine.limits.device_limit_bytes,
+        link="on a simulated link" if manager is not None and not manager.engine.device.pins else "",
+        remark=_NO_MANAGER if manager is None else "",
+        ranks=_gathered(ledger.total, group) if gather else {},
+    )
+
+
+def _gathered(mine: Figures, group: dist.ProcessGroup | None) -> dict[int, dict[str, Any]]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return {0: mine.as_dict()}
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (dist.get_rank(), mine.as_dict()), group=group)
+    return dict(found)
+
+
+def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Label, and the text of the last step's figure and of the total's."""
+
+    def row(label: str, name: str, *, always: bool = True) -> Iterator[tuple[str, tuple[str, str]]]:
+        values = (getattr(last, name), getattr(total, name))
+        if always or any(values):
+            yield label, (_size(values[0]), _size(values[1]))
+
+    yield from row("saved for the backward", "saved_bytes")
+    yield from row("  moved to the host", "moved_bytes")
+    yield from row("  stayed on the device", "kept_bytes")
+    yield from row("    the plan keeps it", "by_plan_bytes", always=False)
+    yield from row("    the host had no memory for it", "no_host_bytes", always=False)
+    yield from row("    admission denied it", "denied_bytes", always=False)
+    yield from row("    freed before it was sent", "freed_first_bytes", always=False)
+    yield from row("copied back", "back_bytes")
+    yield from row("on the device at once, at most", "peak_bytes")
+    yield from row("  without offload", "would_hold_bytes")
+    if limit is not None:
+        yield from row(f"  beyond device_limit_bytes ({_size(limit)})", "over_limit_bytes")
+    yield from row("pinned host memory", "host_bytes")
+    yield from row("  in use at once, at most", "host_lent_bytes")
+    stalls = [f"{found.stall_ms:,.1f} ms in {found.stall_count:,} waits" for found in (last, total)]
+    yield "compute waited (ms of the step before)", (stalls[0], stalls[1])
+    for name in total.clients:
+        if name == "groups":
+            continue
+        pairs = [found.clients.get(name) for found in (last, total)]
+        texts = [
+            "-" if one is None else f"{_size(one.out_bytes)} out, {_size(one.in_bytes)} back" for one in pairs
+        ]
+        yield f"{name} copied", (texts[0], texts[1])
+
+
+def _size(nbytes: int) -> str:
+    """In units of 1000, as wherever this project says MB or GB."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:,.2f} {name}"
+    return f"{nbytes:,} B"
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, with its indents; the others to the right. Empty without rows."""
+    if not rows:
+        return ""
+    widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
+    ruler = ["-" * width for width in widths]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (headers, ruler, *rows)
+    )

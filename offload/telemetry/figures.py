@@ -1,0 +1,251 @@
+"""The figures of a report: what one step saved, moved and kept, by reason and by group, and the same of many
+steps together.
+
+One invariant: figures add up. Of every step, and so of any number of them, `saved_bytes` is `moved_bytes` and
+`kept_bytes`, and `kept_bytes` is the sum of its reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self, TypeVar
+
+from offload.telemetry.records import StepStats
+
+__all__ = [
+    "ClientFigures",
+    "Figures",
+    "GroupFigures",
+    "Ledger",
+    "Stayed",
+    "figures_of",
+    "figures_without_offload",
+]
+
+_Rule = Callable[[Any, Any], Any]
+V = TypeVar("V", bound="_Sum")
+
+
+class _Sum:
+    """Adds field by field: a level takes the larger of both, a mapping adds by key, all else is summed."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        """Both together."""
+        return type(self)(
+            **{
+                one.name: one.metadata.get("rule", _plus)(getattr(self, one.name), getattr(other, one.name))
+                for one in fields(self)  # type: ignore[arg-type]
+            }
+        )
+
+
+def _plus(one: Any, other: Any) -> Any:
+    return one + other
+
+
+def _by_key(one: Mapping[str, V], other: Mapping[str, V]) -> dict[str, V]:
+    return {
+        name: one[name] + other[name] if name in one and name in other else (one.get(name) or other[name])
+        for name in [*one, *(name for name in other if name not in one)]
+    }
+
+
+def _level() -> Any:
+    """A field whose largest value counts."""
+    return field(default=0, metadata={"rule": max})
+
+
+def _map() -> Any:
+    return field(default_factory=dict, metadata={"rule": _by_key})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stayed(_Sum):
+    """Tensors that autograd saved in a group and that can never leave, for one reason."""
+
+    tensors: int = 0
+    """One count a save."""
+
+    nbytes: int = 0
+    """Bytes of those tensors, one count a save: two views of one storage count twice."""
+
+    largest_elements: int = _level()
+    """Elements of the largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFigures(_Sum):
+    """Of the groups of one name, in all chunks. Bytes of storage that may leave, one count a storage."""
+
+    saved_bytes: int = 0
+    moved_bytes: int = 0
+    """Bytes copied to the host."""
+
+    by_plan_bytes: int = 0
+    """Bytes that the plan kept on the device."""
+
+    no_host_bytes: int = 0
+    """Bytes that stayed because the host had no free block."""
+
+    stayed: Mapping[str, Stayed] = _map()
+    """What can never leave, by reason. Counted in the first step, and in the first after `apply`: looking
+    costs the host time."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stayed on the device, whatever the reason."""
+        return self.saved_bytes - self.moved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientFigures(_Sum):
+    """Of one client of the engine, such as "groups" or "optim"."""
+
+    out_bytes: int = 0
+    in_bytes: int = 0
+    stall_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures(_Sum):
+    """Of one step, or of several. Bytes are of saved tensors that may leave, one count a storage."""
+
+    steps: int = 0
+    """Steps in which offload was on."""
+
+    saved_bytes: int = 0
+    """Bytes that autograd saved: `moved_bytes` and `kept_bytes` together."""
+
+    moved_bytes: int = 0
+    """Bytes copied to the host."""
+
+    back_bytes: int = 0
+    """Bytes copied back. What is read while its copy still runs is not."""
+
+    kept_bytes: int = 0
+    """Bytes that stayed on the device: the four below together."""
+
+    by_plan_bytes: int = 0
+    """Bytes that the plan kept: what is read soonest, or what the limit has room for."""
+
+    no_host_bytes: int = 0
+    """Bytes that should have left, and stayed because the host had no free block."""
+
+    denied_bytes: int = 0
+    """Bytes that admission denied (`max_spilling_bytes=0`), or that a captured graph could not take along."""
+
+    freed_first_bytes: int = 0
+    """Bytes that were read or freed before their piece was sent."""
+
+    would_hold_bytes: int = _level()
+    """Largest number of these bytes that the device would have held at once if none had left. 0 until a step
+    was planned for."""
+
+    peak_bytes: int = _level()
+    """Largest number that it did hold at once, in any state."""
+
+    over_limit_bytes: int = _level()
+    """Bytes by which that passed `device_limit_bytes`."""
+
+    host_bytes: int = _level()
+    """Pinned host bytes that the engine held."""
+
+    host_lent_bytes: int = _level()
+    """Largest number of them in use at once, by all clients."""
+
+    stall_ms: float = 0.0
+    """Device time in ms that compute waited for copies. It is read one step late: the last step's is that of
+    the step before."""
+
+    stall_count: int = 0
+
+    groups: Mapping[str, GroupFigures] = _map()
+    clients: Mapping[str, ClientFigures] = _map()
+
+    @property
+    def stayed(self) -> dict[str, Stayed]:
+        """What can never leave, by reason, of all groups."""
+        found: dict[str, Stayed] = {}
+        for group in self.groups.values():
+            found = _by_key(found, group.stayed)
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, `stayed` included: plain values, for JSON."""
+        found = asdict(self)
+        for name, group in self.groups.items():
+            found["groups"][name]["kept_bytes"] = group.kept_bytes
+        return found | {"stayed": {reason: asdict(stayed) for reason, stayed in self.stayed.items()}}
+
+
+def figures_of(
+    stats: StepStats,
+    groups: Mapping[str, GroupFigures],
+    *,
+    would_hold_bytes: int,
+    device_limit_bytes: int | None,
+) -> Figures:
+    """The figures of a step with offload. groups: of all that it committed."""
+    by_plan = sum(group.by_plan_bytes for group in groups.values())
+    no_host = sum(group.no_host_bytes for group in groups.values())
+    left = stats.kept_bytes - by_plan - no_host
+    denied = max(0, min(left, stats.refused_bytes - no_host))
+    limit = device_limit_bytes
+    return replace(
+        figures_without_offload(stats),
+        steps=1,
+        saved_bytes=stats.saved_bytes,
+        moved_bytes=stats.spill_bytes,
+        back_bytes=stats.restore_bytes,
+        kept_bytes=stats.kept_bytes,
+        by_plan_bytes=by_plan,
+        no_host_bytes=no_host,
+        denied_bytes=denied,
+        freed_first_bytes=left - denied,
+        would_hold_bytes=would_hold_bytes,
+        peak_bytes=stats.device_bytes_peak,
+        over_limit_bytes=0 if limit is None else max(0, stats.device_bytes_peak - limit),
+        groups=dict(groups),
+    )
+
+
+def figures_without_offload(stats: StepStats) -> Figures:
+    """Of a step in which saved tensors were not looked at: the stall is that of the step before, and the
+    clients may have copied."""
+    return Figures(
+        host_bytes=stats.host_bytes_held,
+        host_lent_bytes=stats.host_bytes_lent_peak,
+        stall_ms=stats.stall_ms,
+        stall_count=stats.stall_count,
+        clients={
+            name: ClientFigures(out_bytes=one.out_bytes, in_bytes=one.in_bytes, stall_ms=one.stall_ms)
+            for name, one in stats.clients.items()
+        },
+    )
+
+
+class Ledger:
+    """Figures since a point in time.
+
+    total: of all steps since then. last: of the last one with offload, None before it has ended.
+    """
+
+    __slots__ = ("__weakref__", "_begun", "last", "total")
+
+    def __init__(self) -> None:
+        self.total = Figures()
+        self.last: Figures | None = None
+        self._begun = False
+
+    def add(self, step: Figures) -> None:
+        """A step has ended."""
+        if not self._begun:  # its stall is that of a step before this point in time
+            self._begun = True
+            clients = {name: replace(client, stall_ms=0.0) for name, client in step.clients.items()}
+            step = replace(step, stall_ms=0.0, clients=clients)
+        self.total += step
+        if step.steps:
+            self.last = step

@@ -1,0 +1,274 @@
+"""The report: what was saved, moved and kept, with its reasons; sums that agree with the engine's own
+counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offload
+from offload import PipelineOffloadManager, init_chunk_handler, step_end
+from offload.report import Report, ReportStart, report
+from offload.telemetry.figures import ClientFigures, Figures, GroupFigures, Ledger, Stayed
+from offload.telemetry.records import StepStats
+from tests.unit.groups.stack import ROWS, WIDTH, Driver, build_manager, build_stages, gpipe, installed, leaf
+from tests.unit.groups.stack import save_one as saved
+
+FLOAT = 4
+MICROBATCHES, LAYERS = 3, 2
+INPUT = ROWS * WIDTH * FLOAT  # of fc1
+HIDDEN = 2 * INPUT  # fc1's output, which gelu saves
+REASONS = ("by_plan_bytes", "no_host_bytes", "denied_bytes", "freed_first_bytes")
+
+
+@pytest.fixture
+def manager() -> Iterator[PipelineOffloadManager]:
+    with installed(build_manager()) as manager:
+        assert manager is not None
+        yield manager
+
+
+def trained(steps: int, names: tuple[str, ...] = ("fc1", "act"), **driver: int) -> list[StepStats]:
+    """The stats of so many steps of two marked layers and three microbatches."""
+    run = Driver(build_stages(1, LAYERS, names), **driver)
+    found = []
+    for _ in range(steps):
+        run.step(gpipe(MICROBATCHES))
+        found.append(PipelineOffloadManager.OFFLOAD_MGR.stats)  # type: ignore[union-attr]
+    return found
+
+
+def assert_adds_up(figures: Figures) -> None:
+    assert figures.saved_bytes == figures.moved_bytes + figures.kept_bytes
+    assert figures.kept_bytes == sum(getattr(figures, reason) for reason in REASONS)
+    for name in ("saved_bytes", "moved_bytes", "by_plan_bytes", "no_host_bytes", "kept_bytes"):
+        assert getattr(figures, name) == sum(getattr(group, name) for group in figures.groups.values()), name
+
+
+def test_every_step_adds_up_with_the_engines_counts_and_the_total_with_the_steps(
+    manager: PipelineOffloadManager,
+) -> None:
+    steps = trained(5)
+    found = report()
+    assert found.total.saved_bytes == 5 * MICROBATCHES * LAYERS * (INPUT + HIDDEN)
+    assert found.total.moved_bytes == sum(step.spill_bytes for step in steps)
+    assert found.total.back_bytes == sum(step.restore_bytes for step in steps)
+    assert found.total.kept_bytes == sum(step.kept_bytes for step in steps)
+    assert found.total.peak_bytes == max(step.device_bytes_peak for step in steps)
+    assert found.total.steps == 5
+    assert found.last is not None
+    last = steps[-1]
+    assert (found.last.saved_bytes, found.last.moved_bytes) == (last.saved_bytes, last.spill_bytes)
+    assert last.saved_bytes == last.kept_bytes + last.spill_bytes == MICROBATCHES * LAYERS * (INPUT + HIDDEN)
+    for figures in (found.total, found.last):
+        assert_adds_up(figures)
+
+
+def test_the_plans_part_is_its_margin_and_the_device_without_offload_would_hold_all_microbatches(
+    manager: PipelineOffloadManager,
+) -> None:
+    trained(4)
+    last = report().last
+    assert last is not None
+    # the last group of each name stays in the first chunk to run backward
+    assert last.groups["fc1"].by_plan_bytes == INPUT
+    assert last.groups["act"].by_plan_bytes == HIDDEN
+    assert last.groups["fc1"].saved_bytes == MICROBATCHES * LAYERS * INPUT
+    assert last.would_hold_bytes == MICROBATCHES * LAYERS * (INPUT + HIDDEN)
+    assert last.peak_bytes <= last.would_hold_bytes
+
+
+def test_as_dict_is_plain_and_has_the_figures_with_the_last_step_beside(
+    manager: PipelineOffloadManager,
+) -> None:
+    steps = trained(2)
+    found = json.loads(json.dumps(report().as_dict()))
+    for name in ("saved_bytes", "moved_bytes", "kept_bytes", "peak_bytes", "host_bytes", "stall_ms"):
+        assert name in found
+        assert name in found["last_step"]
+    assert found["last_step"]["moved_bytes"] == steps[-1].spill_bytes
+    assert found["host_bytes"] == steps[-1].host_bytes_held
+    assert found["groups"]["act"]["kept_bytes"] == report().total.groups["act"].kept_bytes
+    assert found["ranks"] == {}
+
+
+def test_a_report_can_begin_later_and_counts_from_there(manager: PipelineOffloadManager) -> None:
+    before = trained(2)
+    start = ReportStart(manager, "apply")
+    after = trained(3)
+    assert start.report().total.moved_bytes == sum(step.spill_bytes for step in after)
+    assert start.report().total.steps == 3
+    assert report().total.moved_bytes == sum(step.spill_bytes for step in [*before, *after])
+    assert str(start.report()).startswith("offload report: 3 steps since apply, on a simulated link")
+
+
+def test_what_can_never_leave_is_counted_by_reason_in_the_first_step_only(
+    manager: PipelineOffloadManager,
+) -> None:
+    trained(3, ("norm", "act"), min_elements=ROWS * WIDTH + 1)
+    stayed = report().total.groups["norm"].stayed
+    # layer_norm saves its input, its weight, and mean and rstd of each row
+    small = stayed["smaller than min_offloaded_tensor_size"]
+    assert small == Stayed(
+        tensors=3 * MICROBATCHES * LAYERS,
+        nbytes=MICROBATCHES * LAYERS * FLOAT * (ROWS * WIDTH + 2 * ROWS),
+        largest_elements=ROWS * WIDTH,
+    )
+    assert stayed["a parameter, or a view or a cast of one"].tensors >= MICROBATCHES * LAYERS
+    last = report().last
+    assert last is not None
+    assert last.stayed == {}
+    assert not manager.engine.hooks.observers
+
+
+def test_a_tensor_marked_to_stay_is_counted_so(manager: PipelineOffloadManager) -> None:
+    init_chunk_handler(None, None, 1)
+    x = leaf()
+    offload.mark_not_offloadable(x)
+    saved(x).sum().backward()
+    step_end()
+    assert [*report().total.groups["a"].stayed] == ["marked not offloadable"]
+
+
+def test_bytes_without_host_memory_are_no_part_of_the_plans(caplog: pytest.LogCaptureFixture) -> None:
+    with installed(build_manager(host_limit_bytes=0)):
+        trained(3)
+        found = report().total
+    assert found.moved_bytes == 0
+    assert found.no_host_bytes > 0
+    assert_adds_up(found)
+    assert found.denied_bytes == 0
+    text = str(report())
+    assert "nothing is offloaded: there is no manager" in text, "it is closed by now"
+
+
+def test_bytes_that_admission_denies_are_said_so() -> None:
+    with installed(build_manager(max_spilling_bytes=0)):
+        trained(1)
+        found = report()
+    assert found.total.denied_bytes == found.total.saved_bytes > 0
+    assert "Why nothing left: admission denied it, as max_spilling_bytes=0 does" in str(found)
+
+
+def test_a_report_of_a_model_whose_tensors_are_all_small_says_why_nothing_left(
+    manager: PipelineOffloadManager,
+) -> None:
+    trained(1, ("act",), min_elements=1 << 20)
+    text = str(report())
+    assert (
+        "Why nothing left: nothing that was saved may leave; most of it is smaller than "
+        "min_offloaded_tensor_size" in text
+    )
+
+
+def test_steps_without_offload_are_not_counted_but_the_stall_of_the_step_before_is(
+    manager: PipelineOffloadManager,
+) -> None:
+    steps = trained(1)
+    manager.disable_offload()
+    trained(1)
+    manager.enable_offload()
+    steps += trained(1)
+    total = report().total
+    assert total.steps == 2
+    assert total.saved_bytes == sum(step.saved_bytes for step in steps)
+
+
+def test_a_forward_that_was_begun_again_counts_with_both_runs(manager: PipelineOffloadManager) -> None:
+    for _ in range(2):  # the first is cut short, as by an exception
+        manager.begin_chunk(0, 0)
+        y = saved(leaf())
+    y.sum().backward()
+    step_end()
+    last = report().last
+    assert last is not None
+    assert last.groups["a"].saved_bytes == last.saved_bytes == 2 * 64 * FLOAT
+
+
+def test_without_a_manager_the_report_is_empty_and_says_so() -> None:
+    with installed(None):
+        found = offload.report()
+    assert found == Report(since="configure", remark=found.remark)
+    assert found.last_step == {}
+    assert found.as_dict()["saved_bytes"] == 0
+    assert "Call offload.apply(model), or offload.configure() and marks" in str(found)
+
+
+def test_gathering_communicates_and_nothing_else_does(
+    manager: PipelineOffloadManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(1)
+    assert [*report(gather=True).ranks] == [0], "without torch.distributed, of this process"
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        found = report(gather=True)
+        assert found.ranks[0]["moved_bytes"] == found.total.moved_bytes
+        assert "in all, by rank" in str(found)
+        monkeypatch.setattr(dist, "all_gather_object", None)
+        assert report().ranks == {}
+        with pytest.raises(TypeError):
+            report(gather=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_table_has_each_figure_of_the_last_step_and_of_all_steps() -> None:
+    step = Figures(
+        steps=1,
+        saved_bytes=3_000_000_000,
+        moved_bytes=2_500_000_000,
+        kept_bytes=500_000_000,
+        by_plan_bytes=500_000_000,
+        peak_bytes=900_000_000,
+        would_hold_bytes=3_000_000_000,
+        over_limit_bytes=100_000_000,
+        host_bytes=2_600_000_000,
+        stall_ms=1.25,
+        stall_count=3,
+        groups={"mlp": GroupFigures(saved_bytes=3_000_000_000, moved_bytes=2_500_000_000)},
+        clients={"groups": ClientFigures(), "optim": ClientFigures(out_bytes=7_000_000, in_bytes=8_000)},
+    )
+    lines = str(
+        Report(since="apply", total=step + step, last=step, device_limit_bytes=800_000_000)
+    ).splitlines()
+    (row,) = [line.split() for line in lines if line.startswith("saved for the backward")]
+    assert row[-4:] == ["3.00", "GB", "6.00", "GB"]
+    assert "    the plan keeps it" in [line[:21] for line in lines]
+    text = "\n".join(lines)
+    assert "beyond device_limit_bytes (800.00 MB)" in text
+    assert "7.00 MB out, 8.00 kB back" in text
+    assert "1.2 ms in 3 waits" in text
+    assert "admission denied" not in text, "a reason that held nothing is left out"
+
+
+def test_levels_take_the_larger_of_two_steps_and_counts_their_sum() -> None:
+    one, other = Figures(steps=1, saved_bytes=3, peak_bytes=5), Figures(steps=1, saved_bytes=4, peak_bytes=2)
+    assert (one + other).saved_bytes == 7
+    assert (one + other).peak_bytes == 5
+    assert {field.name for field in fields(Figures)} >= {"would_hold_bytes", "stall_ms"}
+
+
+def test_the_first_steps_stall_is_of_before_the_point_in_time() -> None:
+    ledger = Ledger()
+    for stall_ms in (5.0, 1.0, 2.0):
+        ledger.add(Figures(steps=1, stall_ms=stall_ms, clients={"groups": ClientFigures(stall_ms=stall_ms)}))
+    assert ledger.total.stall_ms == ledger.total.clients["groups"].stall_ms == 3.0
+
+
+def test_a_wrapper_subclass_is_looked_at_inside() -> None:
+    """Its members are what stays or leaves."""
+    nested = torch.nested.nested_tensor(
+        [torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged, requires_grad=True
+    )
+    with installed(build_manager()):
+        init_chunk_handler(None, None, 1)
+        saved(nested * 1.0).values().sum().backward()
+        step_end()
+        stayed = report().total.groups["a"].stayed
+    assert sum(one.tensors for one in stayed.values()) >= 1
