@@ -22,6 +22,7 @@ from offload.engine import OffloadEngine, default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Group
+from offload.groups.inputs import InputGroup
 from offload.groups.open_scopes import OpenScopes
 from offload.groups.release import checked_tensors
 from offload.groups.scope import KeptGroup
@@ -200,6 +201,12 @@ class GroupsManager(OpenScopes, Client):
         """For the outputs that a checkpointed region keeps, which is called now. name: of the group that they
         belong to where none is open."""
         return KeptGroup(self, self.active_handler(), name)
+
+    def input_group(self, name: str) -> InputGroup:
+        """For the input of a call that is recomputed, which is called now. name: of its group."""
+        if self.needs_chunk() and torch.is_grad_enabled():
+            self.mark_report.not_announced(name)
+        return InputGroup(self, self.active_handler(), name)
 
     def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)

@@ -1,0 +1,227 @@
+"""Calls of a block whose intermediates are recomputed, and of whose inputs one waits on the host.
+
+    call = RecomputedCall(manager, block, args, kwargs)     # in a forward pre-hook of the block
+    call.begin()
+    ...                                                     # its forward
+    call.end(output)                                        # in its forward hook
+
+One invariant: gradients, random numbers and buffers are those of a block that runs once. Nothing wraps the
+block: torch's own non-reentrant checkpoint is entered and left by hooks, and a recompute calls the block
+again.
+
+What is torch's: random state, autocast, the check that the recompute saves what the forward saved, the early
+stop at the last saved tensor, a second backward. What is not: of keyword arguments tensors are saved like
+those given by position; buffers (buffers.py); and the one argument that leaves, a group of its own that the
+call commits as soon as autograd has packed it, so its copy runs beside the block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from offload.checkpoint.buffers import BuffersBefore
+from offload.checkpoint.selective import Contexts
+from offload.saved.filters import waited
+
+__all__ = ["HIDDEN_STATES", "InputGroup", "Manager", "RecomputedCall", "is_recompute"]
+
+HIDDEN_STATES = "hidden_states"
+"""The group of the inputs."""
+
+
+class InputGroup(Protocol):
+    """Whose the inputs of one call are."""
+
+    def open(self, arguments: Sequence[torch.Tensor]) -> None: ...
+
+    def send(self) -> None: ...
+
+    def close(self, output: Any) -> None: ...
+
+
+class Manager(Protocol):
+    """The groups' manager, as far as a call asks it."""
+
+    def input_group(self, name: str) -> InputGroup: ...
+
+
+class _Due(threading.local):
+    """The module whose next call in this thread is a recompute."""
+
+    module: nn.Module | None = None
+
+
+_due = _Due()
+
+
+def is_recompute(module: nn.Module) -> bool:
+    """Whether the call of `module` that begins now is a recompute, which its hooks let pass. Ask once a call,
+    first: the next call of it is none."""
+    if _due.module is not module:
+        return False
+    _due.module = None
+    return True
+
+
+class RecomputedCall:
+    """One call of `module`. `begin` before its forward, then `end`, or `abort` after an exception, in the
+    same thread; calls inside it are ended first.
+
+    args, kwargs: of the call, as its forward gets them; tensors inside tuples, lists and dicts are found, in
+        other objects they stay with the graph. context_fn: as of torch's checkpoint; `contexts_for` makes one
+        that keeps some outputs.
+    Without gradients, or where neither a tensor argument nor a parameter requires one, the call is as without
+    hooks: there is nothing to recompute for.
+    The one tensor that leaves is the first argument that may, by position and then by keyword, in a group
+    called `hidden_states` of the current chunk. While no chunk is current the call is recomputed all the
+    same, and nothing leaves, which is said once. In the backward the recompute runs hooks of the module other
+    than the caller's again.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context_fn: Callable[[], Contexts] | None = None,
+    ) -> None:
+        self._manager = manager
+        self._module = module
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._context_fn = context_fn if context_fn is not None else torch_checkpoint.noop_context_fn
+        self._run: Generator[None, None, None] | None = None
+        self._group: InputGroup | None = None
+        self._buffers: BuffersBefore | None = None
+
+    def begin(self) -> None:
+        """The forward begins. Blocks the host: once, as BuffersBefore. Raises CaptureError in a CUDA graph
+        captured outside of `capturing()`; the call is then as without hooks."""
+        arguments, self._arguments = self._arguments, None
+        assert arguments is not None, "a RecomputedCall begins once"
+        if not torch.is_grad_enabled():
+            return
+        tensors, again = _taken_apart(self._module, *arguments)
+        if not any(tensor.requires_grad for tensor in tensors) and not any(
+            parameter.requires_grad for parameter in self._module.parameters()
+        ):
+            return
+        group = self._manager.input_group(HIDDEN_STATES)
+        buffers = again.buffers = BuffersBefore(self._module)
+        run = torch_checkpoint._checkpoint_without_reentrant_generator(
+            again,
+            True,  # preserve_rng_state
+            self._context_fn,
+            torch_checkpoint._DEFAULT_DETERMINISM_MODE,
+            False,  # debug
+            True,  # early_stop
+            *tensors,
+        )
+        try:
+            group.open(tensors)
+            next(run)
+        except BaseException:
+            group.send()
+            group.close(None)
+            raise
+        group.send()
+        self._run, self._group, self._buffers = run, group, buffers
+
+    def end(self, output: Any) -> None:
+        """The forward is over. output: what it returned, None if it raised after all. Raises RuntimeError as
+        torch's checkpoint does; the hooks are gone then too."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        assert self._buffers is not None
+        try:
+            next(run, None)
+        finally:
+            self._leave(output)
+        self._buffers.learn()
+
+    def abort(self) -> None:
+        """The forward raised."""
+        run, self._run = self._run, None
+        if run is not None:
+            try:
+                run.close()
+            finally:
+                self._leave(None)
+
+    def _leave(self, output: Any) -> None:
+        group, self._group = self._group, None
+        assert group is not None
+        group.close(output)
+
+
+class _Again:
+    """Calls a block again, on the tensors of its first call. It holds none of them: autograd does.
+
+    places: of each leaf of the arguments, its position among the tensors, None for one that is no tensor.
+    """
+
+    __slots__ = ("_leaves", "_module", "_places", "_spec", "buffers")
+
+    def __init__(
+        self, module: nn.Module, leaves: list[Any], places: list[int | None], spec: TreeSpec
+    ) -> None:
+        self._module = module
+        self._leaves = leaves
+        self._places = places
+        self._spec = spec
+        self.buffers: BuffersBefore | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        leaves = [
+            leaf if place is None else tensors[place]
+            for leaf, place in zip(self._leaves, self._places, strict=True)
+        ]
+        args, kwargs = tree_unflatten(_cast_as_fsdp(self._module, leaves), self._spec)
+        assert self.buffers is not None
+        with self.buffers.in_place():
+            _due.module = self._module
+            try:
+                self._module(*args, **kwargs)
+            finally:
+                _due.module = None
+
+
+def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:
+    """The leaves with the dtype that FSDP2 gives the inputs of a forward. Before torch 2.13 its hook does not
+    do it in a recompute, and the tensors were saved before that hook ran."""
+    state = getattr(module, "_get_fsdp_state", None)
+    policy = None if state is None else getattr(state(), "_mp_policy", None)
+    if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
+        return leaves
+    return [
+        leaf.to(policy.param_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        for leaf in leaves
+    ]
+
+
+def _taken_apart(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], _Again]:
+    """The tensors of a call, each once however often it is given, and what calls the module on them again."""
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors: list[torch.Tensor] = []
+    known: dict[int, int] = {}
+    places: list[int | None] = []
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            places.append(None)
+            continue
+        if id(leaf) not in known:
+            known[id(leaf)] = len(tensors)
+            tensors.append(waited(leaf))
+        places.append(known[id(leaf)])
+        leaves[number] = None
+    return tensors, _Again(module, leaves, places, spec)

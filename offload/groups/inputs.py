@@ -1,0 +1,117 @@
+"""The group of the one input that leaves of a call whose intermediates are recomputed.
+
+One invariant: of the arguments of a call at most one leaves, the first that can. The others stay, whoever's
+group is open around the call: a mask that all layers share is read by all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from offload.groups.chunk import ChunkGroups
+from offload.groups.group import Group
+from offload.saved.chunk import SavedChunk
+from offload.saved.filters import is_parameter, is_plain, is_wrapper
+from offload.saved.hooks import InstalledScope, inside_checkpoint
+
+__all__ = ["InputGroup"]
+
+
+class _Manager(Protocol):
+    def open_scope(self, stays: Callable[[torch.Tensor], bool] | None = None) -> InstalledScope | None: ...
+
+    def close_scope(self, installed: InstalledScope | None) -> None: ...
+
+    def commit(self, handler: ChunkGroups, group: Group) -> None: ...
+
+
+class InputGroup:
+    """Of one call: `open` before autograd packs the arguments, `send` after, `close` after the call.
+
+    handler: its chunk; None where nothing may leave. name: of the group. In a checkpoint that somebody else
+    has opened there is no group: what that one recomputes, it must save itself.
+    """
+
+    __slots__ = ("_chunk", "_group", "_handler", "_installed", "_manager", "_name", "_stays")
+
+    def __init__(self, manager: _Manager, handler: ChunkGroups | None, name: str) -> None:
+        self._manager = manager
+        self._handler = None if inside_checkpoint() else handler
+        self._name = name
+        self._chunk: SavedChunk | None = None
+        self._group: Group | None = None
+        self._installed: InstalledScope | None = None
+        self._stays: _AllButOne | None = None
+
+    def open(self, arguments: Sequence[torch.Tensor]) -> None:
+        """Start the group. arguments: every tensor of the call, in order. Raises CaptureError in a CUDA graph
+        captured outside of `capturing()`."""
+        handler = self._handler
+        if handler is None:
+            return
+        handler.engine.transfers.check_capture(f"group {self._name!r}")
+        chosen = next((tensor for tensor in arguments if _can_leave(handler, tensor)), None)
+        self._chunk = handler.saved
+        self._group = handler.on_group_start_forward(self._name)
+        self._stays = _AllButOne(arguments, chosen)
+        self._installed = self._manager.open_scope(self._stays)
+
+    def send(self) -> None:
+        """The arguments have been packed: what was taken leaves. Blocks the host: never."""
+        handler, group = self._handler, self._group
+        if self._stays is not None:
+            self._stays.end()
+        if handler is None or group is None or group.committed or handler.saved is not self._chunk:
+            return  # its forward was begun again in between, or its step has ended
+        with handler.engine.lock:
+            handler.close(self._name)
+            self._manager.commit(handler, group)
+
+    def close(self, output: Any) -> None:
+        """The call is over. output: what it returned, whose backward tells that the input will be read soon;
+        None after an exception."""
+        installed, self._installed = self._installed, None
+        self._manager.close_scope(installed)
+        if self._handler is None or self._group is None:
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(self._handler.output_has_gradient)
+                return
+
+
+class _AllButOne:
+    """Which saved tensors stay: every argument but the chosen one, and what the others are made of."""
+
+    __slots__ = ("_arguments", "_chosen", "_is_chosen")
+
+    def __init__(self, arguments: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> None:
+        self._arguments = frozenset(map(id, arguments))  # they live until `end`
+        self._chosen = chosen
+        self._is_chosen = False
+
+    def __call__(self, tensor: torch.Tensor) -> bool:
+        if id(tensor) in self._arguments:  # else a member of the argument before
+            self._is_chosen = tensor is self._chosen
+        return not self._is_chosen
+
+    def end(self) -> None:
+        """Whatever is saved from here on stays."""
+        self._arguments = frozenset()
+        self._chosen = None
+        self._is_chosen = False
+
+
+def _can_leave(handler: ChunkGroups, tensor: torch.Tensor) -> bool:
+    """Of a wrapper, such as a DTensor, one of the tensors that it is made of."""
+    if is_plain(tensor) or not is_wrapper(tensor):
+        return handler.may_leave(tensor)
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    members = [getattr(tensor, name) for name in names]
+    return not is_parameter(tensor) and any(
+        isinstance(member, torch.Tensor) and _can_leave(handler, member) for member in members
+    )
