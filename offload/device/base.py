@@ -191,6 +191,10 @@ class Device(Protocol):
         """Bytes in live blocks of the device allocator now; what this engine lent out and knows of on the
         simulated device."""
 
+    def allocator_bytes(self) -> tuple[int, int] | None:
+        """Bytes that the device allocator has reserved now, and the most that were ever in live blocks at
+        once (since torch's peaks were reset last). None on the simulated device, which reserves none."""
+
     def release_cached(self, worth: int) -> int:
         """Return to the driver what the device allocator has cached and nothing uses, if it holds a
         `worth`-th more than was ever in live blocks at once (since torch's peaks were reset last). Returns

@@ -226,11 +226,14 @@ class CudaDevice:
     def active_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)
 
+    def allocator_bytes(self) -> tuple[int, int]:
+        stats = torch.cuda.memory_stats(self.torch_device)
+        return int(stats["reserved_bytes.all.current"]), int(stats["active_bytes.all.peak"])
+
     def release_cached(self, worth: int) -> int:
         self._refuse_in_capture("a release of cached memory")
-        stats = torch.cuda.memory_stats(self.torch_device)
-        reserved = int(stats["reserved_bytes.all.current"])
-        if (reserved - stats["active_bytes.all.peak"]) * worth < reserved:
+        reserved, active_peak = self.allocator_bytes()
+        if (reserved - active_peak) * worth < reserved:
             return 0
         torch.cuda.empty_cache()
         return reserved - torch.cuda.memory_reserved(self.torch_device)

@@ -200,6 +200,9 @@ class SimDevice(SimLanes):
             self._enter(self.host)
             return self._checker.active_bytes
 
+    def allocator_bytes(self) -> None:
+        """None: nothing is reserved that is not in use."""
+
     def release_cached(self, worth: int) -> int:
         """Nothing: what is let go of here is gone."""
         return 0

@@ -285,7 +285,7 @@ class GroupsManager(OpenScopes, Client):
         if self.is_warmup and self.do_offload:
             committed = [group for handler in handlers for group in handler.groups if group.committed]
             least = min((handler.min_offloaded_tensor_size for handler in handlers), default=0)
-            self.mark_report.end_step(committed, least)
+            self.mark_report.end_step(committed, least, self._survey)
         for handler in handlers:
             self._count_groups(handler)
         seconds = self._clock.end_step()

@@ -1,4 +1,5 @@
-"""Warnings about marks that have no effect, a limit that was passed, and copies that save no memory.
+"""Warnings about marks that have no effect, a limit that was passed, host memory that was missing, copies
+that save no memory, and an allocator whose cache steps of many shapes have filled.
 
 One invariant: each is given once, with its cause and the way out, and changes nothing; nothing asks a report
 whether a tensor may leave.
@@ -7,9 +8,11 @@ whether a tensor may leave.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 
 from offload.groups.group import Group
+from offload.groups.survey import Survey
 from offload.ids import ChunkId
 from offload.telemetry.records import StepStats
 from offload.transfer.admission import Limits
@@ -20,6 +23,17 @@ logger = logging.getLogger(__name__)
 
 FORWARDS_WITHOUT_END = 1024
 """Forwards of one virtual stage after which a step is taken for one that is never ended."""
+
+MANY_SHAPES = 4
+"""Plans made, each for another shape of step, after which shapes are said to vary: a first step, a shorter
+last batch and the next first step are three."""
+
+RESERVED_OVER_ACTIVE = 1.25
+"""Above it the device's cached blocks cost more than what offload saves in many models. Steps of one shape
+stay below 1.1 (docs/log.md)."""
+
+_NAMED = 8  # groups that a message lists at most
+_STEPS_TO_PIN = 3  # after a refusal: host memory is pinned in the background meanwhile
 
 
 class _Report:
@@ -46,7 +60,8 @@ class MarkReport(_Report):
         if self._first("no chunk"):
             logger.warning(
                 "group %r is started while no chunk is current: nothing of this forward leaves. Call "
-                "init_chunk_handler() at the start of every forward; a pipeline stage needs its announcer",
+                "init_chunk_handler() at the start of every forward. In a pipeline, use OffloadPipelineStage "
+                "and leave its announcer out: a stage without an announcer begins no chunk",
                 name,
             )
 
@@ -84,22 +99,38 @@ class MarkReport(_Report):
                 stage,
             )
 
-    def end_step(self, groups: Iterable[Group], min_elements: int) -> None:
-        """Say which names moved nothing, and why. groups: what was committed in the step that ends."""
+    def end_step(self, groups: Iterable[Group], min_elements: int, survey: Survey | None = None) -> None:
+        """Say which names moved nothing, and why. groups: what was committed in the step that ends. survey:
+        of what they saved, where the step was looked at closely."""
         found = list(groups)
         moved = {
             group.name for group in found if group.encloses or (group.saved is not None and group.saved.slots)
         }
-        for name in dict.fromkeys(group.name for group in found if group.name not in moved):
+        idle = list(dict.fromkeys(group.name for group in found if group.name not in moved))
+        hooked = {group.name for group in found if group.hooked}
+        largest = 0 if survey is None else survey.largest_small()
+        if not moved and largest and hooked.issuperset(idle) and self._first("nothing eligible"):
+            logger.warning(
+                "nothing leaves: all that autograd saved in groups %s is smaller than "
+                "min_offloaded_tensor_size, %s elements here, or can never leave. The largest tensor that is "
+                "too small has %s elements: set min_offloaded_tensor_size to that or less",
+                _listed(idle),
+                f"{min_elements:,}",
+                f"{largest:,}",
+            )
+            idle = []
+        for name in idle:
             if not self._first(f"nothing {name}"):
                 continue
-            if any(group.hooked for group in found if group.name == name):
+            if name in hooked:
+                largest = 0 if survey is None else survey.largest_small(name)
                 logger.warning(
                     "group %r moved nothing: what autograd saves in it is smaller than "
-                    "min_offloaded_tensor_size, %s elements here, or a parameter, or marked to stay. Lower "
+                    "min_offloaded_tensor_size, %s elements here%s, or a parameter, or marked to stay. Lower "
                     "the threshold, or take its marks out",
                     name,
                     f"{min_elements:,}",
+                    f" (the largest has {largest:,})" if largest else "",
                 )
             else:
                 logger.warning(
@@ -121,16 +152,86 @@ class MarkReport(_Report):
 class StepReport(_Report):
     """Of one planner."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
+        self._plans = 0
+        self._refused: tuple[int, StepStats] | None = None  # its number, and what it says
+
+    @property
+    def shapes_vary(self) -> bool:
+        """Whether many steps had to be planned anew."""
+        return self._plans >= MANY_SHAPES
+
+    def step(
+        self,
+        stats: StepStats,
+        *,
+        replanned: bool,
+        host_cannot_grow: bool,
+        allocator: Callable[[], tuple[int, int] | None],
+    ) -> None:
+        """Look at what any step can say.
+
+        replanned: its shape was new. host_cannot_grow: that was said when it was found out. allocator: the
+            device allocator's reserved bytes, and the most that were ever active; asked after a few plans
+            only, since that takes about 0.1 ms.
+        """
+        self._steps += 1
+        self._look_for_refused(stats, host_cannot_grow)
+        self._plans += replanned
+        # after 4, 8, 16, ... plans
+        if replanned and self.shapes_vary and self._plans & (self._plans - 1) == 0:
+            self._look_at_cache(allocator())
+
+    def _look_for_refused(self, stats: StepStats, host_cannot_grow: bool) -> None:
+        if self._refused is None:
+            if stats.refused_bytes and stats.host_bytes_wanted_peak > stats.host_bytes_lent_peak:
+                self._refused = self._steps, stats
+            return
+        number, first = self._refused
+        if host_cannot_grow or self._steps < number + _STEPS_TO_PIN or not self._first("refused"):
+            return
+        logger.warning(
+            "%s bytes of step %d found no host memory and stayed on the device: of %s bytes that it would "
+            "have needed on the host, %s were pinned. More is pinned beside later steps; set "
+            "host_reserve_bytes=%d, or call reserve_host, to have it before the first",
+            f"{first.refused_bytes:,}",
+            first.step,
+            f"{first.host_bytes_wanted_peak:,}",
+            f"{first.host_bytes_held:,}",
+            first.host_bytes_wanted_peak,
+        )
+
+    def _look_at_cache(self, found: tuple[int, int] | None) -> None:
+        if found is None or "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            return
+        reserved, active = found
+        if reserved > RESERVED_OVER_ACTIVE * active and self._first("cache"):
+            logger.warning(
+                "torch's allocator holds %s bytes of the device, %.2f times the %s that were ever in use at "
+                "once: %d of %d steps had a new shape, and cached blocks of one size do not serve another. "
+                "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported",
+                f"{reserved:,}",
+                reserved / max(1, active),
+                f"{active:,}",
+                self._plans,
+                self._steps,
+            )
+
     def look(self, stats: StepStats, limits: Limits, live_peak_bytes: int) -> None:
         """stats: of a step that followed its plan. live_peak_bytes: what its saved tensors would take of the
         device at once if none left."""
         limit, peak = limits.device_limit_bytes, stats.device_bytes_peak
         if limit is not None and peak > limit and self._first("passed"):
+            if stats.refused_bytes:
+                self._first("refused")  # said here
             logger.warning(
-                "saved tensors took up to %s bytes of the device at once in step %d, and "
-                "device_limit_bytes is %s: %s",
+                "saved tensors took up to %s bytes of the device at once in step %d, %s more than "
+                "device_limit_bytes (%s): %s",
                 f"{peak:,}",
                 stats.step,
+                f"{peak - limit:,}",
                 f"{limit:,}",
                 f"{stats.refused_bytes:,} bytes found no host memory; call "
                 f"reserve_host({stats.host_bytes_wanted_peak:,}) before the first step"
@@ -149,3 +250,8 @@ class StepReport(_Report):
                 f"{stats.restore_bytes:,}",
                 f"{peak:,}",
             )
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = [repr(name) for name in names]
+    return ", ".join(listed[:_NAMED]) + (f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else "")

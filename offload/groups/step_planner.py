@@ -70,11 +70,13 @@ class StepPlanner:
             self._trial = None
             self.trimmer.plan_changed()
             self._steady_steps = 0
+            self._look(replanned=True)
             first, self.is_warmup = self.is_warmup, False
             self._install(seen, self._untimed(seen))
             return first
         self._looked_cut_short = None
         self._steady_steps += 1
+        self._look(replanned=False)
         trial = self._trial
         if trial is None:
             if self._steady_steps >= 2 and self._try_timed(seen):
@@ -90,6 +92,19 @@ class StepPlanner:
         if self._steady_steps >= (4 if trial is None else 3):
             self.trimmer.plan_settled()
         return False
+
+    def _look(self, *, replanned: bool) -> None:
+        """Warn of what the step that ended shows, if it shows anything."""
+        engine, report = self._engine, self._report
+        # where no step comes to follow a plan of its own
+        if replanned and report.shapes_vary and engine.limits.device_limit_bytes is not None:
+            report.look(engine.last_stats, engine.limits, self.live_peak_bytes)
+        report.step(
+            engine.last_stats,
+            replanned=replanned,
+            host_cannot_grow=engine.arena.cannot_grow,
+            allocator=engine.device.allocator_bytes,
+        )
 
     def pass_over(self, seen: SeenStep) -> None:
         """A step has ended that says nothing of the plan, but for the stall of the one before it, which may

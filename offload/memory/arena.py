@@ -83,6 +83,11 @@ class HostArena(Lender):
     def held_bytes(self) -> int:
         return self._growth.held_bytes
 
+    @property
+    def cannot_grow(self) -> bool:
+        """Whether the budget or the system has refused a growth; a warning has said so."""
+        return self._growth.was_refused
+
     # -- growing and shrinking -------------------------------------------------------------------------------
     def reserve(self, nbytes: int) -> None:
         """Pin until at least `nbytes` are held, lent or free. For before step 1: blocks the host for nbytes /

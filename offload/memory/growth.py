@@ -59,6 +59,11 @@ class Growth:
         self._refused: tuple[int, int] | None = None  # (bytes, limit) of the smallest growth refused
         self._warned = False
 
+    @property
+    def was_refused(self) -> bool:
+        """Whether the budget or the system has refused a growth, which was said then."""
+        return self._warned
+
     # -- growing ---------------------------------------------------------------------------------------------
     def hold(self, target_bytes: int) -> None:
         """Pin until `target_bytes` are held. Blocks the host. Raises HostBudgetError, or OffloadError where

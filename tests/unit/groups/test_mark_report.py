@@ -49,6 +49,7 @@ def test_a_forward_that_was_never_announced_is_said_once(
     (message,) = said(caplog)
     assert "group 'g' is started while no chunk is current" in message
     assert "init_chunk_handler() at the start of every forward" in message
+    assert "a stage without an announcer begins no chunk" in message
 
 
 def test_an_evaluation_that_is_not_announced_is_nothing_to_say(
@@ -81,8 +82,33 @@ def test_a_group_of_tensors_that_are_all_too_small_is_told_the_threshold(
     init_chunk_handler(None, None, 1 << 20)
     marked(leaf()).sum().backward()
     step_end()
+    assert said(caplog) == [
+        "nothing leaves: all that autograd saved in groups 'g' is smaller than min_offloaded_tensor_size, "
+        "1,048,576 elements here, or can never leave. The largest tensor that is too small has 64 elements: "
+        "set min_offloaded_tensor_size to that or less"
+    ]
+
+
+def test_a_group_of_small_tensors_beside_one_that_moves_is_told_its_own_largest(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    init_chunk_handler(None, None, 100)
+    (marked(leaf(64), "small").sum() + marked(leaf(128), "large").sum()).backward()
+    step_end()
     (message,) = said(caplog)
-    assert "smaller than min_offloaded_tensor_size, 1,048,576 elements here" in message
+    assert "group 'small' moved nothing" in message
+    assert "smaller than min_offloaded_tensor_size, 100 elements here (the largest has 64)" in message
+
+
+def test_a_group_inside_a_checkpoint_that_saves_nothing_is_told_so(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    init_chunk_handler(None, None, 1)
+    checkpoint(marked, marked(leaf(), "outside"), use_reentrant=False).sum().backward()
+    step_end()
+    message = said(caplog)[0]
+    assert "group 'g' of chunk s0m0 is inside a non-reentrant checkpoint, which recomputes" in message
+    assert "put the group around the checkpoint, or give the checkpoint context_fn=" in message
 
 
 def test_a_group_around_others_moves_nothing_of_its_own_and_is_nothing_to_say(

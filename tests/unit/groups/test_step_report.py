@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from offload import PipelineOffloadManager
 from offload.config import OffloadConfig
-from offload.groups.reports import StepReport
+from offload.groups.reports import MANY_SHAPES, StepReport
 from offload.telemetry.records import StepStats
 from offload.transfer.admission import Limits
 from tests.unit.groups.stack import ROWS, WIDTH, Driver, build_manager, build_stages, gpipe, installed, lifo
@@ -26,8 +27,8 @@ def test_a_limit_that_is_passed_is_said_with_both_numbers(caplog: pytest.LogCapt
     report(StepStats(step=3, device_bytes_peak=2000), 1000)
     (message,) = caplog.messages
     assert message.startswith(
-        "saved tensors took up to 2,000 bytes of the device at once in step 3, and device_limit_bytes is "
-        "1,000: what is being saved or read must fit"
+        "saved tensors took up to 2,000 bytes of the device at once in step 3, 1,000 more than "
+        "device_limit_bytes (1,000): what is being saved or read must fit"
     )
 
 
@@ -39,6 +40,104 @@ def test_a_limit_that_is_passed_for_want_of_host_memory_says_how_much_to_reserve
     )
     report(stats, 1000)
     assert "900 bytes found no host memory; call reserve_host(5,000) before the first step" in caplog.text
+
+
+def ended(report: StepReport, *steps: StepStats, cannot_grow: bool = False) -> None:
+    for stats in steps:
+        report.step(stats, replanned=False, host_cannot_grow=cannot_grow, allocator=lambda: None)
+
+
+REFUSED = StepStats(
+    step=0,
+    refused=1,
+    refused_bytes=900,
+    host_bytes_held=4096,
+    host_bytes_wanted_peak=5000,
+    host_bytes_lent_peak=4100,
+)
+
+
+def test_bytes_that_found_no_host_memory_are_said_once_with_what_to_reserve(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended(StepReport(), REFUSED, *(StepStats(step=step) for step in range(1, 9)))
+    assert caplog.messages == [
+        "900 bytes of step 0 found no host memory and stayed on the device: of 5,000 bytes that it would "
+        "have needed on the host, 4,096 were pinned. More is pinned beside later steps; set "
+        "host_reserve_bytes=5000, or call reserve_host, to have it before the first"
+    ]
+
+
+def test_host_memory_that_cannot_grow_was_said_when_that_was_found_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended(StepReport(), *[REFUSED] * 8, cannot_grow=True)
+    assert caplog.messages == []
+
+
+def test_bytes_that_admission_denied_are_not_taken_for_missing_host_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    denied = StepStats(step=0, refused_bytes=900, host_bytes_wanted_peak=100, host_bytes_lent_peak=100)
+    ended(StepReport(), *[denied] * 8)
+    assert caplog.messages == []
+
+
+def test_a_limit_passed_for_want_of_host_memory_is_one_warning_and_not_two(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = StepReport()
+    ended(found, REFUSED)
+    passed = replace(REFUSED, device_bytes_peak=2000)
+    found.look(passed, Limits(OffloadConfig(device_limit_bytes=1000)), 0)
+    ended(found, *[REFUSED] * 8)
+    assert len(caplog.messages) == 1
+
+
+def after_plans(plans: int, reserved: int, active: int) -> None:
+    found = StepReport()
+    for step in range(3 * plans):
+        found.step(
+            StepStats(step=step),
+            replanned=step % 3 == 0,
+            host_cannot_grow=False,
+            allocator=lambda: (reserved, active),
+        )
+
+
+def test_a_cache_that_steps_of_many_shapes_have_filled_is_said_once_with_the_way_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    after_plans(9, 100_000, 40_000)
+    assert caplog.messages == [
+        "torch's allocator holds 100,000 bytes of the device, 2.50 times the 40,000 that were ever in use at "
+        "once: 4 of 10 steps had a new shape, and cached blocks of one size do not serve another. Set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported"
+    ]
+
+
+def test_a_cache_is_nothing_to_say_at_125_percent_or_with_few_shapes_or_segments_that_expand(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    after_plans(16, 125, 100)
+    after_plans(3, 1000, 100)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    after_plans(16, 1000, 100)
+    assert caplog.messages == []
+
+
+def test_steps_of_many_shapes_are_told_of_a_limit_that_they_pass(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No step of theirs follows a plan of its own, so none was looked at."""
+    with installed(build_manager(device_limit_bytes=FC1 - 1)), caplog.at_level(logging.WARNING):
+        driver = Driver(build_stages(1, 2, ("fc1",)))
+        for microbatches in range(1, MANY_SHAPES + 2):
+            driver.step(gpipe(microbatches))
+    (message,) = [text for text in caplog.messages if "device_limit_bytes" in text]
+    assert f"1 more than device_limit_bytes ({FC1 - 1:,})" in message
 
 
 def test_a_limit_that_holds_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:

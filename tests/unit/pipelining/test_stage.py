@@ -286,3 +286,26 @@ def test_stage_is_a_name_of_the_package_and_works_alone_with_the_configured_mana
         PipelineOffloadManager.close_instance()
     with pytest.raises(AttributeError, match="no attribute 'stages'"):
         parallel.stages  # noqa: B018
+
+
+def test_a_stage_without_an_announcer_is_told_so_by_its_marks(caplog: pytest.LogCaptureFixture) -> None:
+    class Marked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = group_start(x, "layer")
+            with offload_hooks():
+                return group_commit(super().forward(x).tanh(), "layer")
+
+    configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim", print_summary=False)
+    try:
+        schedule = build_schedule(
+            SCHEDULES["gpipe"],
+            [stage_of(Marked(WIDTH, WIDTH), 0, 1, None)],
+            microbatches=MICROBATCHES,
+            loss_fn=lambda output, target: (output - target).square().sum(),
+        )
+        run(schedule)
+    finally:
+        PipelineOffloadManager.close_instance()
+    (message,) = caplog.messages
+    assert message.startswith("group 'layer' is started while no chunk is current")
+    assert "use OffloadPipelineStage and leave its announcer out" in message
