@@ -1,6 +1,10 @@
 """Offload engine: saved activations leave for pinned host memory and come back, beside the compute, without
 changing a bit.
 
+    handle = offload.apply(model)               # any model, unedited; any training loop
+
+Or by hand, around layers:
+
     from offload import configure, group_commit, group_start, init_chunk_handler, offload_hooks, step_end
 
     init_chunk_handler()                        # a forward begins
@@ -15,6 +19,8 @@ changing a bit.
 from __future__ import annotations
 
 from offload import marks
+from offload.apply import Applied as Applied
+from offload.apply import activations, apply
 from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
 
 # the errors one by one and the sources' spellings are importable, and no part of `__all__`
@@ -59,7 +65,7 @@ from offload.report import Report as Report
 from offload.report import report
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table as print_offload_summary_table
-from offload.transfer.captures import CapturedRegion
+from offload.transfer.captures import CapturedRegion as CapturedRegion
 
 __version__ = "0.1.0"
 
@@ -67,7 +73,6 @@ OffloadManager = PipelineOffloadManager
 marks.manager_type = PipelineOffloadManager
 
 __all__ = [
-    "CapturedRegion",
     "FSDPGPUOptimizerWrapper",
     "HostBudgetError",
     "HybridDeviceOptimizer",
@@ -77,6 +82,8 @@ __all__ = [
     "PipelineOffloadManager",
     "StepStats",
     "__version__",
+    "activations",
+    "apply",
     "capturing",
     "configure",
     "disable_offload",

@@ -13,15 +13,22 @@ from offload.described import described
 from offload.sizes import is_count, optional_bytes, parse_bytes
 
 __all__ = [
+    "MODES",
+    "Mode",
     "OffloadConfig",
     "check_bytes",
     "check_fraction",
     "check_index",
     "check_min_elements",
+    "check_mode",
     "checked_config",
 ]
 
 MIB = 1 << 20
+
+Mode = bool | str
+MODES: tuple[Mode, ...] = (False, "groups", True, "legacy")
+"""What `offload.apply` can do to a model; its docstring has their meaning."""
 
 
 def check_fraction(name: str, value: float) -> None:
@@ -48,6 +55,13 @@ def check_index(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}, must be a whole number, 0 or more")
 
 
+def check_mode(name: str, value: object) -> Mode:
+    """`value`; ValueError unless it is one of MODES."""
+    if isinstance(value, (bool, str)) and value in MODES:
+        return value
+    raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, MODES))}")
+
+
 def check_bytes(name: str, value: object, *, least: int = 0) -> None:
     """ValueError unless `value` is a number of bytes."""
     if not is_count(value, least):
@@ -65,6 +79,10 @@ class OffloadConfig:
     min_offloaded_tensor_size: int = MIB
     """Elements. A smaller saved tensor stays on the device: its copy would cost more host time than it
     frees."""
+
+    activation_offloading: Mode = "groups"
+    """What `offload.apply` does to a model where no `mode` is given: False, "groups", True (all saved
+    tensors) or "legacy". Marks do what they say whatever stands here."""
 
     activation_offload_fraction: float = 1.0
     """Share of the eligible groups of a chunk, in forward order, that leave after warm-up; the rest stay."""
@@ -125,6 +143,7 @@ class OffloadConfig:
             self,
             *,
             min_offloaded_tensor_size: int = ...,
+            activation_offloading: Mode = ...,
             activation_offload_fraction: float = ...,
             delta_offload_bytes_across_pp_ranks: int | str = ...,
             pp_rank: int = ...,
@@ -142,6 +161,7 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         check_min_elements(self.min_offloaded_tensor_size)
+        check_mode("activation_offloading", self.activation_offloading)
         check_fraction("activation_offload_fraction", self.activation_offload_fraction)
         check_index("pp_rank", self.pp_rank)
         for name, least in (

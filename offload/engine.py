@@ -151,11 +151,16 @@ class OffloadEngine:
                 self.arena.trim(held_bytes)
                 self.arena.change_budget(before)
                 raise
-            self.config = config
-            self.limits.follow(config)
+            self.follow(config)
             self.transfers.audit = config.audit
             self.store.piece_bytes = self.prefetch.piece_bytes = config.piece_bytes
             self.step, self.last_stats = 0, StepStats(step=-1)
+
+    def follow(self, config: OffloadConfig) -> None:
+        """Take what limits transfers from another config; nothing is pinned, ended or counted anew."""
+        with self.lock:
+            self.config = config
+            self.limits.follow(config)
 
     @property
     def can_measure_link(self) -> bool:
@@ -291,20 +296,23 @@ class OffloadEngine:
         """
         self.transfers.reclaim_freed()
         leftovers = leftover_bytes = 0
+        names: set[str] = set()
         for chunk in chunks:
             for block in [*chunk.living()]:
                 if block.unread > 0:  # else its graph was only retained
                     leftovers += block.storages
                     leftover_bytes += block.nbytes
+                    names.add(f"{block.group.chunk}/{block.group.name}")
                 self.transfers.release(block)
         if leftovers:
             logger.warning(
                 "step %d ended with %s saved tensors (%s bytes) whose backward has not run; they are "
                 "dropped, and reading one raises StaleHandleError. Run the backward first, or forward "
-                "without gradients in evaluation",
+                "without gradients in evaluation. They were saved in %s",
                 self.step,
                 f"{leftovers:,}",
                 f"{leftover_bytes:,}",
+                ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else ""),
             )
         self._saves, stall_ms = self.transfers.end_step()
         return ClientStats(

@@ -141,7 +141,8 @@ class PipelineOffloadManager(GroupsManager, metaclass=_ProcessWide):
     init_model_chunk_offload_handler = begin_forward
 
     def _following(self) -> ChunkGroups | None:
-        return self._queue.front()
+        by_hand = self._forwards_by_hand or self._announced
+        return self._queue.front() if by_hand else super()._following()
 
     def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
         self._queue.discard(cast(ChunkOffloadHandler, handler))

@@ -88,8 +88,9 @@ class ChunkGroups:
     def _new_group(self, name: str) -> Group:
         return Group(name)
 
-    def on_group_start_forward(self, name: str) -> Group:
-        """Open the next group. Its tensors may leave from now on; `close` and `send` end it."""
+    def on_group_start_forward(self, name: str, *, required: bool = False) -> Group:
+        """Open the next group. Its tensors may leave from now on; `close` and `send` end it. required: no
+        plan keeps it on the device."""
         with self.engine.lock:
             index = self._index
             if index < len(self.groups) and self.groups[index].name == name:
@@ -100,6 +101,7 @@ class ChunkGroups:
                 self.groups.append(group)
             self._index = index + 1
             self.begun = True
+            group.required = required
             group.stays = index in self.stays
             group.committed = group.sent = group.hooked = group.encloses = False
             outer = self.innermost_open()

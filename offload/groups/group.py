@@ -21,9 +21,9 @@ class Group:
     regions: by slot, the number of the checkpoint region whose recompute reads it. since: autograd's number
     of the first node after its start. replayed: of saved tensors that stay because CUDA graphs of
     torch.compile own their memory, bytes by address.
-    stays: the plan keeps it on the device. hooked: its saves were asked for since its start. encloses:
-    another group was started in it. committed: its end was marked. sent: what it saved until then has been
-    sent, which a delayed commit does later.
+    stays: the plan keeps it on the device. required: it leaves whatever the plan would keep. hooked: its
+    saves were asked for since its start. encloses: another group was started in it. committed: its end was
+    marked. sent: what it saved until then has been sent, which a delayed commit does later.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,6 +31,7 @@ class Group:
             raise ValueError(f"a group's name is {name!r}, must be a non-empty string such as 'core_attn'")
         self.name = name
         self.stays = False
+        self.required = False
         self.hooked = False
         self.encloses = False
         self.total_offload_bytes = 0

@@ -29,6 +29,7 @@ from offload.groups.scope import KeptGroup
 from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.groups.survey import Survey, group_figures
+from offload.saved.chunk import SavedChunk
 from offload.telemetry.figures import GroupFigures, Ledger, figures_of, figures_without_offload
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
@@ -36,6 +37,9 @@ from offload.transfer.block import Transfer
 from offload.transfer.graph import CapturedGraph
 
 __all__ = ["GroupsManager"]
+
+# of inferred ends, by what a step has saved: a generator's graph outlives the discriminator's step
+_ENDS_OUTLIVED = 2
 
 
 class GroupsManager(OpenScopes, Client):
@@ -69,6 +73,9 @@ class GroupsManager(OpenScopes, Client):
         self._group_figures: dict[str, GroupFigures] = {}  # of the step that ends
         self._ledgers: WeakSet[Ledger] = WeakSet()
         self.ledger = self.new_ledger()  # since the manager was built
+        self._ends_by_hand = False  # somebody has called `step_end`
+        self._inferred_ends = 0
+        self._infers_end = False  # the end under way is an inferred one
 
     def prepare_close(self) -> None:
         """Release what the manager has lent by hand. Called before anything else of it is closed."""
@@ -265,12 +272,30 @@ class GroupsManager(OpenScopes, Client):
 
     def step_end(self) -> StepStats:
         """End the step, once its gradients are final: drop leftovers with one warning, settle every transfer,
-        count, and plan after warm-up.
+        count, and plan after warm-up. From the first call on, no end is inferred.
 
         Blocks the host: never (the summary after warm-up gathers over the process group, once). Raises
         CaptureError in a capture.
         """
+        first, self._ends_by_hand = not self._ends_by_hand, True
+        if first and self._inferred_ends and not self._forward_order:
+            return self.stats  # an inferred end was first
         return self.engine.end_step()
+
+    def end_inferred_step(self) -> None:
+        """Something happened after which gradients are no longer added to: the step ends, if a forward has
+        begun in it and nobody calls `begin_forward` or `step_end`. What its graphs still hold is carried
+        over; two such ends later it is dropped. In a capture nothing happens. Blocks the host: as
+        `step_end`."""
+        by_hand = self._ends_by_hand or self._forwards_by_hand
+        if by_hand or not self._forward_order or self.engine.device.is_capturing():
+            return
+        self._infers_end = True
+        self._inferred_ends += 1
+        try:
+            self.engine.end_step()
+        finally:
+            self._infers_end = False
 
     def _drop_step(self) -> None:
         self.end_step()
@@ -289,7 +314,7 @@ class GroupsManager(OpenScopes, Client):
         for handler in handlers:
             self._count_groups(handler)
         seconds = self._clock.end_step()
-        figures = self.engine.end_saves([*self._retired, *(handler.saved for handler in handlers)])
+        figures = self.engine.end_saves(self._ending(handlers))
         for handler in handlers:
             handler.end_recording()
         for handler in self._captured:
@@ -323,6 +348,21 @@ class GroupsManager(OpenScopes, Client):
             )
         for ledger in list(self._ledgers):
             ledger.add(figures)
+
+    def _ending(self, handlers: list[ChunkGroups]) -> list[SavedChunk]:
+        """The chunks whose tensors are dropped at this end: all, less what an inferred one carries over."""
+        chunks = [*self._carried, *((0, chunk) for chunk in self._retired)]
+        chunks += [(0, handler.saved) for handler in handlers]
+        carried = []
+        if self._infers_end:
+            carried = [
+                (ends + 1, chunk)
+                for ends, chunk in chunks
+                if ends < _ENDS_OUTLIVED and next(chunk.living(), None) is not None
+            ]
+        self._carried = carried
+        kept = {id(chunk) for _, chunk in carried}
+        return [chunk for _, chunk in chunks if id(chunk) not in kept]
 
     def step_ended(self, stats: StepStats) -> None:
         """As Client: plan the next step from what was seen of this one, and print the summary once."""

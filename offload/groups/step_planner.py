@@ -18,7 +18,7 @@ from offload.groups.reports import StepReport
 from offload.groups.seen import SeenStep, sizes_of
 from offload.groups.timed import NO_PART, Stays, TimedPlan, Trial, timed_plans
 from offload.groups.trim import Trimmer
-from offload.policy.actions import Action, ChunkKey, Keeps
+from offload.policy.actions import Action, ChunkKey, GroupKey, Keeps
 from offload.policy.keeps import (
     all_of,
     fraction_keeps,
@@ -146,6 +146,16 @@ class StepPlanner:
             pp_rank=settings.pp_rank,
             delta_bytes=settings.delta_offload_bytes_across_pp_ranks,
         )
+        required = {
+            GroupKey(chunk.id, at)
+            for chunk in seen.chunks
+            for at, group in enumerate(chunk.groups)
+            if group.required
+        }
+        if required:
+            keeps = frozenset(keeps - required)
+            whole = {key.chunk for key in required}
+            parts = {chunk: part for chunk, part in parts.items() if chunk not in whole}
         for chunk in seen.chunks:
             chunk.stays = frozenset(key.position for key in keeps if key.chunk == chunk.id)
             chunk.stays_from = dict(parts.get(chunk.id, NO_PART).from_slot)

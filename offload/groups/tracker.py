@@ -57,6 +57,11 @@ class ChunkTracker:
         self._kind = "B"
         self._coming: list[ComingReads] = []
         self._announced = False
+        # who says when a forward begins: a stage, inside one; else who called `begin_forward`; else nobody
+        self._announced_now = False
+        self._forwards_by_hand = False
+        # of earlier steps, with the number of step ends that they have outlived
+        self._carried: list[tuple[int, SavedChunk]] = []
         self._counts: dict[int, int] = defaultdict(int)
         self._forward_order: list[ChunkGroups] = []
         self._backward_order: list[ChunkGroups] = []
@@ -87,7 +92,7 @@ class ChunkTracker:
         check_index("stage", stage)
         check_index("microbatch", microbatch)
         with self.engine.lock:
-            self._announced = True
+            self._announced = self._announced_now = True
             self._begin(ChunkId(stage, microbatch), self.engine.config.min_offloaded_tensor_size)
             self._clock.start(Action("F", stage, microbatch))
 
@@ -95,6 +100,7 @@ class ChunkTracker:
         """That forward is complete: its bytes may be fetched back from now on."""
         with self.engine.lock:
             handler = self._handlers.get(ChunkId(stage, microbatch))
+            self._announced_now = False
             self._clock.stop(Action("F", stage, microbatch))
             if handler is not None:
                 handler.saved.complete()
@@ -152,7 +158,7 @@ class ChunkTracker:
         min_offloaded_tensor_size: int | None = None,
     ) -> None:
         """A forward of virtual stage `vp_stage` begins, of the next microbatch of that stage. Call at the
-        start of every forward.
+        start of every forward; from the first call on, none is inferred.
 
         A forward without gradients belongs to no chunk, and one inside a backward to the chunk that it
         recomputes: neither is counted.
@@ -173,9 +179,21 @@ class ChunkTracker:
             raise ValueError(
                 f"vp_size is {size:,}; it counts the virtual stages of one rank, at most {_MOST_STAGES:,}"
             )
-        if min_offloaded_tensor_size is None:
-            min_offloaded_tensor_size = self.engine.config.min_offloaded_tensor_size
-        check_min_elements(min_offloaded_tensor_size)
+        if min_offloaded_tensor_size is not None:
+            check_min_elements(min_offloaded_tensor_size)
+        self._forwards_by_hand = True
+        self._begin_next(stage, min_offloaded_tensor_size)
+
+    def begin_inferred_forward(self, stage: int, min_elements: int | None) -> None:
+        """A model whose forwards nobody announces begins one. Where somebody does, by `begin_chunk` or
+        `begin_forward`, only the threshold is taken. stage: a virtual one, of its own for each model.
+        min_elements: None for the config's. Blocks the host: as `begin_chunk`."""
+        if not (self._announced_now or self._forwards_by_hand):
+            self._begin_next(stage, min_elements)
+        elif min_elements is not None and self._forward is not None:
+            self._forward.min_offloaded_tensor_size = min_elements
+
+    def _begin_next(self, stage: int, min_elements: int | None) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint runs a forward again
         with self.engine.lock:
@@ -189,7 +207,8 @@ class ChunkTracker:
             microbatch = self._counts[stage]
             self._counts[stage] += 1
             self.mark_report.forwards(stage, self._counts[stage])
-            self._begin(ChunkId(stage, microbatch), min_offloaded_tensor_size)
+            least = self.engine.config.min_offloaded_tensor_size if min_elements is None else min_elements
+            self._begin(ChunkId(stage, microbatch), least)
             self.pump()
 
     def _new_chunk(self, min_elements: int, chunk_id: ChunkId) -> ChunkGroups:
@@ -283,8 +302,9 @@ class ChunkTracker:
         self._coming = coming
 
     def living_blocks(self) -> Iterator[DeviceBlock]:
-        """Every saved tensor of this step that a graph still holds."""
-        for chunk in [*self._retired, *(handler.saved for handler in self._handlers.values())]:
+        """Every saved tensor of this step, or carried into it, that a graph still holds."""
+        chunks = [*self._retired, *(handler.saved for handler in self._handlers.values())]
+        for chunk in [*(chunk for _, chunk in self._carried), *chunks]:
             yield from chunk.living()
 
     def pump(self) -> None:

@@ -160,7 +160,8 @@ def test_leftovers_are_dropped_with_one_warning(caplog: pytest.LogCaptureFixture
     assert warnings_of(caplog) == [
         "step 0 ended with 4 saved tensors (4,096 bytes) whose backward has not run; they are dropped, and "
         "reading one raises "
-        "StaleHandleError. Run the backward first, or forward without gradients in evaluation"
+        "StaleHandleError. Run the backward first, or forward without gradients in evaluation. They were "
+        "saved in s0m0/group"
     ]
     assert (stats.spilled, stats.restored, stats.kept) == (3, 0, 1)
     rig.end()

@@ -22,6 +22,7 @@ LEVELS: list[set[str]] = [
     {"engine"},
     {"compile"},  # what torch.compile must not see: features and marks are wrapped with it
     {"groups", "checkpoint", "spill", "optim", "planner", "weights", "streaming", "quant", "conductor"},
+    {"modules"},  # hooks on a user's modules, which open groups
     {"marks"},
     {"report"},
     {"apply"},

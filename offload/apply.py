@@ -1,0 +1,330 @@
+"""One line for any model: what its blocks save for the backward leaves for the host and comes back.
+
+    handle = offload.apply(model)               # blocks are found; the model is not edited
+    ...                                         # any training loop
+    print(handle)                               # what matched
+    handle.remove()
+
+One invariant: the model computes what it computed before, bit for bit. Forward hooks open and close groups
+around its blocks (offload/modules); they put no node into autograd's graph and replace no tensor.
+
+Nobody has to say where a forward begins or a step ends (offload/modules/steps.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from offload import marks
+from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
+from offload.modules.blocks import Blocks, find_blocks, match_modules, without_nested
+from offload.modules.hooks import HookPair
+from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
+from offload.modules.steps import Steps
+from offload.sizes import optional_bytes
+
+__all__ = ["Applied", "activations", "apply"]
+
+logger = logging.getLogger(__name__)
+
+ALL_TENSORS: Final = (True, "legacy")
+_LEAST_OF_ALL = 512
+"""Elements that leave at least where all tensors do: 1,024 bytes of two each, as TRL's offloading has it."""
+_HEADS = ("lm_head", "output", "output_layer", "head", "embed_out", "score", "classifier")
+_ADAPTER = ("lora_", "adapter")
+
+_steps = Steps(marks.default_manager)
+_applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+"""By module that has hooks of a handle: the handle."""
+
+
+class Calls(Protocol):
+    """What a module's hooks do."""
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def leave(self, state: Any, output: Any, failed: bool) -> None: ...
+
+
+class Applied:
+    """What `apply` did to a model.
+
+    mode: as it was asked for. groups: names of the modules, by group; a group is offloaded together.
+    """
+
+    def __init__(self, model: nn.Module, mode: Mode, groups: Blocks, root: ModelRoot | None) -> None:
+        self.mode = mode
+        self.groups = MappingProxyType({group: tuple(modules) for group, modules in groups.items()})
+        self._model = weakref.ref(model)
+        self._name = type(model).__name__
+        self._root = root
+        self._pairs: list[HookPair] = []
+        self._checkpointing_off = False
+        self._config_before: OffloadConfig | None = None  # of a mode that limits transfers
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of all modules that matched."""
+        return tuple(name for names in self.groups.values() for name in names)
+
+    def remove(self) -> None:
+        """Take every hook off: the model is as it was. A backward that is still to come finds its tensors.
+        Called again, it does nothing. Blocks the host: never."""
+        root, self._root = self._root, None
+        if root is None:
+            return
+        for pair in self._pairs:
+            pair.remove()
+        self._pairs.clear()
+        _steps.discard(root)
+        manager = marks.existing_manager()
+        if self._config_before is not None and manager is not None:
+            engine, before = manager.engine, self._config_before
+            engine.follow(
+                replace(
+                    engine.config,
+                    max_spilling_bytes=before.max_spilling_bytes,
+                    max_restoring_bytes=before.max_restoring_bytes,
+                )
+            )
+        for module in [module for module, handle in _applied.items() if handle is self]:
+            del _applied[module]
+        model = self._model()
+        if model is not None:
+            _forget_compiled(model)
+            if self._checkpointing_off:
+                _call(model, "gradient_checkpointing_enable")
+
+    def _hook(self, module: nn.Module, calls: Calls) -> None:
+        assert self._root is not None
+        self._pairs.append(HookPair(module, calls.enter, calls.leave, self._root.calls))
+        _applied[module] = self
+
+    def __repr__(self) -> str:
+        state = "" if self._root is not None or self.mode is False else ", removed"
+        found = "; ".join(
+            f"{group}: {len(names)} module{'s' * (len(names) != 1)}, {names[0]}"
+            + (f" to {names[-1]}" if len(names) > 1 else "")
+            for group, names in self.groups.items()
+        )
+        what = found or ("nothing" if self.mode is False else "every saved tensor")
+        return f"<offload.apply({self._name}, mode={self.mode!r}{state}): {what}>"
+
+
+def apply(
+    model: nn.Module,
+    mode: Mode | None = None,
+    blocks: str | Sequence[str] | None = None,
+    modules: str | Sequence[str] | None = None,
+    device_limit: int | str | None = None,
+    host_limit: int | str | None = None,
+    min_numel: int | None = None,
+) -> Applied:
+    """Offload what `model` saves for its backward, from its next forward on.
+
+    mode: None takes the config's `activation_offloading`, "groups" by default.
+        "groups": what blocks save, as far as the plan and the limit want it.
+        True: every saved tensor, but for the output head's. "legacy": the same, each copy waited for.
+        False: nothing.
+    blocks: patterns of module names (fnmatch), such as "model.layers.*". None finds them: neighbours of one
+        class in a ModuleList or Sequential.
+    modules: patterns of modules inside blocks, such as ["*.self_attn", "*.mlp.act_fn"]: each is a group of
+        its own, and the rest of its block stays. For mode "groups".
+    device_limit, host_limit: bytes, or text such as "8GB" or "500 MiB"; device_limit also "60%" of the GPU.
+        As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only mode
+        "groups" keeps tensors on the device because a limit leaves room for them.
+    min_numel: elements; a smaller tensor stays. None takes the config's, or 512 where every tensor leaves.
+
+    Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, modules that are
+    applied already, a mode beside another that it excludes. Nothing has changed then. Blocks the host while
+    memory is pinned, if limits are given; else never.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"apply got a {type(model).__name__}, must be a torch.nn.Module")
+    before = marks.existing_manager()
+    config = OffloadConfig() if before is None else before.engine.config
+    mode = config.activation_offloading if mode is None else check_mode("mode", mode)
+    if mode is False:
+        return Applied(model, mode, {}, None)
+    if min_numel is not None:
+        check_min_elements(min_numel)
+    groups = _groups_of(model, mode, blocks, modules)
+    whole = {} if mode in ALL_TENSORS or modules is None else _blocks_of(model, blocks)
+    hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]
+    _check_free(model, mode, hooked)
+    limited = _config_for(config, device_limit, host_limit)
+    if limited != config:
+        marks.configure(limited)
+
+    _forget_compiled(model)
+    everything = "all tensors" if mode in ALL_TENSORS else None
+    if min_numel is None and everything:
+        min_numel = _LEAST_OF_ALL
+    root = ModelRoot(
+        model, whole or groups, _steps, marks.default_manager, min_elements=min_numel, everything=everything
+    )
+    handle = Applied(model, mode, groups, root)
+    _steps.add(root)
+    handle._hook(model, root)
+    for named in whole.values():
+        for name, module in named.items():
+            handle._hook(module, GroupCalls(root, name, None, block=True))
+    for group, named in groups.items():
+        for name, module in named.items():
+            handle._hook(module, GroupCalls(root, name, group, block=not whole))
+    if everything:
+        for head in _heads(model):
+            handle._hook(head, HeadCalls(root))
+    if mode == "legacy":
+        engine = marks.default_manager().engine
+        handle._config_before = engine.config
+        # compute waits for each copy out before the next begins, and nothing comes back before it is read
+        engine.follow(replace(engine.config, max_spilling_bytes=1, max_restoring_bytes=0))
+    handle._checkpointing_off = _mind_adapters(model, mode)
+    return handle
+
+
+@contextmanager
+def activations(model: nn.Module, mode: Mode | None = None, **arguments: Any) -> Iterator[Applied]:
+    """`apply` for the forwards inside; `remove` at the end. arguments: as `apply` takes them. A backward may
+    come after the end."""
+    handle = apply(model, mode, **arguments)
+    try:
+        yield handle
+    finally:
+        handle.remove()
+
+
+def _groups_of(
+    model: nn.Module,
+    mode: Mode,
+    blocks: str | Sequence[str] | None,
+    modules: str | Sequence[str] | None,
+) -> Blocks:
+    """What gets groups of its own."""
+    if mode in ALL_TENSORS:
+        for argument, given in (("blocks", blocks), ("modules", modules)):
+            if given is not None:
+                raise ValueError(
+                    f"{argument}={given!r} with mode={mode!r}, which takes every saved tensor of the model; "
+                    f"leave {argument} out, or use mode='groups'"
+                )
+        return {}
+    if modules is None:
+        return _blocks_of(model, blocks)
+    if mode != "groups":
+        raise ValueError(
+            f"modules={modules!r} with mode={mode!r}, which recomputes whole blocks; name them with blocks=, "
+            "or use mode='groups'"
+        )
+    return match_modules(model, modules, "modules")
+
+
+def _blocks_of(model: nn.Module, blocks: str | Sequence[str] | None) -> Blocks:
+    return find_blocks(model) if blocks is None else without_nested(match_modules(model, blocks, "blocks"))
+
+
+def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> None:
+    """ValueError if a module has hooks of another handle, or a mode lies inside another that excludes it."""
+    for module in [model, *hooked]:
+        if module in _applied:
+            raise ValueError(
+                f"a {type(module).__name__} of this {type(model).__name__} is offloaded already, by "
+                f"{_applied[module]!r}; call remove() on that handle first"
+            )
+    inside = set(model.modules())
+    for module, handle in _applied.items():
+        if (mode in ALL_TENSORS and module in inside) or (
+            handle.mode in ALL_TENSORS and model in set(module.modules())
+        ):
+            raise ValueError(
+                f"mode={mode!r} for {type(model).__name__} beside {handle!r}: a mode that takes every saved "
+                "tensor goes with no other one on the same modules; call remove() on that handle first, or "
+                "use one mode for all"
+            )
+
+
+def _config_for(
+    config: OffloadConfig, device_limit: int | str | None, host_limit: int | str | None
+) -> OffloadConfig:
+    changes: dict[str, Any] = {}
+    total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
+    device_bytes = optional_bytes(device_limit, name="device_limit", of_bytes=total)
+    host_bytes = optional_bytes(host_limit, name="host_limit")
+    if device_bytes is not None:
+        changes["device_limit_bytes"] = device_bytes
+    if host_bytes is not None:
+        changes["host_limit_bytes"] = host_bytes
+    return replace(config, **changes) if changes else config
+
+
+def _forget_compiled(model: nn.Module) -> None:
+    """Compiled code of the model was traced with other hooks, and does not look whether they have changed."""
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None and any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or isinstance(module, compiler.eval_frame.OptimizedModule)
+        for module in model.modules()
+    ):
+        torch.compiler.reset()
+        logger.info(
+            "%s is compiled: all compiled code of this process is dropped, so that it is traced again "
+            "with its hooks",
+            type(model).__name__,
+        )
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """The output head: what it saves is read as soon as the backward begins."""
+    head = _call(model, "get_output_embeddings")
+    if isinstance(head, nn.Module):
+        return [head]
+    heads: list[nn.Module] = [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in _HEADS and isinstance(module, nn.Linear)
+    ]
+    return heads[-1:]
+
+
+def _mind_adapters(model: nn.Module, mode: Mode) -> bool:
+    """Warn where the mode recomputes frozen layers; where all tensors leave, switch the model's own
+    checkpoints off. Returns whether they were switched off."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    frozen = len(names) < len(list(model.parameters()))
+    if not frozen or not any(part in name.lower() for name in names for part in _ADAPTER):
+        return False
+    if mode == "hidden_states":
+        logger.warning(
+            "%s has an adapter and frozen weights: mode='hidden_states' computes the frozen layers twice. "
+            "mode=True offloads instead of recomputing, which is faster where the link keeps up",
+            type(model).__name__,
+        )
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    if mode in ALL_TENSORS and checkpoints:
+        _call(model, "gradient_checkpointing_disable")
+        logger.warning(
+            "%s has an adapter and gradient checkpointing: its checkpoints are switched off until remove(), "
+            "and its saved tensors leave instead of being recomputed",
+            type(model).__name__,
+        )
+        return True
+    return False
+
+
+def _call(model: nn.Module, method: str) -> Any:
+    found = getattr(model, method, None)
+    try:
+        return found() if callable(found) else None
+    except (AttributeError, NotImplementedError):
+        return None  # of a wrapper whose model has no such thing

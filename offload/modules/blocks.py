@@ -1,0 +1,123 @@
+"""Which modules of a model are its blocks: found as runs of neighbours of one class, or named by patterns.
+
+One invariant: no module that is returned lies inside another one of the same answer, and none is the model
+itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from torch import nn
+
+__all__ = ["Blocks", "find_blocks", "match_modules"]
+
+Blocks = dict[str, dict[str, nn.Module]]
+"""By group name, the modules of the group by their qualified name, in the order in which the model has
+them."""
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+_SHOWN = 8
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """Every outermost run of two or more neighbouring children of one class in a ModuleList or Sequential,
+    the model included. A group has the name of its container, or "blocks" if that is the model.
+
+    Raises ValueError, which lists the children, if there is none.
+    """
+    found: Blocks = {}
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        run = _run(module)
+        if run:
+            prefix = f"{name}." if name else ""
+            found[name or "blocks"] = {prefix + child: block for child, block in run.items()}
+            for block in run.values():
+                inside.update(block.modules())
+    if not found:
+        children = [f"{name} ({type(child).__name__})" for name, child in model.named_children()]
+        raise ValueError(
+            f"{type(model).__name__} has no blocks that can be found: two or more neighbouring children of "
+            f"one class in a ModuleList or Sequential. Its children are {_listed(children)}. Name the "
+            f"blocks, such as blocks={_example(model)!r}"
+        )
+    return found
+
+
+def _run(container: nn.Module) -> dict[str, nn.Module]:
+    """The children of a container that have a neighbour of their own class."""
+    if not isinstance(container, _CONTAINERS):
+        return {}
+    children = list(container.named_children())
+    run: dict[str, nn.Module] = {}
+    for (name, child), (next_name, following) in pairwise(children):
+        if type(child) is type(following):
+            run[name], run[next_name] = child, following
+    return run
+
+
+def match_modules(model: nn.Module, patterns: str | Sequence[str], argument: str) -> Blocks:
+    """The modules whose qualified name matches a pattern (fnmatch, case counts). Of a module and what lies
+    inside it the same pattern takes the outer one. A group has its pattern's name, without the wildcards at
+    its ends.
+
+    argument: of `apply`, for errors. Raises ValueError for a pattern that matches nothing, with the nearest
+    names.
+    """
+    given = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not given or not all(isinstance(pattern, str) and pattern for pattern in given):
+        raise ValueError(
+            f"{argument} is {patterns!r}, must be a pattern such as {_example(model)!r}, or a list of such"
+        )
+    found: Blocks = {}
+    for pattern in given:
+        inside: set[nn.Module] = set()
+        matched: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
+            if name and module not in inside and fnmatchcase(name, pattern):
+                matched[name] = module
+                inside.update(module.modules())
+        if not matched:
+            near = difflib.get_close_matches(pattern, [name for name, _ in model.named_modules()], 4, 0.3)
+            raise ValueError(
+                f"{argument}: {pattern!r} matches no module of {type(model).__name__}; the nearest names are "
+                f"{_listed(near)}. Its children are {_listed([name for name, _ in model.named_children()])}"
+            )
+        found.setdefault(pattern.strip("*.") or "blocks", {}).update(matched)
+    return found
+
+
+def without_nested(groups: Blocks) -> Blocks:
+    """`groups` without the modules that lie inside another one of them, whichever pattern matched."""
+    members = [module for modules in groups.values() for module in modules.values()]
+    inner = {part for module in members for part in module.modules() if part is not module}
+    outer = {
+        group: {name: module for name, module in modules.items() if module not in inner}
+        for group, modules in groups.items()
+    }
+    return {group: modules for group, modules in outer.items() if modules}
+
+
+def _example(model: nn.Module) -> str:
+    """A pattern that matches something of this model."""
+    for name in _names(model):
+        return f"{name}*" if "." not in name else f"{name.rpartition('.')[0]}.*"
+    return "layers.*"
+
+
+def _names(model: nn.Module) -> Iterator[str]:
+    """Names inside a container first."""
+    names = [name for name, _ in model.named_modules() if name]
+    yield from (name for name in names if name.rpartition(".")[2] == "0")
+    yield from names
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(names[:_SHOWN]) or "none") + more

@@ -1,0 +1,295 @@
+"""One model whose saved tensors leave without an edit: what its own forward and those of its blocks open and
+close.
+
+    forward of the model     begins a chunk; opens a group for what is saved between the blocks
+      forward of a block     opens a group; its hooks take what autograd saves in it
+                             closes it: the group's bytes leave
+                             closes the outer group
+
+One invariant: a call opens only what it closes itself. Where nothing may leave (no gradients, a recompute,
+offload switched off), it opens nothing.
+
+# Note: [A block inside a checkpoint]
+# Where the model, or its user, checkpoints a block by calling it inside torch.utils.checkpoint, the block's
+# hooks run inside the checkpoint as well. In a non-reentrant one the checkpoint's own saved-tensor hooks are
+# innermost, and must get all tensors; in a reentrant one gradients are off. So the block opens nothing. What
+# such a checkpoint keeps is its input, which it saves outside of the block: the model's own group takes that.
+# The group is open from the begin of the model's forward to the end of its last block, where checkpoints are
+# expected: transformers says so by an attribute, and others are seen in the first forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.errors import GroupOrderError
+from offload.groups.chunk import ChunkGroups
+from offload.groups.group import Group
+from offload.groups.manager import GroupsManager
+from offload.groups.scope import GroupScope
+from offload.modules.blocks import Blocks
+from offload.modules.hooks import CallUnderWay, output_tensors
+from offload.modules.steps import Steps
+from offload.saved.handles import Handle
+from offload.saved.hooks import InstalledScope, inside_checkpoint
+
+__all__ = ["GroupCall", "GroupCalls", "HeadCalls", "ModelRoot"]
+
+logger = logging.getLogger(__name__)
+
+INPUTS = "inputs"
+"""The group of what is saved between the blocks."""
+
+
+class GroupCall(NamedTuple):
+    """A group that a forward has opened."""
+
+    manager: GroupsManager
+    handler: ChunkGroups
+    group: Group
+    installed: InstalledScope | None
+
+    def close(self, output: Any, failed: bool) -> None:
+        """Its forward is over: the hooks go, and the group's bytes leave unless the forward raised."""
+        self.manager.close_scope(self.installed)
+        try:
+            if self.handler.close(self.group.name) is None or failed:
+                return
+        except GroupOrderError:
+            return  # the chunk was begun again inside the forward
+        made = next(output_tensors(output), None)
+        self.manager.commit(self.handler, self.group, output=made)
+        if made is not None and made.grad_fn is not None:
+            made.grad_fn.register_prehook(self.handler.output_has_gradient)
+
+
+class _Between(GroupScope):
+    """Takes what is saved while its root wants it."""
+
+    __slots__ = ("_root",)
+
+    def __init__(self, handler: ChunkGroups, group: Group, root: ModelRoot) -> None:
+        super().__init__(handler, group)
+        self._root = root
+
+    def take(self, tensor: torch.Tensor) -> Handle | None:
+        return super().take(tensor) if self._root.takes else None
+
+
+class ModelRoot:
+    """A model, its blocks and the hooks on both.
+
+    min_elements: of a saved tensor that leaves; None for the config's. everything: the model's own group
+    takes what is saved anywhere, not only between blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        steps: Steps,
+        manager: Callable[[], GroupsManager],
+        *,
+        min_elements: int | None,
+        everything: str | None = None,
+    ) -> None:
+        self.stage = 0
+        self.end_seen = False
+        self.takes = False  # what is saved in no block, at this moment
+        self.min_elements = min_elements
+        self.forwards = 0  # with gradients
+        self._model = weakref.ref(model)
+        self._name = type(model).__name__
+        self._blocks = {name: group for group, modules in blocks.items() for name in modules}
+        self._last = next(reversed(self._blocks), None)
+        self._steps = steps
+        self._manager = manager
+        self._everything = everything
+        self._expects_checkpoints = False
+        self._running = 0
+        self._open: list[GroupCall] = []
+        self._begun = 0  # forwards since the last step's end
+        self._ran: set[str] = set()
+        self._said: set[str] = set()
+        self._registered: weakref.ref[GroupsManager] | None = None
+        self.calls: list[CallUnderWay] = []
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        model = self._model()
+        return iter(()) if model is None else model.parameters()
+
+    # -- the model's own forward -----------------------------------------------------------------------------
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall | None:
+        """The model's forward begins."""
+        if torch._C._current_graph_task_id() != -1:
+            return None  # a recompute of all of it
+        if self._running and not self._is_nested():
+            self._end_interrupted()
+        self._running += 1
+        if self._running > 1:
+            return None
+        self._begin_chunk()
+        if not (self._everything or self._checkpoints()):
+            return None
+        call = self.open_group(self._everything or INPUTS, _Between)
+        self.takes = call is not None
+        return call
+
+    def leave(self, call: GroupCall | None, output: Any, failed: bool) -> None:
+        """It is over."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._running -= 1
+        if call is not None:
+            self.takes = False
+            self.close_group(call, output, failed)
+
+    def _is_nested(self) -> bool:
+        """Whether the model calls itself. Else the forward under way was interrupted (KeyboardInterrupt), and
+        no hook was told."""
+        model, calls, frame = self._model(), 0, sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
+        return calls > 1
+
+    def _end_interrupted(self) -> None:
+        while self._open:
+            self.close_group(self._open[-1], None, True)
+        self.calls.clear()
+        self._running = 0
+
+    def _checkpoints(self) -> bool:
+        """Whether blocks run inside checkpoints. Note: [A block inside a checkpoint]."""
+        if not self._expects_checkpoints:
+            model = self._model()
+            assert model is not None
+            self._expects_checkpoints = any(
+                getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
+            )
+        return self._expects_checkpoints
+
+    def _begin_chunk(self) -> None:
+        """A forward begins: of the model, or of a block that is called without it."""
+        manager = self._manager()
+        if self._registered is None or self._registered() is not manager:
+            self._registered = weakref.ref(manager)
+            model = self._model()
+            if model is not None:
+                manager.register_parameters(model)
+        self._steps.forward_begins(self, self.min_elements)
+        self.forwards += torch.is_grad_enabled()
+        self._begun += torch.is_grad_enabled()
+
+    # -- the forwards inside ---------------------------------------------------------------------------------
+    def note_block(self, name: str) -> None:
+        """The forward of a block begins, outside of any backward."""
+        self._ran.add(name)
+        if self._running == 0:
+            self._begin_chunk()
+
+    def note_block_end(self, name: str) -> None:
+        if name == self._last and not self._everything:
+            self.takes = False
+
+    def note_checkpointed(self) -> None:
+        """A block is called inside a checkpoint: from the next forward on, the model's group takes its
+        input."""
+        self._expects_checkpoints = True
+
+    def note_head(self) -> None:
+        """The output head begins: what is saved from here on is read back at once."""
+        self.takes = False
+
+    def open_group(self, name: str, scope: Callable[..., GroupScope] = GroupScope) -> GroupCall | None:
+        """Open a group in the current chunk, and install hooks; None where nothing may leave."""
+        manager = self._manager()
+        handler = manager.active_handler()
+        if handler is None:
+            return None
+        manager.engine.transfers.check_capture(f"group {name!r}")
+        group = handler.on_group_start_forward(name, required=scope is _Between)
+        group.hooked = True
+        owner = scope(handler, group, self) if scope is _Between else scope(handler, group)
+        call = GroupCall(manager, handler, group, manager.engine.hooks.push(owner))
+        self._open.append(call)
+        return call
+
+    def close_group(self, call: GroupCall, output: Any, failed: bool) -> None:
+        """The forward that `open_group` was called for is over."""
+        self._open.remove(call)
+        call.close(output, failed)
+
+    # -- step ------------------------------------------------------------------------------------------------
+    def step_ends(self) -> None:
+        """As Root: say once which blocks did not run, or that nothing of the model did."""
+        ran, begun = self._ran, self._begun
+        self._ran, self._begun = set(), 0
+        if self.forwards == 0:
+            if self.end_seen and "never" not in self._said:
+                self._said.add("never")
+                logger.warning(
+                    "an optimizer steps parameters of %s, and no forward of it was seen since apply(): "
+                    "nothing leaves. Hooks run where a module is called, not its forward(); a model that was "
+                    "copied, or compiled before apply(), has none",
+                    self._name,
+                )
+            return
+        missed = [name for name in self._blocks if name not in ran]
+        if missed and begun and "missed" not in self._said:
+            self._said.add("missed")
+            logger.warning(
+                "%d of %d blocks of %s did not run through their hooks in this step, and nothing of them "
+                "left: %s. Call a block as a module, block(x), not block.forward(x)",
+                len(missed),
+                len(self._blocks),
+                self._name,
+                ", ".join(missed[:4]) + (", ..." if len(missed) > 4 else ""),
+            )
+
+
+class GroupCalls:
+    """The hooks of a module that is a group, or a block. name: of the block or module; group: its group's,
+    None for a block whose groups are finer."""
+
+    def __init__(self, root: ModelRoot, name: str, group: str | None, block: bool) -> None:
+        self._root = root
+        self._name = name
+        self._group = group
+        self._block = block
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall | None:
+        recomputed = torch._C._current_graph_task_id() != -1
+        if self._block and not recomputed:
+            self._root.note_block(self._name)
+        if recomputed or inside_checkpoint():
+            self._root.note_checkpointed()
+            return None
+        return None if self._group is None else self._root.open_group(self._group)
+
+    def leave(self, call: GroupCall | None, output: Any, failed: bool) -> None:
+        if call is not None:
+            self._root.close_group(call, output, failed)
+        if self._block:
+            self._root.note_block_end(self._name)
+
+
+class HeadCalls:
+    """The hooks of the output head, where all tensors leave."""
+
+    def __init__(self, root: ModelRoot) -> None:
+        self._root = root
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._root.note_head()
+
+    def leave(self, state: None, output: Any, failed: bool) -> None:
+        """What comes after it, the loss, is read back as soon."""

@@ -1,0 +1,93 @@
+"""When forwards begin and steps end, where nobody says so.
+
+The forward of a model that was given to `apply` begins a chunk, of a virtual stage of its own. A step ends
+when an optimizer that holds a parameter of such a model begins its `step()`, outside of any backward.
+- A wrapped optimizer calls a second `step()` inside the first: by then no forward has begun since, and a step
+  without one is none.
+- An optimizer that steps in the backward, once a parameter, ends nothing.
+- A GradScaler may skip `step()`: the next one ends both steps together.
+- Where no end was ever seen, a forward that finds no saved tensor alive ends the step before it.
+
+One invariant: inference is a default. A user's `init_chunk_handler`, a pipeline stage's announcement and a
+user's `step_end` are believed instead, from the first on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from offload.compile.untraced import untraced
+from offload.groups.manager import GroupsManager
+
+__all__ = ["Root", "Steps"]
+
+
+class Root(Protocol):
+    """A model that was given to `apply`."""
+
+    stage: int
+    end_seen: bool
+    """Whether an optimizer's step has ended a step of this model."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of the model, as it is now."""
+
+    def step_ends(self) -> None:
+        """A step is about to end. An optimizer of this model that begins its `step()` tells it first."""
+
+
+class Steps:
+    """The models of this process whose steps are inferred. manager: asked at each forward."""
+
+    def __init__(self, manager: Callable[[], GroupsManager]) -> None:
+        self._manager = manager
+        self._roots: list[weakref.ref[Any]] = []
+        self._hook: Any = None
+
+    def roots(self) -> list[Root]:
+        """Those that are alive."""
+        return [root for reference in self._roots if (root := reference()) is not None]
+
+    def add(self, root: Root) -> None:
+        """From now on the steps of `root` are inferred. Its stage is the first that is free."""
+        taken = {other.stage for other in self.roots()}
+        root.stage = next(stage for stage in range(len(taken) + 1) if stage not in taken)
+        self._roots = [weakref.ref(other) for other in (*self.roots(), root)]
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._optimizer_steps)
+
+    def discard(self, root: Root) -> None:
+        self._roots = [weakref.ref(other) for other in self.roots() if other is not root]
+        if not self._roots and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def forward_begins(self, root: Root, min_elements: int | None) -> None:
+        """A forward of `root` begins. min_elements: as `GroupsManager.begin_inferred_forward`."""
+        manager = self._manager()
+        if not root.end_seen and next(manager.living_blocks(), None) is None:
+            self._end(manager)
+        manager.begin_inferred_forward(root.stage, min_elements)
+
+    @untraced
+    def _optimizer_steps(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        ended = False
+        for root in self.roots():
+            if any(id(parameter) in stepped for parameter in root.parameters()):
+                root.end_seen = ended = True
+        if ended:
+            self._end(self._manager())
+
+    def _end(self, manager: GroupsManager) -> None:
+        for root in self.roots():
+            root.step_ends()
+        manager.end_inferred_step()

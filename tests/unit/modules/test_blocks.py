@@ -1,0 +1,79 @@
+"""Which modules of a model are its blocks."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from offload.modules.blocks import find_blocks, match_modules, without_nested
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(2, 2)
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+
+class TwoStacks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2)
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.decoder = nn.Sequential(nn.Linear(2, 2), *(Block() for _ in range(3)), nn.ReLU())
+
+
+def test_runs_of_neighbours_of_one_class_are_found_and_what_lies_in_them_is_not() -> None:
+    model = TwoStacks()
+    found = find_blocks(model)
+    assert {group: list(modules) for group, modules in found.items()} == {
+        "encoder": ["encoder.0", "encoder.1"],
+        "decoder": ["decoder.1", "decoder.2", "decoder.3"],
+    }
+    assert found["decoder"]["decoder.2"] is model.decoder[2]
+
+
+def test_the_model_itself_may_be_the_container() -> None:
+    assert list(find_blocks(nn.Sequential(Block(), Block()))) == ["blocks"]
+    # neighbours of another class are no run
+    with pytest.raises(ValueError, match=r"Sequential has no blocks that can be found"):
+        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+
+
+def test_a_model_without_blocks_is_refused_with_its_children_and_an_example() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    with pytest.raises(ValueError, match=r"Its children are first \(Linear\), second \(Linear\).*blocks='fi"):
+        find_blocks(Plain())
+
+
+def test_a_pattern_takes_the_outer_of_two_modules_and_names_its_group() -> None:
+    model = TwoStacks()
+    assert {group: list(found) for group, found in match_modules(model, "encoder.*", "blocks").items()} == {
+        "encoder": ["encoder.0", "encoder.1"]
+    }
+    both = match_modules(model, ["*.experts.*", "*.attention", "encoder.*"], "modules")
+    assert {group: len(modules) for group, modules in both.items()} == {
+        "experts": 15,
+        "attention": 5,
+        "encoder": 2,
+    }
+    assert {group: len(modules) for group, modules in without_nested(both).items()} == {
+        "experts": 9,
+        "attention": 3,
+        "encoder": 2,
+    }
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> None:
+    with pytest.raises(ValueError, match=r"blocks: 'encodr.\*' matches no module of TwoStacks; .* encoder"):
+        match_modules(TwoStacks(), "encodr.*", "blocks")
+
+
+@pytest.mark.parametrize("given", ["", [], [3], [""]])
+def test_what_is_no_pattern_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match=r"modules is .* must be a pattern such as 'encoder\.\*', or a list"):
+        match_modules(TwoStacks(), given, "modules")  # type: ignore[arg-type]
