@@ -25,6 +25,9 @@ from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
 
 # the errors one by one and the sources' spellings are importable, and no part of `__all__`
 from offload.compat.handler import ChunkOffloadHandler as ChunkOffloadHandler
+from offload.compat.hidden_states import hidden_states_offload as hidden_states_offload
+from offload.compat.hidden_states import patch_hidden_states_offload as patch_hidden_states_offload
+from offload.compat.hidden_states import unpatch_hidden_states_offload as unpatch_hidden_states_offload
 from offload.compat.interface import ActivationOffloadContext as ActivationOffloadContext
 from offload.compat.interface import (
     FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,

@@ -22,9 +22,13 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import (
+    _DEFAULT_DETERMINISM_MODE,
+    _checkpoint_without_reentrant_generator,
+    noop_context_fn,
+)
 
 from offload.checkpoint.buffers import BuffersBefore
 from offload.checkpoint.selective import Contexts
@@ -96,7 +100,7 @@ class RecomputedCall:
         self._manager = manager
         self._module = module
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._context_fn = context_fn if context_fn is not None else torch_checkpoint.noop_context_fn
+        self._context_fn = context_fn if context_fn is not None else noop_context_fn
         self._run: Generator[None, None, None] | None = None
         self._group: InputGroup | None = None
         self._buffers: BuffersBefore | None = None
@@ -115,11 +119,11 @@ class RecomputedCall:
             return
         group = self._manager.input_group(HIDDEN_STATES)
         buffers = again.buffers = BuffersBefore(self._module)
-        run = torch_checkpoint._checkpoint_without_reentrant_generator(
+        run = _checkpoint_without_reentrant_generator(
             again,
             True,  # preserve_rng_state
             self._context_fn,
-            torch_checkpoint._DEFAULT_DETERMINISM_MODE,
+            _DEFAULT_DETERMINISM_MODE,
             False,  # debug
             True,  # early_stop
             *tensors,

@@ -1,0 +1,211 @@
+"""A drop-in for torch.utils.checkpoint, both variants, whose input waits on the host: for code that calls it
+and cannot be changed.
+
+One invariant: what runs is torch's own function, so results, random state, buffers and errors are its own.
+Only where one tensor is kept differs: the first argument that may leave.
+
+Nobody announces forwards to a patch. Where no chunk is current, or the one that was begun here has been read
+from, a call begins the next one; a step ends where that finds no saved tensor alive. Several forwards before
+their first backward are one chunk. Whoever announces forwards, by `init_chunk_handler`, a pipeline stage or
+`offload.apply`, is believed instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+
+from offload.checkpoint.hidden_states import HIDDEN_STATES, InputGroup
+from offload.saved.chunk import SavedChunk
+from offload.transfer.block import DeviceBlock
+
+__all__ = ["Manager", "check_model", "is_patched", "patch", "patched", "unpatch"]
+
+logger = logging.getLogger(__name__)
+
+_FUNCTION, _GENERATOR = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
+
+
+class _Chunk(Protocol):
+    @property
+    def saved(self) -> SavedChunk: ...
+
+
+class Manager(Protocol):
+    """The groups' manager, as far as a checkpoint asks it."""
+
+    def active_handler(self) -> _Chunk | None: ...
+
+    def needs_chunk(self) -> bool: ...
+
+    def living_blocks(self) -> Iterator[DeviceBlock]: ...
+
+    def begin_forward(self) -> None: ...
+
+    def step_end(self) -> object: ...
+
+    def input_group(self, name: str) -> InputGroup: ...
+
+
+_begun: WeakKeyDictionary[Any, SavedChunk] = WeakKeyDictionary()
+"""By manager, the chunk that was begun here last."""
+
+_replaced: dict[str, tuple[Any, Any]] = {}
+"""By name in torch.utils.checkpoint, while the patch is on: what was there, and what is there instead."""
+
+
+def is_patched() -> bool:
+    return bool(_replaced)
+
+
+def patch(manager: Callable[[], Manager]) -> None:
+    """From now on the input of every checkpoint leaves. manager: asked at each. Called again, it does
+    nothing."""
+    if _replaced:
+        return
+    for name, wrap in ((_FUNCTION, _function), (_GENERATOR, _generator)):
+        original = getattr(torch_checkpoint, name)
+        _replaced[name] = original, wrap(original, manager)
+        setattr(torch_checkpoint, name, _replaced[name][1])
+
+
+def unpatch() -> None:
+    """Undo `patch`: what was there before is there again. A backward that is still to come finds its tensors.
+    Called again, it does nothing; what somebody else has put in our place since stays, with a warning."""
+    for name, (original, ours) in _replaced.items():
+        if getattr(torch_checkpoint, name) is ours:
+            setattr(torch_checkpoint, name, original)
+        else:
+            logger.warning(
+                "torch.utils.checkpoint.%s was replaced by somebody else after "
+                "patch_hidden_states_offload(), and stays as it is; undo the latest patch first",
+                name,
+            )
+    _replaced.clear()
+
+
+@contextmanager
+def patched(manager: Callable[[], Manager]) -> Iterator[None]:
+    """`patch` for the forwards inside; what was patched before stays so."""
+    before = is_patched()
+    patch(manager)
+    try:
+        yield
+    finally:
+        if not before:
+            unpatch()
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ValueError for a model with frozen weights that are not an adapter's base: reentrant checkpoints
+    return no gradient where no input requires one. Warns for one with an adapter."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}, must be a torch.nn.Module")
+    parameters = list(model.parameters())
+    frozen = sum(not parameter.requires_grad for parameter in parameters)
+    if not 0 < frozen < len(parameters):
+        return
+    if not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"{frozen:,} of the {len(parameters):,} parameters of {type(model).__name__} are frozen: a "
+            "reentrant checkpoint of a block whose input requires no gradient gives its weights none. Use "
+            "offload.apply(model, mode='hidden_states'), which has no such limit"
+        )
+    logger.warning(
+        "%s has an adapter: checkpoints compute its frozen layers twice. offload.apply(model, mode=True) "
+        "offloads instead of recomputing, which is faster where the link keeps up",
+        type(model).__name__,
+    )
+
+
+# -- one checkpoint ------------------------------------------------------------------------------------------
+def _opened(manager: Manager, arguments: tuple[Any, ...]) -> InputGroup | None:
+    """The group of a checkpoint's input; None where autograd saves nothing."""
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    if not torch.is_grad_enabled():
+        return None
+    _announce(manager)
+    group = manager.input_group(HIDDEN_STATES)
+    group.open(tensors)
+    return group
+
+
+def _announce(manager: Manager) -> None:
+    handler = manager.active_handler()
+    if handler is None:
+        if not manager.needs_chunk():
+            return  # switched off, or a recompute
+    else:
+        if handler.saved is not _begun.get(manager) or not handler.saved.readable:
+            return
+        if next(manager.living_blocks(), None) is None:
+            manager.step_end()
+    manager.begin_forward()
+    handler = manager.active_handler()
+    assert handler is not None
+    _begun[manager] = handler.saved
+
+
+def _function(original: Any, manager: Callable[[], Manager]) -> type:
+    """In place of the Function of reentrant checkpoints. Its input is saved when the function has run, so its
+    copy runs beside the next block."""
+
+    class CheckpointFunction(original):  # type: ignore[misc]
+        @classmethod
+        def apply(cls, run: Any, preserve_rng_state: Any, *arguments: Any) -> Any:
+            group = None
+            if any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments):
+                group = _opened(manager(), arguments)
+            if group is None:
+                return original.apply(run, preserve_rng_state, *arguments)
+            output = None
+            try:
+                output = original.apply(run, preserve_rng_state, *arguments)
+            finally:
+                group.send()
+                group.close(output)
+            return output
+
+    return CheckpointFunction
+
+
+def _generator(original: Any, manager: Callable[[], Manager]) -> Callable[..., Generator[None, None, None]]:
+    """In place of what runs before and after the function of a non-reentrant checkpoint."""
+
+    def checkpoint(
+        function: Any,
+        preserve: Any,
+        context_fn: Any,
+        determinism_check: Any,
+        debug: Any,
+        early_stop: Any,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Generator[None, None, None]:
+        run = original(
+            function, preserve, context_fn, determinism_check, debug, early_stop, *arguments, **keywords
+        )
+        group = _opened(manager(), arguments)
+        try:
+            next(run)
+            if group is not None:
+                group.send()
+            try:
+                yield
+            except BaseException as error:
+                run.throw(error)
+                raise
+            next(run, None)
+        finally:
+            if group is not None:
+                group.send()
+                group.close(None)
+
+    return checkpoint

@@ -1,0 +1,390 @@
+"""torch's own checkpoints, patched so that their input leaves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload import PipelineOffloadManager, init_chunk_handler, step_end
+from offload.compat.hidden_states import hidden_states_offload
+from offload.transfer.block import BlockState
+from tests.unit.checkpoint.recomputed import (
+    BLOCKS,
+    INPUT_BYTES,
+    ROWS,
+    Block,
+    Model,
+    assert_bits,
+    source,
+    train,
+    values,
+)
+from tests.unit.checkpoint.regions import assert_empty, noted_reads
+from tests.unit.groups.stack import build_manager, installed
+
+Manager = PipelineOffloadManager
+ORIGINAL = torch_checkpoint.CheckpointFunction
+GENERATOR = torch_checkpoint._checkpoint_without_reentrant_generator
+VARIANTS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+
+
+@pytest.fixture(autouse=True)
+def unpatched() -> Iterator[None]:
+    yield
+    offload.unpatch_hidden_states_offload()
+    assert torch_checkpoint.CheckpointFunction is ORIGINAL
+
+
+class Checkpointed(Model):
+    """Calls torch's checkpoint itself."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        h = x * 1.0
+        for block in self.blocks:
+            h = checkpoint(block, h, *args, use_reentrant=self.reentrant, **kwargs)
+        return h
+
+
+def checkpointed(reentrant: bool, kind: Any = Block) -> Checkpointed:
+    torch.manual_seed(0)
+    model = Checkpointed([kind() for _ in range(BLOCKS)])
+    model.reentrant = reentrant
+    return model
+
+
+# -- what leaves ---------------------------------------------------------------------------------------------
+@pytest.mark.req("S4-11", "S4-25", "S4-41")
+@VARIANTS
+def test_a_model_that_checkpoints_trains_with_the_bits_of_torchs_own_while_inputs_leave(
+    manager: Manager, reentrant: bool
+) -> None:
+    """Nothing is announced: forwards and steps are found. dropout: the random state is torch's matter."""
+    model = checkpointed(reentrant, lambda: Block(dropout=0.25))
+    plain = copy.deepcopy(model)
+    expected = [train(plain, seed=step) for step in range(4)]
+    offload.patch_hidden_states_offload(model)
+    assert torch_checkpoint.CheckpointFunction is not ORIGINAL
+    found = [train(model, seed=step) for step in range(4)]
+    for one, other in zip(expected, found, strict=True):
+        assert_bits(one, other)
+    assert manager.engine.step == 3  # the fourth ends when the next forward begins
+    assert manager.stats.saved == BLOCKS
+    assert manager.stats.spill_bytes == (BLOCKS - 1) * INPUT_BYTES
+    stats = step_end()
+    assert stats is not None
+    assert stats.saved == BLOCKS
+    assert_empty(manager)
+
+
+@pytest.mark.req("S4-18")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parity_with_plain_reentrant_checkpoints_is_bitwise_in_both_precisions(
+    manager: Manager, dtype: torch.dtype
+) -> None:
+    model = checkpointed(True).to(dtype)
+    plain = copy.deepcopy(model)
+    expected = train(plain, x=source().detach().to(dtype).requires_grad_())
+    with hidden_states_offload():
+        found = train(model, x=source().detach().to(dtype).requires_grad_())
+    assert_bits(expected, found)
+    stats = step_end()
+    assert stats is not None
+    assert stats.spill_bytes == BLOCKS * INPUT_BYTES * dtype.itemsize // 4
+
+
+@pytest.mark.req("S4-2")
+@VARIANTS
+def test_a_mask_that_the_blocks_share_stays(manager: Manager, reentrant: bool) -> None:
+    model = checkpointed(reentrant)
+    plain = copy.deepcopy(model)
+    mask = torch.rand(ROWS, ROWS)
+    expected = train(plain, mask)
+    with hidden_states_offload():
+        found = train(model, mask)
+    assert_bits(expected, found)
+    stats = step_end()
+    assert stats is not None
+    assert (stats.saved, stats.spill_bytes) == (BLOCKS, BLOCKS * INPUT_BYTES)
+
+
+@pytest.mark.req("S4-8", "S4-9")
+@VARIANTS
+def test_requires_grad_and_autocast_are_those_of_the_forward(manager: Manager, reentrant: bool) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Watching(Block):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            seen.append((x.requires_grad, torch.is_autocast_enabled("cpu")))
+            return super().forward(x, mask)
+
+    model = checkpointed(reentrant, Watching)
+    with hidden_states_offload(), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(source()).float().sum()
+    loss.backward()
+    step_end()
+    assert seen == [(True, True)] * 2 * BLOCKS
+
+
+@VARIANTS
+def test_several_microbatches_before_a_backward_have_the_same_bits(manager: Manager, reentrant: bool) -> None:
+    model = checkpointed(reentrant)
+    plain = copy.deepcopy(model)
+
+    def run(module: Model) -> list[Tensor]:
+        inputs = [source(microbatch) for microbatch in range(3)]
+        for loss in [module(x).square().mean() for x in inputs]:
+            loss.backward()
+        return [*(x.grad for x in inputs if x.grad is not None), *values(module, inputs[0])]
+
+    expected = run(plain)
+    with hidden_states_offload():
+        for _ in range(2):
+            assert_bits(expected, run(model))
+    step_end()
+    assert_empty(manager)
+
+
+@pytest.mark.req("S4-47")
+@VARIANTS
+def test_whoever_announces_forwards_is_believed(manager: Manager, reentrant: bool) -> None:
+    model = checkpointed(reentrant)
+    with hidden_states_offload():
+        for _ in range(2):
+            losses = []
+            for microbatch in range(2):
+                init_chunk_handler(None, None, 1)
+                losses.append(model(source(microbatch)).square().mean())
+            with noted_reads(manager) as reads:
+                for loss in losses:
+                    loss.backward()
+            stats = step_end()
+            assert stats is not None
+            assert stats.saved == 2 * BLOCKS
+            chunks = [label.partition("/")[0] for label in reads]
+            assert chunks == ["s0m0"] * BLOCKS + ["s0m1"] * BLOCKS
+    assert manager.engine.step == 2
+
+
+@pytest.mark.req("S4-4")
+def test_the_next_input_is_fetched_before_the_recompute_that_reads_it() -> None:
+    states: list[BlockState] = []
+
+    class Asking(Block):
+        number = 0
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if torch.is_grad_enabled() and self.number:
+                handler = manager.cur_forward_chunk()
+                assert handler is not None
+                states.append(handler.saved.blocks[self.number - 1].state)
+            return super().forward(x, mask)
+
+    with installed(build_manager("late", max_spilling_bytes=INPUT_BYTES)) as manager:
+        assert manager is not None
+        model = checkpointed(True, Asking)
+        for number, block in enumerate(model.blocks):
+            block.number = number  # type: ignore[assignment]
+        with hidden_states_offload():
+            train(model)
+        step_end()
+    assert len(states) == BLOCKS - 1
+    assert set(states) <= {BlockState.RESTORING, BlockState.RESTORED, BlockState.RESIDENT}
+
+
+# -- torch's errors, and where nothing leaves ----------------------------------------------------------------
+@pytest.mark.req("S4-12")
+def test_gradients_asked_for_by_inputs_raise_what_torch_raises(manager: Manager) -> None:
+    model = checkpointed(True)
+    for ask in (
+        lambda y, x: torch.autograd.grad(y, [x]),
+        lambda y, x: y.backward(inputs=[x]),
+    ):
+        messages = []
+        for patched in (False, True):
+            if patched:
+                offload.patch_hidden_states_offload()
+            x = source()
+            y = model(x).sum()
+            with pytest.raises(RuntimeError, match=r"incompatible with \.grad\(\)") as raised:
+                ask(y, x)
+            messages.append(str(raised.value))
+            offload.unpatch_hidden_states_offload()
+        assert messages[0] == messages[1]
+    del y
+    step_end()
+
+
+@pytest.mark.req("S4-12")
+def test_an_output_that_requires_no_gradient_raises_what_torch_raises(manager: Manager) -> None:
+    def body(x: Tensor) -> Tensor:
+        return x.detach() * 2
+
+    offload.patch_hidden_states_offload()
+    y = checkpoint(body, source() * 1.0, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="none of output has requires_grad=True"):
+        y.sum().backward()
+    del y
+    step_end()
+
+
+@pytest.mark.req("S4-45")
+@VARIANTS
+def test_without_gradients_and_in_a_backward_that_never_runs_nothing_stays(
+    manager: Manager, reentrant: bool
+) -> None:
+    model = checkpointed(reentrant)
+    with hidden_states_offload():
+        with torch.no_grad():
+            model(source())
+        assert manager.engine.transfers.device_bytes == 0
+        dropped = model(source())
+        del dropped
+        train(model)
+    step_end()
+    assert_empty(manager)
+
+
+@VARIANTS
+def test_an_exception_in_the_function_leaves_no_hooks(manager: Manager, reentrant: bool) -> None:
+    def body(x: Tensor) -> Tensor:
+        raise KeyError("in the function")
+
+    with hidden_states_offload(), pytest.raises(KeyError, match="in the function"):
+        checkpoint(body, source() * 1.0, use_reentrant=reentrant)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    expected, model = train(checkpointed(reentrant)), checkpointed(reentrant)
+    with hidden_states_offload():
+        assert_bits(expected, train(model))
+    step_end()
+    assert_empty(manager)
+
+
+def test_a_checkpoint_inside_a_checkpoint_is_torchs_own(manager: Manager) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(self.first, x, use_reentrant=False)
+            z: Tensor = checkpoint(self.second, y, use_reentrant=False)
+            return z
+
+    for reentrant in (True, False):
+        model = checkpointed(reentrant, Nested)
+        expected = train(model)
+        with hidden_states_offload():
+            assert_bits(expected, train(model))
+        stats = step_end()
+        assert stats is not None
+        assert stats.saved == BLOCKS
+
+
+def test_a_second_backward_raises_or_works_as_torchs_own(manager: Manager) -> None:
+    model = checkpointed(True)
+    plain = copy.deepcopy(model)
+
+    def run(module: Model) -> list[Tensor]:
+        x = source()
+        loss = module(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return values(module, x)
+
+    expected = run(plain)
+    with hidden_states_offload():
+        assert_bits(expected, run(model))
+    step_end()
+
+
+# -- the patch itself ----------------------------------------------------------------------------------------
+@pytest.mark.req("S4-11")
+def test_patching_twice_is_safe_and_unpatching_gives_back_the_very_original() -> None:
+    offload.patch_hidden_states_offload()
+    once = torch_checkpoint.CheckpointFunction
+    offload.patch_hidden_states_offload()
+    assert torch_checkpoint.CheckpointFunction is once
+    assert issubclass(once, ORIGINAL)
+    for _ in range(2):
+        offload.unpatch_hidden_states_offload()
+        assert torch_checkpoint.CheckpointFunction is ORIGINAL
+        assert torch_checkpoint._checkpoint_without_reentrant_generator is GENERATOR
+
+
+@pytest.mark.req("S4-48")
+def test_the_scoped_form_ends_with_its_with_and_leaves_an_outer_patch_on(manager: Manager) -> None:
+    model = checkpointed(True)
+    with hidden_states_offload():
+        loss = model(source()).square().mean()
+    assert torch_checkpoint.CheckpointFunction is ORIGINAL
+    outside = model(source(2)).square().mean()
+    (loss + outside).backward()
+    stats = step_end()
+    assert stats is not None
+    assert stats.saved == BLOCKS  # of one of the two forwards
+    with pytest.raises(KeyError), hidden_states_offload(), hidden_states_offload():
+        raise KeyError("inside")
+    assert torch_checkpoint.CheckpointFunction is ORIGINAL
+    offload.patch_hidden_states_offload()
+    with hidden_states_offload():
+        pass
+    assert torch_checkpoint.CheckpointFunction is not ORIGINAL
+
+
+def test_a_patch_of_somebody_else_on_top_is_left_alone_which_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offload.patch_hidden_states_offload()
+
+    class Theirs(ORIGINAL):  # type: ignore[misc,valid-type]
+        pass
+
+    monkeypatch.setattr(torch_checkpoint, "CheckpointFunction", Theirs)
+    offload.unpatch_hidden_states_offload()
+    assert torch_checkpoint.CheckpointFunction is Theirs
+    assert torch_checkpoint._checkpoint_without_reentrant_generator is GENERATOR
+    assert "CheckpointFunction was replaced by somebody else" in caplog.text
+    torch_checkpoint.CheckpointFunction = ORIGINAL  # type: ignore[misc]
+    monkeypatch.undo()
+    torch_checkpoint.CheckpointFunction = ORIGINAL  # type: ignore[misc]
+
+
+@pytest.mark.req("S4-26")
+def test_a_partly_frozen_model_is_refused() -> None:
+    model = checkpointed(True)
+    model.blocks[0].requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"4 of the 16 parameters of Checkpointed are frozen.*offload\.apply"
+    ):
+        offload.patch_hidden_states_offload(model)
+    assert torch_checkpoint.CheckpointFunction is ORIGINAL
+    with pytest.raises(ValueError, match=r"model is a str, must be a torch\.nn\.Module"):
+        offload.patch_hidden_states_offload("model")  # type: ignore[arg-type]
+    offload.patch_hidden_states_offload(model.requires_grad_(False))  # an evaluation
+
+
+@pytest.mark.req("S4-27")
+def test_a_model_with_an_adapter_is_patched_with_a_warning(
+    manager: Manager, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = checkpointed(True)
+    for block in model.blocks:
+        block.fc1.requires_grad_(False)  # type: ignore[union-attr]
+    model.peft_config = {}  # type: ignore[assignment]  # how peft's models are known
+    expected = train(model)
+    offload.patch_hidden_states_offload(model)
+    assert_bits(expected, train(model))
+    stats = step_end()
+    assert stats is not None
+    assert stats.saved == BLOCKS
+    assert "has an adapter: checkpoints compute its frozen layers twice" in caplog.text
