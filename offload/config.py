@@ -133,6 +133,21 @@ class OffloadConfig:
     thirty-second beyond what was ever in use at once: blocks of sizes that the first steps wanted. Blocks the
     host then, at the begin of one step."""
 
+    disk_directory: str | None = None
+    """Where what has left the device continues to a file, so that host memory only holds what is on its way:
+    a directory of a fast local disk. None: it stays in host memory. Give each process a host_limit_bytes with
+    it, whose quarter, 4 GiB at most, holds coming reads. The host can be blocked by a reader that comes
+    before its bytes; a disk that is slower than the step fills host memory, and then tensors stay on the
+    device. Captured graphs stay in host memory."""
+
+    disk_limit_bytes: int | None = None
+    """The largest size of that file. None: all that the file system has free, but a twentieth of its size."""
+
+    disk_ahead_bytes: int | None = None
+    """Window over coming reads, in bytes: what lies in it is read from the file before the copy to the device
+    wants it. None: 4 GiB, or a quarter of the host limit if that is less. 0: each is read when it is
+    wanted."""
+
     audit: bool = False
     """Compare a checksum of every host copy before and after its life there, but for those of captured
     graphs, which each replay writes anew. Blocks the host: for debugging."""
@@ -156,6 +171,9 @@ class OffloadConfig:
             host_reserve_bytes: int | str = ...,
             trim_host: bool = ...,
             trim_device: bool = ...,
+            disk_directory: str | None = ...,
+            disk_limit_bytes: int | str | None = ...,
+            disk_ahead_bytes: int | str | None = ...,
             audit: bool = ...,
         ) -> None: ...
 
@@ -170,8 +188,24 @@ class OffloadConfig:
             ("host_reserve_bytes", 0),
         ):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name=name, least=least))
-        for name in ("device_limit_bytes", "max_spilling_bytes", "max_restoring_bytes", "host_limit_bytes"):
+        for name in (
+            "device_limit_bytes",
+            "max_spilling_bytes",
+            "max_restoring_bytes",
+            "host_limit_bytes",
+            "disk_limit_bytes",
+            "disk_ahead_bytes",
+        ):
             object.__setattr__(self, name, optional_bytes(getattr(self, name), name=name))
+        directory = self.disk_directory
+        if directory is not None and (not isinstance(directory, str) or not directory):
+            raise ValueError(
+                f"disk_directory is {directory!r}, must be the path of a directory as a string, or None for "
+                "host memory only"
+            )
+        for name in ("disk_limit_bytes", "disk_ahead_bytes"):
+            if directory is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name):,} without a disk_directory; give both")
         inflight = self.max_inflight_offloads
         if not (inflight is None or is_count(inflight)):
             raise ValueError(

@@ -26,9 +26,12 @@ import torch
 from offload.client import Client, Clients
 from offload.config import OffloadConfig, checked_config
 from offload.device import Device, device_name, select_device
-from offload.errors import CaptureError, PoolError
+from offload.disk.stored import DiskCounts, DiskSettings
+from offload.disk.tier import DiskTier
+from offload.errors import CaptureError, OffloadError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
+from offload.memory.growth import PAGE_BYTES
 from offload.policy.actions import Rates
 from offload.saved.chunk import SavedChunk
 from offload.saved.externals import ExternalKind, ExternalStorages
@@ -72,6 +75,7 @@ class OffloadEngine:
         self.limits = Limits(self.config)
         self.copier = Copier(self.device, admission if admission is not None else CapsAdmission(self.limits))
         self.transfers = TransferEngine(self.arena, self.limits, self.copier, audit=self.config.audit)
+        self.transfers.disk = self._disk_of(self.config)
         self.externals = ExternalStorages()
         self.store = TensorStore(
             self.device, self.transfers, self.externals, piece_bytes=self.config.piece_bytes
@@ -95,6 +99,8 @@ class OffloadEngine:
         """From now on `client` is told of steps and captures, after those attached before. The engine holds
         it weakly."""
         with self.lock:
+            if self.closed and self.transfers.disk is None:
+                self.transfers.disk = self._disk_of(self.config)
             self.closed = False
             self._clients.setdefault(client)
 
@@ -143,14 +149,23 @@ class OffloadEngine:
         """
         with self.lock:
             self.refuse_in_capture("a change of the engine's limits")
+            disk, disk_before = self._changed_disk(config), self.transfers.disk
             before, held_bytes = self.arena.budget, self.arena.held_bytes
-            self.arena.change_budget(_budget_of(config, budget))
             try:
-                self.reserve_host(config.host_reserve_bytes)
+                self.arena.change_budget(_budget_of(config, budget))
+                try:
+                    self.reserve_host(config.host_reserve_bytes)
+                except BaseException:
+                    self.arena.trim(held_bytes)
+                    self.arena.change_budget(before)
+                    raise
             except BaseException:
-                self.arena.trim(held_bytes)
-                self.arena.change_budget(before)
+                if disk is not None and disk is not disk_before:
+                    disk.close()
                 raise
+            self.transfers.disk = disk
+            if disk_before is not None and disk_before is not disk:
+                disk_before.close()
             self.follow(config)
             self.transfers.audit = config.audit
             self.store.piece_bytes = self.prefetch.piece_bytes = config.piece_bytes
@@ -161,6 +176,26 @@ class OffloadEngine:
         with self.lock:
             self.config = config
             self.limits.follow(config)
+
+    def _disk_of(self, config: OffloadConfig) -> DiskTier | None:
+        """The disk that `config` asks for. Raises ValueError where it cannot be had."""
+        settings = _disk_settings(config)
+        if settings is None:
+            return None
+        self.arena.align(PAGE_BYTES)
+        return DiskTier(self.device, self.arena, settings)
+
+    def _changed_disk(self, config: OffloadConfig) -> DiskTier | None:
+        """The disk for a new config: the one there is if nothing of it changes."""
+        disk, asked = self.transfers.disk, _disk_settings(config)
+        if asked == (None if disk is None else disk.settings):
+            return disk
+        if disk is not None and disk.in_use:
+            raise OffloadError(
+                f"saved tensors of this step lie in the file of {disk.file.directory!r}, and the new "
+                "config has another; call step_end() before configure()"
+            )
+        return self._disk_of(config)
 
     @property
     def can_measure_link(self) -> bool:
@@ -257,6 +292,7 @@ class OffloadEngine:
         for name, copies in self.copier.take_counts().items():
             figures[name] += ClientStats(**asdict(copies))
         self.externals.forget_dead()
+        disk = DiskCounts() if self.transfers.disk is None else self.transfers.disk.end_step()
         arena, counts, total = self.arena.stats(), self._saves, sum(figures.values(), ClientStats())
         self.last_stats = StepStats(
             step=self.step,
@@ -276,6 +312,12 @@ class OffloadEngine:
             host_bytes_lent_peak=arena.lent_peak_bytes,
             host_bytes_wanted_peak=max(arena.lent_peak_bytes, counts.wanted_peak_bytes),
             host_bytes_held=arena.held_bytes,
+            disk_write_bytes=disk.write_bytes,
+            disk_read_bytes=disk.read_bytes,
+            disk_bytes_peak=disk.peak_bytes,
+            disk_blocked_ms=disk.blocked_s * 1000,
+            disk_write_bytes_per_s=disk.write_bytes / disk.write_s if disk.write_s else 0.0,
+            disk_read_bytes_per_s=disk.read_bytes / disk.read_s if disk.read_s else 0.0,
             replays=counts.replays,
             replayed_bytes=counts.replayed_bytes,
             clients=dict(figures),
@@ -342,6 +384,9 @@ class OffloadEngine:
             self.regions.clear()
             self.device.synchronize(self.device.record(self.device.d2h))
             self.device.synchronize(self.device.record(self.device.h2d))
+            if self.transfers.disk is not None:
+                self.transfers.disk.close()
+                self.transfers.disk = None
             try:
                 self.arena.clear()
             except PoolError as error:
@@ -382,3 +427,9 @@ def _budget_of(config: OffloadConfig, given: HostBudget | None) -> HostBudget:
         return given
     limit = config.host_limit_bytes
     return LocalHostBudget(limit if limit is not None else default_host_limit_bytes())
+
+
+def _disk_settings(config: OffloadConfig) -> DiskSettings | None:
+    if config.disk_directory is None:
+        return None
+    return DiskSettings(config.disk_directory, config.disk_limit_bytes, config.disk_ahead_bytes)

@@ -6,6 +6,7 @@ each can go alone.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,10 +30,10 @@ class PlainMemory:
             )
         try:
             pieces = [
-                torch.empty(min(registration_bytes, nbytes - start), dtype=torch.uint8, device="cpu")
+                _on_pages(min(registration_bytes, nbytes - start))
                 for start in range(0, nbytes, registration_bytes)
             ]
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise HostBudgetError(
                 f"the system refused {nbytes:,} bytes of host memory ({error}); lower host_limit_bytes"
             ) from error
@@ -48,3 +49,10 @@ class PlainMemory:
     def release(self) -> None:
         self._release([piece for piece in self.pieces if piece.numel()])
         self.pieces = ()
+
+
+def _on_pages(nbytes: int) -> torch.Tensor:
+    """Bytes that start on a page, as pinned ones do."""
+    return torch.frombuffer(
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    )

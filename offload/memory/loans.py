@@ -92,6 +92,7 @@ class Lender:
         self._lent: dict[int, Block] = {}
         # appended to by finalisers, without the lock
         self._returned: deque[tuple[Block, Event | None]] = deque()
+        self._align_bytes = ALIGN_BYTES
         self._all_passed = False  # every event that was ever recorded outside of the capture under way
         self._asked = self._missing = self._missing_bytes = 0
         self.lent_bytes = self._lent_peak_bytes = 0
@@ -147,7 +148,7 @@ class Lender:
         bytes, and for the pinning if no free range is long enough. Raises HostBudgetError if it may not be
         pinned.
         """
-        needed = _needed(nbytes)
+        needed = _needed(nbytes, self._align_bytes)
         with self._lock:
             self._asked += 1
             self._accept_returned()
@@ -179,6 +180,14 @@ class Lender:
         """As `give_back`, for finalisers on any thread: takes no lock. The next call of the arena does the
         work, and raises the error."""
         self._returned.append((block, after))
+
+    def align(self, nbytes: int) -> None:
+        """New blocks start on multiples of `nbytes` from here on, where what is lent leaves the bytes
+        between: O_DIRECT moves only such memory without a copy. nbytes: divides PAGE_BYTES."""
+        with self._lock:
+            self._accept_returned()
+            self._split_whole()
+            self._align_bytes = nbytes
 
     # -- counters --------------------------------------------------------------------------------------------
     def stats(self) -> ArenaStats:
@@ -234,7 +243,7 @@ class Lender:
 
     def _take_ranges(self, nbytes: int) -> Block | None:
         """`take` where no whole block has that size."""
-        needed = _needed(nbytes)
+        needed = _needed(nbytes, self._align_bytes)
         self._events.poll_oldest()
         # else the blocks of a steady step stay whole beside a size that changes
         if self._ranges.best_fit(needed) is None:
@@ -253,7 +262,7 @@ class Lender:
     def _cut(self, nbytes: int, ranges: Sequence[Range]) -> Block:
         """Lend a new block out of ranges that were free."""
         extents, left = [], nbytes
-        for part in ranges:  # only the last is padded, by less than ALIGN_BYTES
+        for part in ranges:  # only the last is padded, by less than the alignment
             length = min(part.nbytes, left)
             slab, index = self._growth.pieces[part.piece]
             extents.append(slab.pieces[index].narrow(0, part.start, length))
@@ -280,8 +289,8 @@ class Lender:
         block.pending, block.after = tuple(unpassed), tuple(after)
 
 
-def _needed(nbytes: int) -> int:
+def _needed(nbytes: int, align_bytes: int) -> int:
     """What a block takes of the free bytes."""
     if nbytes <= 0:
         raise ValueError(f"a block of {nbytes:,} bytes was asked for; tensors without bytes need none")
-    return round_up(nbytes, ALIGN_BYTES)
+    return round_up(nbytes, align_bytes)

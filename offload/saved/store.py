@@ -267,7 +267,7 @@ class TensorStore:
     # -- reading ---------------------------------------------------------------------------------------------
     def read(self, handle: Handle) -> torch.Tensor:
         """The saved tensor, on the device, safe to read on the calling thread's compute lane. Blocks the
-        host: never.
+        host: never, but for bytes that are still on the disk.
 
         Raises StaleHandleError after the step has ended, RuntimeError if the tensor was modified in place
         after it was saved.

@@ -119,6 +119,25 @@ class StepStats:
     """Host bytes that the arena owned when the step ended, lent or not. `held - lent_peak` was pinned for
     nothing."""
 
+    disk_write_bytes: int = 0
+    """Bytes written to the file of `disk_directory`. Less than `spill_bytes` where a reader or the end of a
+    tensor came before its write."""
+
+    disk_read_bytes: int = 0
+    """Bytes read back from it."""
+
+    disk_bytes_peak: int = 0
+    """Largest number of bytes in it at once, whole pages."""
+
+    disk_blocked_ms: float = 0.0
+    """Time in ms that the host was blocked by reads that came before their bytes."""
+
+    disk_write_bytes_per_s: float = 0.0
+    """Rate of the writes while one ran; 0.0 where nothing was written."""
+
+    disk_read_bytes_per_s: float = 0.0
+    """The same of the reads."""
+
     replays: int = 0
     """Replays of captured graphs that copy. What such a graph moves is counted above in the step of its
     capture, once."""

@@ -34,6 +34,7 @@ from offload.transfer.layout import WeakStorage
 
 if TYPE_CHECKING:
     from offload.device import Event, Lane
+    from offload.disk.stored import Stored
     from offload.memory.arena import Block
     from offload.transfer.graph import CapturedGraph
 
@@ -134,6 +135,7 @@ class DeviceBlock(WeakStorage):
     storages: int = 1
     checksum: int | None = None
     refused: bool = False  # it should have left, and found no room on the host
+    stored: Stored | None = None  # with a disk, which may have the bytes instead of `host`
 
     def __post_init__(self) -> None:
         assert self.device_bytes is not None  # the storage that was saved

@@ -93,6 +93,8 @@ class CaptureSide(InFlight):
                 self.drop(block)  # fetched eagerly: no replay would write that buffer
         for lane in (self.device.d2h, self.device.h2d):
             self.device.synchronize(self.device.record(lane))
+        if self.disk is not None:
+            self.disk.drain()
         self.arena.begin_capture()
         self.capture = capture
 

@@ -14,9 +14,11 @@ nothing while what is read next is on the device anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
+from operator import attrgetter
 
 from offload.ids import ChunkId
 from offload.transfer.admission import Priority
@@ -65,6 +67,15 @@ class ComingReads:
                 self.ahead_bytes -= sum(self._sizes[position : self._fetched])
                 self._fetched = position
                 return
+
+    def unfetched(self) -> Iterator[DeviceBlock]:
+        """The blocks that will be read and were not looked at yet, in that order."""
+        passes = self._passes
+        for position in range(self._fetched, len(self._blocks)):
+            block = self._blocks[position]
+            ahead = passes[position] - block.pass_no
+            if not block.is_freed and (ahead > 0 or (ahead == 0 and block.unread)):
+                yield block
 
     def look(
         self, window: int, piece_bytes: int
@@ -161,6 +172,9 @@ class Prefetcher:
         self.stride_bytes = min(self.piece_bytes, window // 4)
         if not transfers.counts.spilled:
             return  # all that was saved in this step is on the device
+        if transfers.disk is not None and transfers.capture is None:
+            known = takewhile(attrgetter("known"), chunks)
+            transfers.disk.look_ahead(block for coming in known for block in coming.unfetched())
         for rank, coming in enumerate(chunks):
             if window <= 0 or not coming.known:
                 return  # what is read after one that is not known is further away than a window

@@ -109,6 +109,8 @@ class TransferEngine(CaptureSide):
             self.refuse_unwatched("a spill")
         if self.freed_blocks:
             self.reclaim_freed()
+        if self.disk is not None:
+            self.disk.collect()
         due: list[DeviceBlock] = []
         storages: list[torch.UntypedStorage] = []
         nbytes = 0
@@ -194,6 +196,8 @@ class TransferEngine(CaptureSide):
             if self.audit and capture is None:  # every replay writes other bytes
                 device.synchronize(event)
                 block.checksum = _checksum(host)
+        if self.disk is not None and capture is None:
+            self.disk.put(leaving)
         self._spilling.append(transfer)
         self.resident_bytes -= nbytes
         self.spilling_bytes += nbytes
@@ -215,6 +219,8 @@ class TransferEngine(CaptureSide):
         """Count a block that the host has no memory for."""
         if self.capture is not None:
             self.capture.kept_bytes += block.nbytes
+        if self.disk is not None:
+            self.disk.note_refused(block.nbytes)
         if not block.refused:
             block.refused = True
             self._refused_bytes += block.nbytes
@@ -228,14 +234,16 @@ class TransferEngine(CaptureSide):
         priority: Priority,
         may_settle: Callable[[Transfer], bool] | None = None,
     ) -> Transfer | None:
-        """Fetch SPILLED blocks back as one piece under one event. Blocks the host: never.
+        """Fetch SPILLED blocks back as one piece under one event. Blocks the host: never, but for a required
+        one that is still on the disk.
 
         blocks: one that was freed after its caller looked is passed over. Each gets a new storage of
         its `nbytes`, allocated on compute. Readers go through `ready`.
         Returns None, with nothing moved, if admission, the device limit or a full device denies a speculative
             restore. A required one goes ahead, past the device limit if need be; it raises
-            torch.OutOfMemoryError where the device has no room for it at all. In a capture a speculative one
-            is denied until its graph has read something of the same forward: it may need nothing of another.
+            torch.OutOfMemoryError where the device has no room for it at all, and OffloadError where the disk
+            cannot read it. In a capture a speculative one is denied until its graph has read something of the
+            same forward: it may need nothing of another.
         Raises CaptureError in a capture for bytes that were saved outside: their host block will be lent to
         others when the graph is replayed.
         Order: [Order: allocate], [Order: restore]. Source: allocate-on-compute keeps freed buffers in
@@ -258,7 +266,7 @@ class TransferEngine(CaptureSide):
                 return None
             if capture is not None:
                 self._check_saved_in_capture(block)
-        if not due:
+        if not due or (self.disk is not None and not self.disk.bring(due, required=required)):
             return None
         owner = owner_of(due[0].group)
         lease = self.copier.ask(nbytes, Direction.H2D, owner, priority)

@@ -46,6 +46,7 @@ from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
 from offload.transfer.stalls import Stall, total_ms
 
 if TYPE_CHECKING:
+    from offload.disk.tier import DiskTier
     from offload.transfer.graph import CapturedGraph
 
 __all__ = ["InFlight", "TransferCounts"]
@@ -80,6 +81,7 @@ class InFlight:
         self.limits = limits
         self.freed_blocks: deque[DeviceBlock] = deque()  # appended to by finalisers, on any thread
         self.counts = TransferCounts()
+        self.disk: DiskTier | None = None  # below the host memory, if there is one
         self.capture: CapturedGraph | None = None  # the one under way; captures.py
         self._captured: list[DeviceBlock] = []  # what it moves
         self._joined: Lane | None = None  # comes after every copy of the capture so far
@@ -175,6 +177,9 @@ class InFlight:
                     transfer.nbytes += nbytes
                     self.spilling_bytes += nbytes
             host, event = block.host, block.event
+            if self.disk is not None and block.stored is not None:
+                self.disk.forget(block)
+                host = None
             block.host = block.event = block.transfer = None  # its chunk keeps the block to the step's end
             if host is not None and block.capture is None:  # else its region holds it
                 self.arena.give_back(host, event)
@@ -283,8 +288,11 @@ class InFlight:
             if block.state is BlockState.SPILLING:
                 block.state = BlockState.SPILLED  # `move_to`, without a call
             # it stays, and its host block is for the next spill
-            elif block.host is not None and _is_reclaimed(block, transfer):
-                self.arena.give_back(block.host, block.event)
+            elif (block.host is not None or block.stored is not None) and _is_reclaimed(block, transfer):
+                if self.disk is not None and block.stored is not None:
+                    self.disk.forget(block)
+                elif block.host is not None:
+                    self.arena.give_back(block.host, block.event)
                 block.host = None
         transfer.blocks = transfer.keepalive = ()
 
@@ -310,6 +318,8 @@ class InFlight:
             block.move_to(BlockState.SPILLED)
         block.device_bytes = None
         self.restoring_bytes -= block.nbytes
+        if self.disk is not None and block.stored is not None and block.unread == 0:
+            self.disk.dropped(block)
 
     def _await(self, transfer: Transfer, order: str) -> None:
         """Settle the transfer: its compute lane waits for its event, unless it has passed. The wait is
@@ -359,11 +369,12 @@ class InFlight:
 
 
 def _is_reclaimed(block: DeviceBlock, transfer: Transfer) -> bool:
-    """Whether the block was reclaimed from this spill and still has its host block. Only blocks of chunks
-    whose forward is over are reclaimed, so no later save uses the block, and the host has all its bytes."""
+    """Whether the block was reclaimed from this spill and still has its host block, or its bytes on the disk.
+    Only blocks of chunks whose forward is over are reclaimed, so no later save uses the block, and the host
+    has all its bytes."""
     return (
         block.state is BlockState.RESIDENT
         and block.transfer is transfer
-        and block.host is not None
+        and (block.host is not None or block.stored is not None)
         and block.capture is None
     )

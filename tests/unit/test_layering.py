@@ -16,6 +16,7 @@ LEVELS: list[set[str]] = [
     {"ids", "errors", "config", "sizes", "described"},
     {"device"},
     {"memory"},
+    {"disk"},
     {"transfer"},
     {"saved", "params"},
     {"client"},  # what the engine asks of features
@@ -180,6 +181,8 @@ def test_a_planted_circle_is_found(tmp_path: Path, files: dict[str, str], circle
         ("offload/saved/hooks.py", "from .store import Store"),
         ("offload/saved/hooks.py", "from parallel.stage import OffloadPipelineStage"),
         ("offload/groups/chunk.py", "from offload.optim.hybrid import HybridDeviceOptimizer"),
+        ("offload/disk/tier.py", "from offload.transfer.block import DeviceBlock"),
+        ("offload/memory/arena.py", "from offload.disk.tier import DiskTier"),
         ("offload/groups/chunk.py", "from offload.compat.queue import VirtualPipelineQueue"),
         ("offload/params/ring.py", "from offload.saved.store import Store"),
         ("offload/marks.py", "from offload.compat.interface import Interface"),

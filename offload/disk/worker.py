@@ -1,0 +1,148 @@
+"""A thread that runs jobs one after another: the disk has one for its writes and one for its reads.
+
+One invariant: a job that was called off never runs, and a job that has begun runs to its end. What the two
+threads and the host hand to each other is ordered by `wait` and `passed`, each with the title of its note.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum, auto
+
+__all__ = ["Job", "JobState", "Worker"]
+
+
+class JobState(Enum):
+    QUEUED = auto()
+    RUNNING = auto()
+    ENDED = auto()  # with or without an error
+    CALLED_OFF = auto()  # never ran
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One write or one read. error: what `run` raised."""
+
+    run: Callable[[], None] | None
+    state: JobState = JobState.QUEUED
+    error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state is JobState.ENDED or self.state is JobState.CALLED_OFF
+
+
+class Worker:
+    """A queue and its thread, which holds nothing but the queue: who owns the worker can be dropped.
+
+    context: entered by the thread for its whole life.
+    """
+
+    def __init__(
+        self, name: str, context: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self.name = name
+        self._context = context
+        self._changed = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._running = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread. Raises RuntimeError where the system gives none."""
+        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, *, first: bool = False) -> None:
+        """Run the job after those in the queue, or before them. Blocks the host: never."""
+        with self._changed:
+            if first:
+                self._queue.appendleft(job)
+            else:
+                self._queue.append(job)
+            self._changed.notify_all()
+
+    def call_off(self, job: Job) -> bool:
+        """Whether the job has not begun and never will. Blocks the host: never."""
+        with self._changed:
+            if job.state is JobState.QUEUED:
+                self._queue.remove(job)
+                job.state, job.run = JobState.CALLED_OFF, None
+            return job.state is JobState.CALLED_OFF
+
+    def hurry(self, job: Job) -> None:
+        """Somebody waits for the job: it is the next one, unless it has begun. Blocks the host: never."""
+        with self._changed:
+            if job.state is JobState.QUEUED and self._queue[0] is not job:
+                self._queue.remove(job)
+                self._queue.appendleft(job)
+
+    def wait(self, job: Job, order: str) -> None:
+        """Block the host until the job is over. order: the title of the note that this edge belongs to."""
+        with self._changed:
+            self._changed.wait_for(lambda: job.is_over)
+
+    def passed(self, job: Job, order: str) -> bool:
+        """Whether the job is over. Blocks the host: never. order: as of `wait`."""
+        return job.is_over
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queue) or self._running
+
+    def drain(self) -> None:
+        """Block the host until every job is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue and not self._running)
+
+    def end(self) -> None:
+        """Call off what is queued; the thread ends after the job that runs. Blocks the host: never. For a
+        finaliser, too."""
+        with self._changed:
+            self._stopping = True
+            for job in self._queue:
+                job.state, job.run = JobState.CALLED_OFF, None
+            self._queue.clear()
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Block the host until the thread has ended, after `end`."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        with self._context():
+            while self._run_next():
+                pass
+
+    def _run_next(self) -> bool:
+        """Run a job, or wait for one. False: the worker ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._stopping)
+            if not self._queue:
+                return False
+            job = self._queue.popleft()
+            self._begin(job)
+        self._run(job)
+        return True
+
+    def _begin(self, job: Job) -> None:
+        job.state, self._running = JobState.RUNNING, True
+
+    def _run(self, job: Job) -> None:
+        run, job.run = job.run, None
+        assert run is not None
+        try:
+            run()
+        except BaseException as error:  # the engine raises it where the job is looked at
+            job.error = error
+        run = None  # what it holds may be dropped by whoever sees that it is over
+        with self._changed:
+            job.state, self._running = JobState.ENDED, False
+            self._changed.notify_all()
