@@ -47,9 +47,9 @@ class Manager(Protocol):
 
     def living_blocks(self) -> Iterator[DeviceBlock]: ...
 
-    def begin_forward(self) -> None: ...
+    def begin_inferred_forward(self, stage: int, min_elements: int | None) -> None: ...
 
-    def step_end(self) -> object: ...
+    def end_inferred_step(self) -> None: ...
 
     def input_group(self, name: str) -> InputGroup: ...
 
@@ -146,11 +146,11 @@ def _announce(manager: Manager) -> None:
         if handler.saved is not _begun.get(manager) or not handler.saved.readable:
             return
         if next(manager.living_blocks(), None) is None:
-            manager.step_end()
-    manager.begin_forward()
+            manager.end_inferred_step()
+    manager.begin_inferred_forward(0, None)
     handler = manager.active_handler()
-    assert handler is not None
-    _begun[manager] = handler.saved
+    if handler is not None:
+        _begun[manager] = handler.saved
 
 
 def _function(original: Any, manager: Callable[[], Manager]) -> type:

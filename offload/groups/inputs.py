@@ -56,9 +56,10 @@ class InputGroup:
         handler.engine.transfers.check_capture(f"group {self._name!r}")
         chosen = next((tensor for tensor in arguments if _can_leave(handler, tensor)), None)
         self._chunk = handler.saved
-        self._group = handler.on_group_start_forward(self._name)
+        self._group = handler.on_group_start_forward(self._name, required=True)
         self._stays = _AllButOne(arguments, chosen)
-        self._installed = self._manager.open_scope(self._stays)
+        # none is chosen: each is judged, so that a report knows why it stays
+        self._installed = self._manager.open_scope(None if chosen is None else self._stays)
 
     def send(self) -> None:
         """The arguments have been packed: what was taken leaves. Blocks the host: never."""

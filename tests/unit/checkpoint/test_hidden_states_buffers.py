@@ -223,8 +223,7 @@ def test_a_buffer_that_is_written_later_than_in_the_first_forward_is_named_once(
         init_chunk_handler(None, None, 1)
         train(model)
         step_end()
-    [record] = caplog.records
-    assert "buffer 'scale' of a Late was written in a forward that is recomputed" in record.getMessage()
+    assert caplog.text.count("buffer 'scale' of a Late was written in a forward that is recomputed") == 1
     # from the next one on it is right again
     compared(model, manager, steps=2)
-    assert len(caplog.records) == 1
+    assert caplog.text.count("buffer 'scale'") == 1
