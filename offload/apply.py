@@ -6,7 +6,8 @@
     handle.remove()
 
 One invariant: the model computes what it computed before, bit for bit. Forward hooks open and close groups
-around its blocks (offload/modules); they put no node into autograd's graph and replace no tensor.
+around its blocks (offload/modules); they put no node into autograd's graph and replace no tensor. The modes
+`hidden_states` and `selective` recompute, by torch's own checkpoint.
 
 Nobody has to say where a forward begins or a step ends (offload/modules/steps.py).
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,15 +31,18 @@ from offload import marks
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
 from offload.modules.blocks import Blocks, find_blocks, match_modules, without_nested
 from offload.modules.hooks import HookPair
+from offload.modules.recomputed import RecomputedCalls, selective_contexts_of
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
 from offload.modules.steps import Steps
+from offload.report import Report, ReportStart, report
 from offload.sizes import optional_bytes
 
 __all__ = ["Applied", "activations", "apply"]
 
 logger = logging.getLogger(__name__)
 
-ALL_TENSORS: Final = (True, "legacy")
+ALL_TENSORS: Final = (True, "legacy", "disk")
+RECOMPUTING: Final = ("hidden_states", "selective")
 _LEAST_OF_ALL = 512
 """Elements that leave at least where all tensors do: 1,024 bytes of two each, as TRL's offloading has it."""
 _HEADS = ("lm_head", "output", "output_layer", "head", "embed_out", "score", "classifier")
@@ -69,6 +74,7 @@ class Applied:
         self._name = type(model).__name__
         self._root = root
         self._pairs: list[HookPair] = []
+        self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
         self._checkpointing_off = False
         self._config_before: OffloadConfig | None = None  # of a mode that limits transfers
 
@@ -76,6 +82,11 @@ class Applied:
     def blocks(self) -> tuple[str, ...]:
         """Names of all modules that matched."""
         return tuple(name for names in self.groups.values() for name in names)
+
+    def report(self, *, gather: bool = False) -> Report:
+        """What was saved, moved and kept since `apply`, by all that is offloaded in this process. gather:
+        with every rank's figures; then all ranks must call. Blocks the host: only to gather."""
+        return report(gather=gather) if self._start is None else self._start.report(gather=gather)
 
     def remove(self) -> None:
         """Take every hook off: the model is as it was. A backward that is still to come finds its tensors.
@@ -134,7 +145,11 @@ def apply(
 
     mode: None takes the config's `activation_offloading`, "groups" by default.
         "groups": what blocks save, as far as the plan and the limit want it.
+        "hidden_states": blocks are recomputed in the backward; their input waits on the host.
+        "selective": the same, and outputs of matrix products and attention wait there too, not recomputed.
         True: every saved tensor, but for the output head's. "legacy": the same, each copy waited for.
+        "disk": as True, and on from host memory to a file in the config's `disk_directory`; without one, in
+        the directory for temporary files.
         False: nothing.
     blocks: patterns of module names (fnmatch), such as "model.layers.*". None finds them: neighbours of one
         class in a ModuleList or Sequential.
@@ -146,8 +161,8 @@ def apply(
     min_numel: elements; a smaller tensor stays. None takes the config's, or 512 where every tensor leaves.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, modules that are
-    applied already, a mode beside another that it excludes. Nothing has changed then. Blocks the host while
-    memory is pinned, if limits are given; else never.
+    applied already, a mode beside another that it excludes, a directory that cannot be written. Nothing has
+    changed then. Blocks the host while memory is pinned, if limits are given; else never.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"apply got a {type(model).__name__}, must be a torch.nn.Module")
@@ -162,9 +177,9 @@ def apply(
     whole = {} if mode in ALL_TENSORS or modules is None else _blocks_of(model, blocks)
     hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]
     _check_free(model, mode, hooked)
-    limited = _config_for(config, device_limit, host_limit)
+    limited = _config_for(config, mode, device_limit, host_limit)
     if limited != config:
-        marks.configure(limited)
+        marks.change_limits(limited)
 
     _forget_compiled(model)
     everything = "all tensors" if mode in ALL_TENSORS else None
@@ -176,12 +191,16 @@ def apply(
     handle = Applied(model, mode, groups, root)
     _steps.add(root)
     handle._hook(model, root)
+    contexts = selective_contexts_of(root) if mode == "selective" else None
     for named in whole.values():
         for name, module in named.items():
             handle._hook(module, GroupCalls(root, name, None, block=True))
     for group, named in groups.items():
         for name, module in named.items():
-            handle._hook(module, GroupCalls(root, name, group, block=not whole))
+            if mode in RECOMPUTING:
+                handle._hook(module, RecomputedCalls(root, module, name, contexts))
+            else:
+                handle._hook(module, GroupCalls(root, name, group, block=not whole))
     if everything:
         for head in _heads(model):
             handle._hook(head, HeadCalls(root))
@@ -255,7 +274,7 @@ def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> No
 
 
 def _config_for(
-    config: OffloadConfig, device_limit: int | str | None, host_limit: int | str | None
+    config: OffloadConfig, mode: Mode, device_limit: int | str | None, host_limit: int | str | None
 ) -> OffloadConfig:
     changes: dict[str, Any] = {}
     total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
@@ -265,6 +284,8 @@ def _config_for(
         changes["device_limit_bytes"] = device_bytes
     if host_bytes is not None:
         changes["host_limit_bytes"] = host_bytes
+    if mode == "disk" and config.disk_directory is None:
+        changes["disk_directory"] = tempfile.gettempdir()
     return replace(config, **changes) if changes else config
 
 

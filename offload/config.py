@@ -27,7 +27,7 @@ __all__ = [
 MIB = 1 << 20
 
 Mode = bool | str
-MODES: tuple[Mode, ...] = (False, "groups", True, "legacy")
+MODES: tuple[Mode, ...] = (False, "groups", True, "legacy", "disk", "hidden_states", "selective")
 """What `offload.apply` can do to a model; its docstring has their meaning."""
 
 
@@ -82,7 +82,8 @@ class OffloadConfig:
 
     activation_offloading: Mode = "groups"
     """What `offload.apply` does to a model where no `mode` is given: False, "groups", True (all saved
-    tensors) or "legacy". Marks do what they say whatever stands here."""
+    tensors), "legacy", "disk", "hidden_states" or "selective". Marks do what they say whatever stands
+    here."""
 
     activation_offload_fraction: float = 1.0
     """Share of the eligible groups of a chunk, in forward order, that leave after warm-up; the rest stay."""

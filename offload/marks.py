@@ -37,12 +37,12 @@ from offload.checkpoint.kept import Operator
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.compile.untraced import untraced
 from offload.config import OffloadConfig, checked_config
-from offload.engine import default_engine
+from offload.engine import OffloadEngine, default_engine
 from offload.errors import GroupOrderError
 from offload.groups.graphs import check_event, record_event
 from offload.groups.manager import GroupsManager
 from offload.groups.release import without_output
-from offload.memory.budget import HostBudget, StoreHostBudget, default_host_limit_bytes
+from offload.memory.budget import HostBudget, LocalHostBudget, StoreHostBudget, default_host_limit_bytes
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import StepStats
 from offload.transfer.captures import CapturedRegion
@@ -50,6 +50,7 @@ from offload.transfer.captures import CapturedRegion
 __all__ = [
     "backward_record",
     "capturing",
+    "change_limits",
     "check_mark",
     "close_manager",
     "configure",
@@ -101,11 +102,33 @@ def configure(
     if _manager is not None:
         _manager.prepare_close()  # raises while a buffer is on loan
     engine = default_engine(device, config, budget)
+    return _new_manager(engine, print_summary, process_group)
+
+
+def change_limits(config: OffloadConfig) -> GroupsManager:
+    """`configure`, for the engine that the process-wide manager has: its device, the budget that it shares
+    with other ranks, and the group that its summary is gathered over stay. Raises ValueError for another
+    host_limit_bytes where the budget is shared; else as `configure`."""
+    if _manager is None:
+        return configure(config)
+    engine = _manager.engine
+    shared = None if isinstance(engine.arena.budget, LocalHostBudget) else engine.arena.budget
+    if shared is not None and config.host_limit_bytes != engine.config.host_limit_bytes:
+        raise ValueError(
+            f"host_limit is {config.host_limit_bytes!r}, and the ranks of this host share a limit of "
+            f"{shared.limit_bytes:,} bytes; give the new one to configure(store=...) on every rank"
+        )
+    _manager.prepare_close()
+    engine.reconfigure(config, shared)
+    return _new_manager(engine, _manager.print_summary, _manager.process_group)
+
+
+def _new_manager(engine: OffloadEngine, print_summary: bool, process_group: Any) -> GroupsManager:
     manager = manager_type(engine, print_summary=print_summary, process_group=process_group)
     close_manager()
     put_manager(manager)
     # pieces go whole, and what was reserved stays
-    engine.arena.trim(config.host_reserve_bytes + engine.arena.registration_bytes - 1)
+    engine.arena.trim(engine.config.host_reserve_bytes + engine.arena.registration_bytes - 1)
     return manager
 
 

@@ -67,7 +67,7 @@ class HookPair:
         calls: list[CallUnderWay],
     ) -> None:
         self._enter = enter
-        self._leave = leave
+        self.leave = leave
         self._calls = calls
         # the first of all hooks before, so that what other hooks compute is inside as well
         before = module.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True)
@@ -89,7 +89,7 @@ class HookPair:
             if call.pair is self:
                 del self._calls[at]
                 raised = sys.exc_info()[1]
-                self._leave(call.state, output, raised is not None and raised is not call.handled)
+                self.leave(call.state, output, raised is not None and raised is not call.handled)
                 return
         # else the hook before raised, or was not there yet
 
@@ -100,6 +100,10 @@ class CallUnderWay(NamedTuple):
     pair: HookPair
     handled: BaseException | None
     state: Any
+
+    def abandon(self) -> None:
+        """It was interrupted, and no hook was told."""
+        self.pair.leave(self.state, None, True)
 
 
 def output_tensors(output: Any) -> Iterator[torch.Tensor]:

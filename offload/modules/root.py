@@ -110,11 +110,10 @@ class ModelRoot:
         self._blocks = {name: group for group, modules in blocks.items() for name in modules}
         self._last = next(reversed(self._blocks), None)
         self._steps = steps
-        self._manager = manager
+        self.manager = manager
         self._everything = everything
         self._expects_checkpoints = False
         self._running = 0
-        self._open: list[GroupCall] = []
         self._begun = 0  # forwards since the last step's end
         self._ran: set[str] = set()
         self._said: set[str] = set()
@@ -149,7 +148,7 @@ class ModelRoot:
         self._running -= 1
         if call is not None:
             self.takes = False
-            self.close_group(call, output, failed)
+            call.close(output, failed)
 
     def _is_nested(self) -> bool:
         """Whether the model calls itself. Else the forward under way was interrupted (KeyboardInterrupt), and
@@ -161,9 +160,8 @@ class ModelRoot:
         return calls > 1
 
     def _end_interrupted(self) -> None:
-        while self._open:
-            self.close_group(self._open[-1], None, True)
-        self.calls.clear()
+        while self.calls:
+            self.calls.pop().abandon()
         self._running = 0
 
     def _checkpoints(self) -> bool:
@@ -178,7 +176,7 @@ class ModelRoot:
 
     def _begin_chunk(self) -> None:
         """A forward begins: of the model, or of a block that is called without it."""
-        manager = self._manager()
+        manager = self.manager()
         if self._registered is None or self._registered() is not manager:
             self._registered = weakref.ref(manager)
             model = self._model()
@@ -210,7 +208,7 @@ class ModelRoot:
 
     def open_group(self, name: str, scope: Callable[..., GroupScope] = GroupScope) -> GroupCall | None:
         """Open a group in the current chunk, and install hooks; None where nothing may leave."""
-        manager = self._manager()
+        manager = self.manager()
         handler = manager.active_handler()
         if handler is None:
             return None
@@ -218,14 +216,7 @@ class ModelRoot:
         group = handler.on_group_start_forward(name, required=scope is _Between)
         group.hooked = True
         owner = scope(handler, group, self) if scope is _Between else scope(handler, group)
-        call = GroupCall(manager, handler, group, manager.engine.hooks.push(owner))
-        self._open.append(call)
-        return call
-
-    def close_group(self, call: GroupCall, output: Any, failed: bool) -> None:
-        """The forward that `open_group` was called for is over."""
-        self._open.remove(call)
-        call.close(output, failed)
+        return GroupCall(manager, handler, group, manager.engine.hooks.push(owner))
 
     # -- step ------------------------------------------------------------------------------------------------
     def step_ends(self) -> None:
@@ -276,7 +267,7 @@ class GroupCalls:
 
     def leave(self, call: GroupCall | None, output: Any, failed: bool) -> None:
         if call is not None:
-            self._root.close_group(call, output, failed)
+            call.close(output, failed)
         if self._block:
             self._root.note_block_end(self._name)
 

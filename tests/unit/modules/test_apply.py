@@ -8,6 +8,8 @@ import logging
 import pickle
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ import offload
 from offload import PipelineOffloadManager, StepStats
 from tests.unit.modules.training import CALLS, ROWS, WIDTH, Model, build, equal, seeded, train
 
-MODES: tuple[Any, ...] = ("groups", True, "legacy")
+MODES: tuple[Any, ...] = ("groups", True, "legacy", "disk", "hidden_states", "selective")
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -28,14 +30,22 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("call", CALLS)
 def test_gradients_and_weights_have_the_bits_of_a_run_without(
-    call: str, mode: Any, manager: PipelineOffloadManager
+    call: str, mode: Any, manager: PipelineOffloadManager, tmp_path: Path
 ) -> None:
     plain = train(build(call))
     model = build(call)
+    if mode == "disk":
+        manager = offload.marks.change_limits(replace(manager.engine.config, disk_directory=str(tmp_path)))
     with offload.activations(model, mode, min_numel=1):
+        if call == "in place" and mode in ("hidden_states", "selective"):
+            # what would be recomputed from is gone: as with torch's checkpoint
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                train(model)
+            return
         ours = train(model)
     assert equal(ours, plain)
     assert manager.stats.spill_bytes > 0
+    assert (manager.stats.disk_write_bytes > 0) == (mode == "disk")
     assert len(list(manager.living_blocks())) == 0
 
 
@@ -336,11 +346,56 @@ def test_what_cannot_be_is_refused_before_anything_has_changed(
     assert offload.marks.existing_manager() is manager
 
 
-def test_limits_are_those_of_the_process() -> None:
+def test_limits_are_those_of_the_process_whose_device_stays(manager: PipelineOffloadManager) -> None:
     model = build()
     offload.apply(model, device_limit="1 MiB", host_limit="1GB", min_numel=1)
-    config = offload.marks.default_manager().engine.config
+    changed = offload.marks.existing_manager()
+    assert changed is not None
+    assert changed.engine is manager.engine
+    config = changed.engine.config
     assert (config.device_limit_bytes, config.host_limit_bytes) == (1 << 20, 10**9)
+
+
+def test_a_host_limit_that_ranks_share_is_changed_by_configure_alone() -> None:
+    store = torch.distributed.HashStore()
+    offload.configure(offload.OffloadConfig(host_limit_bytes=1 << 30), device="sim", store=store)
+    with pytest.raises(ValueError, match=r"share a limit of 1,073,741,824 bytes; give the new one to conf"):
+        offload.apply(build(), host_limit="2GiB")
+    offload.apply(build(), device_limit="2GiB")
+    changed = offload.marks.default_manager().engine
+    assert changed.config.device_limit_bytes == changed.arena.budget.limit_bytes * 2
+
+
+def test_the_mode_of_the_config_is_taken_where_none_is_given() -> None:
+    offload.configure(offload.OffloadConfig(activation_offloading="hidden_states"), device="sim")
+    assert offload.apply(build()).mode == "hidden_states"
+    offload.configure(offload.OffloadConfig(activation_offloading=False), device="sim")
+    model = build()
+    handle = offload.apply(model)
+    assert repr(handle) == "<offload.apply(Model, mode=False): nothing>"
+    assert not model._forward_hooks
+    with pytest.raises(ValueError, match=r"activation_offloading is 'offload_disk', must be one of False,"):
+        offload.OffloadConfig(activation_offloading="offload_disk")
+
+
+def test_the_disk_mode_uses_the_directory_for_temporary_files_where_none_is_given() -> None:
+    model = build()
+    offload.apply(model, "disk", min_numel=1)
+    train(model)
+    stats = offload.marks.default_manager().stats
+    assert 0 < stats.disk_write_bytes <= stats.spill_bytes
+
+
+def test_the_report_of_a_handle_counts_from_apply_on(manager: PipelineOffloadManager) -> None:
+    model = build()
+    with offload.activations(model, min_numel=1):
+        train(model, steps=2)
+    handle = offload.apply(model, min_numel=1)
+    assert handle.report().as_dict()["moved_bytes"] == 0
+    train(model, steps=1, microbatches=1)
+    figures = handle.report().as_dict()
+    assert figures["moved_bytes"] == manager.stats.spill_bytes > 0
+    assert figures["saved_bytes"] == figures["moved_bytes"] + figures["kept_bytes"]
 
 
 def test_legacy_waits_for_each_copy_until_it_is_removed(manager: PipelineOffloadManager) -> None:
