@@ -52,7 +52,6 @@ from offload.marks import (
     configure,
     disable_offload,
     enable_offload,
-    flush_delayed_groups,
     group_commit,
     group_start,
     init_chunk_handler,
@@ -61,9 +60,12 @@ from offload.marks import (
     selective_contexts,
     step_end,
 )
+from offload.marks import flush_delayed_groups as flush_delayed_groups
 from offload.marks import forward_record as forward_record
 from offload.marks import reset as reset
 from offload.optim import FSDPGPUOptimizerWrapper, HybridDeviceOptimizer
+from offload.plot import Trace as Trace
+from offload.plot import plot, tracing
 from offload.report import Report as Report
 from offload.report import report
 from offload.telemetry.records import StepStats
@@ -84,20 +86,20 @@ __all__ = [
     "OffloadError",
     "PipelineOffloadManager",
     "StepStats",
-    "__version__",
     "activations",
     "apply",
     "capturing",
     "configure",
     "disable_offload",
     "enable_offload",
-    "flush_delayed_groups",
     "group_commit",
     "group_start",
     "init_chunk_handler",
     "mark_not_offloadable",
     "offload_hooks",
+    "plot",
     "report",
     "selective_contexts",
     "step_end",
+    "tracing",
 ]

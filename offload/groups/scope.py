@@ -14,6 +14,7 @@ import torch
 from offload.device import Lane
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Group
+from offload.ids import ChunkId
 from offload.saved.chunk import SavedChunk
 from offload.saved.handles import Handle
 from offload.transfer.block import DeviceBlock
@@ -37,6 +38,11 @@ class GroupScope:
     def name(self) -> str:
         """Of the group that owns what is saved."""
         return self._group.name
+
+    @property
+    def chunk(self) -> ChunkId:
+        """Of that group."""
+        return self._handler.id
 
     def take(self, tensor: torch.Tensor) -> Handle | None:
         group, saved, handler = self._group, self._saved, self._handler

@@ -55,12 +55,12 @@ class Survey:
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self._counts: defaultdict[str, dict[str, Stayed]] = defaultdict(dict)
-        engine.hooks.observers.append(self._look)
+        engine.hooks.observers.append(self)
 
     def end(self) -> None:
         """Look at no further tensor."""
-        if self._look in self._engine.hooks.observers:
-            self._engine.hooks.observers.remove(self._look)
+        if self in self._engine.hooks.observers:
+            self._engine.hooks.observers.remove(self)
 
     def stayed(self, name: str) -> dict[str, Stayed]:
         """By reason, of groups of that name."""
@@ -80,7 +80,13 @@ class Survey:
             for name in [*groups, *(name for name in self._counts if name not in groups)]
         }
 
-    def _look(self, scope: Scope, tensor: torch.Tensor, packed: Any, verdict: Verdict | None) -> None:
+    def opened(self, scope: Scope) -> None:
+        """Nothing: saves alone count."""
+
+    closed = opened
+
+    def packed(self, scope: Scope, tensor: torch.Tensor, packed: Any, verdict: Verdict | None) -> None:
+        """As PackObserver."""
         if verdict is None or not isinstance(scope, GroupScope):
             return
         counts = self._counts[scope.name]

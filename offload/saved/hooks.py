@@ -59,7 +59,13 @@ class Scope(Protocol):
 class PackObserver(Protocol):
     """Who is told of every save, in steps that are looked at closely."""
 
-    def __call__(
+    def opened(self, scope: Scope) -> None:
+        """The pair is installed for this scope."""
+
+    def closed(self, scope: Scope) -> None:
+        """And removed."""
+
+    def packed(
         self, scope: Scope, tensor: torch.Tensor, packed: Handle | Passed, verdict: Verdict | None
     ) -> None:
         """scope: the innermost one. packed: what autograd's graph keeps. verdict: why the tensor can never
@@ -139,7 +145,7 @@ class SavedTensorHooks:
         self._lock = lock
         self._device = device
         self._readers = readers
-        # asked for by the next scope that is opened; each costs every save a call
+        # told of saves in scopes that are opened from then on; with one, every save costs some calls more
         self.observers: list[PackObserver] = []
         self._scopes: list[InstalledScope] = []
         self._named_types: set[type[torch.Tensor]] = set()
@@ -155,6 +161,8 @@ class SavedTensorHooks:
         pack = self._observed_pack if self.observers else self.pack
         _push_hooks(pack, self.unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
         self._scopes.append(installed)
+        for observer in self.observers:
+            observer.opened(scope)
         return installed
 
     def pop(self, installed: InstalledScope) -> None:
@@ -162,6 +170,8 @@ class SavedTensorHooks:
         if installed in self._scopes:  # not after a `pop` of the same
             self._scopes.remove(installed)
         _pop_hooks()
+        for observer in self.observers:
+            observer.closed(installed.scope)
 
     def innermost(self) -> Scope | None:
         return self._scopes[-1].scope if self._scopes else None
@@ -210,7 +220,7 @@ class SavedTensorHooks:
             else:
                 verdict = judge(tensor, self._device, self._externals, installed.scope.min_elements)
         for observer in list(self.observers):
-            observer(installed.scope, tensor, packed, None if verdict is Verdict.ELIGIBLE else verdict)
+            observer.packed(installed.scope, tensor, packed, None if verdict is Verdict.ELIGIBLE else verdict)
 
     def pack_for(self, scope: Scope, tensor: torch.Tensor) -> Any:
         """`pack`, for a tensor that `scope` owns whatever pair is innermost: an operator's output that

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +33,18 @@ class CopyCounts:
     denied_bytes: int = 0
 
 
+CopyWatcher = Callable[[Direction, Owner, int, Event, Event], None]
+"""Called with the direction, the owner, the bytes, and timed events before and after the copies."""
+
+
 class Copier:
     """Copies on the lanes of `device`. Any thread may call it."""
 
     def __init__(self, device: Device, admission: Admission) -> None:
         self.device = device
         self.admission = admission
+        # told of every copy, with timed events of its begin and end, while somebody records
+        self.watcher: CopyWatcher | None = None
         self._lock = threading.Lock()
         self._counts: defaultdict[str, CopyCounts] = defaultdict(CopyCounts)
 
@@ -74,6 +80,8 @@ class Copier:
         device, out = self.device, direction is Direction.D2H
         if lane is None:
             lane = device.d2h if out else device.h2d
+        watcher = None if self.watcher is None or device.is_capturing() else self.watcher
+        start = None if watcher is None else device.record(lane, timed=True)
         # a range that nobody listens to would still cost 8 microseconds
         if torch.autograd.profiler._is_profiler_enabled:
             name = owner.label.rpartition("/")[2]  # of all microbatches alike
@@ -82,6 +90,8 @@ class Copier:
         else:
             device.copy(lane, pairs)
         event = device.record(lane)
+        if watcher is not None and start is not None:
+            watcher(direction, owner, nbytes, start, device.record(lane, timed=True))
         if lease is not UNCOUNTED:
             lease.done(event)
         with self._lock:

@@ -25,7 +25,7 @@ LEVELS: list[set[str]] = [
     {"groups", "checkpoint", "spill", "optim", "planner", "weights", "streaming", "quant", "conductor"},
     {"modules"},  # hooks on a user's modules, which open groups
     {"marks"},
-    {"report"},
+    {"report", "plot"},
     {"apply"},
     {"compat", "pipelining"},  # the sources' spellings, and torch's pipelines: adapters of all the rest
 ]

@@ -1,0 +1,180 @@
+"""Records one stretch of training as a timeline: timed events around copies and groups, and where bytes are.
+
+One invariant: it only observes. While none is at work, nothing of it runs. While one is, each copy costs two
+timed events more, and each group a few.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from offload.device import Event
+from offload.device.sim import SimDevice
+from offload.groups.manager import GroupsManager
+from offload.groups.scope import GroupScope
+from offload.ids import Owner
+from offload.saved.filters import Verdict
+from offload.saved.handles import Handle
+from offload.saved.hooks import Scope
+from offload.telemetry.timeline import Kind, MemorySample, Span, Timeline
+from offload.transfer.admission import Direction
+
+__all__ = ["Recorder"]
+
+
+@dataclass(slots=True)
+class _Timed:
+    """A span whose times are not read yet. end: None for a backward, until the next thing is seen."""
+
+    lane: str
+    kind: Kind
+    name: str
+    owner: str
+    start: Event
+    end: Event | None = None
+    nbytes: int = 0
+
+
+class Recorder:
+    """From `start` to `finish`; one at a time for an engine."""
+
+    def __init__(self, manager: GroupsManager) -> None:
+        self._manager = manager
+        self._engine = manager.engine
+        self._device = manager.engine.device
+        self._spans: list[_Timed] = []
+        self._samples: list[tuple[Event, MemorySample]] = []
+        self._open: list[_Timed] = []  # forwards
+        self._reading: _Timed | None = None
+        self._seen_s = 0.0
+
+    def start(self) -> None:
+        """Begin to observe. Raises RuntimeError while another recorder is at work. Blocks the host: never."""
+        engine = self._engine
+        with engine.lock:
+            if engine.copier.watcher is not None:
+                raise RuntimeError("a recording is under way; end it before another begins")
+            self._seen_s = time.perf_counter()
+            self._begin = self._device.record(self._device.compute, timed=True)
+            self._stalls = [(engine.transfers.stalls, len(engine.transfers.stalls))]
+            engine.copier.watcher = self._copied
+            engine.hooks.observers.append(self)
+            engine.on_read(self._read)
+            self._sample()
+
+    def stop(self) -> None:
+        """Observe no more. Called again, it does nothing."""
+        engine = self._engine
+        with engine.lock:
+            if engine.copier.watcher == self._copied:
+                engine.copier.watcher = None
+                engine.hooks.observers.remove(self)
+                engine.off_read(self._read)
+
+    def finish(self) -> Timeline:
+        """`stop`, and read the times. Blocks the host until the device has done what was recorded."""
+        engine, device = self._engine, self._device
+        with engine.lock:
+            self._sample()
+            self.stop()
+            if engine.transfers.stalls is not self._stalls[0][0]:  # the step has ended meanwhile
+                self._stalls.append((engine.transfers.stalls, 0))
+            end = device.record(device.compute, timed=True)
+            for lane in (device.compute, device.d2h, device.h2d):
+                device.synchronize(device.record(lane))
+            spans = [self._span(timed, timed.end if timed.end is not None else end) for timed in self._spans]
+            spans += [
+                self._span(_Timed("compute", "stall", "", "", stall.before), stall.after)
+                for stalls, first in self._stalls
+                for stall in stalls[first:]
+            ]
+            samples = [replace(sample, ms=self._ms(event)) for event, sample in self._samples]
+        return Timeline(
+            spans=sorted(spans, key=lambda span: span.start_ms),
+            memory=sorted(samples, key=lambda sample: sample.ms),
+            device_limit_bytes=engine.limits.device_limit_bytes,
+            simulated=not device.pins,
+        )
+
+    # -- as PackObserver -------------------------------------------------------------------------------------
+    def opened(self, scope: Scope) -> None:
+        """A group's hooks open: its forward begins."""
+        if not isinstance(scope, GroupScope) or self._device.is_capturing():
+            return
+        self._end_reading()
+        owner = f"{scope.chunk}/{scope.name}"
+        timed = _Timed("compute", "forward", scope.name, owner, self._sample())
+        self._open.append(timed)
+        self._spans.append(timed)
+
+    def packed(self, scope: Scope, tensor: torch.Tensor, packed: Any, verdict: Verdict | None) -> None:
+        """Nothing: a group's own begin and end are enough."""
+
+    def closed(self, scope: Scope) -> None:
+        """The latest hooks close."""
+        if isinstance(scope, GroupScope) and self._open and not self._device.is_capturing():
+            self._open.pop().end = self._sample()
+
+    # -- the other observers ---------------------------------------------------------------------------------
+    def _copied(self, direction: Direction, owner: Owner, nbytes: int, start: Event, end: Event) -> None:
+        out = direction is Direction.D2H
+        lane = "d2h" if out else "h2d"
+        name = owner.label.rpartition("/")[2] if owner.client == "groups" else owner.client
+        kind: Kind = "spill" if out else "restore"
+        self._spans.append(_Timed(lane, kind, name, owner.label, start, end, nbytes))
+        if owner.client == "groups":  # under the engine's lock, as others are not
+            self._sample(0 if out else nbytes)  # the buffer of a restore is there, and not counted yet
+
+    def _read(self, handle: Handle) -> None:
+        group = handle.record.block.group
+        owner = f"{group.chunk}/{group.name}"
+        if self._device.is_capturing() or (self._reading is not None and self._reading.owner == owner):
+            return
+        self._end_reading()
+        self._reading = _Timed("compute", "backward", group.name, owner, self._sample())
+        self._spans.append(self._reading)
+
+    def _end_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.end = self._sample()
+            self._reading = None
+
+    # -- times and bytes -------------------------------------------------------------------------------------
+    def _sample(self, more_bytes: int = 0) -> Event:
+        """Note where bytes are; the event of this point of the compute lane."""
+        device, engine = self._device, self._engine
+        with engine.lock:
+            if isinstance(device, SimDevice):  # it has no compute of its own: the host's time is taken for it
+                now_s = time.perf_counter()
+                device.compute_for(now_s - self._seen_s)
+                self._seen_s = now_s
+            event = device.record(device.compute, timed=True)
+            saved_bytes = engine.transfers.device_bytes + more_bytes
+            sample = MemorySample(
+                ms=0.0,
+                saved_bytes=saved_bytes,
+                without_bytes=sum(block.nbytes for block in self._manager.living_blocks()),
+                host_bytes=engine.arena.lent_bytes,
+                other_bytes=max(0, device.active_bytes() - saved_bytes) if device.pins else 0,
+            )
+            self._samples.append((event, sample))
+        return event
+
+    def _ms(self, event: Event) -> float:
+        return self._device.elapsed_ms(self._begin, event)
+
+    def _span(self, timed: _Timed, end: Event) -> Span:
+        start_ms = self._ms(timed.start)
+        return Span(
+            lane=timed.lane,
+            kind=timed.kind,
+            name=timed.name,
+            owner=timed.owner,
+            start_ms=start_ms,
+            end_ms=max(start_ms, self._ms(end)),
+            nbytes=timed.nbytes,
+        )

@@ -1,0 +1,82 @@
+"""A picture of a step: what it held on the device with and without offload, and what the lanes did.
+
+    with offload.tracing() as trace:
+        train_one_step()
+    offload.plot("step.png", trace)
+
+One invariant: nothing is recorded unless it is asked for, and an asked-for picture is drawn or an error says
+why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from offload.groups.recorder import Recorder
+from offload.marks import default_manager
+from offload.telemetry.drawing import draw
+from offload.telemetry.timeline import Timeline
+
+__all__ = ["Trace", "plot", "tracing"]
+
+
+class Trace:
+    """What was recorded, once its `with` block has ended."""
+
+    def __init__(self) -> None:
+        self._timeline: Timeline | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """Spans of the lanes and samples of memory. Raises RuntimeError inside the `with` block."""
+        if self._timeline is None:
+            raise RuntimeError(
+                "the trace is still being recorded, or was cut off by an exception; read it "
+                "after the `with offload.tracing()` block"
+            )
+        return self._timeline
+
+
+@contextmanager
+def tracing() -> Iterator[Trace]:
+    """Record what is run inside: one step, usually one after the third, when the plan stands.
+
+    Each group and copy costs some timed events meanwhile. At the end the host is blocked until the device has
+    done what was recorded. Raises RuntimeError inside another `tracing()`.
+    """
+    recorder, trace = Recorder(default_manager()), Trace()
+    recorder.start()
+    try:
+        yield trace
+        trace._timeline = recorder.finish()
+    finally:
+        recorder.stop()
+
+
+def plot(path: str | Path, trace: Trace, *, title: str | None = None) -> None:
+    """Draw `trace` into the file `path`: above, saved bytes on the device with offload and without; below,
+    the lanes with the names of the groups. On a GPU the rest of the device's memory lies beneath.
+
+    title: None says how long it took and what the peaks were.
+    Raises ImportError without matplotlib (the extra `plot`), and ValueError for a trace in which nothing was
+    saved or copied.
+    """
+    timeline = trace.timeline
+    if not timeline.spans:
+        raise ValueError(
+            "nothing was recorded: no group was open and nothing was copied in the traced block; run a "
+            "whole training step with offload on inside `with offload.tracing()`"
+        )
+    draw(timeline, path, title=_title(timeline) if title is None else title)
+
+
+def _title(timeline: Timeline) -> str:
+    held = max(sample.saved_bytes for sample in timeline.memory)
+    without = max(sample.without_bytes for sample in timeline.memory)
+    share = f" ({100 * held / without:.0f}%)" if without else ""
+    return (
+        f"{timeline.duration_ms:,.1f} ms; saved tensors at most {held / 1e6:,.1f} MB at once on the device, "
+        f"{without / 1e6:,.1f} MB without offload{share}"
+    )

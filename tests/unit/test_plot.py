@@ -1,0 +1,234 @@
+"""A recorded step agrees with the engine's counts, and its picture says what it shows; nothing is recorded
+unasked."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import offload
+from offload import PipelineOffloadManager
+from offload.groups.recorder import Recorder
+from offload.telemetry.drawing import draw
+from offload.telemetry.timeline import MemorySample, Span, Timeline
+from tests.unit.groups.stack import (
+    ROWS,
+    WIDTH,
+    Driver,
+    assert_same,
+    baseline,
+    build_manager,
+    build_stages,
+    gpipe,
+    installed,
+)
+
+INPUT = ROWS * WIDTH * 4  # of fc1, in bytes
+LAYERS, MICROBATCHES = 2, 3
+NAMES = ("fc1", "act")
+
+
+@pytest.fixture
+def manager() -> Iterator[PipelineOffloadManager]:
+    with installed(build_manager("clock")) as manager:
+        assert manager is not None
+        yield manager
+
+
+def driver() -> Driver:
+    return Driver(build_stages(1, LAYERS, NAMES))
+
+
+def recorded(steps_before: int = 3) -> offload.Trace:
+    run = driver()
+    for _ in range(steps_before):
+        run.step(gpipe(MICROBATCHES))
+    with offload.tracing() as trace:
+        run.step(gpipe(MICROBATCHES))
+    return trace
+
+
+def test_recorded_copies_are_those_that_the_step_counted(manager: PipelineOffloadManager) -> None:
+    timeline = recorded().timeline
+    copied = Counter[str]()
+    for span in timeline.spans:
+        copied[span.kind] += span.nbytes
+        assert 0 <= span.start_ms <= span.end_ms <= timeline.duration_ms
+    assert copied["spill"] == manager.stats.spill_bytes > 0
+    assert copied["restore"] == manager.stats.restore_bytes > 0
+    assert {span.lane for span in timeline.spans if span.kind == "spill"} == {"d2h"}
+    assert {span.name for span in timeline.spans if span.lane != "compute"} <= {"fc1", "act"}
+    assert sum(span.kind == "stall" for span in timeline.spans) == manager.stats.stall_count
+
+
+def test_each_group_has_a_forward_and_a_backward_on_the_compute_lane(manager: PipelineOffloadManager) -> None:
+    spans = [span for span in recorded().timeline.spans if span.kind in ("forward", "backward")]
+    forwards = Counter(span.owner for span in spans if span.kind == "forward")
+    assert forwards == {f"s0m{mb}/{name}": LAYERS for mb in range(MICROBATCHES) for name in NAMES}
+    assert {span.owner for span in spans if span.kind == "backward"} == set(forwards)
+    last_forward = max(span.end_ms for span in spans if span.kind == "forward")
+    assert all(span.start_ms >= last_forward for span in spans if span.kind == "backward"), "of gpipe"
+
+
+def test_memory_without_offload_rises_to_all_that_was_saved_and_falls_to_nothing(
+    manager: PipelineOffloadManager,
+) -> None:
+    memory = recorded().timeline.memory
+    # fc1 saves its input, gelu its own, twice as wide
+    assert max(sample.without_bytes for sample in memory) == MICROBATCHES * LAYERS * 3 * INPUT
+    assert max(sample.saved_bytes for sample in memory) <= manager.stats.device_bytes_peak
+    assert memory[0].without_bytes == memory[-1].without_bytes == memory[-1].saved_bytes == 0
+    assert [sample.ms for sample in memory] == sorted(sample.ms for sample in memory)
+
+
+def test_nothing_is_recorded_after_the_block_and_gradients_are_the_same() -> None:
+    expected = baseline(build_stages(1, LAYERS, NAMES), [gpipe(MICROBATCHES)] * 3)
+    with installed(build_manager("clock")) as manager:
+        assert manager is not None
+        run = driver()
+        found = [run.step(gpipe(MICROBATCHES))]
+        with offload.tracing() as trace:
+            found.append(run.step(gpipe(MICROBATCHES)))
+        count = len(trace.timeline.spans)
+        assert manager.engine.copier.watcher is None
+        assert not manager.engine.hooks.observers
+        found.append(run.step(gpipe(MICROBATCHES)))
+        assert len(trace.timeline.spans) == count > 0
+    assert_same(expected, found)
+
+
+def test_a_trace_is_read_after_its_block_one_at_a_time_and_never_when_cut_off(
+    manager: PipelineOffloadManager,
+) -> None:
+    with offload.tracing() as trace:
+        with pytest.raises(RuntimeError, match="the trace is still being recorded"):
+            trace.timeline  # noqa: B018
+        with pytest.raises(RuntimeError, match="a recording is under way"), offload.tracing():
+            pass
+    assert trace.timeline.spans == []
+    with pytest.raises(KeyError), offload.tracing() as cut:
+        raise KeyError
+    with pytest.raises(RuntimeError, match="was cut off by an exception"):
+        cut.timeline  # noqa: B018
+    Recorder(manager).stop()  # of one that was never started
+    with offload.tracing():
+        pass
+
+
+def test_a_picture_names_groups_lanes_units_and_both_peaks(
+    manager: PipelineOffloadManager, tmp_path: Path
+) -> None:
+    trace = recorded()
+    offload.plot(tmp_path / "step.svg", trace)
+    text = (tmp_path / "step.svg").read_text()
+    for said in (
+        "fc1",
+        "act",
+        "compute",
+        "to the host",
+        "to the device",
+        "without offload",
+        "saved, with offload",
+        "saved memory (kB)",
+        "copies on a simulated link",
+        "paler: backward",
+    ):
+        assert f"<!-- {said}" in text or f"{said} -->" in text, said
+    offload.plot(tmp_path / "step.png", trace, title="mine")
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_gpus_timeline_lies_on_the_rest_of_its_memory(tmp_path: Path) -> None:
+    draw(gpu_timeline(), tmp_path / "gpu.svg", title="four layers")
+    text = (tmp_path / "gpu.svg").read_text()
+    for said in ("device memory (GB)", "weights, gradients, work", "compute waits for a copy"):
+        assert f"<!-- {said} -->" in text, said
+    assert "simulated" not in text
+
+
+def gpu_timeline() -> Timeline:
+    """Four layers of 10 ms forward and 20 ms backward, whose 400 MB each take 8 ms a way."""
+    spans, memory = [], []
+    gb = 10**9
+
+    def compute(kind: str, layer: int, start: float, end: float) -> None:
+        name = "mlp" if layer % 2 else "attention"
+        spans.append(
+            Span(lane="compute", kind=kind, name=name, owner=f"s0m0/{name}", start_ms=start, end_ms=end)  # type: ignore[arg-type]
+        )
+
+    def copied(lane: str, layer: int, start: float) -> None:
+        name, kind = "mlp" if layer % 2 else "attention", "spill" if lane == "d2h" else "restore"
+        spans.append(
+            Span(
+                lane=lane,
+                kind=kind,  # type: ignore[arg-type]
+                name=name,
+                owner=f"s0m0/{name}",
+                start_ms=start,
+                end_ms=start + 8,
+                nbytes=400_000_000,
+            )
+        )
+
+    for layer in range(4):
+        compute("forward", layer, 10 * layer, 10 * layer + 10)
+        copied("d2h", layer, 10 * layer + 10)
+        held = 0.4 * gb * min(2, layer + 1)
+        memory.append(
+            MemorySample(
+                ms=10 * layer + 5,
+                saved_bytes=int(held),
+                without_bytes=int(0.4 * gb * (layer + 1)),
+                host_bytes=int(0.4 * gb * layer),
+                other_bytes=2 * gb,
+            )
+        )
+    for at, layer in enumerate(reversed(range(4))):
+        compute("backward", layer, 48 + 20 * at, 68 + 20 * at)
+        copied("h2d", layer, 40 + 20 * at)
+        memory.append(
+            MemorySample(
+                ms=48 + 20 * at,
+                saved_bytes=int(0.4 * gb * min(2, 4 - at)),
+                without_bytes=int(0.4 * gb * (4 - at)),
+                host_bytes=int(0.4 * gb * (4 - at)),
+                other_bytes=2 * gb + at * 10**8,
+            )
+        )
+    spans.append(Span(lane="compute", kind="stall", name="", owner="", start_ms=40, end_ms=48))
+    return Timeline(
+        spans=sorted(spans, key=lambda span: span.start_ms),
+        memory=memory,
+        device_limit_bytes=gb,
+        simulated=False,
+    )
+
+
+def test_without_matplotlib_the_error_names_the_extra(
+    manager: PipelineOffloadManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = recorded(0)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ImportError, match=r"install the extra `plot`: pip install 'pipeline-offload\[plot\]'"
+    ):
+        offload.plot(tmp_path / "step.png", trace)
+
+
+def test_a_trace_of_nothing_is_refused(manager: PipelineOffloadManager, tmp_path: Path) -> None:
+    with offload.tracing() as trace:
+        pass
+    with pytest.raises(ValueError, match="nothing was recorded: no group was open and nothing was copied"):
+        offload.plot(tmp_path / "step.png", trace)
+    assert not (tmp_path / "step.png").exists()
+
+
+def test_matplotlib_is_not_imported_by_the_package() -> None:
+    """It is an extra, and takes a second."""
+    for name in ("offload.plot", "offload.telemetry.drawing"):
+        assert "matplotlib" not in vars(sys.modules[name])
