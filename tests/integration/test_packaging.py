@@ -80,6 +80,8 @@ def test_the_installed_wheel_runs_where_the_repository_is_not(wheel: Path, tmp_p
     code = "import offload, parallel, moe\nfor package in (offload, parallel, moe): print(package.__file__)"
     for line in run(code, tmp_path, target).splitlines():
         assert Path(line).is_relative_to(target)
+    first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
+    assert "offload report: 4 steps since apply" in run(first, tmp_path, target)
 
 
 USERS_FOLDER = """

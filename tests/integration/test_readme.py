@@ -1,95 +1,69 @@
-"""What README shows runs as it stands there."""
+"""What README and the first page of the docs show runs as it stands there."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
-import torch
-from torch.utils.checkpoint import checkpoint
+import pytest
 
 import offload
 from offload import PipelineOffloadManager
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 
 
-def python_examples() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+@pytest.fixture(autouse=True)
+def _without_manager() -> Iterator[None]:
+    PipelineOffloadManager.close_instance()
+    yield
+    PipelineOffloadManager.close_instance()
 
 
-def test_the_example_in_the_readme_runs_and_offloads() -> None:
-    example = python_examples()[0]
-    small_limits = "device_limit_bytes=6 << 20, max_restoring_bytes=0"
-    example = example.replace("device_limit_bytes=8 << 30, host_reserve_bytes=8 << 30", small_limits)
-    blocks = [
-        SimpleNamespace(attention=torch.nn.Linear(1024, 1024), mlp=torch.nn.Linear(1024, 1024))
-        for _ in range(3)
-    ]
-    names = {
-        "model": SimpleNamespace(blocks=blocks),
-        "microbatches": [
-            (torch.randn(1024, 1024, requires_grad=True), torch.randn(1024, 1024)) for _ in range(2)
-        ],
-        "loss_fn": torch.nn.functional.mse_loss,
-    }
-    try:
-        exec(compile(example, str(README), "exec"), names)
-        stats = PipelineOffloadManager.get_instance().stats
-        inputs = 2 * 3 * 1024 * 1024 * 4  # of each attention: all that its group saves
-        assert stats.spill_bytes == inputs
-        assert 0 < stats.restore_bytes <= inputs
-        assert stats.device_bytes_peak <= 6 << 20
-        assert all(block.attention.weight.grad is not None for block in blocks)
-    finally:
-        PipelineOffloadManager.reset_instance()
-        PipelineOffloadManager.OFFLOAD_MGR = None
+def examples(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-def test_the_example_of_selective_checkpoints_runs_and_what_is_kept_leaves() -> None:
-    example = next(example for example in python_examples() if "selective_contexts" in example)
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(2)]
-    block = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1], torch.nn.Tanh())
-    source = torch.randn(1024, 1024)
-    block(source).square().mean().backward()
-    expected = [layer.weight.grad for layer in layers]
-    block.zero_grad()
-    names = {
-        "torch": torch,
-        "offload": offload,
-        "checkpoint": checkpoint,
-        "block": block,
-        "x": source.clone().requires_grad_(),
-        **{name: getattr(offload, name) for name in ("group_start", "group_commit", "offload_hooks")},
-    }
-    try:
-        manager = offload.configure(
-            offload.OffloadConfig(max_spilling_bytes=1), device="sim", print_summary=False
-        )
-        offload.init_chunk_handler()
-        exec(compile(example, str(README), "exec"), names)
-        names["y"].square().mean().backward()  # type: ignore[attr-defined]
-        offload.step_end()
-        assert manager.stats.spilled >= 2, "the input, and a product that the recompute reads"
-        assert all(
-            torch.equal(layer.weight.grad, wanted) for layer, wanted in zip(layers, expected, strict=True)
-        )
-    finally:
-        PipelineOffloadManager.reset_instance()
-        PipelineOffloadManager.OFFLOAD_MGR = None
+def run(page: Path, examples: list[str], names: dict[str, Any]) -> dict[str, Any]:
+    """The names that there are when these have run one after the other, as they are printed."""
+    for example in examples:
+        exec(compile(example, str(page), "exec"), names)
+    return names
 
 
-def test_the_example_of_the_optimizer_runs_and_steps() -> None:
-    example = next(example for example in python_examples() if "HybridDeviceOptimizer" in example)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 64)
-    before = model.weight.detach().clone()
-    names = {"offload": offload, "model": model, "loss": model(torch.randn(8, 64)).square().mean()}
-    exec(compile(example, str(README), "exec"), names)
-    optimizer = names["optimizer"]
-    assert isinstance(optimizer, offload.HybridDeviceOptimizer)
-    optimizer.synchronize_parameters()
-    assert not torch.equal(model.weight, before)
-    optimizer.close()
+def test_the_examples_of_the_readme_run_and_the_first_needs_nothing_else_and_keeps_its_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, *rest = examples(README)
+    names = run(README, [first], {"__name__": "page"})
+    figures = offload.report().as_dict()
+    # of 6 blocks each saves two tensors of 4 MiB: what it is given, and what its activation is given
+    assert figures["last_step"]["saved_bytes"] == 6 * 2 * 4096 * 256 * 4
+    assert figures["moved_bytes"] > 0
+    assert figures["peak_bytes"] <= 30_000_000
+    assert "offload report: 4 steps since apply" in capsys.readouterr().out
+    run(README, rest, names)
+    assert isinstance(names["optimizer"], offload.HybridDeviceOptimizer)
+    names["optimizer"].close()
+
+
+def test_the_examples_of_getting_started_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "getting-started.md"
+    names = run(page, examples(page), {"__name__": "page"})
+    out = capsys.readouterr().out
+    assert "<offload.apply(Sequential, mode='groups'): blocks: 4 modules, 0 to 3>" in out
+    assert not any(module._forward_pre_hooks for module in names["model"].modules())
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= 1500
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "examples/README.md", "CHANGELOG.md"])
+def test_a_page_links_to_files_that_there_are(page: str) -> None:
+    folder = (ROOT / page).parent
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
+    assert [link for link in links if not (folder / link).exists()] == []

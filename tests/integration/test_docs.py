@@ -1,0 +1,116 @@
+"""The pages of docs/: they build, they name what there is, and what they quote is what the code says."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import offload
+from offload.config import MODES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+SAYING = {"warning", "warn"}
+
+
+def said_by(node: ast.AST) -> str:
+    """The text of an expression: each string in it, and an ellipsis for each value that is put in."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.FormattedValue):
+        return "…"
+    return "".join(said_by(child) for child in ast.iter_child_nodes(node))
+
+
+def trees() -> Iterator[ast.AST]:
+    yield from (ast.parse(path.read_text()) for path in sorted((ROOT / "offload").rglob("*.py")))
+
+
+def warnings_of_the_code() -> list[str]:
+    calls = (node for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    said = [
+        call.args
+        for call in calls
+        if (name := getattr(call.func, "attr", "")) in SAYING or (name == "_warn" and len(call.args) > 1)
+    ]
+    # `_warn(once, text)` has a text; `logger.warning(message)` in it passes that on, and has none
+    return [text for arguments in said if (text := "".join(map(said_by, arguments)))]
+
+
+def all_texts() -> str:
+    texts = (
+        said_by(node)
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Constant, ast.JoinedStr))
+    )
+    return "\n".join(texts)
+
+
+def quoted_messages() -> list[str]:
+    """The first cells of the tables that have a column of messages."""
+    rows: list[str] = []
+    in_messages = False
+    for line in (DOCS / "troubleshooting.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        in_messages = bool(cells) and (in_messages or cells[0] == "message")
+        if in_messages and cells[0].startswith("`"):
+            rows.append(cells[0].strip("`"))
+    return rows
+
+
+def pattern(message: str) -> re.Pattern[str]:
+    return re.compile(re.escape(message).replace("…", ".+?"), re.DOTALL)
+
+
+def test_each_message_of_the_troubleshooting_page_is_one_that_the_code_gives() -> None:
+    texts = all_texts()
+    messages = quoted_messages()
+    assert len(messages) > 30
+    assert [message for message in messages if not pattern(message).search(texts)] == []
+
+
+def test_each_warning_of_the_code_has_a_row_on_the_troubleshooting_page() -> None:
+    patterns = [pattern(message) for message in quoted_messages()]
+    found = warnings_of_the_code()
+    assert len(found) > 20
+    without = [text for text in found if not any(pattern.search(text) for pattern in patterns)]
+    assert without == [], "give each a row in docs/troubleshooting.md: part of the text, cause, remedy"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (DOCS / "reference.md").read_text()
+    named = set(re.findall(r"^::: offload\.(\w+)$", page, flags=re.MULTILINE))
+    assert set(offload.__all__) - {"__version__"} <= named
+
+
+@pytest.mark.req("S4-29", "S4-38")
+@pytest.mark.parametrize("page", ["README.md", "docs/modes.md"])
+def test_a_table_of_modes_has_each_mode_and_so_has_the_help(page: str) -> None:
+    rows = [line.split("|")[1] for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
+    listed = [mode for row in rows for mode in re.findall(r'`("\w+"|True|False)`', row)]
+    written = {'"' + mode + '"' if isinstance(mode, str) else str(mode) for mode in MODES}
+    assert written <= set(listed)
+    help_text = str(offload.apply.__doc__)
+    assert [mode for mode in written if f"{mode}:" not in help_text] == []
+
+
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings", reason="needs the extra docs")
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*mkdocs, "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "reference" / "index.html").read_text()
+    assert "Bytes pinned at construction, so that the first step finds its blocks." in page

@@ -1,0 +1,139 @@
+"""The examples run as a user would run them, and what they say is so."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload import PipelineOffloadManager
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+OF_RANKS = ("fsdp2", "pipeline")
+
+
+@pytest.fixture(autouse=True)
+def _without_manager() -> Iterator[None]:
+    PipelineOffloadManager.close_instance()
+    yield
+    PipelineOffloadManager.close_instance()
+
+
+def run(name: str, **arguments: Any) -> Any:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="example")["main"](**arguments)
+
+
+def moved_bytes() -> int:
+    found: int = offload.report().as_dict()["moved_bytes"]
+    return found
+
+
+def test_a_loop_of_ones_own_moves_what_its_blocks_save(capsys: pytest.CaptureFixture[str]) -> None:
+    run("own_loop")
+    out = capsys.readouterr().out
+    assert "blocks: 4 modules, 0 to 3" in out
+    assert "offload report: 4 steps since apply" in out
+    # what norm and up are given, and what gelu and down are given, which is four times as wide
+    rows, width = 1024, 256
+    figures = offload.report().as_dict()
+    assert figures["last_step"]["saved_bytes"] == 4 * (2 + 2 * 4) * rows * width * 4
+    assert figures["moved_bytes"] > 0
+    assert figures["peak_bytes"] <= 20_000_000
+
+
+def test_a_transformers_model_recomputes_its_layers_and_their_inputs_move(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    run("transformers_model")
+    assert "model.layers: 4 modules" in capsys.readouterr().out
+    steps, layers, an_input = 3, 4, 2 * 128 * 128 * 4
+    assert moved_bytes() == steps * layers * an_input
+
+
+def test_the_trainers_callback_logs_what_moved_and_leaves_the_model_as_it_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    trainer = run("transformers_trainer")
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 3
+    assert logs[-1]["offload/moved_bytes"] > 0
+    assert logs[-1]["offload/moved_bytes"] >= logs[0]["offload/moved_bytes"]
+    assert "offload report: " in capsys.readouterr().out
+    assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+
+
+@pytest.mark.parametrize("mode", ["hidden_states", True])
+def test_lora_trains_with_hidden_states_and_with_every_saved_tensor_out(mode: bool | str) -> None:
+    pytest.importorskip("peft")
+    run("peft_lora", mode=mode, steps=2)
+    assert moved_bytes() > 0
+
+
+def test_the_hybrid_optimizers_resumed_run_has_the_bits_of_the_whole_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run("hybrid_optimizer")
+    out = capsys.readouterr().out
+    assert "averaged weights bitwise equal: True" in out
+    whole, resumed = out.split("resumed:")
+    assert re.findall(r"step [345]: .*", whole) == re.findall(r"step [345]: .*", resumed)
+
+
+def _rank(rank: int, world: int, name: str) -> int:
+    run(name)
+    found = moved_bytes()
+    PipelineOffloadManager.close_instance()
+    return found
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_an_example_of_several_ranks_moves_bytes_on_each(name: str, tmp_path: Path) -> None:
+    assert all(found > 0 for found in run_ranks(_rank, 2, tmp_path, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_an_example_runs_by_the_command_that_it_names(name: str, tmp_path: Path) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    (command,) = re.findall(r"^    ((?:python|torchrun) .*)$", ast.get_docstring(ast.parse(text)) or "", re.M)
+    launcher = ["-m", "torch.distributed.run"] if command.startswith("torchrun") else []
+    done = subprocess.run(
+        [sys.executable, *launcher, *command.split()[1:-1], str(EXAMPLES / f"{name}.py")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "offload report" in done.stdout
+
+
+def test_the_megatron_example_uses_names_that_there_are() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (EXAMPLES / "megatron.md").read_text(), flags=re.DOTALL)
+    tree = ast.parse(code)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 13
+    from parallel import megatron
+
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert calls == ["megatron.install", "TransformerConfig"]
+    assert callable(megatron.install)
+
+
+def test_the_page_of_the_examples_lists_each_of_them() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".md"}} - {"README.md"}
+    assert set(re.findall(r"^\| \[([\w.]+)\]\(\1\)", page, flags=re.MULTILINE)) == files
