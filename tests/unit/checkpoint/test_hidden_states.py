@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+import offload
 from offload import PipelineOffloadManager, init_chunk_handler, step_end
 from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall
 from offload.checkpoint.operators import default_operators
@@ -582,6 +583,22 @@ def test_nothing_grows_over_steps_though_some_forwards_have_no_backward(manager:
     # names start anew in every step
     assert labels[1] == labels[-1]
     assert len(set(held[1:])) == 1
+
+
+@pytest.mark.req("S4-35")
+def test_a_report_counts_what_was_seen_marked_offloaded_restored_and_skipped() -> None:
+    """Seen are the arguments of every call: those that were marked, one a call, and those that stayed. Of the
+    first step, whose saves are looked at one by one."""
+    with installed(build_manager(max_spilling_bytes=INPUT_BYTES)) as manager:
+        assert manager is not None
+        [stats] = compared(build(), manager, torch.rand(ROWS, ROWS))
+        group = offload.report().total.groups[HIDDEN_STATES]
+    skipped = sum(stayed.tensors for stayed in group.stayed.values())
+    marked, offloaded, restored = stats.saved, stats.spilled, stats.restored
+    assert (marked + skipped, marked, offloaded, skipped) == (2 * BLOCKS, BLOCKS, BLOCKS, BLOCKS)
+    assert 0 < restored <= offloaded  # the last ones are still on the device when they are read
+    assert group.moved_bytes == stats.spill_bytes == BLOCKS * INPUT_BYTES
+    assert stats.restore_bytes == restored * INPUT_BYTES
 
 
 # -- other models --------------------------------------------------------------------------------------------
