@@ -28,6 +28,8 @@ class _Manager(Protocol):
 
     def commit(self, handler: ChunkGroups, group: Group) -> None: ...
 
+    def input_read_next(self, handler: ChunkGroups) -> None: ...
+
 
 class InputGroup:
     """Of one call: `open` before autograd packs the arguments, `send` after, `close` after the call.
@@ -77,12 +79,17 @@ class InputGroup:
         None after an exception."""
         installed, self._installed = self._installed, None
         self._manager.close_scope(installed)
-        if self._handler is None or self._group is None:
+        group, self._group, self._chunk, self._stays = self._group, None, None, None
+        if group is None:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(self._handler.output_has_gradient)
+                leaf.grad_fn.register_prehook(self._output_has_gradient)
                 return
+
+    def _output_has_gradient(self, gradients: object) -> None:
+        assert self._handler is not None
+        self._manager.input_read_next(self._handler)
 
 
 class _AllButOne:

@@ -41,6 +41,9 @@ __all__ = ["GroupsManager"]
 # of inferred ends, by what a step has saved: a generator's graph outlives the discriminator's step
 _ENDS_OUTLIVED = 2
 
+# S4-3: with the input of the block that runs, all that is on the device of those that leave
+_INPUTS_LEAVING = 2
+
 
 class GroupsManager(OpenScopes, Client):
     """Chunks, plan and prefetch over one engine, as its client "groups".
@@ -67,6 +70,8 @@ class GroupsManager(OpenScopes, Client):
         # with the capture of the commit
         self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
+        self._input_names: set[str] = set()  # groups of inputs of recomputed calls
+        self._only_inputs = True  # has been saved in this step
         self._compile_report = CompileReport()
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
         self._survey: Survey | None = None
@@ -210,21 +215,51 @@ class GroupsManager(OpenScopes, Client):
         return KeptGroup(self, self.active_handler(), name)
 
     def input_group(self, name: str) -> InputGroup:
-        """For the input of a call that is recomputed, which is called now. name: of its group."""
+        """For the input of a call that is recomputed, which is called now. name: of its group.
+
+        Its block computes longer than its bytes are copied. So two such copies out are under way at most, and
+        one input is fetched ahead, unless the config says otherwise: more would only hold memory.
+        """
+        self._input_names.add(name)
         if self.needs_chunk() and torch.is_grad_enabled():
             self.mark_report.not_announced(name)
         return InputGroup(self, self.active_handler(), name)
 
     def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)
-        cap = self._planner.settings.max_inflight_offloads
-        if cap is not None and group.saved is not None and group.saved.transfers:
+        cap, saved = self._planner.settings.max_inflight_offloads, group.saved
+        if saved is not None and group.name in self._input_names:
+            cap = self._input_sent(saved.nbytes, cap)
+        elif saved is not None and saved.nbytes:
+            self._only_inputs = False
+            self.engine.prefetch.most_bytes = None
+        if cap is not None and saved is not None and saved.transfers:
             pending = self._pending[group.name]
-            pending.append(group.saved.transfers)
+            pending.append(saved.transfers)
             while len(pending) > cap:
                 for transfer in pending.popleft():
                     self.engine.transfers.settle_spill(transfer)
         self.pump()
+
+    def _input_sent(self, nbytes: int, cap: int | None) -> int | None:
+        """Set how far the prefetch looks; returns how many inputs may be on their way out."""
+        if self._only_inputs:
+            ahead = self.engine.prefetch.most_bytes
+            self.engine.prefetch.most_bytes = max(nbytes, 1) if ahead is None else max(nbytes, ahead)
+        return _INPUTS_LEAVING if cap is None and self.engine.config.max_spilling_bytes is None else cap
+
+    def input_read_next(self, handler: ChunkGroups) -> None:
+        """The backward has come to the end of a recomputed call of this chunk. Of inputs that it is done
+        with, the sources of copies under way are let go: no later copy would make compute wait for them."""
+        with self.engine.lock:
+            handler.output_has_gradient(None)
+            for name in self._input_names:
+                pending = self._pending[name]
+                for transfers in [*pending]:
+                    if all(block.is_freed for transfer in transfers for block in transfer.blocks):
+                        pending.remove(transfers)
+                        for transfer in transfers:
+                            self.engine.transfers.settle_spill(transfer)
 
     def flush_delayed_groups(self) -> None:
         """Send every delayed group, in the order of their commits. In a capture, those that it delayed: a
@@ -306,6 +341,8 @@ class GroupsManager(OpenScopes, Client):
         self._close_uncommitted()
         self._delayed.clear()
         self._pending.clear()
+        self._only_inputs = True
+        self.engine.prefetch.most_bytes = None
         handlers = [handler for handler in self._handlers.values() if handler.begun]
         if self.is_warmup and self.do_offload:
             committed = [group for handler in handlers for group in handler.groups if group.committed]

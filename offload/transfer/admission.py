@@ -77,11 +77,15 @@ class Admission(Protocol):
 
 @dataclass(slots=True, init=False)
 class Limits:
-    """Caps of one engine, in bytes; they may change between steps. None: no cap of that kind."""
+    """Caps of one engine, in bytes; they may change between steps. None: no cap of that kind.
+
+    names_window: the config names max_restoring_bytes.
+    """
 
     device_limit_bytes: int | None
     max_spilling_bytes: int | None
     max_restoring_bytes: int
+    names_window: bool
 
     def __init__(self, config: OffloadConfig) -> None:
         self.follow(config)
@@ -92,6 +96,7 @@ class Limits:
         spilling, restoring = config.max_spilling_bytes, config.max_restoring_bytes
         if spilling is None and limit is None:
             spilling = DEFAULT_IN_FLIGHT_BYTES
+        self.names_window = restoring is not None
         if restoring is None:
             restoring = DEFAULT_IN_FLIGHT_BYTES if limit is None else limit // 4
         self.device_limit_bytes = limit

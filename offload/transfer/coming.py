@@ -144,13 +144,15 @@ class Prefetcher:
     """Issues the prefetch. Callers hold the engine's lock.
 
     stride_bytes: how much is to be read before looking again is worth its host time: a piece, or a quarter of
-        a small window. As of the last `pump`.
+        a small window. As of the last `pump`. most_bytes: a window that is enough for what this step saves,
+        None where that is not known; it holds unless the config names one.
     """
 
     def __init__(self, transfers: TransferEngine, *, piece_bytes: int) -> None:
         self._transfers = transfers
         self.piece_bytes = piece_bytes
         self.stride_bytes = min(piece_bytes, transfers.limits.max_restoring_bytes // 4)
+        self.most_bytes: int | None = None
 
     def look_back(self, coming: ComingReads) -> None:
         """Something that was fetched may have been dropped for want of room: let it be fetched again.
@@ -168,7 +170,10 @@ class Prefetcher:
         chunks: in the order in which backwards will read them.
         """
         transfers = self._transfers
-        window = transfers.limits.max_restoring_bytes
+        limits = transfers.limits
+        window, most_bytes = limits.max_restoring_bytes, self.most_bytes
+        if most_bytes is not None and most_bytes < window and not limits.names_window:
+            window = most_bytes
         self.stride_bytes = min(self.piece_bytes, window // 4)
         if not transfers.counts.spilled:
             return  # all that was saved in this step is on the device

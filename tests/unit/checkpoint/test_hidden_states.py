@@ -510,6 +510,41 @@ def test_the_next_input_is_fetched_before_the_recompute_that_reads_it() -> None:
     assert set(states) <= {BlockState.RESTORING, BlockState.RESTORED, BlockState.RESIDENT}
 
 
+@pytest.mark.req("S4-3", "S4-4")
+@pytest.mark.parametrize("executor", ["late", "early"])
+def test_after_the_forward_two_inputs_are_on_the_device_and_in_the_backward_one_is_fetched_ahead(
+    executor: Any,
+) -> None:
+    """Of eight, though the caps in bytes have room for all: a block computes longer than its input is
+    copied. In the backward the one that is being read may count, too."""
+    held: list[int] = []
+
+    class Asking(Block):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            held.append(manager.engine.transfers.device_bytes)
+            return super().forward(x, mask)
+
+    with installed(build_manager(executor)) as manager:
+        assert manager is not None
+        model = build(Asking, count=8)
+        for _ in range(2):
+            held.clear()
+            with recomputed(list(model.blocks), manager):
+                init_chunk_handler(None, None, 1)
+                y = model(source())
+                held.append(manager.engine.transfers.device_bytes)
+                y.sum().backward()
+            stats = step_end()
+            assert stats is not None
+            assert stats.spilled == 8
+            forward, after, backward = held[:8], held[8], held[9:]
+            assert forward == [INPUT_BYTES, *[2 * INPUT_BYTES] * 7]
+            assert after == 2 * INPUT_BYTES  # layers - 2 are gone
+            assert max(backward) <= 3 * INPUT_BYTES
+            assert max(backward[3:]) <= 2 * INPUT_BYTES  # no longer those that the forward left behind
+            assert stats.device_bytes_peak <= 3 * INPUT_BYTES
+
+
 @pytest.mark.req("S4-3", "S4-44")
 def test_sources_alive_are_bounded_by_bytes_that_a_user_sets() -> None:
     """max_spilling_bytes of two inputs: a third copy makes compute wait for the first. Never the host."""
