@@ -3,6 +3,7 @@
 
     python scripts/mutate.py offload/memory --count 20 --seed 1
     python scripts/mutate.py offload/transfer offload/saved --count 50 --tests tests/unit tests/property
+    python scripts/mutate.py offload/memory --count 20 --seed 1 --start 12     # goes on with the 13th
     python scripts/mutate.py offload/policy --count 5 --list
 
 A fault is one of these: a negated condition, a shifted bound, `and` for `or`, an integer off by one, a call
@@ -149,11 +150,12 @@ def planted(root: Path, folders: Sequence[str], count: int, seed: int) -> list[F
 
 def selected_tests(root: Path, path: str, tests: Sequence[str]) -> list[str]:
     """What pytest is given for a fault in this file: the test files that import it, then those in the folder
-    of its mirror, then the rest. Files only: pytest sorts a file in among those of a folder beside it."""
+    of its mirror, then the rest as given. Files only: pytest sorts a file in among those of a folder beside
+    it."""
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     given = [root / test for test in tests]
-    found = [test.rglob("test_*.py") if test.is_dir() else [test] for test in given]
-    files = sorted({file for each in found for file in each})
+    found = [sorted(test.rglob("test_*.py")) if test.is_dir() else [test] for test in given]
+    files = dict.fromkeys(file for each in found for file in each)
     mirror = root / "tests/unit" / Path(*Path(path).parent.parts[1:])
     ranked = sorted(files, key=lambda file: (not _imports(file, module), mirror not in file.parents))
     return [str(file.relative_to(root)) for file in ranked]
@@ -266,9 +268,10 @@ def main() -> int:
         "--limit", type=float, default=600, metavar="S", help="seconds a fault (default: 600)"
     )
     parser.add_argument("--allow", type=int, default=0, metavar="N", help="survivors that are no failure")
+    parser.add_argument("--start", type=int, default=0, metavar="N", help="pass over the first N of them")
     parser.add_argument("--list", action="store_true", help="show the faults and run nothing")
     given = parser.parse_args()
-    faults = planted(ROOT, given.folders, given.count, given.seed)
+    faults = planted(ROOT, given.folders, given.count, given.seed)[given.start :]
     if given.list:
         for fault in faults:
             print(f"{fault.path}:{fault.line}: {fault.kind}\n{fault.diff((ROOT / fault.path).read_bytes())}")
