@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from offload.device.sim import ExecutorName
 from offload.optim import HybridDeviceOptimizer
 from offload.optim.touch import AwaitedWeight
-from tests.unit.optim.rig import assert_same_bits, engine, hybrid, net, train
+from tests.unit.optim.rig import assert_same_bits, backward, engine, hybrid, net, train
 
 WIDTH = 32
 STEPS = 4
@@ -117,6 +117,24 @@ def test_what_is_read_past_its_module_waits_and_the_rest_still_overlaps() -> Non
     first = next(model.parameters())
     assert first.norm() > 0
     assert [isinstance(parameter, AwaitedWeight) for parameter in model.parameters()] == [False, *awaited[1:]]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_weight_that_a_step_leaves_as_it_is_is_not_on_its_way_because_of_the_step_before(
+    share: float,
+) -> None:
+    model = net()
+    optimizer = hybrid(model, offload_fraction=1.0, model=model, cpu_share=share, bucket_bytes=1024)
+    backward(model, 0)
+    optimizer.step()
+    assert all(isinstance(parameter, AwaitedWeight) for parameter in model.parameters())
+    optimizer.zero_grad()
+    first, *_, last = model.parameters()
+    first.grad = torch.ones(first.shape)
+    optimizer.step()
+    assert isinstance(first, AwaitedWeight)
+    assert type(last) is nn.Parameter
     optimizer.close()
 
 
