@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bench.measure import Clock
 from bench.ours import OurMarks
 from bench.workload import Stack, StackShape
-from offload.policy import Action
+from offload.policy.actions import Action
 from parallel.launch import Rank
 from parallel.order import actions_of, peak_chunks
 from parallel.schedules import build_schedule, schedule_named, stages_of

@@ -18,7 +18,7 @@ from bench.measure import median
 from bench.ours import STAT_FIELDS
 from bench.workload import ATTENTION_GROUPS, GROUPS
 from offload import OffloadConfig, PipelineOffloadManager, configure
-from offload.policy import Action
+from offload.policy.actions import Action
 from parallel.host import line_up, reserve_host_together
 from parallel.launch import Rank
 from parallel.schedules import schedule_named

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from offload.device import Event
 from offload.device.cuda import CudaDevice
-from offload.memory import Block, HostArena, LocalHostBudget
+from offload.memory.arena import Block, HostArena
+from offload.memory.budget import LocalHostBudget
 from tests.gpu.widened import cycles_of
 
 pytestmark = pytest.mark.gpu

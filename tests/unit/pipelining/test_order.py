@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from offload.pipelining.order import actions_of, peak_chunks
-from offload.policy import parse_action
+from offload.policy.actions import parse_action
 from parallel.schedules import SCHEDULES
 
 

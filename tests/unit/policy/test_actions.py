@@ -5,8 +5,17 @@ from __future__ import annotations
 
 import pytest
 
-from offload.policy import Action, GroupSize, Rates, Work, one_f_one_b, parse_action, reads_of, work_of
-from offload.policy.actions import lives_of
+from offload.policy.actions import (
+    Action,
+    GroupSize,
+    Rates,
+    Work,
+    lives_of,
+    one_f_one_b,
+    parse_action,
+    reads_of,
+    work_of,
+)
 
 
 def order(text: str) -> list[Action]:

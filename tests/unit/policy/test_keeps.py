@@ -9,17 +9,12 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.policy import (
-    Action,
-    ChunkKey,
-    GroupKey,
-    GroupSize,
-    Keeps,
+from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, one_f_one_b
+from offload.policy.keeps import (
     fraction_keeps,
     kept_peak_bytes,
     limit_keeps,
     margin_keeps,
-    one_f_one_b,
     summary_bytes,
     tail_keeps,
 )

@@ -5,19 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from offload.policy import (
-    Action,
-    ChunkKey,
-    GroupKey,
-    GroupSize,
-    Rates,
-    choose_keeps,
-    kept_peak_bytes,
-    limit_keeps,
-    one_f_one_b,
-    simulate,
-    work_of,
-)
+from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Rates, one_f_one_b, work_of
+from offload.policy.keeps import kept_peak_bytes, limit_keeps
+from offload.policy.search import choose_keeps
+from offload.policy.simulate import simulate
 
 GB = 10**9
 H200 = Rates(d2h_bytes_per_s=55.2 * GB, h2d_bytes_per_s=55.1 * GB, duplex_bytes_per_s=101.5 * GB)
@@ -32,7 +23,7 @@ W2_SIZES: dict[ChunkKey, list[GroupSize]] = {
 @pytest.mark.parametrize("device_gb", [50, 40, 32, 22])
 def test_the_plan_of_a_pipeline_stage_comes_within_five_percent_of_the_bound(device_gb: int) -> None:
     pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
-    from offload.policy import least_step
+    from offload.policy.bound import least_step
 
     limit_bytes = device_gb * GB - 9 * GB
     plan = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes)

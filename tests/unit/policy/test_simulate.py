@@ -10,20 +10,9 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.policy import (
-    Action,
-    ChunkKey,
-    GroupKey,
-    GroupSize,
-    Keeps,
-    Rates,
-    Simulation,
-    kept_peak_bytes,
-    limit_keeps,
-    parse_action,
-    simulate,
-    work_of,
-)
+from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates, parse_action, work_of
+from offload.policy.keeps import kept_peak_bytes, limit_keeps
+from offload.policy.simulate import Simulation, simulate
 
 TEN = Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=10)
 THREE_GROUPS = {(0, 0): [GroupSize(name, 10) for name in "abc"]}
@@ -243,7 +232,7 @@ def test_no_simulated_step_is_under_the_bound(
     step: Step, limit: int, window: int, data: st.DataObject
 ) -> None:
     pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
-    from offload.policy import least_step
+    from offload.policy.bound import least_step
 
     actions, sizes, seconds, rates = step
     result = simulate(
