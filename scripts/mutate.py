@@ -11,9 +11,11 @@ left out (waits, releases and counts are such calls), a reference not let go, a 
 result that is not returned. The same seed plants the same faults in the same source.
 
 One invariant: the working tree is never written. Each process has a scratch copy of it, plants a fault there,
-runs pytest until its first failure, and puts the file back. The tests that import the file come first, then
-the folder that mirrors it, then the rest of --tests. A fault is *killed* if a test fails or cannot be
-collected, or if the time limit passes; else it *survived*, and is printed with its place and a diff. Each
+runs pytest until its first failure, and puts the file back. The tests run once without a fault, and it is
+noted which of them call which functions: a fault is shown only to those that call its function, or to all
+where it is outside of one. The tests that import the file come first, then the folder that mirrors it, then
+the rest of --tests. A fault is *killed* if a test fails or cannot be collected, or if the time limit passes;
+else it *survived*, and is printed with its place and a diff. Each
 result is printed as soon as it is known, so a run that is cut short loses none. Exit status 0: at most
 --allow survived; 1: more did; 2: the tests fail without any fault, and no result counts.
 
@@ -27,6 +29,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import json
 import os
 import random
 import shutil
@@ -34,15 +37,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_BOUND: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no")
+MOST_NAMED = 300
+"""Tests of which each is named to pytest; where more call a function, their files are."""
 SPOKEN = ("logger.", "warnings.", "print(")
 """How calls begin that only say something."""
 
@@ -148,17 +155,78 @@ def planted(root: Path, folders: Sequence[str], count: int, seed: int) -> list[F
     return random.Random(seed).sample(every, min(count, len(every)))
 
 
-def selected_tests(root: Path, path: str, tests: Sequence[str]) -> list[str]:
+class CallsByTest:
+    """pytest's plugin in the run without a fault: which functions each test calls, on any thread.
+
+    What another process calls is not seen, and what a fixture of several tests calls counts for the first.
+    """
+
+    def __init__(self, tree: str, found: str) -> None:
+        self._tree = tree + os.sep
+        self._found = Path(found)
+        self._seen: dict[int, CodeType] = {}
+        self._calls: dict[str, list[str]] = {}
+
+    def pytest_runtest_logstart(self) -> None:
+        self._seen = {}
+        threading.settrace(self._see)
+        sys.settrace(self._see)
+
+    def _see(self, frame: FrameType, event: str, argument: Any) -> None:
+        self._seen.setdefault(id(frame.f_code), frame.f_code)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        own = [code for code in self._seen.copy().values() if code.co_filename.startswith(self._tree)]
+        self._calls[nodeid] = sorted({_function(code, self._tree) for code in own})
+
+    def pytest_sessionfinish(self) -> None:
+        self._found.write_text(json.dumps(self._calls))
+
+
+def _function(code: CodeType, tree: str) -> str:
+    """Its file and the function that its text is in."""
+    return f"{code.co_filename.removeprefix(tree)}:{code.co_qualname.partition('.<locals>')[0]}"
+
+
+def pytest_configure(config: Any) -> None:
+    if found := os.environ.get("MUTATE_CALLS"):
+        config.pluginmanager.register(CallsByTest(os.getcwd(), found))
+
+
+def function_of(fault: Fault, source: bytes) -> str | None:
+    """The function that a fault is in, as `CallsByTest` names it; None outside of any."""
+    names, inside = [fault.path + ":"], list(ast.parse(source).body)
+    while inside:
+        node = inside.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.lineno <= fault.line <= node.end_lineno:
+            names.append(node.name)
+            if isinstance(node, ast.FunctionDef):
+                return names[0] + ".".join(names[1:])
+            inside = list(node.body)
+    return None
+
+
+def selected_tests(
+    root: Path, path: str, tests: Sequence[str], calling: Sequence[str] | None = None
+) -> list[str]:
     """What pytest is given for a fault in this file: the test files that import it, then those in the folder
     of its mirror, then the rest as given. Files only: pytest sorts a file in among those of a folder beside
-    it."""
+    it. calling: the tests that may notice it, None for all."""
     module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     given = [root / test for test in tests]
     found = [sorted(test.rglob("test_*.py")) if test.is_dir() else [test] for test in given]
     files = dict.fromkeys(file for each in found for file in each)
     mirror = root / "tests/unit" / Path(*Path(path).parent.parts[1:])
     ranked = sorted(files, key=lambda file: (not _imports(file, module), mirror not in file.parents))
-    return [str(file.relative_to(root)) for file in ranked]
+    names = [str(file.relative_to(root)) for file in ranked]
+    if calling is None:
+        return names
+    named = {name: [test for test in calling if test.partition("::")[0] == name] for name in names}
+    if len(calling) > MOST_NAMED:
+        return [name for name in names if named[name]]
+    return [test for name in names for test in named[name]]
 
 
 def _imports(file: Path, module: str) -> bool:
@@ -182,25 +250,38 @@ class Trees:
             shutil.copytree(root, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
             self.free.put(tree)
 
-    def run(self, fault: Fault | None, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+    def calls(self, tests: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        """The functions that each test calls. Raises RuntimeError if the tests fail."""
+        tree = self.free.get()
+        found = tree.with_suffix(".json")
+        command = [sys.executable, *PYTEST, "-p", "mutate", *tests]
+        status, said = _ended(command, tree, None, MUTATE_CALLS=str(found))
+        if status != 0:
+            raise RuntimeError(f"without any fault pytest {' '.join(tests)} ends with {status}: {said}")
+        self.free.put(tree)
+        calls: dict[str, list[str]] = json.loads(found.read_text())
+        return calls
+
+    def run(self, fault: Fault, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
         """pytest's exit status, None where the time limit passed, and what it said last."""
         tree = self.free.get()
-        file = tree / fault.path if fault is not None else None
+        file = tree / fault.path
+        source, times = file.read_bytes(), (file.stat().st_atime, file.stat().st_mtime)
         try:
-            if file is not None and fault is not None:
-                source, times = file.read_bytes(), (file.stat().st_atime, file.stat().st_mtime)
-                file.write_bytes(fault.planted(source))
+            file.write_bytes(fault.planted(source))
             return _ended([sys.executable, *PYTEST, *tests], tree, limit_s)
         finally:
-            if file is not None:
-                file.write_bytes(source)
-                os.utime(file, times)
+            file.write_bytes(source)
+            os.utime(file, times)
             self.free.put(tree)
 
 
-def _ended(command: list[str], tree: Path, limit_s: float) -> tuple[int | None, str]:
+def _ended(
+    command: list[str], tree: Path, limit_s: float | None, **environment: str
+) -> tuple[int | None, str]:
     """Run it in a session of its own, of which nothing is left behind."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join((str(tree), str(Path(__file__).parent)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **output)
     try:
@@ -221,30 +302,27 @@ def tried(
 ) -> Iterator[Result]:
     """What becomes of each fault, as soon as it is known.
 
-    Raises RuntimeError if the tests fail without a fault. That is tried first, beside the faults; where it
-    takes longer than they do, their results come before it.
+    Raises RuntimeError if the tests fail without a fault, which is tried first.
     """
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
         trees = Trees(root, Path(folder), jobs)
 
+        calls = trees.calls(tests)
+
         def outcome(fault: Fault) -> Result:
-            status, said = trees.run(fault, selected_tests(root, fault.path, tests), limit_s)
+            function = function_of(fault, (root / fault.path).read_bytes())
+            calling = None if function is None else [test for test in calls if function in calls[test]]
+            if calling == []:
+                return Result(fault, True, "no test calls it")
+            status, said = trees.run(fault, selected_tests(root, fault.path, tests, calling), limit_s)
             if status in (4, 5):  # a path that is not there, or no test; others are a fault's doing
                 raise RuntimeError(f"pytest ends with {status}: {said}")
             return Result(fault, status == 0, said)
 
-        without = pool.submit(trees.run, None, tests, limit_s)
         pending = [pool.submit(outcome, fault) for fault in faults]
         try:
-            for ended in as_completed([without, *pending]):
-                result = ended.result()
-                if isinstance(result, Result):
-                    yield result
-                elif result[0] != 0:
-                    status, said = result
-                    raise RuntimeError(
-                        f"without any fault pytest {' '.join(tests)} ends with {status}: {said}"
-                    )
+            for ended in as_completed(pending):
+                yield ended.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

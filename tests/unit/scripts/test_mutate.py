@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.mutate import faults_in, planted, selected_tests, tried
+from scripts.mutate import faults_in, function_of, planted, selected_tests, tried
 
 SOURCE = '''"""Said only: not (a < b)."""
 from typing import TYPE_CHECKING
@@ -102,18 +102,49 @@ def test_faults_are_not_called_killed_by_tests_that_fail_anyway(project: Path) -
 
 
 def test_a_result_is_told_as_soon_as_it_is_known(project: Path) -> None:
-    """A run without faults takes minutes. What is known by then was lost where a time limit cut it short."""
+    """A time limit that cut a run short lost all that was known by then."""
     done = project / "done"
     (project / "tests/test_far.py").write_text(
-        f"import pathlib, time\n\ndef test_far():\n    while not pathlib.Path({str(done)!r}).exists():\n"
-        "        time.sleep(0.05)\n"
+        "import pathlib, time\nfrom pkg.limits import unseen\n\ndef test_far():\n    unseen(1)\n"
+        f"    while unseen(1) != 2 and not pathlib.Path({str(done)!r}).exists():\n        time.sleep(0.05)\n"
     )
-    faults = [one for one in planted(project, ["pkg/limits.py"], 100, 0) if one.line == 2]
-    results = tried(faults, ["tests"], root=project, jobs=2, limit_s=60)
-    first = [next(results), next(results)]  # each fault is killed before it comes to test_far
+    faults = planted(project, ["pkg/limits.py"], 100, 0)
+    slow = next(one for one in faults if one.kind == "off-by-one")
+    quick = next(one for one in faults if one.line == 2)
+    results = tried([slow, quick], ["tests"], root=project, jobs=2, limit_s=60)
+    assert next(results).fault == quick
     done.touch()
-    assert {one.fault for one in first} == set(faults)
-    assert list(results) == []
+    last = next(results)
+    assert (last.fault, last.survived) == (slow, True)
+
+
+def test_a_fault_is_shown_to_the_tests_that_call_its_function(project: Path) -> None:
+    (project / "tests/test_far.py").write_text(
+        "import threading\nfrom pkg import limits\n\ndef test_far(): ...\n\ndef test_thread():\n"
+        "    threading.Thread(target=limits.unseen, args=(1,)).start()\n"
+    )
+    faults = planted(project, ["pkg"], 100, 0)
+    said = {one.fault.line: one.said for one in tried(faults, ["tests"], root=project)}
+    assert said[6].startswith("1 passed"), "on a thread of test_thread"
+    (project / "tests/test_far.py").unlink()
+    said = {one.fault.line: one.said for one in tried(faults, ["tests"], root=project)}
+    assert said[6] == "no test calls it"
+
+
+def test_a_fault_belongs_to_the_function_that_its_text_is_in() -> None:
+    source = b"""LIMIT = 2 + 1
+
+
+class Outer:
+    size = 1 + 1
+
+    def method(self):
+        def inner():
+            return 1 + 1
+        return inner
+"""
+    faults = {one.line: function_of(one, source) for one in faults_in("a.py", source)}
+    assert faults == {1: None, 5: None, 9: "a.py:Outer.method", 10: "a.py:Outer.method"}
 
 
 def test_a_seed_plants_the_same_faults_and_the_tests_that_import_a_file_come_first(project: Path) -> None:
