@@ -18,6 +18,8 @@ Or by hand, around layers:
 
 from __future__ import annotations
 
+from torch import OutOfMemoryError as DeviceLimitError  # noqa: F401 - raised where the device has no room
+
 from offload import marks
 from offload.apply import Applied as Applied
 from offload.apply import activations, apply
@@ -39,7 +41,6 @@ from offload.compat.tensor_pool import TensorPool as TensorPool
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError as CaptureError
-from offload.errors import DeviceLimitError as DeviceLimitError
 from offload.errors import GroupOrderError as GroupOrderError
 from offload.errors import HazardError as HazardError
 from offload.errors import HostBudgetError, OffloadError

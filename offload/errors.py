@@ -8,7 +8,6 @@ from __future__ import annotations
 
 __all__ = [
     "CaptureError",
-    "DeviceLimitError",
     "GroupOrderError",
     "HazardError",
     "HostBudgetError",
@@ -29,10 +28,6 @@ class RecordStateError(OffloadError):
 
 class StaleHandleError(OffloadError):
     """A saved tensor was read after the step that it belongs to had ended."""
-
-
-class DeviceLimitError(OffloadError):
-    """Kept as a public name; the engine raises torch.OutOfMemoryError where the device has no room."""
 
 
 class HostBudgetError(OffloadError):

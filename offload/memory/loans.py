@@ -61,13 +61,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaStats:
-    """Counters at one moment. `asked`, `missing` and `missing_bytes` run since the arena was made;
+    """Counters at one moment. `asked` and `missing` run since the arena was made;
     `lent_peak_bytes` since `reset_peak`. `free_ranges` counts whole blocks by the ranges that they were lent
     as, not joined."""
 
     asked: int
     missing: int
-    missing_bytes: int
     lent: int
     lent_bytes: int
     lent_peak_bytes: int
@@ -94,7 +93,7 @@ class Lender:
         self._returned: deque[tuple[Block, Event | None]] = deque()
         self._align_bytes = ALIGN_BYTES
         self._all_passed = False  # every event that was ever recorded outside of the capture under way
-        self._asked = self._missing = self._missing_bytes = 0
+        self._asked = self._missing = 0
         self.lent_bytes = self._lent_peak_bytes = 0
 
     # [Order: reuse of a pinned block]
@@ -197,7 +196,6 @@ class Lender:
             return ArenaStats(
                 asked=self._asked,
                 missing=self._missing,
-                missing_bytes=self._missing_bytes,
                 lent=len(self._lent),
                 lent_bytes=self.lent_bytes,
                 lent_peak_bytes=self._lent_peak_bytes,
@@ -255,7 +253,6 @@ class Lender:
             self._split_whole()  # blocks may have come back while another thread pinned
             if not grown and needed > self._ranges.nbytes:
                 self._missing += 1
-                self._missing_bytes += nbytes
                 return None
         return self._cut(nbytes, self._ranges.gather(needed))
 

@@ -51,14 +51,6 @@ class Bound:
     """How long each action takes in one best step; a longer one than its compute is where the cap costs
     time."""
 
-    @property
-    def ratio(self) -> float:
-        """Step time over that of the step without offload; 1.0 where there is neither compute nor
-        transfer."""
-        if self.compute_s > 0:
-            return self.step_s / self.compute_s
-        return float("inf") if self.step_s > 0 else 1.0
-
 
 def single_pass_limit_s(
     forward_s: float, backward_s: float, moved_bytes: float, d2h_bytes_per_s: float, h2d_bytes_per_s: float

@@ -32,15 +32,7 @@ from offload.saved.handles import Handle, Record, modified
 from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
-from offload.transfer.layout import (
-    Layouts,
-    ViewLayout,
-    bytes_of,
-    layout_of,
-    overlaps_itself,
-    span_of,
-    view_of,
-)
+from offload.transfer.layout import Layouts, ViewLayout, bytes_of, overlaps_itself, span_of, view_of
 
 __all__ = ["KEPT_SHARE", "TensorStore"]
 
@@ -282,8 +274,8 @@ class TensorStore:
         probe, layout = handle.probe, handle.layout
         assert probe is not None
         if probe._version != handle.version:
-            found = layout if layout is not None else layout_of(probe)
-            raise modified(found.dtype, found.size, probe._version, handle.version)
+            size = probe.size() if layout is None else layout.size
+            raise modified(probe.dtype, size, probe._version, handle.version)
         # read before: a second pass over the graph begins for this block
         if handle.pass_no == block.pass_no:
             block.pass_no += 1

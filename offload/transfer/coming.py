@@ -63,7 +63,9 @@ class ComingReads:
         for position in range(self._reader, self._fetched):
             block = self._blocks[position]
             ahead = self._passes[position] - block.pass_no
-            if (ahead > 0 or (ahead == 0 and block.unread)) and _is_away(block):
+            unread = ahead > 0 or (ahead == 0 and block.unread)
+            away = block.state is _SPILLED and (block.external or block.storage() is None)
+            if unread and away and not block.is_freed:
                 self.ahead_bytes -= sum(self._sizes[position : self._fetched])
                 self._fetched = position
                 return
@@ -120,7 +122,8 @@ class ComingReads:
             sizes.append(block.nbytes)
             if block.state is _SPILLING:
                 keep.append(block)
-            elif block.state is _SPILLED and (block.external or block.storage() is None):  # `_is_away`
+            # its bytes have to come back: nothing on the device still holds them
+            elif block.state is _SPILLED and (block.external or block.storage() is None):
                 fetch.append(block)
                 fetch_bytes += block.nbytes
                 if fetch_bytes >= piece_bytes:
@@ -132,12 +135,6 @@ class ComingReads:
         start, self._fetched = self._fetched, self._fetched + len(sizes)
         self._sizes[start : self._fetched] = sizes
         self.ahead_bytes += sum(sizes)
-
-
-def _is_away(block: DeviceBlock) -> bool:
-    """Whether its bytes have to come back: they are on the host, and nothing on the device still holds
-    them."""
-    return not block.is_freed and block.state is _SPILLED and (block.external or block.storage() is None)
 
 
 class Prefetcher:

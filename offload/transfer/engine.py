@@ -149,8 +149,10 @@ class TransferEngine(CaptureSide):
                 if capture is not None:
                     capture.host_blocks.append(host)
                 leaving.append(block)
-                sources.append(bytes_of(storage, block.start, block.nbytes))
+                sources.append(source := bytes_of(storage, block.start, block.nbytes))
                 nbytes += block.nbytes
+                if block.key not in copying:  # else compute wrote it before the copy that still reads it
+                    device.note_write(compute, source)
             storages.clear()  # the transfer's sources alone hold them from here on
             del storage
             if not leaving:
@@ -159,9 +161,6 @@ class TransferEngine(CaptureSide):
             if capture is not None:
                 capture.forked[d2h] = None
                 self._captured.extend(leaving)
-            for block, source in zip(leaving, sources, strict=True):
-                if block.key not in copying:  # else compute wrote it before the copy that still reads it
-                    device.note_write(compute, source)
             device.wait(d2h, device.record(compute), "spill")
             for source, host in zip(sources, hosts, strict=True):
                 for last_use in host.after:

@@ -16,11 +16,9 @@ from offload.device.sanitizer import sanitizing
 
 __all__ = [
     "Layouts",
-    "Span",
     "ViewLayout",
     "WeakStorage",
     "bytes_of",
-    "layout_of",
     "overlaps_itself",
     "span_of",
     "view_of",
@@ -29,13 +27,6 @@ __all__ = [
 ALIGNMENT = 16
 """Bytes; the largest item size of a torch dtype. Spans start on it, so that any view over a copied span stays
 aligned."""
-
-
-class Span(NamedTuple):
-    """A byte range of a storage."""
-
-    start: int
-    stop: int
 
 
 class ViewLayout(NamedTuple):
@@ -93,12 +84,9 @@ class Layouts(dict[tuple[Any, ...], ViewLayout]):
         return layout
 
 
-def layout_of(tensor: torch.Tensor) -> ViewLayout:
-    return ViewLayout(tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-
-def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
-    """The bytes from a tensor's first element to its last, widened to `ALIGNMENT` within its storage."""
+def span_of(tensor: torch.Tensor, storage_bytes: int) -> tuple[int, int]:
+    """Start and stop of the bytes from a tensor's first element to its last, widened to `ALIGNMENT` within
+    its storage."""
     itemsize = tensor.element_size()
     start = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():
@@ -106,7 +94,7 @@ def span_of(tensor: torch.Tensor, storage_bytes: int) -> Span:
     else:
         last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
         stop = start + (last + 1) * itemsize
-    return Span(start - start % ALIGNMENT, min(storage_bytes, stop + -stop % ALIGNMENT))
+    return (start - start % ALIGNMENT, min(storage_bytes, stop + -stop % ALIGNMENT))
 
 
 def bytes_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
