@@ -18,7 +18,7 @@ Or by hand, around layers:
 
 from __future__ import annotations
 
-from torch import OutOfMemoryError as DeviceLimitError  # noqa: F401 - raised where the device has no room
+import torch
 
 from offload import marks
 from offload.apply import Applied as Applied
@@ -76,6 +76,7 @@ from offload.transfer.captures import CapturedRegion as CapturedRegion
 __version__ = "0.1.0"
 
 OffloadManager = PipelineOffloadManager
+DeviceLimitError = torch.OutOfMemoryError  # what is raised where the device has no room
 marks.manager_type = PipelineOffloadManager
 
 __all__ = [

@@ -13,11 +13,10 @@ result that is not returned. The same seed plants the same faults in the same so
 One invariant: the working tree is never written. Each process has a scratch copy of it, plants a fault there,
 runs pytest until its first failure, and puts the file back. The tests run once without a fault, and it is
 noted which of them call which functions: a fault is shown only to those that call its function, or to all
-where it is outside of one. The tests that import the file come first, then the folder that mirrors it, then
-the rest of --tests. A fault is *killed* if a test fails or cannot be collected, or if the time limit passes;
-else it *survived*, and is printed with its place and a diff. Each
-result is printed as soon as it is known, so a run that is cut short loses none. Exit status 0: at most
---allow survived; 1: more did; 2: the tests fail without any fault, and no result counts.
+where it is outside of one. Those that call the fewest others come first. A fault is *killed* if a test fails
+or cannot be collected, or if the time limit passes; else it *survived*, and is printed with its place and a
+diff. Each result is printed as soon as it is known, so a run that is cut short loses none. Exit status 0: at
+most --allow survived; 1: more did; 2: the tests fail without any fault.
 
 Each survivor wants a look: a test is missing, a line is needed by nobody, or nothing that can be seen changes
 (one poll more, a limit at the very byte).
@@ -48,8 +47,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_BOUND: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no")
-MOST_NAMED = 300
-"""Tests of which each is named to pytest; where more call a function, their files are."""
 SPOKEN = ("logger.", "warnings.", "print(")
 """How calls begin that only say something."""
 
@@ -208,36 +205,10 @@ def function_of(fault: Fault, source: bytes) -> str | None:
     return None
 
 
-def selected_tests(
-    root: Path, path: str, tests: Sequence[str], calling: Sequence[str] | None = None
-) -> list[str]:
-    """What pytest is given for a fault in this file: the test files that import it, then those in the folder
-    of its mirror, then the rest as given. Files only: pytest sorts a file in among those of a folder beside
-    it. calling: the tests that may notice it, None for all."""
-    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    given = [root / test for test in tests]
-    found = [sorted(test.rglob("test_*.py")) if test.is_dir() else [test] for test in given]
-    files = dict.fromkeys(file for each in found for file in each)
-    mirror = root / "tests/unit" / Path(*Path(path).parent.parts[1:])
-    ranked = sorted(files, key=lambda file: (not _imports(file, module), mirror not in file.parents))
-    names = [str(file.relative_to(root)) for file in ranked]
-    if calling is None:
-        return names
-    named = {name: [test for test in calling if test.partition("::")[0] == name] for name in names}
-    if len(calling) > MOST_NAMED:
-        return [name for name in names if named[name]]
-    return [test for name in names for test in named[name]]
-
-
-def _imports(file: Path, module: str) -> bool:
-    parent, _, name = module.rpartition(".")
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.ImportFrom) and node.module in (module, parent):
-            if node.module == module or any(alias.name == name for alias in node.names):
-                return True
-        elif isinstance(node, ast.Import) and any(alias.name == module for alias in node.names):
-            return True
-    return False
+def selected_tests(function: str | None, calls: Mapping[str, Sequence[str]]) -> list[str]:
+    """The tests that call it, those first that call the fewest others; all where it is None."""
+    calling = [test for test in calls if function is None or function in calls[test]]
+    return sorted(calling, key=lambda test: len(calls[test]))
 
 
 class Trees:
@@ -281,7 +252,9 @@ def _ended(
 ) -> tuple[int | None, str]:
     """Run it in a session of its own, of which nothing is left behind."""
     paths = os.pathsep.join((str(tree), str(Path(__file__).parent)))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
+    # the seed: tests have the same names in each run
+    fixed = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    environment = {**os.environ, **fixed, **environment}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **output)
     try:
@@ -311,12 +284,8 @@ def tried(
 
         def outcome(fault: Fault) -> Result:
             function = function_of(fault, (root / fault.path).read_bytes())
-            calling = None if function is None else [test for test in calls if function in calls[test]]
-            if calling == []:
-                return Result(fault, True, "no test calls it")
-            status, said = trees.run(fault, selected_tests(root, fault.path, tests, calling), limit_s)
-            if status in (4, 5):  # a path that is not there, or no test; others are a fault's doing
-                raise RuntimeError(f"pytest ends with {status}: {said}")
+            calling = selected_tests(function, calls)
+            status, said = trees.run(fault, calling, limit_s) if calling else (0, "no test calls it")
             return Result(fault, status == 0, said)
 
         pending = [pool.submit(outcome, fault) for fault in faults]

@@ -123,12 +123,11 @@ def test_a_fault_is_shown_to_the_tests_that_call_its_function(project: Path) -> 
         "import threading\nfrom pkg import limits\n\ndef test_far(): ...\n\ndef test_thread():\n"
         "    threading.Thread(target=limits.unseen, args=(1,)).start()\n"
     )
-    faults = planted(project, ["pkg"], 100, 0)
-    said = {one.fault.line: one.said for one in tried(faults, ["tests"], root=project)}
-    assert said[6].startswith("1 passed"), "on a thread of test_thread"
+    fault = next(one for one in planted(project, ["pkg"], 100, 0) if one.line == 6)
+    (result,) = tried([fault], ["tests"], root=project)
+    assert result.said.startswith("1 passed"), "on a thread of test_thread"
     (project / "tests/test_far.py").unlink()
-    said = {one.fault.line: one.said for one in tried(faults, ["tests"], root=project)}
-    assert said[6] == "no test calls it"
+    assert list(tried([fault], ["tests"], root=project)) == [(fault, True, "no test calls it")]
 
 
 def test_a_fault_belongs_to_the_function_that_its_text_is_in() -> None:
@@ -147,13 +146,15 @@ class Outer:
     assert faults == {1: None, 5: None, 9: "a.py:Outer.method", 10: "a.py:Outer.method"}
 
 
-def test_a_seed_plants_the_same_faults_and_the_tests_that_import_a_file_come_first(project: Path) -> None:
+def test_tests_that_call_the_fewest_functions_come_first() -> None:
+    calls = {"all": ["a:f", "a:g", "b:h"], "f alone": ["a:f"], "g alone": ["a:g"], "f and h": ["a:f", "b:h"]}
+    assert selected_tests("a:f", calls) == ["f alone", "f and h", "all"]
+    assert selected_tests("c:i", calls) == []
+    assert set(selected_tests(None, calls)) == set(calls)
+
+
+def test_a_seed_plants_the_same_faults(project: Path) -> None:
     assert planted(project, ["pkg"], 2, 1) == planted(project, ["pkg"], 2, 1)
     assert len({tuple(planted(project, ["pkg"], 2, seed)) for seed in range(8)}) > 1
-    assert selected_tests(project, "pkg/limits.py", ["tests"]) == [
-        "tests/test_limits.py",
-        "tests/test_far.py",
-    ]
-    assert selected_tests(project, "pkg/other.py", ["tests/test_far.py"]) == ["tests/test_far.py"]
     with pytest.raises(ValueError, match="there is no Python file in absent; give folders of"):
         planted(project, ["absent"], 1, 0)
