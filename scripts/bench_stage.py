@@ -3,6 +3,7 @@
 run, one GPU.
 
     python scripts/bench_stage.py --workload W1                 every default row of W1
+    python scripts/bench_stage.py --workload W3 --sequence 16384,32768,65536 --without-nothing
     python scripts/bench_stage.py --workload W2 --rows ours_all --device-limit-gb 40 --profile-summary
     python scripts/bench_stage.py --workload W5 --profile       small operators: the host's time, by function
     python scripts/bench_stage.py --micro                       host cost a saved tensor
@@ -86,7 +87,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="pinned bytes that a row may need at most (%(default)s)",
     )
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--sequence", type=int)
+    parser.add_argument("--sequence", help="tokens; comma-separated: the rows again at each length")
+    parser.add_argument(
+        "--without-nothing", action="store_true", help="leave out the row nothing, and ratios to it"
+    )
     parser.add_argument("--samples", type=int, help="timed steps a row (W1 10, the others 5)")
     parser.add_argument("--warmup", type=int, help="steps between the first and the timed ones")
     parser.add_argument("--no-gradients", action="store_true", help="leave out the comparison of gradients")
@@ -115,10 +119,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
-def requests_for(args: argparse.Namespace, workload: str, folder: Path) -> list[tuple[str, RowRequest]]:
-    """(label, request) of every row of one workload, nothing first."""
+def requests_for(
+    args: argparse.Namespace, workload: str, folder: Path, sequence: int | None = None
+) -> list[tuple[str, RowRequest]]:
+    """(label, request) of every row of one workload, nothing first. sequence: None for the workload's own."""
     names = [name for name in (args.rows.split(",") if args.rows else DEFAULT_ROWS[workload]) if name]
-    names = ["nothing", *(name for name in names if name != "nothing")]
+    first = [] if args.without_nothing else ["nothing"]
+    names = [*first, *(name for name in names if name != "nothing")]
     limits = (
         [float(text) for text in args.device_limit_gb.split(",")]
         if args.device_limit_gb
@@ -146,11 +153,11 @@ def requests_for(args: argparse.Namespace, workload: str, folder: Path) -> list[
                 options=options,
                 tiny=args.tiny,
                 layers=args.layers,
-                sequence=args.sequence,
+                sequence=sequence,
                 samples=args.samples,
                 warmup=args.warmup,
                 gradients=not args.no_gradients,
-                reference=str(folder / f"reference-{workload}.pt"),
+                reference=str(folder / f"reference-{workload}-{sequence}.pt"),
                 profile=args.profile_summary and chosen,
                 host_profile=args.profile,
                 label=label,
@@ -159,9 +166,9 @@ def requests_for(args: argparse.Namespace, workload: str, folder: Path) -> list[
     return rows
 
 
-def run_workload(run: Run, workload: str, link: dict[str, Any]) -> None:
+def run_workload(run: Run, workload: str, link: dict[str, Any], sequence: int | None = None) -> None:
     """Run and print one workload's rows, then what does not fit the table."""
-    requests = requests_for(run.args, workload, run.folder)
+    requests = requests_for(run.args, workload, run.folder, sequence)
     left_out = [name for name in ROWS if name not in {request.row for _, request in requests}]
     notes: list[str] = []
     try:
@@ -180,8 +187,8 @@ def _run_rows(
         if result["status"] == "ok":
             done[request.row] = result
         baseline = done.get("nothing")
-        if request.row == "nothing":
-            facts = [f"{workload}: no baseline"]
+        if request is requests[0][1]:
+            facts = [f"{workload}, sequence {request.sequence or 'its own'}: no baseline"]
             if baseline is not None:
                 facts = report.facts_lines(baseline, request.options.working_set_bytes)
             print(*facts, report.header_line(), sep="\n")
@@ -223,8 +230,10 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         link = run.record["links"] = measured["links"]
         print(*run.header_lines(measured["hardware"]), report.link_line(link), report.HEADER, sep="\n")
+        lengths = [int(text) for text in args.sequence.split(",")] if args.sequence else [None]
         for workload in ("W1", "W2") if args.workload == "all" else (args.workload,):
-            run_workload(run, workload, link)
+            for sequence in lengths:
+                run_workload(run, workload, link, sequence)
         return run.end()
 
 

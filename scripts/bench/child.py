@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from bench import gradients, lanes, links, ours, peers, profiling, rows
-from bench.measure import Clock, clear_gradients, host_step, run_step, summarise, timed_step
+from bench.measure import (
+    Clock,
+    clear_gradients,
+    forward_active_bytes,
+    host_step,
+    run_step,
+    summarise,
+    timed_step,
+)
 from bench.rows import Row, RowContext, RowOptions
 from bench.run import SkippedError, hardware, outcome
 from bench.workload import Inputs, Stack, probe_saved_bytes, tiny, workload
@@ -32,7 +40,9 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "ours_all": ours.Ours,
     "ours_kept": ours.OursKept,
     "ours_inputs": ours.OursBlockInputs,
+    "ours_hidden_states": ours.OursHiddenStates,
     "ours_selective": ours.OursSelective,
+    "transformers_inputs": rows.SaveInputsOnCpu,
     "trl": peers.TrlRow,
     "trl_inputs": peers.TrlCheckpointRow,
     "megatron_attention": peers.megatron_attention,
@@ -60,7 +70,7 @@ DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
         "megatron_attention",
         "megatron_all",
     ),
-    "W3": ("nothing", "checkpoint", "ours_inputs", "trl_inputs"),
+    "W3": ("nothing", "checkpoint", "ours_hidden_states", "transformers_inputs", "trl_inputs"),
     "W5": (
         "nothing",
         "checkpoint",
@@ -169,6 +179,8 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
         timed_step(row, clock)
     result = summarise(first, [timed_step(row, clock) for _ in range(samples)])
     result["pinned"] = result["pinned_held"]
+    if len(work.actions) == 2:
+        result["forward_active_bytes"] = forward_active_bytes(row, clock)
     if work.host_samples:
         drained = [host_step(row, clock) for _ in range(work.host_samples)]
         timed = [(sample["host_ms"], sample["collector_ms"]) for sample in result["samples"]]

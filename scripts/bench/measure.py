@@ -55,6 +55,9 @@ class Clock:
             if hasattr(torch.cuda, "reset_peak_host_memory_stats"):
                 torch.cuda.reset_peak_host_memory_stats()
 
+    def active_bytes(self) -> int:
+        return int(torch.cuda.memory_stats()["active_bytes.all.current"]) if self._cuda else 0
+
     def memory(self) -> dict[str, int]:
         if not self._cuda:
             return {"active_peak": 0, "reserved_peak": 0, "allocated_peak": 0, "alloc_retries": 0}
@@ -169,6 +172,21 @@ def timed_step(row: Row, clock: Clock) -> StepCost:
         pinned_lent_peak=pinned.lent_peak,
         engine=row.stats(),
     )
+
+
+def forward_active_bytes(row: Row, clock: Clock) -> int:
+    """Device bytes between the forward and the backward of a step that has one of each, with every copy so
+    far at its end."""
+    seen: list[int] = []
+
+    def look() -> None:
+        clock.drain()
+        seen.append(clock.active_bytes())
+
+    clear_gradients(row.context.stack, row.context.inputs, row.context.workload.keep_gradients)
+    run_step(row, row.context.workload.actions, clock, look)
+    clock.drain()
+    return seen[1]
 
 
 def host_step(row: Row, clock: Clock) -> tuple[float, float]:

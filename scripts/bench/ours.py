@@ -209,6 +209,29 @@ class OursBlockInputs(Ours):
         return self.marks.commit(y, BLOCK_INPUT)
 
 
+class OursHiddenStates(OursBlockInputs):
+    """What a user writes: offload.apply(model, mode="hidden_states"). Nothing is announced."""
+
+    def __init__(self, context: RowContext) -> None:
+        super().__init__(context)
+        import offload
+
+        self._handle = offload.apply(context.stack, mode="hidden_states")
+
+    def begin_step(self) -> None:
+        """The order of reads is left to the engine."""
+
+    def forward(self, microbatch: int, x: torch.Tensor) -> torch.Tensor:
+        return self.context.stack(x)
+
+    def backward(self, microbatch: int, y: torch.Tensor, grad: torch.Tensor) -> None:
+        y.backward(grad)
+
+    def close(self) -> None:
+        self._handle.remove()
+        super().close()
+
+
 class OursSelective(OursBlockInputs):
     """Each block checkpointed, matrix products and attention kept; what is kept and the block's input leave,
     in a group a block.

@@ -31,6 +31,9 @@ _COLUMNS = (
     ("x bnd", 6),
     ("gradients", 12),
 )
+RECOMPUTED = ("_inputs", "_hidden_states")
+"""How the names of rows end that recompute every block and move its input."""
+_ITEM_BYTES = 2  # of bfloat16, in which all that is not tiny runs
 HEADER = (
     "active, reserved, pinned, moved in GB of 1e9; h/lent: pinned held over most "
     "lent; x none, x bnd: step over baseline, over bound"
@@ -97,7 +100,7 @@ def add_bound(
             return
         baseline, chunk_bytes = selective, int(result["chunk_bytes"])
     if len(baseline["actions"]) == 2:
-        if result["row"].endswith("_inputs"):
+        if result["row"].endswith(RECOMPUTED):
             return  # it recomputes: what it has to be compared with is checkpointing, see notes_lines
         moved = result["engine"].get("spill_bytes") or (chunk_bytes if result["moves_all_groups"] else 0)
         if not moved:
@@ -238,6 +241,22 @@ def facts_lines(baseline: Mapping[str, Any], working_set_bytes: int) -> list[str
     return lines
 
 
+def _beside_checkpoint(result: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> str:
+    """A row that recomputes as torch's checkpoint does, and holds the inputs elsewhere."""
+    active, reserved = ((checkpoint[name] - result[name]) / GB for name in ("active_bytes", "reserved_bytes"))
+    ratio = result["step_ms"] / checkpoint["step_ms"]
+    text = f"{ratio:.4f} of checkpoint's step, active {active:.2f} GB below it, reserved {reserved:.2f}"
+    if not (result.get("forward_active_bytes") and checkpoint.get("forward_active_bytes")):
+        return text
+    shape = result["shape"]
+    fell = checkpoint["forward_active_bytes"] - result["forward_active_bytes"]
+    inputs = (shape["layers"] - 2) * shape["sequence"] * shape["hidden"] * _ITEM_BYTES
+    return (
+        f"{text}; after the forward {result['forward_active_bytes'] / GB:.2f} GB, {fell / GB:.3f} below it: "
+        f"{fell / inputs:.3f} of {shape['layers'] - 2} inputs' {inputs / GB:.3f}"
+    )
+
+
 def notes_lines(
     result: Mapping[str, Any], baseline: Mapping[str, Any] | None, checkpoint: Mapping[str, Any] | None = None
 ) -> list[str]:
@@ -251,12 +270,8 @@ def notes_lines(
         return []
     engine, label = result["engine"], result.get("label", result["row"])
     parts = []
-    if checkpoint is not None and result["row"].endswith("_inputs"):
-        fell = (checkpoint["active_bytes"] - result["active_bytes"]) / GB
-        parts.append(
-            f"{result['step_ms'] / checkpoint['step_ms']:.4f} of checkpoint's step, active {fell:.2f} GB "
-            "below it"
-        )
+    if checkpoint is not None and result["row"].endswith(RECOMPUTED):
+        parts.append(_beside_checkpoint(result, checkpoint))
     if result.get("stderr") and result["row"].startswith("ours"):
         parts.append(f"it said: {result['stderr'].strip().splitlines()[-1][:200]}")
     if not engine:

@@ -199,6 +199,18 @@ class SaveOnCpu(Row):
             return self.context.stack(x)
 
 
+class SaveInputsOnCpu(Row):
+    """torch's checkpoint of each block inside save_on_cpu with pinned memory: what `offload: True` of
+    transformers' gradient checkpointing puts around a layer."""
+
+    def forward(self, microbatch: int, x: torch.Tensor) -> torch.Tensor:
+        return stack_call(self.context.stack, x, self._block)
+
+    def _block(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=self.context.device.type == "cuda"):
+            return checkpointed(block, x)
+
+
 @contextmanager
 def opened(row: Row) -> Iterator[Row]:
     """The row, closed at the end whatever happened."""

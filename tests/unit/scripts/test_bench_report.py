@@ -192,7 +192,7 @@ def test_rows_and_header_have_the_same_columns() -> None:
 
 def test_block_inputs_are_judged_by_checkpointing_and_have_no_copy_bound() -> None:
     baseline = baseline_of("W3", 3000.0)
-    checkpoint = result_of(row="checkpoint", step_ms=3700.0, active_bytes=24e9)
+    checkpoint = result_of(row="checkpoint", step_ms=3700.0, active_bytes=24e9, reserved_bytes=28e9)
     result = result_of(
         row="ours_inputs",
         step_ms=3718.5,
@@ -202,7 +202,31 @@ def test_block_inputs_are_judged_by_checkpointing_and_have_no_copy_bound() -> No
     )
     report.add_bound(result, baseline, LINK)
     assert "bound_ms" not in result
-    trl = result_of(row="trl_inputs", step_ms=3700.0, active_bytes=24e9)
+    trl = result_of(row="trl_inputs", step_ms=3700.0, active_bytes=24e9, reserved_bytes=30e9)
     assert report.notes_lines(trl, None, checkpoint) == [
-        "  trl_inputs: 1.0000 of checkpoint's step, active 0.00 GB below it"
+        "  trl_inputs: 1.0000 of checkpoint's step, active 0.00 GB below it, reserved -2.00"
+    ]
+
+
+def test_what_a_row_holds_after_the_forward_is_set_beside_the_inputs_that_may_leave() -> None:
+    """Of 8 inputs of 65,536 x 4,096 values of two bytes, the last two may still be on the device."""
+    nbytes = 65_536 * 4_096 * 2
+    shape = {"layers": 8, "sequence": 65_536, "hidden": 4_096}
+    held = {"active_bytes": 24e9, "reserved_bytes": 28e9}
+    checkpoint = result_of(
+        row="checkpoint", step_ms=3700.0, **held, forward_active_bytes=10e9 + 8 * nbytes, shape=shape
+    )
+    result = result_of(
+        row="ours_hidden_states",
+        step_ms=3718.5,
+        **held,
+        forward_active_bytes=10e9 + 2 * nbytes,
+        shape=shape,
+        engine={},
+    )
+    report.add_bound(result, baseline_of("W3", 3000.0), LINK)
+    assert "bound_ms" not in result
+    assert report.notes_lines(result, None, checkpoint) == [
+        "  ours_hidden_states: 1.0050 of checkpoint's step, active 0.00 GB below it, reserved 0.00; after "
+        "the forward 11.07 GB, 3.221 below it: 1.000 of 6 inputs' 3.221"
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import gradients, ours, rows
-from bench.measure import Clock, run_step, timed_step
+from bench.measure import Clock, forward_active_bytes, run_step, timed_step
 from bench.rows import RowOptions
 from bench.run import SkippedError
 from bench.workload import ATTENTION_GROUPS, GROUPS
@@ -161,6 +161,20 @@ def test_block_inputs_row_marks_one_group_a_block_around_the_checkpoint(fake: Fa
     with rows.opened(ours.OursBlockInputs(context_of("W3"))) as row:
         assert gradients.compare(reference, prints_of(row))["verdict"] == "bitwise"
     assert fake.marks == ["+block_input", "-block_input"] * 2
+
+
+@pytest.mark.parametrize("row", [ours.OursHiddenStates, rows.SaveInputsOnCpu])
+def test_rows_that_hold_the_inputs_of_checkpoints_elsewhere_have_the_gradients_of_nothing(row: Any) -> None:
+    reference = prints_of(rows.Nothing(context_of("W3")))
+    context = context_of("W3", engine=SMALLEST)
+    with rows.opened(row(context)) as opened:
+        for _ in range(2):
+            assert gradients.compare(reference, prints_of(opened))["verdict"] == "bitwise"
+        left = opened.stats().get("spill_bytes", 0)
+        assert forward_active_bytes(opened, Clock(CPU)) == 0  # a CPU counts none
+    if row is ours.OursHiddenStates:
+        source = context.inputs.source
+        assert left == context.workload.shape.layers * source.numel() * source.element_size()
 
 
 def test_our_rows_figures_come_from_the_manager(fake: FakeOffload) -> None:
