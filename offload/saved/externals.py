@@ -54,9 +54,6 @@ class ExternalStorages:
         for key in [key for key, weak in self._storages.items() if weak.storage() is None]:
             del self._storages[key], self.kinds[key]
 
-    def __len__(self) -> int:
-        return len(self.kinds)
-
 
 def _plain_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     """The tensors with storages of their own behind a wrapper subclass (a DTensor's local shard), or the

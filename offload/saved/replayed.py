@@ -45,12 +45,9 @@ class ReplayedMemory:
 
     def holds(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether `storage`, that of `tensor`, is an output of a graph that has run on the calling thread.
-        Never blocks the host."""
-        trees = sys.modules.get(TREES)
-        if trees is None:  # nothing was compiled for such graphs
-            return False
+        For when TREES is imported. Never blocks the host."""
         device_index = tensor.device.index
-        container = _containers(trees).get(device_index)
+        container = _containers(sys.modules[TREES]).get(device_index)
         if container is None or container.tree_manager is None:
             return False
         manager = container.tree_manager

@@ -56,7 +56,6 @@ What is captured into a graph waits for events of the same capture only; capture
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -68,18 +67,16 @@ from offload.ids import owner_of
 from offload.memory.arena import Block, HostArena
 from offload.transfer.admission import Direction, Limits, Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
-from offload.transfer.captures import CaptureSide
+from offload.transfer.buffers import Buffers
 from offload.transfer.copier import Copier
 from offload.transfer.layout import bytes_of
 
 __all__ = ["TransferEngine"]
 
-logger = logging.getLogger(__name__)
-
 _RESIDENT, _SPILLED = BlockState.RESIDENT, BlockState.SPILLED
 
 
-class TransferEngine(CaptureSide):
+class TransferEngine(Buffers):
     """Moves blocks, for reasons that its callers know. Callers hold the engine's lock.
 
     arena: lends the host blocks. limits: caps in bytes, read at every call, so they may change between steps.
@@ -90,7 +87,6 @@ class TransferEngine(CaptureSide):
         super().__init__(copier.device, arena, limits)
         self.copier = copier
         self.audit = audit
-        self._warned_no_room = False
 
     # -- out -------------------------------------------------------------------------------------------------
     def spill(self, blocks: Sequence[DeviceBlock]) -> Transfer | None:
@@ -347,43 +343,6 @@ class TransferEngine(CaptureSide):
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
         return transfer
-
-    def _buffers(self, blocks: Sequence[DeviceBlock], *, required: bool) -> list[torch.Tensor] | None:
-        """Allocate the buffers of a restore. On a device without room a speculative restore gives up, and so
-        do those after it in this step: each try makes torch return its cached blocks, which blocks the host.
-        For a required restore everything that can be released is released first.
-
-        Raises torch.OutOfMemoryError if the buffers do not fit even then; nothing has moved.
-        """
-        if self._no_room and not required:
-            return None
-        empty = self.device.empty
-        buffers: list[torch.Tensor] = []
-        try:
-            for block in blocks:
-                buffers.append(empty(block.nbytes))
-            return buffers
-        except torch.OutOfMemoryError:
-            buffers.clear()
-            self._no_room = True
-        if not self._warned_no_room:
-            self._warned_no_room = True
-            limit = self.limits.device_limit_bytes
-            logger.warning(
-                "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it "
-                "holds (device_limit_bytes %s); for the rest of such a step each tensor comes back when it "
-                "is read. Lower device_limit_bytes to leave more room",
-                f"{sum(block.nbytes for block in blocks):,}",
-                blocks[0].group,
-                f"{self.device_bytes:,}",
-                "None" if limit is None else f"{limit:,}",
-            )
-        if not required:
-            return None
-        while self._spilling:
-            self.settle_spill(self._spilling[0])
-        self._drop_furthest(self.restoring_bytes)
-        return [empty(block.nbytes) for block in blocks]
 
     def ready(self, block: DeviceBlock) -> torch.UntypedStorage:
         """The restored storage of a RESTORING or RESTORED block, safe to read on the calling thread's

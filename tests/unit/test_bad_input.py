@@ -419,7 +419,7 @@ def observed(manager: PipelineOffloadManager) -> tuple[Any, ...]:
         engine.transfers.counts.saved,
         engine.transfers.device_bytes,
         engine.arena.stats(),
-        len(engine.externals),
+        len(engine.externals.kinds),
         manager.cpu_tensor_pool.stats,
         dict(getattr(engine.device, "waits", {})),
     )

@@ -304,10 +304,10 @@ def test_a_module_s_parameters_and_buffers_are_registered_together() -> None:
     engine = OffloadEngine(device=SimDevice())
     module = nn.BatchNorm1d(8)
     engine.register_parameters(module)
-    assert len(engine.externals) == 5  # weight, bias, and three buffers
+    assert len(engine.externals.kinds) == 5  # weight, bias, and three buffers
     del module
     engine.end_step()
-    assert len(engine.externals) == 0
+    assert len(engine.externals.kinds) == 0
 
 
 def test_a_step_may_end_while_another_thread_drops_graphs() -> None:

@@ -1,0 +1,61 @@
+"""The device memory that restored bytes come back to, and what happens where the device has none.
+
+One invariant: a restore that gets no memory has moved nothing; its blocks can be read later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from offload.transfer.block import DeviceBlock
+from offload.transfer.captures import CaptureSide
+
+__all__ = ["Buffers"]
+
+logger = logging.getLogger(__name__)
+
+
+class Buffers(CaptureSide):
+    """The transfer engine's part in finding device memory."""
+
+    _warned_no_room = False
+
+    def _buffers(self, blocks: Sequence[DeviceBlock], *, required: bool) -> list[torch.Tensor] | None:
+        """Allocate the buffers of a restore. On a device without room a speculative restore gives up, and so
+        do those after it in this step: each try makes torch return its cached blocks, which blocks the host.
+        For a required restore everything that can be released is released first.
+
+        Raises torch.OutOfMemoryError if the buffers do not fit even then; nothing has moved.
+        """
+        if self._no_room and not required:
+            return None
+        empty = self.device.empty
+        buffers: list[torch.Tensor] = []
+        try:
+            for block in blocks:
+                buffers.append(empty(block.nbytes))
+            return buffers
+        except torch.OutOfMemoryError:
+            buffers.clear()
+            self._no_room = True
+        if not self._warned_no_room:
+            self._warned_no_room = True
+            limit = self.limits.device_limit_bytes
+            logger.warning(
+                "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it "
+                "holds (device_limit_bytes %s); for the rest of such a step each tensor comes back when it "
+                "is read. Lower device_limit_bytes to leave more room",
+                f"{sum(block.nbytes for block in blocks):,}",
+                blocks[0].group,
+                f"{self.device_bytes:,}",
+                "None" if limit is None else f"{limit:,}",
+            )
+        if not required:
+            return None
+        while self._spilling:
+            self.settle_spill(self._spilling[0])
+        self._drop_furthest(self.restoring_bytes)
+        return [empty(block.nbytes) for block in blocks]
