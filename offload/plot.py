@@ -17,6 +17,7 @@ from pathlib import Path
 from offload.groups.recorder import Recorder
 from offload.marks import default_manager
 from offload.telemetry.drawing import draw
+from offload.telemetry.summary import bytes_text
 from offload.telemetry.timeline import Timeline
 
 __all__ = ["Trace", "plot", "tracing"]
@@ -77,6 +78,6 @@ def _title(timeline: Timeline) -> str:
     without = max(sample.without_bytes for sample in timeline.memory)
     share = f" ({100 * held / without:.0f}%)" if without else ""
     return (
-        f"{timeline.duration_ms:,.1f} ms; saved tensors at most {held / 1e6:,.1f} MB at once on the device, "
-        f"{without / 1e6:,.1f} MB without offload{share}"
+        f"{timeline.duration_ms:,.1f} ms; saved tensors at most {bytes_text(held)} at once on the device, "
+        f"{bytes_text(without)} without offload{share}"
     )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from offload.groups.manager import GroupsManager
 from offload.marks import existing_manager
 from offload.telemetry.figures import Figures, Ledger
+from offload.telemetry.summary import bytes_text
 
 __all__ = ["Report", "ReportStart", "report"]
 
@@ -106,10 +107,10 @@ class Report:
         rows = [
             (
                 name,
-                _size(group.saved_bytes),
-                _size(group.moved_bytes),
-                _size(group.by_plan_bytes),
-                _size(group.no_host_bytes),
+                bytes_text(group.saved_bytes),
+                bytes_text(group.moved_bytes),
+                bytes_text(group.by_plan_bytes),
+                bytes_text(group.no_host_bytes),
             )
             for name, group in self.last.groups.items()
         ]
@@ -117,7 +118,7 @@ class Report:
 
     def _stayed(self) -> str:
         rows = [
-            (reason, f"{stayed.tensors:,}", _size(stayed.nbytes), f"{stayed.largest_elements:,}")
+            (reason, f"{stayed.tensors:,}", bytes_text(stayed.nbytes), f"{stayed.largest_elements:,}")
             for reason, stayed in sorted(self.total.stayed.items(), key=lambda found: -found[1].nbytes)
         ]
         return _table(("never leaves (first step)", "tensors", "one count a save", "largest, elements"), rows)
@@ -125,7 +126,7 @@ class Report:
     def _ranks(self) -> str:
         names = ("saved_bytes", "moved_bytes", "kept_bytes", "peak_bytes", "would_hold_bytes", "host_bytes")
         rows = [
-            (f"rank {rank}", *(_size(figures[name]) for name in names), f"{figures['stall_ms']:,.1f}")
+            (f"rank {rank}", *(bytes_text(figures[name]) for name in names), f"{figures['stall_ms']:,.1f}")
             for rank, figures in sorted(self.ranks.items())
         ]
         headers = ("saved", "moved", "kept", "peak", "without offload", "pinned", "stall ms")
@@ -188,7 +189,7 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
     def row(label: str, name: str, *, always: bool = True) -> Iterator[tuple[str, tuple[str, str]]]:
         values = (getattr(last, name), getattr(total, name))
         if always or any(values):
-            yield label, (_size(values[0]), _size(values[1]))
+            yield label, (bytes_text(values[0]), bytes_text(values[1]))
 
     yield from row("saved for the backward", "saved_bytes")
     yield from row("  moved to the host", "moved_bytes")
@@ -201,7 +202,7 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
     yield from row("on the device at once, at most", "peak_bytes")
     yield from row("  without offload", "would_hold_bytes")
     if limit is not None:
-        yield from row(f"  beyond device_limit_bytes ({_size(limit)})", "over_limit_bytes")
+        yield from row(f"  beyond device_limit_bytes ({bytes_text(limit)})", "over_limit_bytes")
     yield from row("pinned host memory", "host_bytes")
     yield from row("  in use at once, at most", "host_lent_bytes")
     stalls = [f"{found.stall_ms:,.1f} ms in {found.stall_count:,} waits" for found in (last, total)]
@@ -211,17 +212,10 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
             continue
         pairs = [found.clients.get(name) for found in (last, total)]
         texts = [
-            "-" if one is None else f"{_size(one.out_bytes)} out, {_size(one.in_bytes)} back" for one in pairs
+            "-" if one is None else f"{bytes_text(one.out_bytes)} out, {bytes_text(one.in_bytes)} back"
+            for one in pairs
         ]
         yield f"{name} copied", (texts[0], texts[1])
-
-
-def _size(nbytes: int) -> str:
-    """In units of 1000, as wherever this project says MB or GB."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if abs(nbytes) >= unit:
-            return f"{nbytes / unit:,.2f} {name}"
-    return f"{nbytes:,} B"
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

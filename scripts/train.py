@@ -5,7 +5,7 @@ and back.
     torchrun --nproc-per-node 2 scripts/train.py --preset tiny --steps 20
     torchrun --nproc-per-node 2 scripts/train.py --schedule zbv --verify
     torchrun --nproc-per-node 2 scripts/train.py --compare --telemetry steps.jsonl
-    python scripts/train.py --offload-modules core_attn,attn_proj
+    python scripts/train.py --offload-modules core_attn,attn_proj --plot step.png
 
 Without torchrun it is one process with one stage. On a machine without a GPU the copies are simulated, the
 results are not. One
@@ -26,13 +26,19 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
 
+if __name__ == "__main__" and "PYTORCH_ALLOC_CONF" not in os.environ:
+    # read when torch starts to use a GPU; segments of fixed size cannot serve steps of many shapes
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
 import torch  # noqa: E402
 
-from offload import print_offload_summary_table  # noqa: E402
+from offload import plot, print_offload_summary_table  # noqa: E402
 from parallel.launch import Rank, Ranks, choose_device, launched, ranks_from_environment, run_rank  # noqa: E402
+from training.comparison import comparison  # noqa: E402
+from training.figures import Arm, EndCheck  # noqa: E402
 from training.job import Job  # noqa: E402
 from training.options import Options, read_options  # noqa: E402
-from training.report import Arm, Reporter, comparison, summary  # noqa: E402
+from training.report import Reporter, summary  # noqa: E402
 from training.text import read_text  # noqa: E402
 
 
@@ -41,7 +47,7 @@ def main(arguments: list[str], ranks: Ranks) -> int:
     options = read_options(arguments, ranks)
     device = choose_device(options.device, ranks)
     text = read_text(options.data, tokens=options.model.sequence)
-    if options.verify and device.type == "cuda":
+    if (options.verify or options.check_end) and device.type == "cuda":
         options = _deterministic(options)
     with launched(ranks, device, timeout=options.timeout) as rank:
         train(Job(options, rank, text), options, rank)
@@ -52,64 +58,97 @@ def train(job: Job, options: Options, rank: Rank) -> None:
     """All runs, and on rank 0 what there is to say about them."""
     reporter = Reporter(options) if rank.ranks.rank == 0 else None
     runs = planned(options)
-    on = [run for run in runs if run.offloads]
+    arms = [arm for run in runs for arm in run]
+    on = [arm for arm in arms if arm.offloads]
+    checks: list[EndCheck] = []
     try:
         for run in runs:
             if run is not runs[0]:
                 job.start_again()
-            if run.offloads:
-                job.manager.enable_offload()
-            else:
-                job.manager.disable_offload()
-            if run is on[0] and options.offloads:
+            first = on[0] in run and options.offloads
+            if first:
                 job.reserve_host()
-            run_steps(run, job, options, rank, reporter, table=run is on[0] and options.offloads)
+            checks += run_steps(run, job, options, rank, reporter, first=first)
         job.manager.enable_offload()
+        job.take_report()
         stayed = job.gathered(job.saved_bytes_if_all_stayed()) if options.compare else []
     except KeyboardInterrupt as interrupt:
-        made = sum(len(run.steps) for run in runs)
-        raise KeyboardInterrupt(f"after {made} of {options.steps * len(runs)} steps") from interrupt
+        made = sum(len(arm.steps) for arm in arms)
+        raise KeyboardInterrupt(f"after {made} of {options.steps * len(arms)} steps") from interrupt
     finally:
         if reporter is not None:
             reporter.end()
     if reporter is not None:
-        print(summary(options, on[-1], job.text.source))
+        if job.trace is not None and options.plot is not None:
+            plot(options.plot, job.trace)
+            reporter.say(f"rank 0's step {options.steps} is drawn in {options.plot}")
+        print(summary(options, on[0], job.text.source, job.report, checks))
         if options.compare:
-            print(comparison(options, [run for run in runs if not run.offloads], on, stayed))
+            print(comparison(options, [arm for arm in arms if not arm.offloads], on, stayed))
 
 
-def planned(options: Options) -> list[Arm]:
-    """The runs to be made. A comparison's arms take turns at going first: off on, on off, off on, so that a
-    machine that grows warm or busy is not taken for the price of offload."""
+def planned(options: Options) -> list[list[Arm]]:
+    """The runs to be made, each with the arms that share its steps.
+
+    A comparison makes each arm's first run alone: its memory is its own there. In the others each step is
+    made in both arms, one after the other, so that a machine that grows warm or busy is not taken for the
+    price of offload.
+    """
     if not options.compare:
-        return [Arm("offload on" if options.offloads else "training")]
+        return [[Arm("offload on" if options.offloads else "training")]]
     pairs = [
         [Arm("offload off", offloads=False, run=run), Arm("offload on", run=run)]
         for run in range(options.compare)
     ]
-    return [arm for run, pair in enumerate(pairs) for arm in (pair if run % 2 == 0 else reversed(pair))]
+    return [[arm] for arm in pairs[0]] + pairs[1:]
+
+
+def in_turn(arms: list[Arm], step: int) -> list[Arm]:
+    """The arms in the order in which they make a step: each goes first in every other one."""
+    return arms if step % 2 == 0 else arms[::-1]
 
 
 def run_steps(
-    arm: Arm, job: Job, options: Options, rank: Rank, reporter: Reporter | None, *, table: bool
-) -> None:
-    """The steps of one run. table: print the engine's summary table after its first."""
+    run: list[Arm], job: Job, options: Options, rank: Rank, reporter: Reporter | None, *, first: bool
+) -> list[EndCheck]:
+    """The steps of one run. Returns what each rank said of --check-end, on rank 0.
+
+    first: the first run with offload. After its first step the engine's summary table is printed; its last
+        one is drawn and checked, if that was asked for.
+    """
+    checks: list[EndCheck] = []
     if reporter is not None:
-        reporter.begin(arm)
+        reporter.begin(run)
     for step in range(options.steps):
-        figures = job.gathered(job.train(step))
+        arms = in_turn(run, step)
+        if len(arms) > 1:
+            figures = job.gathered(job.train_arms(step, [arm.offloads for arm in arms]))
+            made = [[of_rank[at] for of_rank in figures] for at in range(len(arms))]
+        else:
+            job.switch(arms[0].offloads)
+            last = run[0].offloads and arms[0].run == 0 and step == options.steps - 1
+            found = job.train(
+                step,
+                trace=last and first and options.plot is not None and rank.ranks.rank == 0,
+                check=options.check_end if last else 0,
+            )
+            figures = job.gathered(found)
+            made = [[of_rank[0] for of_rank in figures]]
+            checks += [of_rank[1] for of_rank in figures if of_rank[1] is not None]
         if reporter is not None:
-            reporter.step(arm, figures)
-        if step == 0 and table:
+            for arm, of_arm in zip(arms, made, strict=True):
+                reporter.step(arm, of_arm)
+        if step == 0 and first:
             if reporter is not None:
                 reporter.clear_for_table()
             print_offload_summary_table(job.manager.step_offload_bytes, process_group=rank.group)
         if options.eval_every and (step + 1) % options.eval_every == 0:
             losses = job.gathered(job.evaluate())
             if reporter is not None:
-                reporter.evaluation(arm, step, losses)
+                reporter.evaluation(run[0], step, losses)
     if reporter is not None:
         reporter.end()
+    return checks
 
 
 def _deterministic(options: Options) -> Options:

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+from offload.telemetry.drawing import require_matplotlib
 from parallel.schedules import SCHEDULES
 from parallel.transformer import GROUP_NAMES, PRESETS
 
@@ -19,12 +20,15 @@ __all__ = ["DTYPES", "read_arguments"]
 DTYPES = ("bfloat16", "float32")
 TELEMETRY_BEGINS = b'{"step": '
 """How a file of --telemetry begins; the only files that are written over."""
+PICTURE_BEGINS = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+"""The same of --plot, by the suffixes that it takes."""
 
 MOST = 2**31 - 1
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("layers", "dim", "heads", "kv_heads", "ffn", "sequence"), (1, MOST)),
     **dict.fromkeys(("steps", "batch", "microbatches", "virtual_stages"), (1, MOST)),
     "eval_every": (0, MOST),
+    "check_end": (0, MOST),
     "seed": (0, 2**32 - 1),  # a batch is drawn from (seed << 32) + step, which torch takes as 64 bits
     "device_limit_mb": (1, MOST),
     "min_offloaded_tensor_size": (0, 2**63 - 1),
@@ -65,8 +69,22 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     for path in given.data:
         _check_readable(path)
     if given.telemetry is not None:
-        _check_writable(given.telemetry, given.data)
+        _check_writable("--telemetry", given.telemetry, given.data, TELEMETRY_BEGINS, "telemetry")
+    if given.plot is not None:
+        _check_plot(given.plot, given.data)
     return given
+
+
+def _check_plot(path: Path, data: list[Path]) -> None:
+    """Refuse what cannot be drawn: before the run, not after it."""
+    begins = PICTURE_BEGINS.get(path.suffix)
+    if begins is None:
+        raise ValueError(f"--plot {path} must end in {', '.join(PICTURE_BEGINS)}, which says what is drawn")
+    _check_writable("--plot", path, data, begins, f"a {path.suffix[1:]} picture")
+    try:
+        require_matplotlib()
+    except ImportError as error:
+        raise ValueError(f"--plot {path}: {error}") from None
 
 
 def _check_readable(path: Path) -> None:
@@ -78,9 +96,12 @@ def _check_readable(path: Path) -> None:
         raise PermissionError(f"--data {path}: this user may not read it")
 
 
-def _check_writable(path: Path, data: list[Path]) -> None:
-    """Refuse what cannot be written, and any file that holds something other than earlier telemetry."""
-    said = f"--telemetry {path}"
+def _check_writable(option: str, path: Path, data: list[Path], begins: bytes, what: str) -> None:
+    """Refuse what cannot be written, and any file that holds something other than what an earlier run wrote.
+
+    begins: how such a file begins. what: it holds.
+    """
+    said = f"{option} {path}"
     if path.is_dir():
         raise IsADirectoryError(f"{said} is a folder; give the name of a file in it")
     folder = path.resolve().parent  # of the file itself, where the path is a link
@@ -93,10 +114,10 @@ def _check_writable(path: Path, data: list[Path]) -> None:
     if same := [other for other in data if path.samefile(other)]:
         raise ValueError(f"{said} is the same file as --data {same[0]}, which it would destroy; give another")
     with path.open("rb") as file:
-        begins = file.read(len(TELEMETRY_BEGINS))
-    if begins not in (b"", TELEMETRY_BEGINS):
+        found = file.read(len(begins))
+    if found not in (b"", begins):
         raise FileExistsError(
-            f"{said} holds something else than telemetry; give another name, or remove the file"
+            f"{said} holds something else than {what}; give another name, or remove the file"
         )
 
 
@@ -223,8 +244,28 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help=(
-            "run the same steps N times without offload and N times with it, by turns, and show time and "
-            "memory side by side (3 where N is left out)"
+            "run the steps once without offload and once with it, for memory, and N - 1 times with each "
+            "step made both ways, one after the other, for time; show both arms side by side (3 where N is "
+            "left out)"
+        ),
+    )
+    proof.add_argument(
+        "--check-end",
+        type=int,
+        default=0,
+        metavar="N",
+        help=(
+            "make the last step's forward and backward N times more without offload and N times with it, by "
+            "turns: compare all gradients bit for bit, and show the ratio of the times (default: 0)"
+        ),
+    )
+    proof.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help=(
+            "draw rank 0's last step: memory with and without offload, and what its lanes did; needs the "
+            "extra `plot`"
         ),
     )
     proof.add_argument("--telemetry", type=Path, metavar="FILE", help="write one line of JSON a step")

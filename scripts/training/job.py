@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,37 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload import HybridDeviceOptimizer, configure
+from offload import HybridDeviceOptimizer, Report, Trace, configure, report, tracing
 from parallel.host import reserve_host_together
 from parallel.launch import Rank
 from parallel.order import actions_of, peak_chunks
 from parallel.schedules import build_schedule, stages_of
 from parallel.stage import OffloadPipelineStage
 from parallel.transformer import build_stage_module, stage_examples
+from training.figures import EndCheck, RankFigures
 from training.options import Options, fraction_without_room
 from training.text import Text
 
-__all__ = ["Job", "RankFigures", "VerificationError"]
+__all__ = ["Job", "VerificationError"]
 
 
 class VerificationError(RuntimeError):
     """A gradient is not, bit for bit, what it is without offload."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFigures:
-    """What one rank says about one step."""
-
-    loss: float
-    """Mean over the microbatches; nan on ranks without the last stage."""
-    seconds: float
-    active_bytes: int | None
-    """Peak of the device's allocated memory since the start; None on a CPU."""
-    reserved_bytes: int | None
-    engine: dict[str, Any]
-    """The engine's StepStats."""
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    """Where the optimizer's state is, if some of it is on the host."""
 
 
 class Job:
@@ -79,6 +65,10 @@ class Job:
         self.actions = actions_of(self.schedule, ranks.rank)
         self.manager.set_order(self.actions)
         self.optimizer = self._new_optimizer()
+        self.trace: Trace | None = None
+        """Of a step that was asked to be traced."""
+        self.report: Report | None = None
+        """The engine's, when the last step had been made or its check began."""
         self._initial = (
             [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
             if options.compare
@@ -107,27 +97,48 @@ class Job:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.rank.device)
 
-    def train(self, step: int) -> RankFigures:
-        """One step of training; with --verify its gradients are made twice and compared first."""
+    def train(self, step: int, *, trace: bool = False, check: int = 0) -> tuple[RankFigures, EndCheck | None]:
+        """One step of training; with --verify its gradients are made twice and compared first.
+
+        trace: record its forward and backward. check: make them so many times more without offload and with
+            it, by turns, and compare all gradients, before the optimizer takes them.
+        """
         batch = self._batch(step)
-        expected = self._without_offload(batch) if self.options.verify else None
+        expected = None
+        if self.options.verify:
+            expected = self._gradients(batch, offloads=False)
+            self.manager.enable_offload()
         started = time.perf_counter()
-        loss = self._forward_backward(batch)
+        with tracing() if trace else nullcontext() as recorded:
+            loss = self._forward_backward(batch)
+        seconds = time.perf_counter() - started
+        self.trace = recorded if recorded is not None else self.trace
+        figures = self.manager.stats.to_json()
         if expected is not None:
-            self._compare(step, expected, loss)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.options.lr * min(1.0, (step + 1) / self.options.warmup)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        active, reserved = self._device_memory()
-        return RankFigures(
-            loss=loss,
-            seconds=time.perf_counter() - started,
-            active_bytes=active,
-            reserved_bytes=reserved,
-            engine=self.manager.stats.to_json(),
-            optimizer=self._optimizer_figures(),
-        )
+            self._compare(step, expected, (loss, self._grads()))
+        checked = self._check(step, batch, check) if check else None
+        return self._figures(loss, seconds + self._update(step), figures), checked
+
+    def train_arms(self, step: int, arms: Sequence[bool]) -> list[RankFigures]:
+        """One step of training whose forward and backward are made in each arm, one after the other.
+
+        arms: in order, whether offload is on. The optimizer steps once; its time is part of each arm's.
+        """
+        batch = self._batch(step)
+        made = []
+        for offloads in arms:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.switch(offloads)
+            started = time.perf_counter()
+            loss = self._forward_backward(batch)
+            made.append((loss, time.perf_counter() - started, self.manager.stats.to_json()))
+        update_s = self._update(step)
+        return [self._figures(loss, seconds + update_s, figures) for loss, seconds, figures in made]
+
+    def take_report(self) -> None:
+        """The engine's report of all ranks, unless it was taken before. Blocks until all ranks call."""
+        if self.report is None:
+            self.report = report(gather=True, process_group=self.rank.group)
 
     def evaluate(self) -> float:
         """The mean loss on held-out text; nan on ranks without the last stage."""
@@ -180,33 +191,83 @@ class Job:
         )
         return torch.stack([loss.detach().double() for loss in losses]).mean().item() if losses else math.nan
 
-    def _without_offload(self, batch: tuple[Tensor, Tensor]) -> tuple[float, list[Tensor | None]]:
-        self.manager.disable_offload()
+    def switch(self, offloads: bool) -> None:
+        """Turn offload on or off."""
+        (self.manager.enable_offload if offloads else self.manager.disable_offload)()
+
+    def _update(self, step: int) -> float:
+        """The optimizer's part of a step; its seconds."""
+        started = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.lr * min(1.0, (step + 1) / self.options.warmup)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - started
+
+    def _figures(self, loss: float, seconds: float, engine: dict[str, Any]) -> RankFigures:
+        active, reserved = self._device_memory()
+        return RankFigures(
+            loss=loss,
+            seconds=seconds,
+            active_bytes=active,
+            reserved_bytes=reserved,
+            engine=engine,
+            optimizer=self._optimizer_figures(),
+        )
+
+    def _grads(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self._parameters()]
+
+    def _gradients(
+        self, batch: tuple[Tensor, Tensor], *, offloads: bool
+    ) -> tuple[float, list[Tensor | None]]:
+        """Loss and gradients of one arm, which are taken off the parameters."""
+        self.switch(offloads)
         loss = self._forward_backward(batch)
-        self.manager.enable_offload()
-        grads = [parameter.grad for parameter in self._parameters()]
+        grads = self._grads()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, grads
 
-    def _compare(self, step: int, expected: tuple[float, list[Tensor | None]], loss: float) -> None:
-        loss_off, grads_off = expected
+    def _check(self, step: int, batch: tuple[Tensor, Tensor], pairs: int) -> EndCheck:
+        """The forward and backward of a step that was made, again: pairs of arms that take turns at going
+        first. The gradients of the parameters are put back."""
+        self.take_report()
+        kept = self._grads()
+        self.optimizer.zero_grad(set_to_none=True)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for pair in range(pairs):
+            made = {}
+            for offloads in (False, True) if pair % 2 == 0 else (True, False):
+                started = time.perf_counter()
+                made[offloads] = self._gradients(batch, offloads=offloads)
+                seconds[offloads].append(time.perf_counter() - started)
+            self._compare(step, made[False], made[True])
+        self.manager.enable_offload()
+        for parameter, grad in zip(self._parameters(), kept, strict=True):
+            parameter.grad = grad
+        return EndCheck(gradients=len(kept), off_seconds=seconds[False], on_seconds=seconds[True])
+
+    def _compare(
+        self, step: int, off: tuple[float, list[Tensor | None]], on: tuple[float, list[Tensor | None]]
+    ) -> None:
+        """Raise VerificationError unless losses and gradients have the same bits."""
+        (loss_off, grads_off), (loss, grads_on) = off, on
         if loss != loss_off and not (math.isnan(loss) and math.isnan(loss_off)):
             raise VerificationError(
                 f"step {step}: the loss is {loss!r} with offload and {loss_off!r} without"
             )
-        for (name, parameter), off in zip(self._named_parameters(), grads_off, strict=True):
-            on = parameter.grad
-            if on is None or off is None:
-                if on is not off:
+        for (name, _), without, with_ in zip(self._named_parameters(), grads_off, grads_on, strict=True):
+            if with_ is None or without is None:
+                if with_ is not without:
                     raise VerificationError(
-                        f"step {step}: {name} has a gradient only {'without' if on is None else 'with'} "
+                        f"step {step}: {name} has a gradient only {'without' if with_ is None else 'with'} "
                         "offload"
                     )
-            elif not torch.equal(_bits(on), _bits(off)):
-                wrong = int((on != off).sum())
+            elif not torch.equal(_bits(with_), _bits(without)):
+                wrong = int((with_ != without).sum())
                 raise VerificationError(
                     f"step {step}: the gradient of {name} differs with offload in {wrong:,} of "
-                    f"{on.numel():,} elements"
+                    f"{with_.numel():,} elements"
                 )
 
     def _device_memory(self) -> tuple[int | None, int | None]:

@@ -80,6 +80,9 @@ class Options:
     verify: bool
     compare: int
     """Runs of each arm, without offload and with it; 0 compares nothing."""
+    check_end: int
+    """Pairs of runs of the last step that are compared; 0 compares none."""
+    plot: Path | None
     telemetry: Path | None
     eval_every: int
     timeout: float
@@ -134,11 +137,9 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
     )
     check_counts(schedule, ranks=ranks.world, virtual_stages=virtual_stages, microbatches=microbatches)
     layers_of_stage(model, 0, ranks.world * virtual_stages)
-    if (given.verify or given.compare) and not model.offload_modules:
-        raise ValueError(
-            f"--{'verify' if given.verify else 'compare'} needs something that is offloaded; "
-            "--offload-modules is none"
-        )
+    for name in ("verify", "plot"):
+        if getattr(given, name) and not model.offload_modules:
+            raise ValueError(f"--{name} needs something that is offloaded; --offload-modules is none")
     options = Options(
         preset=given.preset,
         model=model,
@@ -159,6 +160,8 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         optimizer_fraction=given.optimizer_offload_fraction,
         verify=given.verify,
         compare=given.compare,
+        check_end=given.check_end,
+        plot=given.plot,
         telemetry=given.telemetry,
         eval_every=given.eval_every,
         timeout=given.timeout,

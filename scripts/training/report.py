@@ -1,5 +1,4 @@
-"""What is said about a run: the bar while it goes, a line of JSON a step, a comparison, and a summary a
-person can read.
+"""What is said about a run: the bar while it goes, a line of JSON a step, and a summary a person can read.
 
 One invariant: it is told figures and prints them; it neither measures nor talks to other ranks. Only rank 0
 has one.
@@ -8,61 +7,19 @@ has one.
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from io import TextIOWrapper
 from typing import Any
 
-from tabulate import tabulate
 from tqdm import tqdm
 
-from training.job import RankFigures
+from offload import Report
+from training.comparison import ratio_text
+from training.figures import Arm, EndCheck, RankFigures, known, mib, why_nothing_left
 from training.options import Options
 
-__all__ = ["Arm", "Reporter", "comparison", "summary"]
-
-MIB = 1 << 20  # every figure of bytes that this script prints, as the engine's summary table
-
-
-@dataclass(slots=True)
-class Arm:
-    """One run of one arm, with offload or without: its steps, with every rank's figures of each."""
-
-    name: str
-    offloads: bool = True
-    run: int = 0
-    """Which run of this arm, where a comparison makes several."""
-    steps: list[list[RankFigures]] = field(default_factory=list)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-
-    def loss(self, step: int) -> float:
-        """The loss of a step, from whichever rank has it."""
-        return known([figures.loss for figures in self.steps[step]])
-
-    def seconds(self, step: int) -> float:
-        """A step takes as long as its slowest rank."""
-        return max(figures.seconds for figures in self.steps[step])
-
-    @property
-    def typical_seconds(self) -> float:
-        """The median step of the slowest rank of each."""
-        return self.typical_seconds_of(range(len(self.steps[0])))
-
-    def typical_seconds_of(self, ranks: Sequence[int]) -> float:
-        """The median step of the slowest of these ranks, without the first step, which also builds things."""
-        steps = self.steps[1:] or self.steps
-        return statistics.median(max(step[rank].seconds for rank in ranks) for step in steps)
-
-    def most(self, rank: int, name: str) -> int:
-        """The largest of one of the engine's figures over the steps."""
-        return int(max(step[rank].engine[name] for step in self.steps))
-
-
-def known(losses: Sequence[float]) -> float:
-    """The loss among those of all ranks, most of which have none."""
-    return next((loss for loss in losses if not math.isnan(loss)), math.nan)
+__all__ = ["Reporter", "summary"]
 
 
 class Reporter:
@@ -74,10 +31,12 @@ class Reporter:
         self._file: TextIOWrapper | None = open(options.telemetry, "w") if options.telemetry else None  # noqa: SIM115
         self._bar: tqdm[Any] | None = None
 
-    def begin(self, arm: Arm) -> None:
-        """A bar for the steps of this arm."""
-        runs = f" {arm.run + 1}/{self.options.compare}" if self.options.compare else ""
-        self._bar = tqdm(total=self.options.steps, desc=arm.name + runs, unit="step", dynamic_ncols=True)
+    def begin(self, arms: Sequence[Arm]) -> None:
+        """A bar for the steps of these arms, which are made together."""
+        runs = f" {arms[0].run + 1}/{self.options.compare}" if self.options.compare else ""
+        names = " and ".join(arm.name for arm in arms)
+        steps = self.options.steps * len(arms)
+        self._bar = tqdm(total=steps, desc=names + runs, unit="step", dynamic_ncols=True)
 
     def step(self, arm: Arm, figures: list[RankFigures]) -> None:
         """One step is over on all ranks."""
@@ -130,22 +89,23 @@ def _postfix(arm: Arm, step: int, tokens: int) -> str:
     figures = arm.steps[step]
     active = [rank.active_bytes for rank in figures if rank.active_bytes is not None]
     peak = (
-        f"peak {_mib(max(active))}"
+        f"peak {mib(max(active))}"
         if active
-        else f"saved {_mib(max(rank.engine['device_bytes_peak'] for rank in figures))}"
+        else f"saved {mib(max(rank.engine['device_bytes_peak'] for rank in figures))}"
     )
     offloaded = sum(rank.engine["spill_bytes"] for rank in figures)
     stall = max(rank.engine["stall_ms"] for rank in figures)
     return (
         f"loss {arm.loss(step):.3f}, {tokens / arm.seconds(step):,.0f} tokens/s, {peak}, "
-        f"offloaded {_mib(offloaded)}, stall {stall:.1f} ms"
+        f"offloaded {mib(offloaded)}, stall {stall:.1f} ms"
     )
 
 
-def summary(options: Options, arm: Arm, source: str) -> str:
-    """The run in a few lines."""
+def summary(
+    options: Options, arm: Arm, source: str, report: Report | None = None, checks: Sequence[EndCheck] = ()
+) -> str:
+    """The run in a few lines, and the engine's report. checks: of --check-end, by rank."""
     last = arm.steps[-1]
-    ranks = range(len(last))
     stages = len(last) * options.virtual_stages
     lines = [
         f"{len(arm.steps)} steps of {options.tokens:,} tokens on {len(last)} rank{'s' * (len(last) > 1)}: "
@@ -163,7 +123,12 @@ def summary(options: Options, arm: Arm, source: str) -> str:
             "offload"
         )
     lines += _optimizer(arm)
-    lines += _offloaded(options, arm, ranks)
+    lines += _device_memory(arm)
+    lines += _checked(options, arm, checks)
+    if why := why_nothing_left(options, arm):
+        lines.append(f"offloaded  nothing: {why}")
+    if report is not None and options.offloads:
+        lines += ["", str(report)]
     return "\n".join(lines)
 
 
@@ -172,136 +137,36 @@ def _optimizer(arm: Arm) -> list[str]:
     if not any(last):
         return []
     each = ", ".join(
-        f"rank {rank} {100 * of['fraction']:.0f}%: {_mib(of['host_bytes'])}"
+        f"rank {rank} {100 * of['fraction']:.0f}%: {mib(of['host_bytes'])}"
         + (f", {100 * of['cpu_share']:.0f}% of it stepped by the host" if of["cpu_share"] is not None else "")
         for rank, of in enumerate(last)
     )
     return [f"optimizer  its state on the host ({each})"]
 
 
-def _offloaded(options: Options, arm: Arm, ranks: Sequence[int]) -> list[str]:
-    if not options.offloads:
-        return ["offloaded  nothing, as --offload-modules none asks"]
-    last = [figures.engine for figures in arm.steps[-1]]
-    if why := _why_nothing_left(options, arm):
-        return [f"offloaded  nothing: {why}"]
-    each = ", ".join(f"rank {rank} {_mib(last[rank]['spill_bytes'])}" for rank in ranks)
-    left, came_back = (sum(engine[name] for engine in last) for name in ("spill_bytes", "restore_bytes"))
-    slowest = max(last, key=lambda engine: float(engine["stall_ms"]))
-    simulated = ", on a simulated link" if arm.steps[-1][0].active_bytes is None else ""
-    lines = [
-        f"offloaded  {_mib(left)} a step ({each}), {_mib(came_back)} fetched back",
-        f"stall      {slowest['stall_ms']:.1f} ms in {slowest['stall_count']} waits of the slowest "
-        f"rank{simulated}",
-        f"device     at most {_mib(max(arm.most(rank, 'device_bytes_peak') for rank in ranks))} of saved "
-        "activations at once"
-        + "".join(
-            f"; {_mib(active)} active, {_mib(reserved)} reserved"
-            for active, reserved in [_device_peaks(arm)]
-            if active is not None
-        ),
-        f"host       {_mib(sum(engine['host_bytes_held'] for engine in last))} held, of which at most "
-        f"{_mib(sum(arm.most(rank, 'host_bytes_lent_peak') for rank in ranks))} were lent",
-    ]
-    refused = sum(engine["refused_bytes"] for engine in last)
-    if refused:
-        lines.append(
-            f"stayed     {_mib(refused)} of the last step should have left and found no room on the host"
-        )
-    return lines
-
-
-def _why_nothing_left(options: Options, arm: Arm) -> str:
-    """Why the last step moved nothing; empty if it moved something."""
-    last = [figures.engine for figures in arm.steps[-1]]
-    if any(engine["spill_bytes"] for engine in last):
-        return ""
-    saved = any(engine["saved"] for engine in last)
-    return (
-        f"{'all of them stayed' if saved else 'no saved tensor has that many elements'} "
-        f"(--min-offloaded-tensor-size {options.min_elements:,}, --offload-fraction {options.fraction:g})"
-    )
-
-
-def comparison(
-    options: Options, off: Sequence[Arm], on: Sequence[Arm], saved_if_all_stayed: Sequence[int]
-) -> str:
-    """Time and the three memory figures, side by side, a row for each rank and arm.
-
-    off, on: the runs of each arm, as many of one as of the other; run i of both were neighbours in time.
-    saved_if_all_stayed: bytes by rank; what the engine counts when nothing leaves, since it counts nothing
-        while it is off.
-    """
-    rows: list[list[str]] = []
-    for rank in range(len(on[0].steps[-1])):
-        for runs in (off, on):
-            # The host's blocks outlive the first run with offload, so memory is that of each arm's first run.
-            last = runs[0].steps[-1][rank]
-            times = [run.typical_seconds_of([rank]) * 1e3 for run in runs]
-            saved = saved_if_all_stayed[rank] if runs is off else runs[0].most(rank, "device_bytes_peak")
-            rows.append(
-                [
-                    f"rank {rank}",
-                    runs[0].name,
-                    f"{statistics.median(times):,.1f}",
-                    f"{min(times):,.1f} to {max(times):,.1f}",
-                    _mib_or_dash(last.active_bytes),
-                    _mib_or_dash(last.reserved_bytes),
-                    f"{last.engine['host_bytes_held'] / MIB:,.1f}",
-                    f"{saved / MIB:,.1f}",
-                ]
-            )
-    table = tabulate(
-        rows,
-        headers=["", "", "step ms", "of all runs", "active MiB", "reserved MiB", "pinned MiB", "saved MiB"],
-        colalign=("left", "left", *["right"] * 6),
-        disable_numparse=True,
-    )
-    on_cpu = on[0].steps[-1][0].active_bytes is None
-    notes = [_ratio(options, off, on), _losses([*off, *on], on_cpu=on_cpu)]
-    notes.append(
-        '"saved" is the engine\'s own count of saved activations on the device at once; without '
-        "offload, of the same ones."
-    )
-    if on_cpu:
-        notes.append(
-            "Active and reserved are a GPU allocator's figures, which a CPU does not have; its host memory "
-            "is not pinned either."
-        )
-    return "\n".join([table, *notes])
-
-
-def _ratio(options: Options, off: Sequence[Arm], on: Sequence[Arm]) -> str:
-    """How much longer a step takes with offload, by pairs of neighbouring runs."""
-    ratios = [
-        offloading.typical_seconds / plain.typical_seconds for plain, offloading in zip(off, on, strict=True)
-    ]
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs of runs"
-    said = f"{statistics.median(ratios):.2f} times as long ({spread})"
-    if why := _why_nothing_left(options, on[0]):
-        return f"Nothing was offloaded in either arm: {why}. So {said} is how far equal runs differ."
-    return f"A step takes {said} with offload."
-
-
-def _losses(runs: Sequence[Arm], *, on_cpu: bool) -> str:
-    steps = range(len(runs[0].steps))
-    differing = [step for step in steps if len({run.loss(step) for run in runs}) > 1]
-    if not differing:
-        return f"The losses of all {len(steps)} steps are equal in all {len(runs)} runs, bit for bit."
-    why = "" if on_cpu else ", as attention's on a GPU do from run to run (--verify takes one that does not)"
-    return f"The losses differ from step {differing[0] + 1} on{why}."
-
-
-def _device_peaks(arm: Arm) -> tuple[int | None, int | None]:
+def _device_memory(arm: Arm) -> list[str]:
     last = arm.steps[-1]
-    if last[0].active_bytes is None or last[0].reserved_bytes is None:
-        return None, None
-    return max(rank.active_bytes or 0 for rank in last), max(rank.reserved_bytes or 0 for rank in last)
+    if last[0].active_bytes is None:
+        return []
+    active = max(rank.active_bytes or 0 for rank in last)
+    reserved = max(rank.reserved_bytes or 0 for rank in last)
+    return [f"device     at most {mib(active)} active, {mib(reserved)} reserved"]
 
 
-def _mib(nbytes: int | None) -> str:
-    return f"{(nbytes or 0) / MIB:,.1f} MiB"
-
-
-def _mib_or_dash(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / MIB:,.1f}"
+def _checked(options: Options, arm: Arm, checks: Sequence[EndCheck]) -> list[str]:
+    if not checks:
+        return []
+    pairs = len(checks[0].off_seconds)
+    ratios = [
+        max(check.on_seconds[pair] for check in checks) / max(check.off_seconds[pair] for check in checks)
+        for pair in range(pairs)
+    ]
+    notes = ["nothing was offloaded in either"] * bool(why_nothing_left(options, arm))
+    if arm.steps[-1][0].active_bytes is None:
+        notes.append("on a CPU this is the work of the simulated device")
+    note = f" ({'; '.join(notes)})" * bool(notes)
+    return [
+        f"checked    gradients bitwise equal with and without offload: all "
+        f"{sum(check.gradients for check in checks):,} of the last step, {pairs} times",
+        f"time       forward and backward take {ratio_text(ratios)} with offload{note}",
+    ]

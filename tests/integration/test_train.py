@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,11 +157,42 @@ def test_process_alone_compares_the_steps_with_and_without_offload(tmp_path: Pat
     assert "a CPU does not have" in output
     assert output.count("Activation Offload Summary") == 1
     arms = [(step["arm"], step["run"]) for step in lines_of(telemetry)]
-    assert arms[::3] == [("offload off", 0), ("offload on", 0), ("offload on", 1), ("offload off", 1)]
+    assert arms[:6:3] == [("offload off", 0), ("offload on", 0)], "each alone, for its memory"
+    in_turn = ["offload off", "offload on", "offload on", "offload off", "offload off", "offload on"]
+    assert arms[6:] == [(name, 1) for name in in_turn]
+    assert re.search(r"A step takes \d+\.\d\d times as long \(.* in 3 pairs of steps\) with offload", output)
     saved_off, saved_on = (
-        float(line.split()[-1]) for line in output.splitlines() if line.startswith("rank 0")
+        float(line.split()[-1]) for line in output.splitlines() if line.startswith("rank 0  offload o")
     )
     assert 0 < saved_on <= saved_off
+
+
+def test_two_equal_arms_take_equally_long_within_their_spread() -> None:
+    """Nothing is offloaded in either; a machine that does something else as well slows down both."""
+    arguments = ["--steps", "4", "--compare", "3", "--offload-modules", "none", *SMALL]
+    code, output, errors = run(arguments)
+    assert code == 0, errors
+    found = re.search(r"So (\S+) times as long \((\S+) to (\S+) in 8 pairs of steps\)", output)
+    assert found is not None, output
+    ratio, least, most = map(float, found.groups())
+    assert least <= 1.0 <= most, output
+    assert least <= ratio <= most
+    assert "offload report" not in output
+
+
+def test_the_end_of_a_run_is_checked_reported_and_drawn(tmp_path: Path) -> None:
+    picture, telemetry = tmp_path / "step.png", tmp_path / "steps.jsonl"
+    arguments = ["--steps", "3", "--check-end", "2", "--plot", str(picture), "--telemetry", str(telemetry)]
+    code, output, errors = run([*arguments, *SMALL], ranks=2)
+    assert code == 0, errors
+    steps = lines_of(telemetry)
+    assert "gradients bitwise equal with and without offload: all 39 of the last step, 2 times" in output
+    assert re.search(r"forward and backward take .* times as long \(.* in 2 pairs of steps\)", output)
+    assert "offload report: 3 steps since configure, on a simulated link" in output, "the check is not in it"
+    moved = [sum(step["ranks"][rank]["engine"]["spill_bytes"] for step in steps) for rank in (0, 1)]
+    for rank in (0, 1):
+        assert re.search(rf"rank {rank} +\S+ .B +{moved[rank] / 1e6:.2f} MB", output), output
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleavedzerobubble"])
