@@ -76,6 +76,7 @@ class Applied:
         self._pairs: list[HookPair] = []
         self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
         self._checkpointing_off = False
+        self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
         self._config_before: OffloadConfig | None = None  # of a mode that limits transfers
 
     @property
@@ -113,6 +114,8 @@ class Applied:
         model = self._model()
         if model is not None:
             _forget_compiled(model)
+            for config in self._caching:
+                config.use_cache = True
             if self._checkpointing_off:
                 _call(model, "gradient_checkpointing_enable")
 
@@ -147,6 +150,7 @@ def apply(
         "groups": what blocks save, as far as the plan and the limit want it.
         "hidden_states": blocks are recomputed in the backward; their input waits on the host.
         "selective": the same, and outputs of matrix products and attention wait there too, not recomputed.
+            Both set `use_cache` of a transformers config to False, as its own checkpoints do.
         True: every saved tensor, but for the output head's. "legacy": the same, each copy waited for.
         "disk": as True, and on from host memory to a file in the config's `disk_directory`; without one, in
         the directory for temporary files.
@@ -201,6 +205,8 @@ def apply(
                 handle._hook(module, RecomputedCalls(root, module, name, contexts))
             else:
                 handle._hook(module, GroupCalls(root, name, group, block=not whole))
+    if mode in RECOMPUTING:
+        handle._caching = _switch_caches_off(model)
     if everything:
         for head in _heads(model):
             handle._hook(head, HeadCalls(root))
@@ -316,6 +322,24 @@ def _heads(model: nn.Module) -> list[nn.Module]:
         if name.rpartition(".")[2] in _HEADS and isinstance(module, nn.Linear)
     ]
     return heads[-1:]
+
+
+def _switch_caches_off(model: nn.Module) -> list[Any]:
+    """A block of transformers appends its keys and values to a cache, and a recompute would append them
+    again. Returns the configs that were changed."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    found = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in found:
+        config.use_cache = False
+    if found:
+        logger.warning(
+            "%s: use_cache of its config is False until remove(), because its blocks are recomputed and "
+            "would fill the cache twice; generate() has a setting of its own",
+            type(model).__name__,
+        )
+    return found
 
 
 def _mind_adapters(model: nn.Module, mode: Mode) -> bool:

@@ -29,9 +29,9 @@ _TRACED = "offload.checkpoint.selective"
 F = TypeVar("F", bound=Callable[..., object])
 
 _REASON = (
-    "a mark of the offload engine moves tensors, and a graph cannot hold that: compile without "
-    "fullgraph=True, which costs one graph break a mark, or keep the marks and offload_hooks() outside of "
-    "the compiled function"
+    "a mark of the offload engine, or a hook of offload.apply, moves tensors, and a graph cannot hold that: "
+    "compile without fullgraph=True, which costs one graph break a mark and two a block, or compile each "
+    "block by itself, with its marks outside"
 )
 # a code object by itself
 _PASS_OVER = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)

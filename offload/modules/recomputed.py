@@ -5,20 +5,26 @@ One invariant: a recompute of the block passes through its hooks, whoever asked 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo.eval_frame
 from torch import nn
 
-from offload.checkpoint.hidden_states import RecomputedCall, is_recompute
+from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall, is_recompute
 from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import Contexts, contexts_for
-from offload.modules.root import ModelRoot
+from offload.errors import OffloadError
+from offload.modules.root import GroupCall, ModelRoot
 from offload.saved.hooks import inside_checkpoint
 
 __all__ = ["RecomputedCalls", "selective_contexts_of"]
+
+
+_COMPILER = torch._dynamo.eval_frame.__file__
 
 
 def selective_contexts_of(root: ModelRoot) -> Callable[[], Contexts]:
@@ -37,7 +43,7 @@ class RecomputedCalls:
         self._name = name
         self._context_fn = context_fn
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecomputedCall | None:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecomputedCall | GroupCall | None:
         module = self._module()
         assert module is not None  # it is called
         if is_recompute(module):
@@ -49,11 +55,44 @@ class RecomputedCalls:
         if inside_checkpoint():
             self._root.note_checkpointed()
             return None
+        if module.training and getattr(module, "gradient_checkpointing", False) is True:
+            return self._checkpointed(module)
+        self._refuse_compiled(module)
         call = RecomputedCall(self._root.manager(), module, args, kwargs, self._context_fn)
         call.begin()
         return call
 
-    def leave(self, call: RecomputedCall | None, output: Any, failed: bool) -> None:
-        if call is not None:
+    def _refuse_compiled(self, module: nn.Module) -> None:
+        """Raise where a compiled function calls the block: its graphs save other tensors than the block does
+        by itself, which is how it would be recomputed."""
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return  # it is compiled by itself, and so is its recompute
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            code = frame.f_code
+            if code.co_filename == _COMPILER and code.co_name == "compile_wrapper":
+                raise OffloadError(
+                    f"block {self._name} is recomputed in the backward, and a compiled function calls it: "
+                    "compile the blocks, block.compile() for each, and not what is around them; or use "
+                    "mode='groups', which goes with any"
+                )
+
+    def _checkpointed(self, module: nn.Module) -> GroupCall | None:
+        """A layer of transformers that checkpoints its own forward, inside of its hooks: all that is saved
+        between the two is the checkpoint's input. A second recompute around it would only cost time."""
+        if self._context_fn is not None:
+            self._root.say_once(
+                "selective",
+                "%s checkpoints its layers itself, and recomputes all of them: mode='selective' keeps "
+                "nothing. Call gradient_checkpointing_disable() on the model",
+            )
+        return self._root.open_group(HIDDEN_STATES, required=True)
+
+    def leave(self, call: RecomputedCall | GroupCall | None, output: Any, failed: bool) -> None:
+        if isinstance(call, GroupCall):
+            call.close(output, failed)
+        elif call is not None:
             call.abort() if failed else call.end(output)
+        if call is not None:
             self._root.note_block_end(self._name)

@@ -137,7 +137,7 @@ class ModelRoot:
         self._begin_chunk()
         if not (self._everything or self._checkpoints()):
             return None
-        call = self.open_group(self._everything or INPUTS, _Between)
+        call = self.open_group(self._everything or INPUTS, between=True, required=bool(self._everything))
         self.takes = call is not None
         return call
 
@@ -206,16 +206,17 @@ class ModelRoot:
         """The output head begins: what is saved from here on is read back at once."""
         self.takes = False
 
-    def open_group(self, name: str, scope: Callable[..., GroupScope] = GroupScope) -> GroupCall | None:
-        """Open a group in the current chunk, and install hooks; None where nothing may leave."""
+    def open_group(self, name: str, *, between: bool = False, required: bool = False) -> GroupCall | None:
+        """Open a group in the current chunk, and install hooks; None where nothing may leave. between: it
+        takes only while `takes` is set. required: no plan keeps it on the device."""
         manager = self.manager()
         handler = manager.active_handler()
         if handler is None:
             return None
         manager.engine.transfers.check_capture(f"group {name!r}")
-        group = handler.on_group_start_forward(name, required=scope is _Between)
+        group = handler.on_group_start_forward(name, required=required)
         group.hooked = True
-        owner = scope(handler, group, self) if scope is _Between else scope(handler, group)
+        owner = _Between(handler, group, self) if between else GroupScope(handler, group)
         return GroupCall(manager, handler, group, manager.engine.hooks.push(owner))
 
     # -- step ------------------------------------------------------------------------------------------------
@@ -224,26 +225,30 @@ class ModelRoot:
         ran, begun = self._ran, self._begun
         self._ran, self._begun = set(), 0
         if self.forwards == 0:
-            if self.end_seen and "never" not in self._said:
-                self._said.add("never")
-                logger.warning(
+            if self.end_seen:
+                self.say_once(
+                    "never",
                     "an optimizer steps parameters of %s, and no forward of it was seen since apply(): "
                     "nothing leaves. Hooks run where a module is called, not its forward(); a model that was "
                     "copied, or compiled before apply(), has none",
-                    self._name,
                 )
             return
         missed = [name for name in self._blocks if name not in ran]
-        if missed and begun and "missed" not in self._said:
-            self._said.add("missed")
-            logger.warning(
-                "%d of %d blocks of %s did not run through their hooks in this step, and nothing of them "
+        if missed and begun:
+            self.say_once(
+                "missed",
+                "blocks of %s did not run through their hooks in this step, %d of %d, and nothing of them "
                 "left: %s. Call a block as a module, block(x), not block.forward(x)",
                 len(missed),
                 len(self._blocks),
-                self._name,
                 ", ".join(missed[:4]) + (", ..." if len(missed) > 4 else ""),
             )
+
+    def say_once(self, what: str, text: str, *values: object) -> None:
+        """Warn of `what`, the first time. text: its first %s is the model's class, then come `values`."""
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning(text, self._name, *values)
 
 
 class GroupCalls:

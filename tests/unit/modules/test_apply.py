@@ -430,7 +430,7 @@ def test_blocks_that_are_called_by_their_forward_are_named(
     offload.apply(model, min_numel=1)
     train(model)
     assert warnings_of(caplog) == [
-        "3 of 3 blocks of Model did not run through their hooks in this step, and nothing of them left: "
+        "blocks of Model did not run through their hooks in this step, 3 of 3, and nothing of them left: "
         "layers.0, layers.1, layers.2. Call a block as a module, block(x), not block.forward(x)"
     ]
 
