@@ -205,6 +205,14 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
         yield from row(f"  beyond device_limit_bytes ({bytes_text(limit)})", "over_limit_bytes")
     yield from row("pinned host memory", "host_bytes")
     yield from row("  in use at once, at most", "host_lent_bytes")
+    yield from row("written to the disk", "disk_out_bytes", always=False)
+    yield from row("  read back", "disk_back_bytes", always=False)
+    yield from row("  in the file at once, at most", "disk_bytes", always=False)
+    if total.disk_blocked_ms:
+        yield (
+            "  the host was blocked",
+            (f"{last.disk_blocked_ms:,.1f} ms", f"{total.disk_blocked_ms:,.1f} ms"),
+        )
     stalls = [f"{found.stall_ms:,.1f} ms in {found.stall_count:,} waits" for found in (last, total)]
     yield "compute waited (ms of the step before)", (stalls[0], stalls[1])
     for name in total.clients:

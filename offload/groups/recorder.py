@@ -16,14 +16,17 @@ from offload.device import Event
 from offload.device.sim import SimDevice
 from offload.groups.manager import GroupsManager
 from offload.groups.scope import GroupScope
-from offload.ids import Owner
+from offload.ids import GroupId, Owner
 from offload.saved.filters import Verdict
 from offload.saved.handles import Handle
 from offload.saved.hooks import Scope
 from offload.telemetry.timeline import Kind, MemorySample, Span, Timeline
 from offload.transfer.admission import Direction
+from offload.transfer.block import BlockState
 
 __all__ = ["Recorder"]
+
+_HELD = (BlockState.RESIDENT, BlockState.RESTORING, BlockState.RESTORED)
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Recorder:
         self._samples: list[tuple[Event, MemorySample]] = []
         self._open: list[_Timed] = []  # forwards
         self._reading: _Timed | None = None
+        self._read_group: GroupId | None = None
         self._seen_s = 0.0
 
     def start(self) -> None:
@@ -131,10 +135,11 @@ class Recorder:
 
     def _read(self, handle: Handle) -> None:
         group = handle.record.block.group
-        owner = f"{group.chunk}/{group.name}"
-        if self._device.is_capturing() or (self._reading is not None and self._reading.owner == owner):
+        if self._device.is_capturing() or (self._reading is not None and self._read_group == group):
             return
         self._end_reading()
+        self._read_group = group
+        owner = f"{group.chunk}/{group.name}"
         self._reading = _Timed("compute", "backward", group.name, owner, self._sample())
         self._spans.append(self._reading)
 
@@ -153,7 +158,13 @@ class Recorder:
                 device.compute_for(now_s - self._seen_s)
                 self._seen_s = now_s
             event = device.record(device.compute, timed=True)
-            saved_bytes = engine.transfers.device_bytes + more_bytes
+            # the engine counts freed blocks out at its next call; what a copy still uses is not free
+            freed_bytes = sum(
+                block.nbytes
+                for block in engine.transfers.freed_blocks.copy()
+                if block.state in _HELD and (block.transfer is None or block.transfer.settled)
+            )
+            saved_bytes = engine.transfers.device_bytes - freed_bytes + more_bytes
             sample = MemorySample(
                 ms=0.0,
                 saved_bytes=saved_bytes,

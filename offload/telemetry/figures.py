@@ -156,6 +156,18 @@ class Figures(_Sum):
     host_lent_bytes: int = _level()
     """Largest number of them in use at once, by all clients."""
 
+    disk_out_bytes: int = 0
+    """Bytes that continued to the file of `disk_directory`."""
+
+    disk_back_bytes: int = 0
+    """Bytes read back from it."""
+
+    disk_bytes: int = _level()
+    """Largest number of bytes in it at once."""
+
+    disk_blocked_ms: float = 0.0
+    """Time in ms that the host was blocked by reads of it."""
+
     stall_ms: float = 0.0
     """Device time in ms that compute waited for copies. It is read one step late: the last step's is that of
     the step before."""
@@ -218,6 +230,10 @@ def figures_without_offload(stats: StepStats) -> Figures:
     return Figures(
         host_bytes=stats.host_bytes_held,
         host_lent_bytes=stats.host_bytes_lent_peak,
+        disk_out_bytes=stats.disk_write_bytes,
+        disk_back_bytes=stats.disk_read_bytes,
+        disk_bytes=stats.disk_bytes_peak,
+        disk_blocked_ms=stats.disk_blocked_ms,
         stall_ms=stats.stall_ms,
         stall_count=stats.stall_count,
         clients={

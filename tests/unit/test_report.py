@@ -247,6 +247,21 @@ def test_the_table_has_each_figure_of_the_last_step_and_of_all_steps() -> None:
     assert "admission denied" not in text, "a reason that held nothing is left out"
 
 
+def test_bytes_that_continued_to_the_disk_have_rows_of_their_own(tmp_path: Path) -> None:
+    assert "disk" not in str(Report(since="apply", total=Figures(steps=1), last=Figures(steps=1)))
+    with installed(build_manager(disk_directory=str(tmp_path))) as manager:
+        assert manager is not None
+        (stats,) = trained(1)
+        found = report()
+    assert found.total.disk_out_bytes == stats.disk_write_bytes
+    assert found.total.disk_back_bytes == stats.disk_read_bytes
+    assert found.total.disk_bytes == stats.disk_bytes_peak
+    figures = Figures(steps=1, disk_out_bytes=5_000_000, disk_back_bytes=4_000_000, disk_blocked_ms=2.5)
+    text = str(Report(since="apply", total=figures, last=figures))
+    for said in ("written to the disk", "  read back", "  the host was blocked", "5.00 MB", "2.5 ms"):
+        assert said in text
+
+
 def test_levels_take_the_larger_of_two_steps_and_counts_their_sum() -> None:
     one, other = Figures(steps=1, saved_bytes=3, peak_bytes=5), Figures(steps=1, saved_bytes=4, peak_bytes=2)
     assert (one + other).saved_bytes == 7
