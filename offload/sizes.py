@@ -65,7 +65,7 @@ def _share(percent: Fraction, value: str, name: str, of_bytes: int | None) -> in
     if of_bytes is None:
         raise ValueError(
             f"{name} is {value!r}, but the size that it is a share of is not known here; write bytes, as in "
-            "'8GB', or give a share of the device to `offload.apply(model, device_limit=...)`, which knows it"
+            "'8GB'. offload.apply(device_limit=...) takes a share of the device, where there is a GPU"
         )
     if percent > 100:
         raise ValueError(f"{name} is {value!r}, must be a share between '0%' and '100%'")

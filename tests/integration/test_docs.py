@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import html
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,7 +88,8 @@ def test_each_warning_of_the_code_has_a_row_on_the_troubleshooting_page() -> Non
 
 def test_the_reference_has_every_public_name() -> None:
     page = (DOCS / "reference.md").read_text()
-    named = set(re.findall(r"^::: offload\.(\w+)$", page, flags=re.MULTILINE))
+    named = set(re.findall(r"^::: offload\.(?:\w+\.)*(\w+)$", page, flags=re.MULTILINE))
+    named |= set(re.findall(r"\w+", " ".join(re.findall(r"members: \[(.*)\]", page))))
     assert set(offload.__all__) - {"__version__"} <= named
 
 
@@ -113,4 +116,8 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "reference" / "index.html").read_text()
-    assert "Bytes pinned at construction, so that the first step finds its blocks." in page
+    shown = html.unescape(re.sub(r"<[^>]+>", "", page))
+    assert "Bytes pinned at construction, so that the first step finds its blocks." in shown
+    help_of_mode = re.search(r"    mode: .*?\n    blocks:", str(offload.apply.__doc__), re.DOTALL)
+    assert help_of_mode is not None
+    assert textwrap.dedent(help_of_mode[0]) in shown, "with its lines and asterisks"
