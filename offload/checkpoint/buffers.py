@@ -91,7 +91,7 @@ class BuffersBefore:
                 learned = _writes.setdefault(buffer.owner, {})
                 learned[buffer.name, buffer.owner.training] = written
             if written:
-                kept.append(buffer)
+                kept.append(buffer._replace(tensor=None))  # its value is enough
         if self._first and learns:
             before = {(buffer.owner, buffer.name) for buffer in self._buffers}
             made = [

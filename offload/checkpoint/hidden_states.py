@@ -32,6 +32,7 @@ from torch.utils.checkpoint import (
 
 from offload.checkpoint.buffers import BuffersBefore
 from offload.checkpoint.selective import Contexts
+from offload.errors import OffloadError
 from offload.saved.filters import waited
 
 __all__ = ["HIDDEN_STATES", "InputGroup", "Manager", "RecomputedCall", "is_recompute"]
@@ -107,7 +108,8 @@ class RecomputedCall:
 
     def begin(self) -> None:
         """The forward begins. Blocks the host: once, as BuffersBefore. Raises CaptureError in a CUDA graph
-        captured outside of `capturing()`; the call is then as without hooks."""
+        captured outside of `capturing()`, OffloadError for an argument that is a cache of keys and values;
+        the call is then as without hooks."""
         arguments, self._arguments = self._arguments, None
         assert arguments is not None, "a RecomputedCall begins once"
         if not torch.is_grad_enabled():
@@ -117,6 +119,7 @@ class RecomputedCall:
             parameter.requires_grad for parameter in self._module.parameters()
         ):
             return
+        again.refuse_caches()
         group = self._manager.input_group(HIDDEN_STATES)
         buffers = again.buffers = BuffersBefore(self._module)
         run = _checkpoint_without_reentrant_generator(
@@ -183,6 +186,18 @@ class _Again:
         self._spec = spec
         self.buffers: BuffersBefore | None = None
 
+    def refuse_caches(self) -> None:
+        """Raise OffloadError for an argument to which a forward adds what it has computed."""
+        if getattr(self._module, "_can_checkpoint_with_cache", False):
+            return  # it only reads it
+        for leaf in self._leaves:
+            if _is_cache(leaf):
+                raise OffloadError(
+                    f"a {type(self._module).__name__} that is recomputed was called with a "
+                    f"{type(leaf).__name__}, to which its forward adds keys and values, and its recompute "
+                    "would add them again. Call the model with use_cache=False, or without gradients"
+                )
+
     def __call__(self, *tensors: torch.Tensor) -> None:
         leaves = [
             leaf if place is None else tensors[place]
@@ -211,11 +226,16 @@ def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:
     ]
 
 
+def _is_cache(value: object) -> bool:
+    """Whether it is a cache of keys and values, as transformers has them."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
 def _taken_apart(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], _Again]:
     """The tensors of a call, each once however often it is given, and what calls the module on them again."""
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_cache)
     tensors: list[torch.Tensor] = []
     known: dict[int, int] = {}
     places: list[int | None] = []

@@ -16,6 +16,7 @@ from offload import PipelineOffloadManager, init_chunk_handler, step_end
 from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall
 from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import contexts_for
+from offload.errors import OffloadError
 from offload.transfer.block import BlockState
 from tests.unit.checkpoint.recomputed import (
     BLOCKS,
@@ -250,6 +251,35 @@ def test_a_block_that_does_not_repeat_itself_raises_torchs_error(manager: Manage
     del y
     step_end()
     assert not hooks_left()
+
+
+def test_a_cache_that_the_forward_adds_to_is_refused_by_name(manager: Manager) -> None:
+    """A recompute would attend to every key twice. One that the block only reads is an argument like
+    others."""
+
+    class Cache(dict[str, Tensor]):
+        def get_seq_length(self) -> int:
+            return 0
+
+    class Caching(Block):
+        def forward(self, x: Tensor, cache: Any = None) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    model = build(Caching, count=1)
+    init_chunk_handler(None, None, 1)
+    with recomputed(list(model.blocks), manager):
+        with pytest.raises(
+            OffloadError, match=r"a Caching that is recomputed was called with a Cache.*use_cache"
+        ):
+            model(source(), cache=Cache())
+        with torch.no_grad():
+            model(source(), cache=Cache())
+        model.requires_grad_(False)(source().detach(), cache=Cache())
+        model.requires_grad_()
+        assert not hooks_left()
+    step_end()
+    model.blocks[0]._can_checkpoint_with_cache = True  # type: ignore[assignment]
+    compared(model, manager, cache=Cache())
 
 
 def test_an_input_that_is_changed_in_place_afterwards_raises_as_autograd_does(manager: Manager) -> None:
