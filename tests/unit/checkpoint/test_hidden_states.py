@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,10 +36,31 @@ from tests.unit.checkpoint.recomputed import (
     values,
 )
 from tests.unit.checkpoint.regions import FC1_BYTES, assert_empty, noted_reads
-from tests.unit.groups.stack import build_manager, installed
+from tests.unit.groups.stack import (
+    EXECUTORS,
+    Action,
+    Driver,
+    assert_same,
+    baseline,
+    build_manager,
+    build_stages,
+    gpipe,
+    installed,
+    interleaved,
+    lifo,
+    one_f_one_b,
+)
 
 MASK_BYTES = 4 * ROWS * ROWS
 Manager = PipelineOffloadManager
+
+
+def zero_bubble() -> list[Action]:
+    return [
+        *(("F", 0, mb) for mb in range(3)),
+        *(("I", 0, mb) for mb in range(3)),
+        *(("W", 0, mb) for mb in range(3)),
+    ]
 
 
 def hooks_left() -> bool:
@@ -627,6 +649,32 @@ def test_with_microbatches_in_flight_the_prefetch_follows_the_order_that_was_rec
         chunks = list(dict.fromkeys(label.partition("/")[0] for label in reads))
         assert chunks == ["s0m0", "s0m1", "s0m2"]
     assert ahead[1] == ["s0m0", "s0m1", "s0m2"]
+
+
+@pytest.mark.req("S4-47")
+@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize(
+    "actions",
+    [gpipe(4), lifo(4), one_f_one_b(5, 2), interleaved(4, 2), zero_bubble()],
+    ids=["gpipe", "lifo", "1f1b", "interleaved", "split backwards"],
+)
+def test_under_any_order_of_forwards_and_backwards_the_gradients_have_the_same_bits(
+    actions: Sequence[Action], announced: bool
+) -> None:
+    """Split backwards recompute in the input half and again in the weight half."""
+    steps = [list(actions)] * 3
+    count = 1 + max(stage for _, stage, _ in actions)
+    expected = baseline(build_stages(count, names=()), steps)
+    for executor in EXECUTORS:
+        stages = build_stages(count, names=())
+        with installed(build_manager(executor)) as manager:
+            assert manager is not None
+            blocks = [layer for stage in stages for layer in stage]
+            with recomputed(blocks, manager):
+                driver = Driver(stages, announced=announced)
+                assert_same(expected, [driver.step(step) for step in steps])
+            assert manager.stats.saved == sum(kind == "F" for kind, _, _ in actions) * len(stages[0])
+            assert_empty(manager)
 
 
 @pytest.mark.req("S4-10", "S4-37", "S4-43")
