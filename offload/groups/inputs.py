@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Group
 from offload.saved.chunk import SavedChunk
-from offload.saved.filters import is_parameter, is_plain, is_wrapper
+from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper
 from offload.saved.hooks import InstalledScope, inside_checkpoint
 
 __all__ = ["InputGroup"]
@@ -96,6 +96,8 @@ class _AllButOne:
     """Which saved tensors stay: every argument but the chosen one, and what the others are made of."""
 
     __slots__ = ("_arguments", "_chosen", "_is_chosen")
+
+    verdict = Verdict.ARGUMENT  # why they stay, for a report
 
     def __init__(self, arguments: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> None:
         self._arguments = frozenset(map(id, arguments))  # they live until `end`

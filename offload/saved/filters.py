@@ -54,6 +54,7 @@ class Verdict(Enum):
     SMALL = "smaller than min_offloaded_tensor_size"
     PARAMETER = "a parameter, or a view or a cast of one"
     OPTED_OUT = "marked not offloadable"
+    ARGUMENT = "an argument of a recomputed block, of which one leaves"
     ELSEWHERE = "on another device"
     NO_BYTES = "its storage is freed, fake or functional"
     LAYOUT = "not a strided tensor of plain bytes"

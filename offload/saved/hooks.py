@@ -214,7 +214,7 @@ class SavedTensorHooks:
         verdict = None
         if type(packed) is Passed:
             if installed.stays is not None and installed.stays(tensor):
-                verdict = Verdict.OPTED_OUT
+                verdict = getattr(installed.stays, "verdict", Verdict.OPTED_OUT)
             elif is_parameter(tensor):  # a wrapper too
                 verdict = Verdict.PARAMETER
             else:

@@ -707,6 +707,7 @@ def test_a_report_counts_what_was_seen_marked_offloaded_restored_and_skipped() -
         [stats] = compared(build(), manager, torch.rand(ROWS, ROWS))
         group = offload.report().total.groups[HIDDEN_STATES]
     skipped = sum(stayed.tensors for stayed in group.stayed.values())
+    assert list(group.stayed) == ["an argument of a recomputed block, of which one leaves"]
     marked, offloaded, restored = stats.saved, stats.spilled, stats.restored
     assert (marked + skipped, marked, offloaded, skipped) == (2 * BLOCKS, BLOCKS, BLOCKS, BLOCKS)
     assert 0 < restored <= offloaded  # the last ones are still on the device when they are read
