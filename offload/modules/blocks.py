@@ -24,8 +24,9 @@ _SHOWN = 8
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """Every outermost run of two or more neighbouring children of one class in a ModuleList or Sequential,
-    the model included. A group has the name of its container, or "blocks" if that is the model.
+    """Every outermost run of two or more neighbouring children of one class in a ModuleList, a Sequential or
+    a ModuleDict whose keys are numbers, the model included. A group has the name of its container, or
+    "blocks" if that is the model.
 
     Raises ValueError, which lists the children, if there is none.
     """
@@ -51,10 +52,12 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 
 def _run(container: nn.Module) -> dict[str, nn.Module]:
-    """The children of a container that have a neighbour of their own class."""
-    if not isinstance(container, _CONTAINERS):
-        return {}
+    """The children of a container that have a neighbour of their own class. A ModuleDict with numbers as
+    keys is a list of which a pipeline stage has a part."""
     children = list(container.named_children())
+    numbered = isinstance(container, nn.ModuleDict) and all(name.isdigit() for name, _ in children)
+    if not (numbered or isinstance(container, _CONTAINERS)):
+        return {}
     run: dict[str, nn.Module] = {}
     for (name, child), (next_name, following) in pairwise(children):
         if type(child) is type(following):

@@ -33,6 +33,13 @@ def test_runs_of_neighbours_of_one_class_are_found_and_what_lies_in_them_is_not(
     assert found["decoder"]["decoder.2"] is model.decoder[2]
 
 
+def test_a_dictionary_with_numbers_as_keys_is_a_list() -> None:
+    blocks = {str(layer): Block() for layer in (4, 5)}
+    assert list(find_blocks(nn.ModuleDict({"layers": nn.ModuleDict(blocks)}))) == ["layers"]
+    with pytest.raises(ValueError, match="no blocks that can be found"):
+        find_blocks(nn.ModuleDict({"en": nn.Linear(2, 2), "de": nn.Linear(2, 2)}))
+
+
 def test_the_model_itself_may_be_the_container() -> None:
     assert list(find_blocks(nn.Sequential(Block(), Block()))) == ["blocks"]
     # neighbours of another class are no run
