@@ -453,3 +453,61 @@ def test_a_model_whose_forward_is_never_called_as_a_module_is_named(
     assert message.startswith(
         "an optimizer steps parameters of Model, and no forward of it was seen since apply()"
     )
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu_(x + self.second(torch.relu_(self.norm(self.first(x)))))
+
+
+class Convolutional(nn.Module):
+    """As torchvision's: each stage a Sequential of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.layer1 = nn.Sequential(*(Residual(8) for _ in range(2)))
+        self.layer2 = nn.Sequential(*(Residual(8) for _ in range(3)))
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layer2(self.layer1(self.stem(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_convolutional_net_has_its_bits_and_the_running_statistics_of_one_forward(mode: Any) -> None:
+    def run(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return [*gradients, *model.parameters(), *model.buffers()]
+
+    model = Convolutional().to(memory_format=torch.channels_last)
+    handle = offload.apply(model, mode, min_numel=1)
+    assert {group: len(names) for group, names in handle.groups.items()} in ({}, {"layer1": 2, "layer2": 3})
+    assert equal(run(model), run(Convolutional().to(memory_format=torch.channels_last)))
+    assert offload.marks.default_manager().stats.spill_bytes > 0
+
+
+def test_modules_inside_blocks_are_groups_of_their_own_and_the_rest_stays(
+    manager: PipelineOffloadManager,
+) -> None:
+    model = build()
+    handle = offload.apply(model, modules=["*.norm", "*.fc2"], min_numel=1)
+    assert {group: len(names) for group, names in handle.groups.items()} == {"norm": 3, "fc2": 3}
+    plain = train(build())
+    assert equal(train(model), plain)
+    narrow, column = ROWS * WIDTH * 4, ROWS * 4
+    # three blocks, two microbatches. norm: its input, mean and deviation; fc2: its input
+    assert manager.stats.saved_bytes == 2 * 3 * ((narrow + 2 * column) + 2 * narrow)
