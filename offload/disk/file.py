@@ -15,7 +15,9 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ import torch
 from offload.memory.free_ranges import FreeRanges, round_up
 from offload.memory.growth import PAGE_BYTES
 
-__all__ = ["GROWTH_BYTES", "Extent", "Extents", "SpillFile"]
+__all__ = ["GROWTH_BYTES", "Extent", "Extents", "HostBytes", "SpillFile"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +43,20 @@ _BUFFER_BYTES = 8 << 20  # for memory that does not lie on pages; a copy through
 _VIEWS_A_CALL = 512  # Linux takes 1,024
 
 
+HostBytes = Sequence[torch.Tensor]
+"""The bytes of one tensor in host memory: 1-D uint8 tensors, one behind the other."""
+
+
 class Extent(NamedTuple):
     """Bytes of the file that hold one tensor. start: a multiple of PAGE_BYTES; nbytes: without padding."""
 
     start: int
     nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Where the next one may start."""
+        return self.start + round_up(self.nbytes, PAGE_BYTES)
 
 
 class SpillFile:
@@ -109,50 +120,63 @@ class SpillFile:
         os.posix_fallocate(self._number, self.nbytes, nbytes)
         self.nbytes += nbytes
 
-    def write(self, parts: Sequence[torch.Tensor], start: int) -> None:
-        """Write these host bytes, one behind the other, from `start` on. Raises OSError if not all could be
+    def write(self, tensors: Sequence[HostBytes], start: int) -> None:
+        """Write these from `start` on, each from a page of its own. Raises OSError if not all could be
         written."""
-        if self.direct and not _on_pages(parts):
-            buffer = _aligned(_BUFFER_BYTES)
-            for at, views in _windows(parts):
-                _gather(buffer, views)
-                nbytes = sum(len(view) for view in views)
-                self._move(os.pwritev, [buffer[: round_up(nbytes, PAGE_BYTES)]], start + at)
+        if self.direct and not all(map(_on_pages, tensors)):
+            self._write_by_buffer(tensors, start)
             return
-        views = _views(parts)
-        tail = self._tail_of(views)
-        if tail:
-            page = _aligned(PAGE_BYTES)
-            page[:tail] = views[-1][-tail:]
-            views[-1:] = [views[-1][:-tail], page]
+        views: list[memoryview] = []
+        for tensor in tensors:
+            views += _views(tensor)
+            tail = sum(map(len, _views(tensor))) % PAGE_BYTES
+            if tail:
+                page = _aligned(PAGE_BYTES)
+                page[:tail] = views[-1][-tail:]
+                views[-1:] = [views[-1][:-tail], page]
         self._move(os.pwritev, views, start)
 
-    def read(self, parts: Sequence[torch.Tensor], start: int) -> None:
-        """Fill these host bytes from the file, from `start` on. Raises OSError if not all could be read."""
-        if self.direct and not _on_pages(parts):
-            buffer = _aligned(_BUFFER_BYTES)
-            for at, views in _windows(parts):
-                nbytes = sum(len(view) for view in views)
-                self._move(os.preadv, [buffer[: round_up(nbytes, PAGE_BYTES)]], start + at)
-                _scatter(views, buffer)
+    def read(self, tensors: Sequence[HostBytes], start: int) -> None:
+        """Fill these from the file, as `write` wrote them. Raises OSError if not all could be read."""
+        if self.direct and not all(map(_on_pages, tensors)):
+            self._read_by_buffer(tensors, start)
             return
-        views = _views(parts)
-        tail = self._tail_of(views)
-        if tail:
-            page, last = _aligned(PAGE_BYTES), views[-1]
-            self._move(os.preadv, [*views[:-1], last[:-tail], page], start)
-            last[-tail:] = page[:tail]
-        else:
-            self._move(os.preadv, views, start)
+        views: list[memoryview] = []
+        tails: list[tuple[memoryview, memoryview]] = []
+        for tensor in tensors:
+            views += _views(tensor)
+            tail = sum(map(len, _views(tensor))) % PAGE_BYTES
+            if tail:
+                page, last = _aligned(PAGE_BYTES), views.pop()
+                views += [last[:-tail], page]
+                tails.append((last[-tail:], page[:tail]))
+        self._move(os.preadv, views, start)
+        for to, page in tails:
+            to[:] = page
+
+    def _write_by_buffer(self, tensors: Sequence[HostBytes], start: int) -> None:
+        buffer = _aligned(_BUFFER_BYTES)
+        for at, views in _windows(tensors):
+            end = 0
+            for view in views:
+                buffer[end : end + len(view)] = view
+                end += len(view)
+            self._move(os.pwritev, [buffer[: round_up(end, PAGE_BYTES)]], start + at)
+
+    def _read_by_buffer(self, tensors: Sequence[HostBytes], start: int) -> None:
+        buffer = _aligned(_BUFFER_BYTES)
+        for at, views in _windows(tensors):
+            self._move(os.preadv, [buffer[: round_up(sum(map(len, views)), PAGE_BYTES)]], start + at)
+            end = 0
+            for view in views:
+                view[:] = buffer[end : end + len(view)]
+                end += len(view)
 
     def close(self) -> None:
         """Give the file's bytes back to the file system. Idempotent."""
         self._close()
 
     # -- inside ----------------------------------------------------------------------------------------------
-    def _tail_of(self, views: list[memoryview]) -> int:
-        return len(views[-1]) % PAGE_BYTES if self.direct else 0
-
     def _move(self, call: object, views: list[memoryview], start: int) -> None:
         """pwritev or preadv until every byte has moved: one call may move fewer."""
         assert callable(call)
@@ -202,14 +226,24 @@ class Extents:
         self._file = file
         self._lock = threading.Lock()
         self._free = FreeRanges()
-        self.lent_bytes = self.lent_peak_bytes = 0
+        self._returned: deque[Extent] = deque()
+        self._lent_bytes = self._peak_bytes = 0
         self._free.put(0, 0, file.nbytes)
 
-    def take(self, nbytes: int) -> Extent:
-        """Bytes that nobody else has; the file grows where none are free. Raises OSError (ENOSPC) where it
-        cannot. Blocks for the file system then."""
-        needed = round_up(nbytes, PAGE_BYTES)
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that tensors have, in whole pages."""
         with self._lock:
+            self._accept()
+            return self._lent_bytes
+
+    def take(self, sizes: Sequence[int]) -> list[Extent]:
+        """Extents of these sizes, side by side, that nobody else has; the file grows where none are free.
+        Raises OSError (ENOSPC) where it cannot. Blocks for the file system then."""
+        pages = [round_up(nbytes, PAGE_BYTES) for nbytes in sizes]
+        needed = sum(pages)
+        with self._lock:
+            self._accept()
             while (free := self._free.best_fit(needed)) is None:
                 before = self._file.nbytes
                 try:
@@ -219,32 +253,43 @@ class Extents:
                         raise
                     self._file.grow(needed)
                 self._free.put(0, before, self._file.nbytes)
-            part = self._free.cut(free, needed)
-            self.lent_bytes += needed
-            self.lent_peak_bytes = max(self.lent_peak_bytes, self.lent_bytes)
-            return Extent(part.start, nbytes)
+            start = self._free.cut(free, needed).start
+            self._lent_bytes += needed
+            self._peak_bytes = max(self._peak_bytes, self._lent_bytes)
+        starts = accumulate(pages, initial=start)  # and the end
+        return [Extent(at, size) for at, size in zip(starts, sizes, strict=False)]
 
     def give_back(self, extent: Extent) -> None:
-        """No job reads or writes the extent any more. Waits for a growth of the file under way."""
-        needed = round_up(extent.nbytes, PAGE_BYTES)
-        with self._lock:
-            self._free.put(0, extent.start, extent.start + needed)
-            self.lent_bytes -= needed
+        """No job reads or writes the extent any more. Blocks the host: never, even while the file grows."""
+        self._returned.append(extent)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._accept()
+            finally:
+                self._lock.release()
 
-    def reset_peak(self) -> None:
-        with self._lock:
-            self.lent_peak_bytes = self.lent_bytes
+    def take_peak(self) -> int:
+        """Most bytes that were lent at once since the last call. Blocks the host: never, so without the lock,
+        which a growth holds."""
+        peak, self._peak_bytes = self._peak_bytes, self._lent_bytes
+        return peak
+
+    def _accept(self) -> None:
+        while self._returned:
+            extent = self._returned.popleft()
+            self._free.put(0, extent.start, extent.end)
+            self._lent_bytes -= extent.end - extent.start
 
 
 # -- host bytes as the system wants them ---------------------------------------------------------------------
-def _views(parts: Sequence[torch.Tensor]) -> list[memoryview]:
-    return [part.numpy().data for part in parts]
+def _views(tensor: HostBytes) -> list[memoryview]:
+    return [part.numpy().data for part in tensor]
 
 
-def _on_pages(parts: Sequence[torch.Tensor]) -> bool:
+def _on_pages(tensor: HostBytes) -> bool:
     """Whether every part starts on a page of memory, and all but the last end on one, as O_DIRECT wants."""
-    return all(part.data_ptr() % PAGE_BYTES == 0 for part in parts) and all(
-        part.numel() % PAGE_BYTES == 0 for part in parts[:-1]
+    return all(part.data_ptr() % PAGE_BYTES == 0 for part in tensor) and all(
+        part.numel() % PAGE_BYTES == 0 for part in tensor[:-1]
     )
 
 
@@ -252,34 +297,22 @@ def _aligned(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes))
 
 
-def _windows(parts: Sequence[torch.Tensor]) -> list[tuple[int, list[memoryview]]]:
-    """The parts cut so that each list fits the buffer: (its first byte's place, views). All but the last fill
-    it."""
+def _windows(tensors: Sequence[HostBytes]) -> list[tuple[int, list[memoryview]]]:
+    """Each tensor cut so that a list fits the buffer: (its first byte's place, views)."""
     found: list[tuple[int, list[memoryview]]] = []
-    at = room = 0
-    for view in _views(parts):
-        while len(view):
-            if room == 0:
-                found.append((at, []))
-                room = _BUFFER_BYTES
-            found[-1][1].append(view[:room])
-            taken = len(found[-1][1][-1])
-            view, at, room = view[taken:], at + taken, room - taken
+    at = 0
+    for tensor in tensors:
+        room = 0
+        for view in _views(tensor):
+            while len(view):
+                if room == 0:
+                    found.append((at, []))
+                    room = _BUFFER_BYTES
+                part = view[:room]
+                found[-1][1].append(part)
+                view, at, room = view[len(part) :], at + len(part), room - len(part)
+        at = round_up(at, PAGE_BYTES)
     return found
-
-
-def _gather(buffer: memoryview, views: list[memoryview]) -> None:
-    at = 0
-    for view in views:
-        buffer[at : at + len(view)] = view
-        at += len(view)
-
-
-def _scatter(views: list[memoryview], buffer: memoryview) -> None:
-    at = 0
-    for view in views:
-        view[:] = buffer[at : at + len(view)]
-        at += len(view)
 
 
 def _file_system_of(directory: str) -> str:

@@ -44,15 +44,15 @@ class Stored:
 
     block: None once it was freed. extent: written by the writer's thread, valid once `write` is None.
     write, read: the jobs under way.
-    host: what a read fills; of a freed block, what goes back. event: the last use of that.
+    host: what the read under way fills; of a freed block, what goes back. event: the last use of that.
     is_ahead: it is read soon, so its host bytes stay.
     """
 
     block: Spilled | None
     nbytes: int
     extent: Extent | None = None
-    write: Job | None = None
-    read: Job | None = None
+    write: Job[Stored] | None = None
+    read: Job[Stored] | None = None
     host: Block | None = None
     event: Event | None = None
     is_ahead: bool = False

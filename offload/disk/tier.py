@@ -9,12 +9,6 @@ bytes. Nothing else of the step waits for the disk: without a free host block a 
 
 One invariant: a block that can be read has its bytes in its host block, or else in its extent.
 
-# [Order: write]
-# hazard  RAW: the writer's thread reads host bytes that `d2h` has not finished writing.
-# edge    the writer's thread synchronizes the spill's event before it writes to the file.
-# alive   the block's host bytes, until the engine has seen that the write is over.
-# proof   tests/property/test_disk_edges.py, edge "write"
-#
 # [Order: release]
 # hazard  WAR: `d2h` writes the next tensor's bytes into host bytes that a thread still writes to the file.
 #         WAW: a thread still fills them from the file, for a block that was freed. RAW: the extent of a block
@@ -23,13 +17,6 @@ One invariant: a block that can be read has its bytes in its host block, or else
 #         without host bytes is read from the file.
 # alive   the Stored holds the host block until then, also of a block that was freed.
 # proof   tests/property/test_disk_edges.py, edge "release"
-#
-# [Order: refill]
-# hazard  WAR, WAW: the reader's thread fills host bytes that a lane still copies from or to for their last
-#         user.
-# edge    the reader's thread synchronizes every event that the host block was lent with before it reads.
-# alive   the Stored holds the host block until the block takes it.
-# proof   tests/property/test_disk_edges.py, edge "refill"
 #
 # [Order: arrive]
 # hazard  RAW: `h2d` copies from host bytes that the reader's thread has not filled.
@@ -55,17 +42,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 
-from offload.device.base import Device, Event, HostMemory
+from offload.device.base import Device, Event
+from offload.disk.copies import FileCopies
 from offload.disk.file import Extent, Extents, SpillFile
+from offload.disk.spare import SpareMemory
 from offload.disk.stored import DiskCounts, DiskSettings, Spilled, Stored
 from offload.disk.worker import Job, JobState, Worker
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
-from offload.memory.free_ranges import round_up
-from offload.memory.growth import PAGE_BYTES
 
 __all__ = ["DEFAULT_AHEAD_BYTES", "DiskTier"]
 
@@ -74,6 +60,10 @@ logger = logging.getLogger(__name__)
 DEFAULT_AHEAD_BYTES = 4 << 30
 """Window over coming reads where none was set: what a disk of 7 GB/s reads in half a second. Never more than
 a quarter of the host limit, so that saves find host memory beside it."""
+
+READ_BYTES = 32 << 20
+"""Reads side by side in the file become one of about this size: a disk that reads 7 GB/s takes 5 ms for it,
+so the time of a call is no part of the cost."""
 
 _GB = 1e9
 
@@ -91,20 +81,19 @@ class DiskTier:
         self.settings = settings
         self.file = SpillFile(settings.directory, settings.limit_bytes)
         self.extents = Extents(self.file)
+        self.copies = FileCopies(device, self.file, self.extents)
         # a thread's own lane: on the simulated device who synchronizes takes the time that it waited
         context = partial(device.use_lane, device.new_compute_lane("disk"))
-        self.writer, self.reader = Worker("offload-disk-write", context), Worker("offload-disk-read", context)
+        self.writer: Worker[Stored] = Worker("offload-disk-write", context)
+        self.reader: Worker[Stored] = Worker("offload-disk-read", context)
         for worker in (self.writer, self.reader):
             weakref.finalize(self, worker.end).atexit = False
             worker.start()
         self._writes: deque[Stored] = deque()  # in the order in which they end
         self._freed: list[Stored] = []  # blocks that were freed while a job ran
         self._ahead: dict[Stored, None] = {}  # with host bytes that could be read again, soonest first
-        self._spare: dict[int, HostMemory] = {}  # beside the arena, by the id of the block made of it
-        self._used_spare: list[tuple[Block, Event | None]] = []  # and the last use
+        self.spare = SpareMemory(device, arena.registration_bytes)
         self._num_blocks = 0
-        self._totals = DiskCounts()  # ever; each field has one thread that writes it
-        self._totals_before = DiskCounts()  # when the step began
         self._refused_bytes = 0  # in this step, while writes were waiting
         self._offered_bytes = 0
         self._step_began = time.monotonic()
@@ -112,17 +101,24 @@ class DiskTier:
         self._closed = False
 
     # -- out -------------------------------------------------------------------------------------------------
-    def put(self, blocks: Iterable[Spilled]) -> None:
-        """Write these to the file once their spill has passed. Blocks the host: never. Order: [Order:
-        write]."""
+    def put(self, blocks: Sequence[Spilled]) -> None:
+        """Write the blocks of a piece to the file once their spill has passed. Blocks the host: never.
+        Order: [Order: write]."""
+        piece, hosts = [], {}
         for block in blocks:
             assert block.host is not None
-            stored = block.stored = Stored(block, block.nbytes)
-            stored.write = Job(partial(self._write, stored, block.host, block.event))
-            self._num_blocks += 1
+            stored = Stored(block, block.nbytes)
+            piece.append(stored)
+            hosts[stored] = block.host
+        event = blocks[0].event  # of the piece
+        assert event is not None
+        job = Job(partial(self.copies.write, hosts, event), [*piece])
+        for block, stored in zip(blocks, piece, strict=True):
+            block.stored, stored.write = stored, job
             self._offered_bytes += block.nbytes
-            self._writes.append(stored)
-            self.writer.submit(stored.write)
+        self._num_blocks += len(piece)
+        self._writes.extend(piece)
+        self.writer.submit(job)
 
     def collect(self) -> None:
         """Give back the host bytes of what has been written. Blocks the host: never. Raises what a thread met
@@ -137,8 +133,8 @@ class DiskTier:
             freed, self._freed = self._freed, []
             for stored in freed:
                 self._end(stored)
-        if self._spare:
-            self._release_spare()
+        if self.spare:
+            self.spare.release_passed()
 
     def note_refused(self, nbytes: int) -> None:
         """A tensor of so many bytes found no host block."""
@@ -176,23 +172,23 @@ class DiskTier:
         blocks: in the order in which they will be read.
         """
         self.collect()
-        room = self.ahead_bytes
+        room, missing = self.ahead_bytes, []
         for block in blocks:
             room -= block.nbytes
             if room < 0:
-                return
+                break
             stored = block.stored
             if stored is None:
                 continue
             if block.host is None:
-                if stored.read is None and not self._start_read(block, stored):
-                    return
-            elif stored.write is not None and self.writer.call_off(stored.write):
+                missing.append(block)
+            elif stored.write is not None and self.writer.call_off(stored.write, stored):
                 self._forget_written(block)
                 continue
             if not stored.is_ahead:
                 stored.is_ahead = True
                 self._ahead[stored] = None
+        self._start_reads(missing)
 
     @property
     def ahead_bytes(self) -> int:
@@ -211,22 +207,64 @@ class DiskTier:
         if not missing:
             return True
         self.collect()
+        if not required:
+            return self._start_reads(missing) and all([self._take_read(block) for block in missing])
+        began = time.monotonic()
         for block in missing:
             stored = block.stored
             assert stored is not None
-            if stored.read is None and not self._start_read(block, stored, required=required):
-                return False
-        if required:
-            began = time.monotonic()
-            for block in missing:
-                assert block.stored is not None
-                assert block.stored.read is not None
-                self.reader.hurry(block.stored.read)
-                self.reader.wait(block.stored.read, "arrive")
-            self._totals.blocked_s += time.monotonic() - began
-        return all([self._take_read(block, required=required) for block in missing])
+            before = stored.read
+            if before is not None:
+                self._wait_for_read(before)
+            if before is None or isinstance(before.error, OSError):
+                if before is not None:  # it may have been another block's bytes
+                    self._drop_read(stored)
+                host = self._arena.take(block.nbytes) or self._make_room(block)
+                self._submit_read([(stored, _extent_of(stored), host)], first=True)
+                assert stored.read is not None
+                self._wait_for_read(stored.read)
+        self.copies.totals.blocked_s += time.monotonic() - began
+        return all([self._take_read(block, required=True) for block in missing])
 
-    def _take_read(self, block: Spilled, *, required: bool) -> bool:
+    def _wait_for_read(self, job: Job[Stored]) -> None:
+        self.reader.hurry(job)
+        self.reader.wait(job, "arrive")
+
+    def _start_reads(self, blocks: Iterable[Spilled]) -> bool:
+        """Whether the bytes of all these are being read: host memory was there. What lies side by side in the
+        file is read at once."""
+        run: list[tuple[Stored, Extent, Block]] = []  # by place
+        nbytes, complete = 0, True
+        for block in blocks:
+            stored = block.stored
+            assert stored is not None
+            if stored.read is not None:
+                continue
+            host = self._arena.take(block.nbytes)
+            if host is None:
+                complete = False
+                break
+            found = stored, _extent_of(stored), host
+            if run and nbytes < READ_BYTES and run[-1][1].end == found[1].start:
+                run.append(found)
+            elif run and nbytes < READ_BYTES and found[1].end == run[0][1].start:
+                run.insert(0, found)  # a backward reads what lies before, next
+            else:
+                self._submit_read(run)
+                run, nbytes = [found], 0
+            nbytes += block.nbytes
+        self._submit_read(run)
+        return complete
+
+    def _submit_read(self, run: list[tuple[Stored, Extent, Block]], *, first: bool = False) -> None:
+        if run:
+            places = {stored: (extent, host) for stored, extent, host in run}
+            job = Job(partial(self.copies.read, places), [*places])
+            for stored, _, host in run:
+                stored.read, stored.host = job, host
+            self.reader.submit(job, first=first)
+
+    def _take_read(self, block: Spilled, *, required: bool = False) -> bool:
         """Whether the block has its host bytes now, because its read is over."""
         stored = block.stored
         assert stored is not None
@@ -250,22 +288,13 @@ class DiskTier:
         block.host, stored.host = stored.host, None
         return True
 
-    def _start_read(self, block: Spilled, stored: Stored, *, required: bool = False) -> bool:
-        """Whether the block's bytes are being read: a host block was there."""
-        assert stored.extent is not None
-        host = self._arena.take(block.nbytes)
-        if host is None and required:
-            host = self._make_room(block)
-        if host is None:
-            return False
-        stored.host = host
-        stored.read = Job(partial(self._read, stored.extent, host))
-        self.reader.submit(stored.read, first=required)
-        return True
-
     def _make_room(self, block: Spilled) -> Block:
-        """A host block for a reader that waits, where the arena has none: of what would be read last, of what
-        is being written, else beside the arena for as long as it takes. Blocks the host."""
+        """A host block for a reader that waits, where the arena has none: of what the arena can still pin, of
+        what would be read last, of what is being written, else beside the arena for as long as it takes.
+        Blocks the host."""
+        self._arena.synchronize_growth()
+        if (host := self._arena.take(block.nbytes)) is not None:
+            return host
         for stored in reversed([*self._ahead]):
             other = stored.block
             if other is not None and other.host is not None and stored.write is None:
@@ -274,6 +303,8 @@ class DiskTier:
                     return host
         for stored in [*self._writes]:
             if stored.write is not None:
+                stored.is_ahead = False
+                self._ahead.pop(stored, None)
                 self.writer.wait(stored.write, "release")
                 self.collect()
                 if (host := self._arena.take(block.nbytes)) is not None:
@@ -285,14 +316,7 @@ class DiskTier:
             block.label,
             f"{block.nbytes:,}",
         )
-        memory = self._device.host_memory(round_up(block.nbytes, PAGE_BYTES), self._arena.registration_bytes)
-        extents, left = [], block.nbytes
-        for piece in memory.pieces:
-            extents.append(piece[: min(left, piece.numel())])
-            left -= extents[-1].numel()
-        host = Block(block.nbytes, tuple(extents), (), (), ())
-        self._spare[id(host)] = memory
-        return host
+        return self.spare.take(block.nbytes)
 
     # -- ends ------------------------------------------------------------------------------------------------
     def dropped(self, block: Spilled) -> None:
@@ -313,7 +337,7 @@ class DiskTier:
         assert stored is not None
         self._num_blocks -= 1
         self._ahead.pop(stored, None)
-        if block.host is not None:
+        if stored.read is None:
             stored.host, stored.event, block.host = block.host, block.event, None
         stored.block = None
         self._end(stored)
@@ -323,7 +347,7 @@ class DiskTier:
         jobs = [
             (worker, job)
             for worker, job in ((self.writer, stored.write), (self.reader, stored.read))
-            if job is not None and not worker.call_off(job)
+            if job is not None and not worker.call_off(job, stored)
         ]
         under_way = not all(job.is_over for _, job in jobs)
         if stored.host is not None and all([worker.passed(job, "release") for worker, job in jobs]):
@@ -362,22 +386,10 @@ class DiskTier:
         self._give_back(host, block.event)
 
     def _give_back(self, host: Block, event: Event | None) -> None:
-        if id(host) not in self._spare:
-            self._arena.give_back(host, event)
+        if host in self.spare:
+            self.spare.give_back(host, event)
         else:
-            self._used_spare.append((host, event))
-
-    def _release_spare(self) -> None:
-        """Unpin what was pinned beside the arena, once its copies have passed."""
-        device = self._device
-        if device.is_capturing():
-            return
-        used, self._used_spare = self._used_spare, []
-        for host, event in used:
-            if event is None or device.poll(event):
-                self._spare.pop(id(host)).release()
-            else:
-                self._used_spare.append((host, event))
+            self._arena.give_back(host, event)
 
     # -- the step --------------------------------------------------------------------------------------------
     def end_step(self) -> DiskCounts:
@@ -385,17 +397,7 @@ class DiskTier:
         slower than the step. Blocks the host: never."""
         self.collect()
         now = time.monotonic()
-        totals, before = replace(self._totals), self._totals_before
-        self._totals_before = totals
-        counts = DiskCounts(
-            write_bytes=totals.write_bytes - before.write_bytes,
-            write_s=totals.write_s - before.write_s,
-            read_bytes=totals.read_bytes - before.read_bytes,
-            read_s=totals.read_s - before.read_s,
-            blocked_s=totals.blocked_s - before.blocked_s,
-            peak_bytes=self.extents.lent_peak_bytes,
-        )
-        self.extents.reset_peak()
+        counts = self.copies.take_counts()
         step_s = max(now - self._step_began, 1e-9)
         if self._refused_bytes:
             rate = counts.write_bytes / counts.write_s if counts.write_s else 0.0
@@ -437,12 +439,7 @@ class DiskTier:
         try:
             self.collect()
         finally:
-            for _, event in self._used_spare:
-                if event is not None:
-                    self._device.synchronize(event)
-            for memory in self._spare.values():
-                memory.release()
-            self._spare.clear()
+            self.spare.close()
             self.file.close()
 
     def _warn(self, once: str, message: str, *arguments: object) -> None:
@@ -450,32 +447,8 @@ class DiskTier:
             self._warned.add(once)
             logger.warning(message, *arguments)
 
-    # -- on the threads --------------------------------------------------------------------------------------
-    def _write(self, stored: Stored, host: Block, spilled: Event) -> None:
-        self._synchronize(spilled, "write")
-        for part in host.extents:
-            self._device.note_read(self._device.host, part)
-        extent = self.extents.take(stored.nbytes)
-        began = time.monotonic()
-        try:
-            self.file.write(host.extents, extent.start)
-        except BaseException:
-            self.extents.give_back(extent)
-            raise
-        stored.extent = extent
-        self._totals.write_s += time.monotonic() - began
-        self._totals.write_bytes += stored.nbytes
 
-    def _read(self, extent: Extent, host: Block) -> None:
-        for last_use in host.after:
-            self._synchronize(last_use, "refill")
-        for part in host.extents:
-            self._device.note_write(self._device.host, part)
-        began = time.monotonic()
-        self.file.read(host.extents, extent.start)
-        self._totals.read_s += time.monotonic() - began
-        self._totals.read_bytes += extent.nbytes
-
-    def _synchronize(self, event: Event, order: str) -> None:
-        """Block this thread until the event has passed. order: as of Worker.wait."""
-        self._device.synchronize(event)
+def _extent_of(stored: Stored) -> Extent:
+    """Where its bytes lie, of one that was written."""
+    assert stored.extent is not None
+    return stored.extent

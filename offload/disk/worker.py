@@ -12,8 +12,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Generic, TypeVar
 
 __all__ = ["Job", "JobState", "Worker"]
+
+T = TypeVar("T")
 
 
 class JobState(Enum):
@@ -24,10 +27,12 @@ class JobState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """One write or one read. error: what `run` raised."""
+class Job(Generic[T]):
+    """One write or one read, of several items at once. run: called with those that are left when it begins.
+    error: what it raised."""
 
-    run: Callable[[], None] | None
+    run: Callable[[list[T]], None] | None
+    items: list[T]
     state: JobState = JobState.QUEUED
     error: BaseException | None = None
 
@@ -36,7 +41,7 @@ class Job:
         return self.state is JobState.ENDED or self.state is JobState.CALLED_OFF
 
 
-class Worker:
+class Worker(Generic[T]):
     """A queue and its thread, which holds nothing but the queue: who owns the worker can be dropped.
 
     context: entered by the thread for its whole life.
@@ -48,7 +53,7 @@ class Worker:
         self.name = name
         self._context = context
         self._changed = threading.Condition()
-        self._queue: deque[Job] = deque()
+        self._queue: deque[Job[T]] = deque()
         self._running = False
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -58,7 +63,7 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, *, first: bool = False) -> None:
+    def submit(self, job: Job[T], *, first: bool = False) -> None:
         """Run the job after those in the queue, or before them. Blocks the host: never."""
         with self._changed:
             if first:
@@ -67,27 +72,31 @@ class Worker:
                 self._queue.append(job)
             self._changed.notify_all()
 
-    def call_off(self, job: Job) -> bool:
-        """Whether the job has not begun and never will. Blocks the host: never."""
+    def call_off(self, job: Job[T], item: T) -> bool:
+        """Whether the job has not begun and will run without the item; without any it is called off. Blocks
+        the host: never."""
         with self._changed:
-            if job.state is JobState.QUEUED:
+            if job.state is not JobState.QUEUED:
+                return False
+            job.items.remove(item)
+            if not job.items:
                 self._queue.remove(job)
                 job.state, job.run = JobState.CALLED_OFF, None
-            return job.state is JobState.CALLED_OFF
+            return True
 
-    def hurry(self, job: Job) -> None:
+    def hurry(self, job: Job[T]) -> None:
         """Somebody waits for the job: it is the next one, unless it has begun. Blocks the host: never."""
         with self._changed:
             if job.state is JobState.QUEUED and self._queue[0] is not job:
                 self._queue.remove(job)
                 self._queue.appendleft(job)
 
-    def wait(self, job: Job, order: str) -> None:
+    def wait(self, job: Job[T], order: str) -> None:
         """Block the host until the job is over. order: the title of the note that this edge belongs to."""
         with self._changed:
             self._changed.wait_for(lambda: job.is_over)
 
-    def passed(self, job: Job, order: str) -> bool:
+    def passed(self, job: Job[T], order: str) -> bool:
         """Whether the job is over. Blocks the host: never. order: as of `wait`."""
         return job.is_over
 
@@ -106,7 +115,7 @@ class Worker:
         with self._changed:
             self._stopping = True
             for job in self._queue:
-                job.state, job.run = JobState.CALLED_OFF, None
+                job.state, job.run, job.items = JobState.CALLED_OFF, None, []
             self._queue.clear()
             self._changed.notify_all()
 
@@ -132,17 +141,18 @@ class Worker:
         self._run(job)
         return True
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job[T]) -> None:
         job.state, self._running = JobState.RUNNING, True
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job[T]) -> None:
         run, job.run = job.run, None
+        items, job.items = job.items, []
         assert run is not None
         try:
-            run()
+            run(items)
         except BaseException as error:  # the engine raises it where the job is looked at
             job.error = error
-        run = None  # what it holds may be dropped by whoever sees that it is over
+        del run, items  # what they hold may be dropped by whoever sees that the job is over
         with self._changed:
             job.state, self._running = JobState.ENDED, False
             self._changed.notify_all()

@@ -11,6 +11,7 @@ from typing import Literal
 
 from offload import OffloadEngine
 from offload.device.base import Event
+from offload.disk.stored import Stored
 from offload.disk.tier import DiskTier
 from offload.disk.worker import Job, Worker
 
@@ -19,7 +20,7 @@ __all__ = ["DiskMode", "SteppedWorker", "step_disk"]
 DiskMode = Literal["late", "early", "random"]
 
 
-class SteppedWorker(Worker):
+class SteppedWorker(Worker[Stored]):
     """late: a write runs when the engine asks for it, a read when it is waited for. early: at once.
 
     without: titles of edges that are left out. errors: what jobs raised, whoever may look at them.
@@ -33,20 +34,20 @@ class SteppedWorker(Worker):
         self._random = random.Random(seed)
         self._without = without
         self._writes = writes
-        self._begun: Job | None = None
+        self._begun: Job[Stored] | None = None
         self.errors: list[BaseException] = []
         self.ran = 0
 
-    def submit(self, job: Job, *, first: bool = False) -> None:
+    def submit(self, job: Job[Stored], *, first: bool = False) -> None:
         super().submit(job, first=first)
         if self._mode == "early":
             self._run_queued()
 
-    def wait(self, job: Job, order: str) -> None:
+    def wait(self, job: Job[Stored], order: str) -> None:
         if order not in self._without:
             self._run_to(job)
 
-    def passed(self, job: Job, order: str) -> bool:
+    def passed(self, job: Job[Stored], order: str) -> bool:
         if order in self._without:
             return True
         if self._begun is None and (
@@ -60,7 +61,7 @@ class SteppedWorker(Worker):
         self.finish()
         self._run_queued()
 
-    def begin_next(self) -> Job:
+    def begin_next(self) -> Job[Stored]:
         """The next job has begun, as on a thread that is in the middle of it, until `finish`."""
         self._begun = job = self._queue.popleft()
         self._begin(job)
@@ -98,11 +99,11 @@ def step_disk(
         worker.join()
     disk.writer = SteppedWorker("write", mode, seed, without, writes=True)
     disk.reader = SteppedWorker("read", mode, seed + 1, without, writes=False)
-    synchronize = disk._synchronize
+    synchronize = disk.copies.synchronize
 
     def unless_left_out(event: Event, order: str) -> None:
         if order not in without:
             synchronize(event, order)
 
-    disk._synchronize = unless_left_out  # type: ignore[method-assign]
+    disk.copies.synchronize = unless_left_out  # type: ignore[method-assign]
     return disk

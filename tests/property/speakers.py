@@ -19,6 +19,7 @@ import offload
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager
 from offload.device.sim import ExecutorName, SimDevice, SimGraph
 from offload.policy.actions import Rates
+from tests.property.disk_steps import DiskMode, step_disk
 from tests.property.layers import KEEP_OPS, NBYTES, ActionKey
 from tests.property.watch import Watch
 
@@ -92,6 +93,8 @@ class Settings:
     # of the link as it was measured: with a device limit, plans are timed and tried
     rates: Rates | None = None
     config: OffloadConfig = field(default_factory=OffloadConfig)
+    # how the disk's jobs run, where the config has one; None: on its threads
+    disk: DiskMode | None = None
 
 
 class Offloaded(Plain):
@@ -105,6 +108,8 @@ class Offloaded(Plain):
         )
         self.engine = OffloadEngine(settings.config, device=self.device)
         self.engine.rates = settings.rates
+        if settings.disk is not None:
+            step_disk(self.engine, settings.disk, settings.seed)
         self.manager = PipelineOffloadManager(self.engine, print_summary=False)
         self.watch = Watch(self.engine, declare=settings.lanes > 1)
         self.stages = stages

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 
 from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
-from offload.disk.file import Extent
+from offload.disk.file import Extent, HostBytes
 from offload.errors import HazardError
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
@@ -50,11 +49,11 @@ class DiskDesk(Desk):
         self.under_way: list[Extent] = []  # extents that a thread is in the middle of
         write = self.disk.file.write
 
-        def checked(parts: Sequence[torch.Tensor], start: int) -> None:
+        def checked(tensors: Sequence[HostBytes], start: int) -> None:
             for other in self.under_way:
                 if start < other.start + other.nbytes and other.start < start + 4096:
                     raise HazardError(f"WAR hazard: bytes {start:,} of the file are being read")
-            write(parts, start)
+            write(tensors, start)
 
         self.disk.file.write = checked  # type: ignore[method-assign]
         self._chunk = SavedChunk(ChunkId(0, 0))
@@ -73,7 +72,7 @@ class DiskDesk(Desk):
         assert not self.disk.bring([handle.record.block], required=False)
         assert isinstance(self.reader, SteppedWorker)
         job = self.reader.begin_next()
-        self.under_way.append(job.run.args[0])  # type: ignore[union-attr]
+        self.under_way += [stored.extent for stored in job.items if stored.extent is not None]
 
     def finish(self) -> None:
         """Let both threads run to their end, and raise what they met."""
@@ -218,7 +217,7 @@ def test_copies_to_the_device_keep_host_bytes_from_the_next_spill(tmp_path: Path
 
 def test_every_edge_in_the_code_has_a_note_and_every_note_has_its_program() -> None:
     texts = [path.read_text() for path in SOURCES]
-    calls = r'\.(?:wait|passed|_synchronize)\([^()"]*"(\w+)"\)'
+    calls = r'\.(?:wait|passed|synchronize)\([^()"]*"(\w+)"\)'
     used = {title for text in texts for title in re.findall(calls, text)}
     noted = [title for text in texts for title in re.findall(r"^# \[Order: (.+)\]$", text, re.MULTILINE)]
     assert sorted(noted) == sorted(set(noted)), "two notes of one title"

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from offload import OffloadEngine, StepStats
+from offload.disk.stored import Stored
 from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.layout import WeakStorage, bytes_of
@@ -127,9 +128,25 @@ class Watch:
             assert self.transfers.resident_bytes == held[BlockState.RESIDENT]
             assert self.transfers.restoring_bytes == held[BlockState.RESTORING] + held[BlockState.RESTORED]
             assert self.transfers.spilling_bytes >= held[BlockState.SPILLING]
+            # before the arena is asked: a write that ends gives its block back
+            lent += self._lent_to_the_disk()
             assert self.engine.arena.stats().lent_bytes == lent
             limit = self.engine.config.host_limit_bytes
             assert limit is None or self.engine.arena.held_bytes <= limit
+
+    def _lent_to_the_disk(self) -> int:
+        """What reads fill, and what the jobs of freed blocks still use; nothing of it beside the arena."""
+        disk = self.transfers.disk
+        if disk is None:
+            return 0
+        held = [block for block in self._blocks if block.stored is not None]
+        self.seen["on the disk"] += sum(block.host is None for block in held)
+        self.seen["spare"] += bool(disk.spare)
+        hosts = [each.host for each in (*(block.stored for block in held), *disk._freed) if _is_used(each)]
+        lent = sum(host.nbytes for host in hosts if host is not None and host not in disk.spare)
+        return lent - sum(
+            block.nbytes for block in held if block.host is not None and block.host in disk.spare
+        )
 
     def check_step_end(self, stats: StepStats) -> None:
         self.seen.update(
@@ -140,6 +157,11 @@ class Watch:
             kept=stats.kept,
         )
         transfers = self.transfers
+        if transfers.disk is not None:
+            self.seen.update(written=stats.disk_write_bytes, read=stats.disk_read_bytes)
+            transfers.disk.drain()  # of a freed block a job may run on
+            assert transfers.disk.extents.lent_bytes == 0
+            assert not transfers.disk.in_use
         assert (transfers.resident_bytes, transfers.spilling_bytes, transfers.restoring_bytes) == (0, 0, 0)
         assert transfers.in_flight() == (0, 0)
         arena = self.engine.arena.stats()
@@ -148,3 +170,8 @@ class Watch:
         assert stats.kept >= 0
         limit = transfers.limits.device_limit_bytes
         assert limit is None or stats.device_bytes_peak <= limit + self.over_limit_bytes
+
+
+def _is_used(stored: Stored | None) -> bool:
+    """Whether it has a host block that is not its block's own: a read fills it, or a job is not over."""
+    return stored is not None and (stored.read is not None or stored.block is None)
