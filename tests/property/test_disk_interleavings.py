@@ -41,7 +41,7 @@ def over_a_disk(draw: st.DrawFn) -> Program:
 def test_over_a_disk_any_interleaving_gives_the_gradients_of_a_run_without_offloading(tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=20, derandomize=True, suppress_health_check=CHECKS)
+    @settings(max_examples=12, derandomize=True, suppress_health_check=CHECKS)
     @given(over_a_disk())
     def explore(program: Program) -> None:
         config = replace(program.settings.config, disk_directory=str(tmp_path))
@@ -55,7 +55,7 @@ def test_over_a_disk_any_interleaving_gives_the_gradients_of_a_run_without_offlo
 
 
 def test_over_a_disk_with_its_own_threads_no_bit_changes(tmp_path: Path) -> None:
-    @settings(max_examples=6, derandomize=True, suppress_health_check=CHECKS)
+    @settings(max_examples=4, derandomize=True, suppress_health_check=CHECKS)
     @given(over_a_disk())
     def explore(program: Program) -> None:
         config = replace(program.settings.config, disk_directory=str(tmp_path))
