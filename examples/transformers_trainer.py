@@ -31,7 +31,7 @@ class OffloadCallback(TrainerCallback):
         self.handle.remove()
 
 
-def main(steps: int = 3) -> Trainer:
+def main(mode="groups", steps: int = 3) -> Trainer:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -56,7 +56,7 @@ def main(steps: int = 3) -> Trainer:
                 use_cpu=not torch.cuda.is_available(),
             ),
             train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-            callbacks=[OffloadCallback(min_numel=10_000)],
+            callbacks=[OffloadCallback(mode=mode, min_numel=10_000)],
         )
         trainer.train()
     return trainer

@@ -32,6 +32,9 @@ NOT_YET = "Not yet:"
 CONDITIONS = {
     "megatron": "with Megatron",
     "not torch.cuda.is_available()": "on a GPU",
+    # of the extra test, which the README's command installs
+    "'transformers'": "",
+    "'peft'": "",
     # true of the machine that the README's command is for
     "torch.accelerator.is_available()": "",
     "torch.cuda.is_available()": "",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import offload
 from offload import PipelineOffloadManager
@@ -73,6 +74,32 @@ def test_the_trainers_callback_logs_what_moved_and_leaves_the_model_as_it_was(
     assert logs[-1]["offload/moved_bytes"] >= logs[0]["offload/moved_bytes"]
     assert "offload report: " in capsys.readouterr().out
     assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+
+
+@pytest.mark.req("S4-19", "S4-23", "S4-39")
+def test_each_mode_reaches_the_trainer_and_its_weights_have_the_bits_of_no_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("transformers")
+    windows: list[tuple[int | None, bool]] = []
+    apply = offload.apply
+
+    def spied(*arguments: Any, **named: Any) -> Any:
+        handle = apply(*arguments, **named)
+        config = PipelineOffloadManager.get_instance().engine.config
+        windows.append((config.max_restoring_bytes, config.disk_directory is not None))
+        return handle
+
+    monkeypatch.setattr(offload, "apply", spied)
+    weights = {}
+    for mode in (False, "hidden_states", True, "legacy", "disk"):
+        weights[mode] = run("transformers_trainer", mode=mode).model.state_dict()
+        assert (moved_bytes() > 0) is (mode is not False)
+        PipelineOffloadManager.close_instance()
+    # legacy fetches nothing ahead, and only disk goes on to a file
+    assert windows == [(None, False), (None, False), (None, False), (0, False), (None, True)]
+    for mode, found in weights.items():
+        assert all(torch.equal(found[name], wanted) for name, wanted in weights[False].items()), mode
 
 
 @pytest.mark.parametrize("mode", ["hidden_states", True])
