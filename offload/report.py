@@ -7,7 +7,7 @@ is asked to gather, and asking never blocks the device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +22,10 @@ __all__ = ["Report", "ReportStart", "report"]
 _NO_MANAGER = (
     "nothing is offloaded: there is no manager in this process. Call offload.apply(model), or "
     "offload.configure() and marks"
+)
+_REPLACED = (
+    "these figures end where configure() or a reset replaced or closed the manager that they are of; "
+    "offload.report() has those since"
 )
 
 
@@ -44,7 +48,7 @@ class Report:
     """"on a simulated link" where copies take no time."""
 
     remark: str = ""
-    """Why there are no figures, if there are none."""
+    """Why there are no figures, or none of now."""
 
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -70,7 +74,9 @@ class Report:
         title = f"offload report: {steps:,} step{'s' * (steps != 1)} since {self.since}"
         if not steps:
             return f"{title}; {self.remark or 'no step with offload has ended yet'}"
-        parts = [f"{title}{self.link and ', ' + self.link}", self._figures()]
+        parts = [f"{title}{self.link and ', ' + self.link}"]
+        parts += [self.remark] if self.remark else []
+        parts.append(self._figures())
         parts += [f"Why nothing left: {self._why_nothing()}"] if not self.total.moved_bytes else []
         parts += [table for table in (self._groups(), self._stayed(), self._ranks()) if table]
         return "\n\n".join(parts)
@@ -145,8 +151,10 @@ class ReportStart:
         self._ledger = manager.new_ledger()
 
     def report(self, *, gather: bool = False, process_group: dist.ProcessGroup | None = None) -> Report:
-        """As `offload.report`, since this point in time."""
-        return _report(self._manager, self._ledger, self._since, gather, process_group)
+        """As `offload.report`, since this point in time. Where `configure` has replaced the manager since, it
+        says so: the figures end there."""
+        found = _report(self._manager, self._ledger, self._since, gather, process_group)
+        return found if existing_manager() is self._manager else replace(found, remark=_REPLACED)
 
 
 def report(*, gather: bool = False, process_group: dist.ProcessGroup | None = None) -> Report:

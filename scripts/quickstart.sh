@@ -14,4 +14,4 @@ import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-    scripts/train.py --preset tiny --steps 20 --check-end 10 "$@"
+    scripts/train.py --preset tiny --steps 20 --check-end 5 "$@"
