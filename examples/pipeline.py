@@ -35,6 +35,7 @@ def main(steps: int = 3) -> None:
     example = torch.empty(ROWS, WIDTH, device="meta", requires_grad=True)  # one microbatch
     stage = OffloadPipelineStage(model, rank, ranks, device, input_args=example, output_args=example)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    stage.follow(schedule)  # what is read next is known from step 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     for step in range(steps):

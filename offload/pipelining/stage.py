@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from offload import marks
+from offload.groups.manager import GroupsManager
+from offload.pipelining.order import actions_of
 
 __all__ = ["Announcer", "OffloadPipelineStage"]
 
@@ -55,9 +57,9 @@ class Announcer(Protocol):
 class OffloadPipelineStage(PipelineStage):
     """A `PipelineStage` that announces each chunk.
 
-    announcer: left out, the manager that `offload.configure` built, as soon as there is one; None announces
-    nothing and keeps the repairs. `manager.set_order(actions_of(schedule, rank))` tells it the coming reads
-    before step 1; without it they are those of the step before.
+    announcer: left out, the manager that `offload.apply` or `offload.configure` built, as soon as there is
+    one; None announces nothing and keeps the repairs. `follow(schedule)` tells it the coming reads before
+    step 1; without it they are those of the step before.
     `input_args` and `output_args` are meta tensors of one microbatch, with `requires_grad=True` where
     gradients flow.
     """
@@ -93,6 +95,23 @@ class OffloadPipelineStage(PipelineStage):
         """Who is told; None for nobody."""
         given = self._announcer
         return marks.existing_manager() if isinstance(given, EllipsisType) else given
+
+    def follow(self, schedule: Any) -> None:
+        """Tell the manager in which order `schedule` computes the chunks of this rank, so that those of step
+        1 are fetched ahead as well. One call does for all stages of a rank; a wrong order costs time, never
+        results. Blocks the host: never.
+
+        Raises ValueError if there is no manager yet, or `schedule` has no list of actions.
+        """
+        announcer = self.announcer
+        if not isinstance(announcer, GroupsManager):
+            told = "nobody" if announcer is None else f"a {type(announcer).__name__}"
+            raise ValueError(
+                f"stage {self.stage_index} of {self.num_stages} announces its chunks to {told}, and an order "
+                "of coming reads is for the manager: call offload.apply or offload.configure first, "
+                "and leave announcer out"
+            )
+        announcer.set_order(actions_of(schedule, self.group_rank))
 
     # ---- the three methods that every schedule goes through ----
 

@@ -309,3 +309,29 @@ def test_a_stage_without_an_announcer_is_told_so_by_its_marks(caplog: pytest.Log
     (message,) = caplog.messages
     assert message.startswith("group 'layer' is started while no chunk is current")
     assert "use OffloadPipelineStage and leave its announcer out" in message
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
+def test_a_stage_that_follows_its_schedule_gives_the_manager_the_order_that_it_then_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PipelineOffloadManager.close_instance()
+    schedule, stages = pipeline(name, None)
+    with pytest.raises(ValueError, match=r"its chunks to nobody, .* call offload\.apply or offload\.con"):
+        stages[0].follow(schedule)
+    manager = configure(OffloadConfig(), device="sim", print_summary=False)
+    orders: list[list[str]] = []
+    monkeypatch.setattr(manager, "set_order", lambda actions: orders.append([*map(str, actions)]))
+    try:
+        told, listener = stages[0], Listener()
+        for stage in stages:
+            stage._announcer = ...
+        told.follow(schedule)
+        for stage in stages:
+            stage._announcer = listener
+        run(schedule)
+        assert orders == [listener.said]
+        with pytest.raises(ValueError, match="its chunks to a Listener, and an order of coming reads"):
+            told.follow(schedule)
+    finally:
+        PipelineOffloadManager.close_instance()
