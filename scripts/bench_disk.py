@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """What a disk carries through the engine: python scripts/bench_disk.py --directory DIR
 
-Rates in GB of 1e9 bytes a second, taken in turns in one run: what O_DIRECT writes and reads in that directory
-with nothing else at work; what the engine's threads did while one ran; and what a step of saves, then of
-reads, took by the clock: to the last byte in the file, and to the last tensor.
-Each ratio is to the O_DIRECT rate of the same turn. The saves wait for host memory, as in a step as slow as
-the disk: nothing is refused. Uses a GPU if there is one. Else the simulated device, whose copies run on the
-host: by the clock it measures the host's memory too.
+Rates in GB of 1e9 bytes a second, by the clock, taken in turns in one run:
+
+    O_DIRECT alone      calls one after another in that directory, with nothing else at work
+    host and file       the engine's disk: from host memory, where saves wait, to the last byte in the file;
+                        and from the file into host memory, all of it read ahead
+    device and file     saves on the device to the last byte in the file; and reads to the last tensor
+
+Ratios are to the O_DIRECT rate of the same turn. Uses a GPU if there is one. Else the simulated device, whose
+copies run on the host's cores: then the last row measures those.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import contextlib
 import ctypes
 import mmap
 import statistics
+import threading
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -27,12 +31,23 @@ from offload.client import Client
 from offload.device.sim import SimDevice
 from offload.disk.file import SpillFile
 from offload.disk.tier import DiskTier
+from offload.disk.worker import Job
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.telemetry.records import ClientStats, StepStats
 
 MIB = 1 << 20
+ROWS = (
+    "O_DIRECT alone",
+    "host and file",
+    "device and file",
+    "host and file over O_DIRECT",
+    "device and file over O_DIRECT",
+)
+WARM_UP = 2
+"""Turns that are not counted: they grow the file and touch host memory for the first time."""
+
 CALLS_MIB = (8, 32)
 """Sizes of the plain calls; the better one counts."""
 
@@ -100,50 +115,52 @@ class Saver(Client):
         """As Client."""
         return self.engine.end_saves([self._chunk])
 
-    def step(self, count: int) -> tuple[float, float]:
-        """Seconds of the saves and of the reads."""
+    def step(self, count: int, *, alone: bool) -> tuple[float, float]:
+        """Seconds of the writes and of the reads. alone: without the copies to and from the device."""
         engine, disk = self.engine, self.disk
         self._chunk = chunk = SavedChunk(ChunkId(0, 0))
         group = SavedGroup(GroupId(chunk.id, 0, "bench"), leaves=True)
         handles: list[Handle] = []
+        gate = threading.Event()
+        if alone:
+            disk.writer.submit(Job(lambda items: gate.wait() and None, []))
         began = time.perf_counter()
         for _ in range(count):
-            self._wait_for_room()
             handles.append(engine.store.save(self.source.clone(), chunk, group))
         engine.store.commit(group)
+        if alone:
+            engine.device.synchronize(engine.device.record(engine.device.d2h))
+            began = time.perf_counter()
+            gate.set()
         disk.drain()
         write_s = time.perf_counter() - began
         for transfer in group.transfers:
             engine.transfers.settle_spill(transfer)
         chunk.complete()
-        wrong = torch.zeros((), dtype=torch.int64, device=self.source.device)
         began = time.perf_counter()
+        if alone:
+            with engine.lock:
+                disk.look_ahead(chunk.coming.unfetched())
+            disk.reader.drain()
+            read_s = time.perf_counter() - began
+        wrong = torch.zeros((), dtype=torch.int64, device=self.source.device)
         while handles:
             engine.prefetch.pump([chunk.coming])
             found = engine.store.read(handles.pop())
-            wrong += (found[:: 4096 // 8] != self.source[:: 4096 // 8]).sum()
+            wrong += (found[::512] != self.source[::512]).sum()
         assert not wrong.item(), "bytes came back as others"
-        return write_s, time.perf_counter() - began
-
-    def _wait_for_room(self) -> None:
-        """Block until host memory has room for another two pieces."""
-        arena, limit = self.engine.arena, self.engine.config.host_limit_bytes
-        assert limit is not None
-        while arena.lent_bytes + 2 * max(self.engine.config.piece_bytes, self.source.numel()) > limit:
-            time.sleep(0.0002)
-            with self.engine.lock:
-                self.disk.collect()
+        return write_s, read_s if alone else time.perf_counter() - began
 
 
 def engine_for(arguments: argparse.Namespace) -> OffloadEngine:
-    tensor_bytes, limit = arguments.tensor_mib * MIB, arguments.host_mib * MIB
+    tensor_bytes, limit = arguments.tensor_mib * MIB, (arguments.mib + 256) * MIB
     config = OffloadConfig(
         disk_directory=arguments.directory,
         host_limit_bytes=limit,
         host_reserve_bytes=limit,
         max_spilling_bytes=4 * max(tensor_bytes, 32 * MIB),
         max_restoring_bytes=2 * max(tensor_bytes, 32 * MIB),
-        disk_ahead_bytes=limit // 2,
+        disk_ahead_bytes=limit,
     )
     if torch.cuda.is_available():
         return OffloadEngine(config)
@@ -160,24 +177,30 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 1 << 34)  # M_TRIM_THRESHOLD
 
 
-def turns(arguments: argparse.Namespace) -> tuple[list[tuple[Rates, Rates, Rates]], StepStats, str]:
-    """Of each turn the plain rates, the threads' and those by the clock; the last step's figures; where."""
+def turns(arguments: argparse.Namespace) -> tuple[list[tuple[Rates, ...]], StepStats, str]:
+    """Of each turn the rates of the three rows, and two ratios; the last step's figures; where."""
     plain = PlainCalls(arguments.directory, arguments.mib * MIB)
     engine = engine_for(arguments)
     saver = Saver(engine, arguments.tensor_mib * MIB)
     where = f"{saver.disk.file.file_system}, {'O_DIRECT' if saver.disk.file.direct else 'page cache'}"
     found = []
-    for turn in range(arguments.steps + 1):  # the first grows the file
-        before = plain.measure()
-        write_s, read_s = saver.step(arguments.mib // arguments.tensor_mib)
-        stats = engine.end_step()
-        after = plain.measure()
-        assert stats.refused == 0, "host memory was full"
-        if turn:
-            around = Rates((before.write + after.write) / 2, (before.read + after.read) / 2)
-            threads = Rates(stats.disk_write_bytes_per_s, stats.disk_read_bytes_per_s)
-            clock = Rates(stats.disk_write_bytes / write_s, stats.disk_read_bytes / read_s)
-            found.append((around, threads, clock))
+    nbytes = arguments.mib // arguments.tensor_mib * arguments.tensor_mib * MIB
+    for turn in range(WARM_UP + arguments.steps):
+        rates = [plain.measure()]
+        for alone in (True, False):
+            seconds = saver.step(arguments.mib // arguments.tensor_mib, alone=alone)
+            stats = engine.end_step()
+            assert stats.refused == 0, "host memory was full"
+            assert stats.disk_write_bytes == stats.disk_read_bytes == nbytes
+            rates.append(Rates(nbytes / seconds[0], nbytes / seconds[1]))
+            rates.append(plain.measure())
+        if turn >= WARM_UP:
+            before, host, between, device, after = rates
+            around = [
+                Rates((one.write + other.write) / 2, (one.read + other.read) / 2)
+                for one, other in ((before, between), (between, after))
+            ]
+            found.append((between, host, device, host.over(around[0]), device.over(around[1])))
     engine.detach(saver)
     engine.close()
     plain.close()
@@ -193,21 +216,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--directory", required=True, help="on the file system to measure")
-    parser.add_argument("--mib", type=int, default=2048, help="MiB that a step saves")
+    parser.add_argument("--mib", type=int, default=1024, help="MiB that a step saves, all in host memory")
     parser.add_argument("--tensor-mib", type=int, default=32, help="MiB of one tensor")
-    parser.add_argument("--host-mib", type=int, default=512, help="host_limit_bytes in MiB")
     parser.add_argument("--steps", type=int, default=3, help="measured steps; the median counts")
     arguments = parser.parse_args()
     found, stats, where = turns(arguments)
-    plain, threads, clock = (median(each) for each in zip(*found, strict=True))
     print(f"{arguments.directory} ({where})")
     print(f"{arguments.mib:,} MiB a step in tensors of {arguments.tensor_mib}, median of {len(found)} turns")
     print(f"{'GB/s':34}{'write':>7} {'read':>7}")
-    print(f"{'O_DIRECT alone':34}{plain}")
-    print(f"{'engine, while a thread moves':34}{threads}")
-    print(f"{'engine, by the clock':34}{clock}")
-    for name, at in (("threads over O_DIRECT", 1), ("clock over O_DIRECT", 2)):
-        print(f"{name:34}{median(turn[at].over(turn[0]) for turn in found)}")
+    for name, rates in zip(ROWS, zip(*found, strict=True), strict=True):
+        print(f"{name:34}{median(rates)}")
     print(f"host blocked by reads in the last step: {stats.disk_blocked_ms:.1f} ms")
 
 

@@ -19,11 +19,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from offload.ids import ChunkId
 from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
 from offload.transfer.engine import TransferEngine
+
+if TYPE_CHECKING:
+    from offload.disk.tier import DiskTier
 
 __all__ = ["ComingReads", "Prefetcher"]
 
@@ -149,6 +153,7 @@ class Prefetcher:
         self._transfers = transfers
         self.piece_bytes = piece_bytes
         self.stride_bytes = min(piece_bytes, transfers.limits.max_restoring_bytes // 4)
+        self._looked: tuple[int, list[ChunkId]] = (-1, [])  # where the disk looked ahead last
         self.most_bytes: int | None = None
 
     def look_back(self, coming: ComingReads) -> None:
@@ -175,8 +180,7 @@ class Prefetcher:
         if not transfers.counts.spilled:
             return  # all that was saved in this step is on the device
         if transfers.disk is not None and transfers.capture is None:
-            known = takewhile(attrgetter("known"), chunks)
-            transfers.disk.look_ahead(block for coming in known for block in coming.unfetched())
+            self._look_ahead(transfers.disk, chunks)
         for rank, coming in enumerate(chunks):
             if window <= 0 or not coming.known:
                 return  # what is read after one that is not known is further away than a window
@@ -192,6 +196,16 @@ class Prefetcher:
                 if coming.ahead_bytes >= window:
                     return
             window -= coming.ahead_bytes
+
+    def _look_ahead(self, disk: DiskTier, chunks: Sequence[ComingReads]) -> None:
+        """Have the disk's reader follow the coming reads. Not at every call: its window may be long, and is
+        looked at from end to end."""
+        stride_bytes = max(1, min(self.piece_bytes, disk.ahead_bytes // 4))
+        known = list(takewhile(attrgetter("known"), chunks))
+        looked = self._transfers.counts.restore_bytes // stride_bytes, [coming.chunk for coming in known]
+        if looked != self._looked:
+            self._looked = looked
+            disk.look_ahead(block for coming in known for block in coming.unfetched())
 
 
 def _read_later(chunks: Sequence[ComingReads], rank: int, touch: int, transfer: Transfer) -> bool:
