@@ -51,7 +51,7 @@ class Manager(Protocol):
 
     def end_inferred_step(self) -> None: ...
 
-    def input_group(self, name: str) -> InputGroup: ...
+    def input_group(self, name: str, *, alone: bool = True) -> InputGroup: ...
 
 
 _begun: WeakKeyDictionary[Any, SavedChunk] = WeakKeyDictionary()
@@ -126,13 +126,13 @@ def check_model(model: nn.Module) -> None:
 
 
 # -- one checkpoint ------------------------------------------------------------------------------------------
-def _opened(manager: Manager, arguments: tuple[Any, ...]) -> InputGroup | None:
-    """The group of a checkpoint's input; None where autograd saves nothing."""
+def _opened(manager: Manager, arguments: tuple[Any, ...], alone: bool = True) -> InputGroup | None:
+    """The group of a checkpoint's input; None where autograd saves nothing. alone: as `input_group`."""
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     if not torch.is_grad_enabled():
         return None
     _announce(manager)
-    group = manager.input_group(HIDDEN_STATES)
+    group = manager.input_group(HIDDEN_STATES, alone=alone)
     group.open(tensors)
     return group
 
@@ -192,7 +192,7 @@ def _generator(original: Any, manager: Callable[[], Manager]) -> Callable[..., G
         run = original(
             function, preserve, context_fn, determinism_check, debug, early_stop, *arguments, **keywords
         )
-        group = _opened(manager(), arguments)
+        group = _opened(manager(), arguments, context_fn is torch_checkpoint.noop_context_fn)
         try:
             next(run)
             if group is not None:

@@ -54,7 +54,7 @@ class InputGroup(Protocol):
 class Manager(Protocol):
     """The groups' manager, as far as a call asks it."""
 
-    def input_group(self, name: str) -> InputGroup: ...
+    def input_group(self, name: str, *, alone: bool = True) -> InputGroup: ...
 
 
 class _Due(threading.local):
@@ -120,7 +120,8 @@ class RecomputedCall:
         ):
             return
         again.refuse_caches()
-        group = self._manager.input_group(HIDDEN_STATES)
+        alone = self._context_fn is noop_context_fn
+        group = self._manager.input_group(HIDDEN_STATES, alone=alone)
         buffers = again.buffers = BuffersBefore(self._module)
         run = _checkpoint_without_reentrant_generator(
             again,

@@ -34,16 +34,19 @@ class _Manager(Protocol):
 class InputGroup:
     """Of one call: `open` before autograd packs the arguments, `send` after, `close` after the call.
 
-    handler: its chunk; None where nothing may leave. name: of the group. In a checkpoint that somebody else
-    has opened there is no group: what that one recomputes, it must save itself.
+    handler: its chunk; None where nothing may leave. name: of the group. required: it leaves whatever the
+        plan would keep.
+    In a checkpoint that somebody else has opened there is no group: what that one recomputes, it must save
+    itself.
     """
 
-    __slots__ = ("_chunk", "_group", "_handler", "_installed", "_manager", "_name", "_stays")
+    __slots__ = ("_chunk", "_group", "_handler", "_installed", "_manager", "_name", "_required", "_stays")
 
-    def __init__(self, manager: _Manager, handler: ChunkGroups | None, name: str) -> None:
+    def __init__(self, manager: _Manager, handler: ChunkGroups | None, name: str, *, required: bool) -> None:
         self._manager = manager
         self._handler = None if inside_checkpoint() else handler
         self._name = name
+        self._required = required
         self._chunk: SavedChunk | None = None
         self._group: Group | None = None
         self._installed: InstalledScope | None = None
@@ -58,7 +61,7 @@ class InputGroup:
         handler.engine.transfers.check_capture(f"group {self._name!r}")
         chosen = next((tensor for tensor in arguments if _can_leave(handler, tensor)), None)
         self._chunk = handler.saved
-        self._group = handler.on_group_start_forward(self._name, required=True)
+        self._group = handler.on_group_start_forward(self._name, required=self._required)
         self._stays = _AllButOne(arguments, chosen)
         # none is chosen: each is judged, so that a report knows why it stays
         self._installed = self._manager.open_scope(None if chosen is None else self._stays)

@@ -214,16 +214,18 @@ class GroupsManager(OpenScopes, Client):
         belong to where none is open."""
         return KeptGroup(self, self.active_handler(), name)
 
-    def input_group(self, name: str) -> InputGroup:
+    def input_group(self, name: str, *, alone: bool = True) -> InputGroup:
         """For the input of a call that is recomputed, which is called now. name: of its group.
 
-        Its block computes longer than its bytes are copied. So two such copies out are under way at most, and
-        one input is fetched ahead, unless the config says otherwise: more would only hold memory.
+        alone: nothing else of the call leaves. Then no plan keeps the input. And its block computes longer
+            than its bytes are copied: so two such copies out are under way at most, and one input is fetched
+            ahead, unless the config says otherwise; more would only hold memory.
         """
-        self._input_names.add(name)
+        if alone:
+            self._input_names.add(name)
         if self.needs_chunk() and torch.is_grad_enabled():
             self.mark_report.not_announced(name)
-        return InputGroup(self, self.active_handler(), name)
+        return InputGroup(self, self.active_handler(), name, required=alone)
 
     def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)

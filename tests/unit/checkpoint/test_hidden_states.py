@@ -782,11 +782,23 @@ def test_with_a_selective_context_the_input_and_the_kept_outputs_leave_by_names_
     stats = compared(model, manager, steps=3, context_fn=keep)
     assert (stats[0].saved, stats[0].spill_bytes) == (2 * BLOCKS, BLOCKS * (INPUT_BYTES + FC1_BYTES))
     assert manager.step_offload_bytes == {
-        HIDDEN_STATES: BLOCKS * INPUT_BYTES,
-        # of those that may stay the plan keeps the one that is read first
+        # here the plan keeps what is read first
+        HIDDEN_STATES: (BLOCKS - 1) * INPUT_BYTES,
         "selective": (BLOCKS - 1) * FC1_BYTES,
     }
     assert_empty(manager)
+
+
+def test_beside_kept_outputs_the_caps_in_bytes_alone_bound_what_is_on_its_way(manager: Manager) -> None:
+    """One lane carries both: to wait for an input would be to wait for the outputs before it."""
+    model = build()
+    keep = contexts_for(default_operators(), "selective", lambda: manager)
+    with recomputed(list(model.blocks), manager, keep):
+        init_chunk_handler(None, None, 1)
+        y = model(source())
+        assert manager.engine.transfers.in_flight() == (2 * BLOCKS, 0)
+        y.sum().backward()
+    step_end()
 
 
 def test_by_default_matrix_products_and_attention_are_kept(manager: Manager) -> None:
