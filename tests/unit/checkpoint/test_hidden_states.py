@@ -17,7 +17,8 @@ from offload import PipelineOffloadManager, init_chunk_handler, step_end
 from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall
 from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import contexts_for
-from offload.errors import OffloadError
+from offload.device.sim import SimDevice
+from offload.errors import CaptureError, OffloadError
 from offload.transfer.block import BlockState
 from tests.unit.checkpoint.recomputed import (
     BLOCKS,
@@ -533,6 +534,24 @@ def test_a_call_that_cannot_begin_leaves_no_hooks(manager: Manager) -> None:
     call.end(None)
     call.abort()
     assert not hooks_left()
+    step_end()
+
+
+def test_a_call_in_a_capture_outside_of_a_region_is_refused_and_opens_no_group(manager: Manager) -> None:
+    block = build(count=1).blocks[0]
+    init_chunk_handler(None, None, 1)
+    device = manager.engine.device
+    assert isinstance(device, SimDevice)
+    with device.capture():
+        call = RecomputedCall(manager, block, (source() * 1.0,), {})
+        with pytest.raises(
+            CaptureError, match=r"group 'hidden_states' in a graph under capture, outside of a"
+        ):
+            call.begin()
+    assert not hooks_left()
+    handler = manager.cur_forward_chunk()
+    assert handler is not None
+    assert handler.groups == []
     step_end()
 
 

@@ -269,6 +269,27 @@ def test_an_exception_in_the_function_leaves_no_hooks(manager: Manager, reentran
     assert_empty(manager)
 
 
+def test_a_checkpoint_that_cannot_begin_leaves_no_group_open(manager: Manager) -> None:
+    def no_contexts() -> Any:
+        raise ValueError("no contexts")
+
+    with hidden_states_offload(), pytest.raises(ValueError, match="no contexts"):
+        checkpoint(torch.sin, source() * 1.0, use_reentrant=False, context_fn=no_contexts)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    handler = manager.cur_forward_chunk()
+    assert handler is not None
+    assert handler.innermost_open() is None
+    step_end()
+
+
+@VARIANTS
+def test_while_offload_is_switched_off_no_forward_begins(manager: Manager, reentrant: bool) -> None:
+    manager.disable_offload()
+    with hidden_states_offload():
+        train(checkpointed(reentrant))
+    assert manager.cur_forward_chunk() is None
+
+
 def test_a_checkpoint_inside_a_checkpoint_is_torchs_own(manager: Manager) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
