@@ -98,6 +98,19 @@ def test_a_prefetch_fetches_what_is_read_next_within_its_cap() -> None:
     assert stats.device_bytes_peak == 5 * KIB
 
 
+def test_a_prefetch_is_issued_where_the_device_limit_has_room_for_it() -> None:
+    rig = Rig(device_limit_bytes=4 * KIB, max_restoring_bytes=2 * KIB)
+    y = gone(3, rig)
+    rig.chunk()
+    with rig.group():
+        z = chain(leaf(), 1)
+    assert rig.transfers.spilling_bytes == KIB, "it need not make way"
+    rig.pump()
+    assert rig.states() == [BlockState.SPILLED] + 2 * [BlockState.RESTORING] + [BlockState.SPILLING]
+    del y, z
+    rig.end()
+
+
 def test_nothing_is_fetched_before_its_forward_is_complete() -> None:
     """A prefetch once brought back, inside a forward, what that forward had just sent out."""
     rig = Rig()
