@@ -185,9 +185,7 @@ class DiskTier:
             elif stored.write is not None and self.writer.call_off(stored.write, stored):
                 self._forget_written(block)
                 continue
-            if not stored.is_ahead:
-                stored.is_ahead = True
-                self._ahead[stored] = None
+            self._keep_ahead(stored)
         self._start_reads(missing)
 
     @property
@@ -244,6 +242,7 @@ class DiskTier:
             if host is None:
                 complete = False
                 break
+            self._keep_ahead(stored)
             found = stored, _extent_of(stored), host
             if run and nbytes < READ_BYTES and run[-1][1].end == found[1].start:
                 run.append(found)
@@ -255,6 +254,11 @@ class DiskTier:
             nbytes += block.nbytes
         self._submit_read(run)
         return complete
+
+    def _keep_ahead(self, stored: Stored) -> None:
+        if not stored.is_ahead:
+            stored.is_ahead = True
+            self._ahead[stored] = None
 
     def _submit_read(self, run: list[tuple[Stored, Extent, Block]], *, first: bool = False) -> None:
         if run:
@@ -296,11 +300,17 @@ class DiskTier:
         if (host := self._arena.take(block.nbytes)) is not None:
             return host
         for stored in reversed([*self._ahead]):
-            other = stored.block
+            other, read = stored.block, stored.read
             if other is not None and other.host is not None and stored.write is None:
                 self._release_host(other)
-                if (host := self._arena.take(block.nbytes)) is not None:
-                    return host
+            elif read is not None and (
+                self.reader.call_off(read, stored) or self.reader.passed(read, "release")
+            ):
+                self._drop_read(stored)
+            else:
+                continue
+            if (host := self._arena.take(block.nbytes)) is not None:
+                return host
         for stored in [*self._writes]:
             if stored.write is not None:
                 stored.is_ahead = False
@@ -373,7 +383,8 @@ class DiskTier:
 
     def _drop_read(self, stored: Stored) -> None:
         assert stored.host is not None
-        stored.read = None
+        stored.read, stored.is_ahead = None, False
+        self._ahead.pop(stored, None)
         self._give_back(stored.host, None)
         stored.host = None
 

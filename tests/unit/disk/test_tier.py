@@ -379,6 +379,27 @@ def test_a_reader_without_host_memory_gets_bytes_beside_the_limit_for_as_long_as
     rig.engine.close()
 
 
+def test_a_reader_takes_the_host_memory_of_what_was_read_ahead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Host memory holds two tensors, and those that are read last have it: one is there, one is coming."""
+    rig = Rig(disk_directory=str(tmp_path), disk_ahead_bytes=0, host_limit_bytes=2 * NBYTES)
+    disk = step_disk(rig.engine)
+    inputs = leaves(4)
+    with rig.group():
+        result = sines(*inputs)
+    write_out(rig)
+    first, second = rig.blocks()[:2]
+    assert not disk.bring([first, second], required=False)
+    assert isinstance(disk.reader, SteppedWorker)
+    disk.reader.drain()
+    assert disk.bring([first], required=False)
+    assert_equal_bits(gradients(sines, inputs), torch.autograd.grad(result.sum(), inputs))
+    assert warnings_of(caplog) == []
+    rig.end()
+    rig.engine.close()
+
+
 def test_an_audit_finds_bytes_that_the_file_has_changed(tmp_path: Path) -> None:
     rig = Rig(disk_directory=str(tmp_path), disk_ahead_bytes=0, audit=True)
     (x,) = leaves(1)
