@@ -111,6 +111,26 @@ def test_a_prefetch_is_issued_where_the_device_limit_has_room_for_it() -> None:
     rig.end()
 
 
+def test_what_one_graph_fetches_ahead_another_graph_fetches_for_itself() -> None:
+    """Graphs may be replayed without the one that fetched a tensor and did not read it."""
+    rig = Rig(max_restoring_bytes=2 * KIB)
+    rig.engine.reserve_host(64 * PAGE)
+    with rig.engine.capturing() as region:
+        with rig.device.capture(), rig.group():
+            packed = [rig.engine.hooks.pack(torch.randn(ELEMENTS)) for _ in range(2)]
+        rig.chunks[0].complete()
+        with rig.device.capture():
+            rig.engine.hooks.unpack(packed[1])
+            rig.pump()
+        assert rig.states() == 2 * [BlockState.SPILLED], "nor does a reader outside of graphs find it here"
+        with rig.device.capture():
+            rig.engine.hooks.unpack(packed[0])
+    assert [graph.restore_bytes for graph in region.graphs] == [0, 2 * KIB, KIB]
+    packed.clear()
+    region.release()
+    rig.end()
+
+
 def test_nothing_is_fetched_before_its_forward_is_complete() -> None:
     """A prefetch once brought back, inside a forward, what that forward had just sent out."""
     rig = Rig()
