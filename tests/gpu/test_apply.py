@@ -71,10 +71,8 @@ def train(model: nn.Module, x: Tensor, steps: int = 4) -> list[Tensor]:
 def test_every_mode_has_the_bits_of_the_model_alone(mode: Any, limit: str | None, tmp_path: Path) -> None:
     x = torch.randn(2048, 512, device=DEVICE, dtype=torch.bfloat16)
     plain = train(build(), x)
-    directory = str(tmp_path) if mode == "disk" else None
-    offload.configure(
-        OffloadConfig(host_reserve_bytes=256 * MIB, disk_directory=directory), print_summary=False
-    )
+    disk = {"disk_directory": str(tmp_path), "disk_ahead_bytes": 4 * MIB} if mode == "disk" else {}
+    offload.configure(OffloadConfig(host_reserve_bytes=256 * MIB, **disk), print_summary=False)
     model = build()
     with offload.activations(model, mode, device_limit=limit, min_numel=1) as handle:
         ours = train(model, x)

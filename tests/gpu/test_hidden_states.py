@@ -162,7 +162,8 @@ def test_after_the_forward_all_inputs_but_two_are_gone_and_it_runs_where_checkpo
     with installed(build_manager(reserve_bytes=2 * L * N)):
         handle = offload.apply(chain.model, mode="hidden_states")
         held, peak = chain.figures(chain.model)
-        assert held_by_torch - held == (L - 2) * N
+        # of the two that may still be on their way out, one has been waited for by the last save
+        assert (L - 2) * N <= held_by_torch - held <= (L - 1) * N
         assert peak < peak_of_torch - (L - 4) * N  # two leave, one is fetched ahead, one is read
         room = (peak + peak_of_torch) // 2
         assert not chain.is_out_of_memory(chain.model, room)
