@@ -85,9 +85,13 @@ class Applied:
         return tuple(name for names in self.groups.values() for name in names)
 
     def report(self, *, gather: bool = False) -> Report:
-        """What was saved, moved and kept since `apply`, by all that is offloaded in this process. gather:
-        with every rank's figures; then all ranks must call. Blocks the host: only to gather."""
-        return report(gather=gather) if self._start is None else self._start.report(gather=gather)
+        """What was saved, moved and kept since `apply`, by all that is offloaded in this process, and in
+        which phase of a step the device's memory is highest. gather: with every rank's figures; then all
+        ranks must call. Blocks the host: only to gather."""
+        if self._start is None:
+            return report(gather=gather)
+        peak = "" if self._root is None else self._root.peak.text()
+        return replace(self._start.report(gather=gather), peak=peak)
 
     def remove(self) -> None:
         """Take every hook off: the model is as it was. A backward that is still to come finds its tensors.

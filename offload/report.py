@@ -50,6 +50,9 @@ class Report:
     remark: str = ""
     """Why there are no figures, or none of now."""
 
+    peak: str = ""
+    """In which phase of a step the device's memory is highest, where `apply` has seen it."""
+
     ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -65,6 +68,7 @@ class Report:
             **self.total.as_dict(),
             "device_limit_bytes": self.device_limit_bytes,
             "since": self.since,
+            "peak": self.peak,
             "last_step": self.last_step,
             "ranks": {rank: dict(figures) for rank, figures in self.ranks.items()},
         }
@@ -77,6 +81,7 @@ class Report:
         parts = [f"{title}{self.link and ', ' + self.link}"]
         parts += [self.remark] if self.remark else []
         parts.append(self._figures())
+        parts += [self.peak] if self.peak else []
         parts += [f"Why nothing left: {self._why_nothing()}"] if not self.total.moved_bytes else []
         parts += [table for table in (self._groups(), self._stayed(), self._ranks()) if table]
         return "\n\n".join(parts)

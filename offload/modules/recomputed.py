@@ -95,4 +95,4 @@ class RecomputedCalls:
         elif call is not None:
             call.abort() if failed else call.end(output)
         if call is not None:
-            self._root.note_block_end(self._name)
+            self._root.note_block_end(self._name, output)

@@ -36,6 +36,7 @@ from offload.groups.manager import GroupsManager
 from offload.groups.scope import GroupScope
 from offload.modules.blocks import Blocks
 from offload.modules.hooks import CallUnderWay, output_tensors
+from offload.modules.peak import BACKWARD, BLOCKS, HEAD, PeakWatch
 from offload.modules.steps import Steps
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, inside_checkpoint
@@ -119,6 +120,8 @@ class ModelRoot:
         self._said: set[str] = set()
         self._registered: weakref.ref[GroupsManager] | None = None
         self.calls: list[CallUnderWay] = []
+        self.peak = PeakWatch(bool(self._blocks))
+        self._watched: InstalledScope | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         model = self._model()
@@ -135,6 +138,9 @@ class ModelRoot:
         if self._running > 1:
             return None
         self._begin_chunk()
+        if not self.peak.is_over and torch.is_grad_enabled():
+            self.peak.begins(BLOCKS)
+            self._watched = self.manager().engine.hooks.push(self.peak)
         if not (self._everything or self._checkpoints()):
             return None
         call = self.open_group(self._everything or INPUTS, between=True, required=bool(self._everything))
@@ -149,6 +155,9 @@ class ModelRoot:
         if call is not None:
             self.takes = False
             call.close(output, failed)
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            self.manager().close_scope(watched)
 
     def _is_nested(self) -> bool:
         """Whether the model calls itself. Else the forward under way was interrupted (KeyboardInterrupt), and
@@ -193,9 +202,17 @@ class ModelRoot:
         if self._running == 0:
             self._begin_chunk()
 
-    def note_block_end(self, name: str) -> None:
-        if name == self._last and not self._everything:
+    def note_block_end(self, name: str, output: Any) -> None:
+        """It is over."""
+        if name != self._last:
+            return
+        if not self._everything:
             self.takes = False
+        if self._watched is not None:
+            self.peak.begins(HEAD)
+            for tensor in output_tensors(output):
+                assert tensor.grad_fn is not None
+                tensor.grad_fn.register_prehook(lambda _: self.peak.begins(BACKWARD))
 
     def note_checkpointed(self) -> None:
         """A block is called inside a checkpoint: from the next forward on, the model's group takes its
@@ -222,6 +239,8 @@ class ModelRoot:
     # -- step ------------------------------------------------------------------------------------------------
     def step_ends(self) -> None:
         """As Root: say once which blocks did not run, or that nothing of the model did."""
+        if self.end_seen:
+            self.peak.step_ends()
         ran, begun = self._ran, self._begun
         self._ran, self._begun = set(), 0
         if self.forwards == 0:
@@ -274,7 +293,7 @@ class GroupCalls:
         if call is not None:
             call.close(output, failed)
         if self._block:
-            self._root.note_block_end(self._name)
+            self._root.note_block_end(self._name, output)
 
 
 class HeadCalls:

@@ -1,0 +1,84 @@
+"""In which phase of a step the device's memory is highest, and what is saved there outside of the blocks:
+what a mode that changes only the blocks cannot lower.
+
+One invariant: it looks, in the first steps after `apply`, and changes nothing. torch's peak only rises, so
+the phase in which it rose last is the one. A run that was higher before `apply` hides it; then nothing is
+said.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+from offload.telemetry.summary import bytes_text
+
+__all__ = ["BACKWARD", "BLOCKS", "HEAD", "OPTIMIZER", "PeakWatch", "device_peak_bytes"]
+
+BLOCKS: Final = "the forward, up to the last block"
+HEAD: Final = "the head and the loss, after the last block"
+BACKWARD: Final = "the backward of the blocks"
+OPTIMIZER: Final = "the optimizer's step"
+
+_STEPS = 2  # in the first the optimizer makes its state
+
+
+def device_peak_bytes() -> int | None:
+    """Active bytes at most since torch began to count; None without a GPU. Blocks the host: never."""
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.memory_stats()["active_bytes.all.peak"])
+
+
+class PeakWatch:
+    """As Scope, it takes nothing: it sees what is saved outside of the blocks."""
+
+    min_elements = 1
+
+    def __init__(self, has_blocks: bool) -> None:
+        peak_bytes = device_peak_bytes() if has_blocks else None
+        self._peak_bytes = peak_bytes or 0
+        self._phase: str | None = None  # the one under way
+        self._highest: str | None = None
+        self._largest: dict[str, tuple[int, str]] = {}  # by phase: bytes, and what
+        self._steps_left = 0 if peak_bytes is None else _STEPS
+
+    @property
+    def is_over(self) -> bool:
+        return self._steps_left == 0
+
+    def begins(self, phase: str) -> None:
+        """The phase before ends."""
+        if self.is_over:
+            return
+        peak_bytes = device_peak_bytes() or 0
+        if peak_bytes > self._peak_bytes:
+            self._peak_bytes, self._highest = peak_bytes, self._phase
+        self._phase = phase
+
+    def step_ends(self) -> None:
+        if not self.is_over:
+            self.begins(OPTIMIZER)
+            self._steps_left -= 1
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Note the largest of a phase."""
+        nbytes = math.prod(tensor.shape) * tensor.element_size()
+        if self._phase is not None and nbytes > self._largest.get(self._phase, (0, ""))[0]:
+            what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            self._largest[self._phase] = nbytes, what
+
+    def note_replayed(self, tensor: torch.Tensor) -> None:
+        """As Scope."""
+
+    def text(self) -> str:
+        """Where the peak is, "" where that is not known."""
+        if self._highest is None:
+            return ""
+        found = f"Device memory is highest, {bytes_text(self._peak_bytes)} active, in {self._highest}"
+        nbytes, what = self._largest.get(self._highest, (0, ""))
+        if nbytes:
+            found += f"; the largest tensor saved there outside of the blocks is {what}, {bytes_text(nbytes)}"
+        return found

@@ -1,0 +1,84 @@
+"""Where device memory is highest: seen in the first steps after `apply`, said by the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload.modules import peak
+from tests.unit.modules.training import ROWS, WIDTH, Model, build, equal, train
+
+
+@pytest.fixture
+def rises(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A device whose peak rises when it is told to."""
+    highest = [1000]
+    monkeypatch.setattr(peak, "device_peak_bytes", lambda: highest[0])
+
+    def by(nbytes: int) -> None:
+        highest[0] += nbytes
+
+    return by
+
+
+class Wide(nn.Module):
+    """A model whose head saves more than its blocks."""
+
+    def __init__(self, on_head: Callable[[], None]) -> None:
+        super().__init__()
+        self.model = build()
+        self.head = nn.Linear(5, 100)
+        self.on_head = on_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.model(x))
+        self.on_head()
+        return torch.tanh(logits)
+
+
+@pytest.mark.parametrize("mode", ["groups", "hidden_states"])
+def test_the_report_names_the_phase_of_the_peak_and_what_is_largest_there(
+    mode: str, rises: Callable[[int], None]
+) -> None:
+    model = Wide(lambda: rises(5000))
+    handle = offload.apply(model, mode, min_numel=1)
+    train(model, steps=3)
+    told = handle.report()
+    assert told.peak.startswith("Device memory is highest, ")
+    assert "active, in the head and the loss, after the last block; the largest tensor saved" in told.peak
+    assert told.peak.endswith(f"outside of the blocks is float32[{ROWS}, 100], {ROWS * 100 * 4 / 1e3:.2f} kB")
+    assert told.peak in str(told)
+    assert told.as_dict()["peak"] == told.peak
+
+
+def test_a_peak_in_the_backward_or_the_blocks_is_named_as_such(rises: Callable[[int], None]) -> None:
+    model = build()
+    handle = offload.apply(model, min_numel=1)
+    model.layers[1].fc2.register_forward_hook(lambda *_: rises(100))
+    train(model, steps=1)
+    assert "active, in the forward, up to the last block; " in handle.report().peak
+    model.layers[0].fc1.register_full_backward_hook(lambda *_: rises(100))
+    train(model, steps=1)
+    assert handle.report().peak.endswith("active, in the backward of the blocks")
+
+
+def test_a_peak_before_apply_hides_it_and_the_watch_ends(rises: Callable[[int], None]) -> None:
+    model = build()
+    handle = offload.apply(model, min_numel=1)
+    train(model, steps=4)
+    assert handle.report().peak == ""
+    model.layers[0].register_forward_hook(lambda *_: rises(100))
+    train(model, steps=1)
+    assert handle.report().peak == ""
+
+
+def test_the_watch_changes_no_bit(rises: Callable[[int], None]) -> None:
+    plain, model = Wide(int), Wide(int)
+    offload.apply(model, "hidden_states", min_numel=1)
+    assert equal(train(model), train(plain))
+    assert isinstance(model.model, Model)
+    assert model(torch.ones(ROWS, WIDTH)).shape == (ROWS, 100)
