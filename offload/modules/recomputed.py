@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo.eval_frame
 from torch import nn
 
 from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall, is_recompute
@@ -22,9 +21,6 @@ from offload.modules.root import GroupCall, ModelRoot
 from offload.saved.hooks import inside_checkpoint
 
 __all__ = ["RecomputedCalls", "selective_contexts_of"]
-
-
-_COMPILER = torch._dynamo.eval_frame.__file__
 
 
 def selective_contexts_of(root: ModelRoot) -> Callable[[], Contexts]:
@@ -65,13 +61,14 @@ class RecomputedCalls:
     def _refuse_compiled(self, module: nn.Module) -> None:
         """Raise where a compiled function calls the block: its graphs save other tensors than the block does
         by itself, which is how it would be recomputed."""
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            return  # it is compiled by itself, and so is its recompute
+        compiler = sys.modules.get("torch._dynamo.eval_frame")
+        if compiler is None or getattr(module, "_compiled_call_impl", None) is not None:
+            return  # nothing is compiled yet, or the block by itself, and so is its recompute
         frame = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
             code = frame.f_code
-            if code.co_filename == _COMPILER and code.co_name == "compile_wrapper":
+            if code.co_filename == compiler.__file__ and code.co_name == "compile_wrapper":
                 raise OffloadError(
                     f"block {self._name} is recomputed in the backward, and a compiled function calls it: "
                     "compile the blocks, block.compile() for each, and not what is around them; or use "
