@@ -352,6 +352,21 @@ def test_gradients_may_be_asked_for_by_inputs(manager: Manager) -> None:
     step_end()
 
 
+def test_a_recompute_after_the_hooks_were_taken_off_is_not_remembered_for_the_next_ones(
+    manager: Manager,
+) -> None:
+    block = build(count=1).blocks[0]
+    init_chunk_handler(None, None, 1)
+    with recomputed([block], manager):
+        y = block(source() * 1.0)
+    y.sum().backward()
+    with recomputed([block], manager):
+        block(source() * 1.0).sum().backward()
+    stats = step_end()
+    assert stats is not None
+    assert stats.saved == 2
+
+
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
