@@ -43,21 +43,23 @@ def test_a_capture_begins_while_the_disk_has_work_and_its_groups_stay_in_host_me
         weight = torch.ones(1 << 16, device=DEVICE, requires_grad=True)
         x = torch.full((1 << 16,), 2.0, device=DEVICE)
 
-        def layer() -> torch.Tensor:
+        def layer(weight: torch.Tensor) -> torch.Tensor:
             y = group_start(weight * x, "act")
             with offload_hooks():
                 y = torch.sin(y * 1.0)
             return group_commit(y, "act")
 
         init_chunk_handler(1, 0, 1)
-        (expected,) = torch.autograd.grad(layer().sum(), weight)
+        (expected,) = torch.autograd.grad(layer(weight).sum(), weight)
         init_chunk_handler(1, 0, 1)
-        before = layer()  # its write may be under way when the capture begins
+        before = layer(weight)  # its write may be under way when the capture begins
         init_chunk_handler(1, 0, 1)
+        # a living graph has the gradient's node of its weight on the stream that it ran on
+        captured = weight.detach().clone().requires_grad_()
         with capturing() as region:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                (grad,) = torch.autograd.grad(layer().sum(), weight)
+                (grad,) = torch.autograd.grad(layer(captured).sum(), captured)
         disk = manager.engine.transfers.disk
         assert disk is not None
         disk.drain()

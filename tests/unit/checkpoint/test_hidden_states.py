@@ -743,7 +743,9 @@ def test_a_report_counts_what_was_seen_marked_offloaded_restored_and_skipped() -
     skipped = sum(stayed.tensors for stayed in group.stayed.values())
     assert list(group.stayed) == ["an argument of a recomputed block, of which one leaves"]
     marked, offloaded, restored = stats.saved, stats.spilled, stats.restored
-    assert (marked + skipped, marked, offloaded, skipped) == (2 * BLOCKS, BLOCKS, BLOCKS, BLOCKS)
+    assert (marked, offloaded) == (BLOCKS, BLOCKS)
+    # one argument of each block; before torch 2.13 a checkpoint saves an empty tensor of its own beside
+    assert skipped in (BLOCKS, 2 * BLOCKS)
     assert 0 < restored <= offloaded  # the last ones are still on the device when they are read
     assert group.moved_bytes == stats.spill_bytes == BLOCKS * INPUT_BYTES
     assert stats.restore_bytes == restored * INPUT_BYTES
