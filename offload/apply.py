@@ -33,11 +33,11 @@ from offload.modules.blocks import Blocks, find_blocks, match_modules, without_n
 from offload.modules.hooks import HookPair
 from offload.modules.recomputed import RecomputedCalls, selective_contexts_of
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
-from offload.modules.steps import Steps
+from offload.modules.steps import Root, Steps
 from offload.report import Report, ReportStart, report
 from offload.sizes import optional_bytes
 
-__all__ = ["Applied", "activations", "apply"]
+__all__ = ["Applied", "activations", "apply", "infer_steps", "is_declined"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ _ADAPTER = ("lora_", "adapter")
 _steps = Steps(marks.default_manager)
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 """By module that has hooks of a handle: the handle."""
+_declined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models of which somebody said that nothing is to leave."""
 
 
 class Calls(Protocol):
@@ -178,6 +180,7 @@ def apply(
     config = OffloadConfig() if before is None else before.engine.config
     mode = config.activation_offloading if mode is None else check_mode("mode", mode)
     if mode is False:
+        _declined.add(model)
         return Applied(model, mode, {}, None)
     if min_numel is not None:
         check_min_elements(min_numel)
@@ -221,6 +224,16 @@ def apply(
         engine.follow(replace(engine.config, max_spilling_bytes=1, max_restoring_bytes=0))
     handle._checkpointing_off = _mind_adapters(model, mode)
     return handle
+
+
+def is_declined(model: nn.Module) -> bool:
+    """Whether `apply` was called for this model with mode False, or with a config that says so."""
+    return model in _declined
+
+
+def infer_steps(root: Root) -> None:
+    """From now on an optimizer of this root ends steps, for as long as the caller holds it."""
+    _steps.add(root)
 
 
 @contextmanager

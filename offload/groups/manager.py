@@ -29,10 +29,11 @@ from offload.groups.scope import KeptGroup
 from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.groups.survey import Survey, group_figures
+from offload.ids import ChunkId
 from offload.saved.chunk import SavedChunk
 from offload.telemetry.figures import GroupFigures, Ledger, figures_of, figures_without_offload
 from offload.telemetry.records import ClientStats, StepStats
-from offload.telemetry.summary import print_offload_summary_table
+from offload.telemetry.summary import is_one_of_many, print_offload_summary_table
 from offload.transfer.block import Transfer
 from offload.transfer.graph import CapturedGraph
 
@@ -81,6 +82,7 @@ class GroupsManager(OpenScopes, Client):
         self._ends_by_hand = False  # somebody has called `step_end`
         self._inferred_ends = 0
         self._infers_end = False  # the end under way is an inferred one
+        self.guesses_ends = False  # steps are inferred, and no optimizer has ended one so far
 
     def prepare_close(self) -> None:
         """Release what the manager has lent by hand. Called before anything else of it is closed."""
@@ -303,6 +305,15 @@ class GroupsManager(OpenScopes, Client):
                 self.engine.store.commit(saved)
 
     # -- step ------------------------------------------------------------------------------------------------
+    def begin_chunk(self, stage: int, microbatch: int) -> None:
+        """As ChunkTracker. While ends are guessed, a chunk that begins again and finds nothing alive ends the
+        step before it."""
+        if self.guesses_ends:
+            handler = self._handlers.get(ChunkId(stage, microbatch))
+            if handler is not None and handler.begun and next(self.living_blocks(), None) is None:
+                self.end_inferred_step()
+        super().begin_chunk(stage, microbatch)
+
     def begin_step(self) -> None:
         """As Client."""
         self._planner.trimmer.step_begins()
@@ -413,7 +424,8 @@ class GroupsManager(OpenScopes, Client):
             planned = self.do_offload and self._planner.after_step(seen)
             self._write_ledgers(stats, seen)
             self._forget_step()
-        if planned and self.print_summary:
+        # an inferred end may come at another moment on each rank, so nothing there may wait for the others
+        if planned and self.print_summary and not (self._infers_end and is_one_of_many(self.process_group)):
             print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)
 
 

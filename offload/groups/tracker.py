@@ -76,6 +76,11 @@ class ChunkTracker:
         step was seen to do."""
         self._lookahead.give(actions)
 
+    @property
+    def inside_announced_forward(self) -> bool:
+        """Whether a stage has announced the forward under way."""
+        return self._announced_now
+
     def _switch(self, on: bool) -> None:
         self.do_offload = on
         for handler in self._handlers.values():
@@ -189,7 +194,8 @@ class ChunkTracker:
         `begin_forward`, only the threshold is taken. stage: a virtual one, of its own for each model.
         min_elements: None for the config's. Blocks the host: as `begin_chunk`."""
         if not (self._announced_now or self._forwards_by_hand):
-            self._begin_next(stage, min_elements)
+            # a loss beside a pipeline's stages, which have numbers of their own
+            self._begin_next(stage + _MOST_STAGES if self._announced else stage, min_elements)
         elif min_elements is not None and self._forward is not None:
             self._forward.min_offloaded_tensor_size = min_elements
 

@@ -6,7 +6,8 @@ when an optimizer that holds a parameter of such a model begins its `step()`, ou
   without one is none.
 - An optimizer that steps in the backward, once a parameter, ends nothing.
 - A GradScaler may skip `step()`: the next one ends both steps together.
-- Where no end was ever seen, a forward that finds no saved tensor alive ends the step before it.
+- Where no end was ever seen, a forward that finds no saved tensor alive ends the step before it; where a
+  pipeline's stages announce their chunks, only the forward of one that this step has had already.
 
 One invariant: inference is a default. A user's `init_chunk_handler`, a pipeline stage's announcement and a
 user's `step_end` are believed instead, from the first on.
@@ -71,7 +72,12 @@ class Steps:
     def forward_begins(self, root: Root, min_elements: int | None) -> None:
         """A forward of `root` begins. min_elements: as `GroupsManager.begin_inferred_forward`."""
         manager = self._manager()
-        if not root.end_seen and next(manager.living_blocks(), None) is None:
+        manager.guesses_ends = not root.end_seen
+        # inside an announced forward it is too late: its chunk has begun (`GroupsManager.begin_chunk`)
+        if (
+            not (root.end_seen or manager.inside_announced_forward)
+            and next(manager.living_blocks(), None) is None
+        ):
             self._end(manager)
         manager.begin_inferred_forward(root.stage, min_elements)
 

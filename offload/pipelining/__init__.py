@@ -9,7 +9,8 @@ first, imports them from here.
 
 from __future__ import annotations
 
+from offload.pipelining.announcing import Announcer
 from offload.pipelining.order import actions_of, peak_chunks
-from offload.pipelining.stage import Announcer, OffloadPipelineStage
+from offload.pipelining.stage import OffloadPipelineStage
 
 __all__ = ["Announcer", "OffloadPipelineStage", "actions_of", "peak_chunks"]

@@ -21,45 +21,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from offload import marks
-from offload.groups.manager import GroupsManager
+from offload.pipelining.announcing import Announcements, Announcer
 from offload.pipelining.order import actions_of
 
 __all__ = ["Announcer", "OffloadPipelineStage"]
 
 
-class Announcer(Protocol):
-    """Who wants to know: the offload manager, or a test that records."""
-
-    def begin_chunk(self, stage: int, microbatch: int) -> None:
-        """The forward of this chunk starts; what the layers save from here on belongs to it."""
-
-    def end_forward(self, stage: int, microbatch: int) -> None:
-        """The forward is complete: from now on its activations may be fetched back."""
-
-    def begin_backward(self, stage: int, microbatch: int, kind: str) -> None:
-        """A backward of this chunk starts: "B" the whole of it, "I" its input half, "W" its weight half."""
-
-    def end_backward(self, stage: int, microbatch: int, kind: str) -> None:
-        """That backward is over."""
-
-    def register_external(self, tensor: Tensor) -> None:
-        """This storage is written from outside autograd, so its version says nothing."""
-
-
 class OffloadPipelineStage(PipelineStage):
     """A `PipelineStage` that announces each chunk.
 
-    announcer: left out, the manager that `offload.apply` or `offload.configure` built, as soon as there is
-    one; None announces nothing and keeps the repairs. `follow(schedule)` tells it the coming reads before
-    step 1; without it they are those of the step before.
+    announcer: left out, the manager of this process, as soon as `offload.apply` or `offload.configure` has
+    built it; a forward before then is told in one warning. None announces nothing and keeps the repairs.
+    The coming reads are those of the step before; with `follow(schedule)` they are known from step 1 on.
+    A step ends where an optimizer of the module steps, unless `step_end` is called. An announcer that is
+    given is told of chunks and nothing else.
     `input_args` and `output_args` are meta tensors of one microbatch, with `requires_grad=True` where
     gradients flow.
     """
@@ -88,30 +70,31 @@ class OffloadPipelineStage(PipelineStage):
             group=group,
             dw_builder=dw_builder,
         )
-        self._announcer = announcer
+        self._announcements = Announcements(announcer, submodule, stage_index)
 
     @property
     def announcer(self) -> Announcer | None:
         """Who is told; None for nobody."""
-        given = self._announcer
-        return marks.existing_manager() if isinstance(given, EllipsisType) else given
+        return self._announcements.announcer()
 
     def follow(self, schedule: Any) -> None:
-        """Tell the manager in which order `schedule` computes the chunks of this rank, so that those of step
-        1 are fetched ahead as well. One call does for all stages of a rank; a wrong order costs time, never
-        results. Blocks the host: never.
+        """The coming reads are those of `schedule`, from its first step on, for whichever manager this
+        process has then. Call it once a rank, on any of its stages: torch tells a stage nothing of its
+        schedule.
 
-        Raises ValueError if there is no manager yet, or `schedule` has no list of actions.
+        schedule: of torch, built over this stage. Raises ValueError for one that does not run this stage, for
+        one without a list of actions, and for an announcer that was given and takes no order. With
+        announcer=None nothing happens. Blocks the host: never.
         """
-        announcer = self.announcer
-        if not isinstance(announcer, GroupsManager):
-            told = "nobody" if announcer is None else f"a {type(announcer).__name__}"
+        single = getattr(schedule, "_stage", None)  # of GPipe and 1F1B, whose lists go by stage
+        actions = actions_of(schedule, self.group_rank if single is None else single.stage_index)
+        own = sorted({action.stage for action in actions})
+        if self.stage_index not in own:
             raise ValueError(
-                f"stage {self.stage_index} of {self.num_stages} announces its chunks to {told}, and an order "
-                "of coming reads is for the manager: call offload.apply or offload.configure first, "
-                "and leave announcer out"
+                f"stage {self.stage_index} was told to follow a {type(schedule).__name__} that runs stages "
+                f"{own} on rank {self.group_rank}; give it the schedule that it was built into"
             )
-        announcer.set_order(actions_of(schedule, self.group_rank))
+        self._announcements.follow(actions)
 
     # ---- the three methods that every schedule goes through ----
 
@@ -174,7 +157,7 @@ class OffloadPipelineStage(PipelineStage):
 
     @contextmanager
     def _announced_forward(self, microbatch: int) -> Iterator[None]:
-        announcer = self.announcer
+        announcer = self._announcements.announcer_of_forward()
         if announcer is None:
             yield
             return

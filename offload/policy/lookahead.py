@@ -50,6 +50,8 @@ class Lookahead:
     def advance(self, action: Action) -> None:
         """The step does `action` now."""
         self._log.append(action)
+        if self._position == len(self.actions) and self.actions[:1] == (action,):
+            self._position = 0  # a schedule that runs again in one step, into the same gradients
         self._lost = action not in self.actions[self._position :]
         if not self._lost:
             self._position = self.actions.index(action, self._position) + 1

@@ -14,7 +14,7 @@ from typing import TextIO
 import torch.distributed as dist
 from tabulate import tabulate
 
-__all__ = ["bytes_text", "format_offload_summary_table", "print_offload_summary_table"]
+__all__ = ["bytes_text", "format_offload_summary_table", "is_one_of_many", "print_offload_summary_table"]
 
 TITLE = "Activation Offload Summary (MB)"
 MB = 10**6  # bytes, here as wherever this project says MB or GB
@@ -62,6 +62,13 @@ def print_offload_summary_table(
         out.flush()
     if members is not None:  # so that no rank's later output, or exit, overtakes the table
         dist.barrier(group=members)
+
+
+def is_one_of_many(process_group: dist.ProcessGroup | None) -> bool:
+    """Whether the table is gathered from other processes than this one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size(process_group) > 1
 
 
 def format_offload_summary_table(rows: Mapping[int, Mapping[str, int]]) -> str:

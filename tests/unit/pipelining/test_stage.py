@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+import offload
 import parallel
 from offload import (
     OffloadConfig,
@@ -26,6 +27,7 @@ from offload import (
     group_start,
     offload_hooks,
 )
+from offload.pipelining.order import actions_of
 from offload.pipelining.stage import OffloadPipelineStage
 from parallel.schedules import SCHEDULES, build_schedule
 
@@ -311,27 +313,136 @@ def test_a_stage_without_an_announcer_is_told_so_by_its_marks(caplog: pytest.Log
     assert "use OffloadPipelineStage and leave its announcer out" in message
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
-def test_a_stage_that_follows_its_schedule_gives_the_manager_the_order_that_it_then_runs(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# ---- whom a stage finds, and what it tells him of the schedule ----
+
+
+class Marked(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = group_start(x, "linear")
+        with offload_hooks():
+            y = super().forward(x).tanh()
+        return group_commit(y, "linear")
+
+
+@pytest.fixture
+def no_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("offload.pipelining.announcing._warned", False)
     PipelineOffloadManager.close_instance()
-    schedule, stages = pipeline(name, None)
-    with pytest.raises(ValueError, match=r"its chunks to nobody, .* call offload\.apply or offload\.con"):
-        stages[0].follow(schedule)
-    manager = configure(OffloadConfig(), device="sim", print_summary=False)
-    orders: list[list[str]] = []
-    monkeypatch.setattr(manager, "set_order", lambda actions: orders.append([*map(str, actions)]))
-    try:
-        told, listener = stages[0], Listener()
-        for stage in stages:
-            stage._announcer = ...
-        told.follow(schedule)
-        for stage in stages:
-            stage._announcer = listener
+    yield
+    PipelineOffloadManager.close_instance()
+
+
+def new_manager() -> PipelineOffloadManager:
+    return configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim", print_summary=False)
+
+
+def alone(module: nn.Module, index: int = 0, count: int = 1, **options: Any) -> OffloadPipelineStage:
+    """A stage that is told of nobody."""
+    inputs = example(requires_grad=index > 0)
+    return OffloadPipelineStage(
+        module, index, count, torch.device("cpu"), input_args=inputs, output_args=example(), **options
+    )
+
+
+def schedule_over(name: str, stages: list[OffloadPipelineStage]) -> Any:
+    return build_schedule(
+        SCHEDULES[name],
+        stages,
+        microbatches=MICROBATCHES,
+        loss_fn=lambda output, target: (output - target).square().sum(),
+    )
+
+
+@pytest.mark.usefixtures("no_manager")
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
+def test_the_order_of_a_schedule_that_is_followed_is_known_to_each_manager_from_its_first_step(
+    name: str,
+) -> None:
+    count = SCHEDULES[name].default_virtual_stages
+    stages = [alone(layer(), index, count) for index in range(count)]
+    schedule = schedule_over(name, stages)
+    stages[-1].follow(schedule)
+    for _ in range(2):
+        manager = new_manager()
         run(schedule)
-        assert orders == [listener.said]
-        with pytest.raises(ValueError, match="its chunks to a Listener, and an order of coming reads"):
-            told.follow(schedule)
-    finally:
-        PipelineOffloadManager.close_instance()
+        assert manager._lookahead.actions == actions_of(schedule, 0)
+        assert manager._lookahead.seen == actions_of(schedule, 0)
+
+
+@pytest.mark.usefixtures("no_manager")
+def test_a_stage_follows_only_the_schedule_that_runs_it() -> None:
+    stage, other = alone(layer()), alone(layer(), 1, 2)
+    with pytest.raises(
+        ValueError, match=r"stage 1 was told to follow a ScheduleGPipe that runs stages \[0\]"
+    ):
+        other.follow(schedule_over("gpipe", [stage]))
+    deaf = alone(layer(), announcer=Listener())
+    with pytest.raises(ValueError, match="the announcer is a Listener without set_order"):
+        deaf.follow(schedule_over("gpipe", [deaf]))
+    silent = alone(layer(), announcer=None)
+    silent.follow(schedule_over("gpipe", [silent]))
+    assert silent.announcer is None
+
+
+@pytest.mark.usefixtures("no_manager")
+def test_a_stage_in_a_process_without_a_manager_says_once_that_nothing_leaves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schedule = schedule_over("gpipe", [alone(Marked(WIDTH, WIDTH))])
+    run(schedule)
+    run(schedule)
+    (message,) = caplog.messages
+    assert message == (
+        "stage 0 announces its chunks to nobody, so nothing leaves: this process has no manager. Before the "
+        "first step call offload.apply(module) for each stage's module, or offload.configure(...) if its "
+        "layers carry marks; announcer=None says that nothing is to leave"
+    )
+
+
+@pytest.mark.usefixtures("no_manager")
+def test_a_stage_that_was_told_that_nothing_is_to_leave_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    declined = layer()
+    offload.apply(declined, mode=False)
+    run(schedule_over("gpipe", [alone(declined)]))
+    run(schedule_over("gpipe", [alone(layer(), announcer=None)]))
+    assert caplog.messages == []
+
+
+@pytest.mark.usefixtures("no_manager")
+def test_steps_of_marked_stages_end_with_the_optimizer_until_somebody_calls_step_end() -> None:
+    manager, module = new_manager(), Marked(WIDTH, WIDTH)
+    schedule = schedule_over("gpipe", [alone(module)])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(2):
+        run(schedule)
+        optimizer.step()
+        assert manager.engine.step == step + 1
+        assert manager.stats.saved == 2 * MICROBATCHES
+    run(schedule)
+    assert manager.step_end().saved == 2 * MICROBATCHES
+    optimizer.step()
+    run(schedule)
+    optimizer.step()
+    assert manager.engine.step == 3
+
+
+@pytest.mark.usefixtures("no_manager")
+def test_a_model_beside_the_stages_has_chunks_of_its_own() -> None:
+    """A loss that is a network: it was numbered as a stage is, and its forward began that stage's chunk
+    anew."""
+    manager, module = new_manager(), nn.Sequential(layer(), layer())
+    judge = nn.Sequential(layer(), layer())
+    offload.apply(judge, min_numel=1)
+    offload.apply(module, min_numel=1)
+    schedule = build_schedule(
+        SCHEDULES["gpipe"],
+        [alone(module)],
+        microbatches=MICROBATCHES,
+        loss_fn=lambda output, target: (judge(output) - target).square().sum(),
+    )
+    run(schedule)
+    begun = [handler.id for handler in manager._handlers.values() if handler.begun]
+    assert len(begun) == 2 * MICROBATCHES
+    assert len(manager._retired) == 0

@@ -126,6 +126,14 @@ def test_same_action_twice_in_a_list_is_found_in_order() -> None:
     assert coming(lookahead) == ""
 
 
+def test_schedule_that_runs_again_in_one_step_is_followed_from_its_begin() -> None:
+    """Two of its runs into the same gradients, before one step of the optimizer."""
+    lookahead = Lookahead()
+    lookahead.give(ONE_F_ONE_B)
+    run(lookahead, [*ONE_F_ONE_B, *ONE_F_ONE_B[:2]])
+    assert coming(lookahead) == "0B0 0B1"
+
+
 def test_halves_of_a_split_backward_are_both_foretold() -> None:
     lookahead = Lookahead()
     lookahead.give(parsed("0F0 0I0 0F1 0I1 0W0 0W1"))

@@ -1,0 +1,257 @@
+"""What each rank runs for test_apply_ranks.py: models that are spread over ranks, trained with
+`offload.apply` and without, and their gradients, losses and weights compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+from offload import OffloadConfig, PipelineOffloadManager, configure
+from offload.pipelining import OffloadPipelineStage
+from parallel.schedules import build_schedule, schedule_named, stages_of
+
+WIDTH, ROWS, BLOCKS = 16, 12, 3
+INNER = 2 * WIDTH
+STEPS, MICROBATCHES = 2, 2
+STAGE_BLOCKS, PIPELINE_MICROBATCHES, PIPELINE_STEPS = 2, 4, 3
+MODES: tuple[Any, ...] = ("groups", True, "hidden_states")
+TENSOR_PARALLEL = "tensor parallel"
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "zbv")
+
+
+class Block(nn.Module):
+    """x + down(tanh(up(norm(x))))"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@contextmanager
+def new_manager() -> Iterator[PipelineOffloadManager]:
+    """With the rank table on, as it is by default."""
+    manager = configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim")
+    try:
+        yield manager
+    finally:
+        PipelineOffloadManager.close_instance()
+
+
+def same(ours: Sequence[Tensor], plain: Sequence[Tensor]) -> bool:
+    return len(ours) == len(plain) and all(map(torch.equal, ours, plain))
+
+
+# ---- one model on every rank: replicated, sharded, or each of its matrices in parts ----
+
+
+def _replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _sharded(*, each_block: bool, reshard: bool) -> Callable[[Any, DeviceMesh], nn.Module]:
+    def shard(model: Any, mesh: DeviceMesh) -> nn.Module:
+        for block in model.layers if each_block else ():
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        return model
+
+    return shard
+
+
+def _in_parts(model: Any, mesh: DeviceMesh) -> nn.Module:
+    for block in model.layers:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+SPREADS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
+    "ddp": _replicated,
+    "fsdp, blocks resharded": _sharded(each_block=True, reshard=True),
+    "fsdp, blocks not resharded": _sharded(each_block=True, reshard=False),
+    "fsdp, the root alone": _sharded(each_block=False, reshard=True),
+    TENSOR_PARALLEL: _in_parts,
+}
+
+
+def _build() -> Model:
+    torch.manual_seed(3)
+    return Model()
+
+
+def _train(model: nn.Module, seed: int) -> list[Tensor]:
+    """Gradients of each step and the last weights, as far as this rank has them. seed: of its data."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    for step in range(STEPS):
+        for microbatch in range(MICROBATCHES):
+            generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
+            model(torch.randn(ROWS, WIDTH, generator=generator)).square().mean().backward()
+        seen += [_local(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(_local(parameter.detach()) for parameter in model.parameters())]
+
+
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+    return found
+
+
+def _spread(spread: str, rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """By mode, applied before the model is spread and after."""
+    seed = 0 if spread == TENSOR_PARALLEL else rank  # whose ranks work on one batch
+    plain = _train(SPREADS[spread](_build(), mesh), seed)
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        for after in (False, True):
+            with new_manager() as manager:
+                model: nn.Module = _build()
+                handles = [] if after else [offload.apply(model, mode, min_numel=1)]
+                model = SPREADS[spread](model, mesh)
+                handles += [offload.apply(model, mode, min_numel=1)] if after else []
+                ours = _train(model, seed)
+                found[f"{mode} {'after' if after else 'before'}"] = {
+                    "bitwise": same(ours, plain),
+                    "steps": manager.engine.step,
+                    "saved_bytes": handles[0].report().as_dict()["saved_bytes"],
+                    "spill_bytes": manager.stats.spill_bytes,
+                    "alive": len(list(manager.living_blocks())),
+                }
+    return found
+
+
+# ---- a model whose stages are on different ranks ----
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+class Pipeline:
+    """The stages of this rank, each of blocks that know nothing of offload. mode: of `apply` on each stage's
+    module, None for none. ours: the stage class of this project, else torch's."""
+
+    def __init__(self, name: str, rank: int, ranks: int, *, mode: Any, ours: bool) -> None:
+        spec = schedule_named(name)
+        count = ranks * spec.default_virtual_stages
+        self.microbatches = PIPELINE_MICROBATCHES
+        self.modules: list[nn.Module] = []
+        self.handles: list[offload.Applied] = []
+        self.stages: list[Any] = []
+        for index in stages_of(spec, rank=rank, ranks=ranks, virtual_stages=spec.default_virtual_stages):
+            torch.manual_seed(index)
+            module = nn.Sequential(*(Block() for _ in range(STAGE_BLOCKS)))
+            if mode is not None:
+                self.handles.append(offload.apply(module, mode, min_numel=1))
+            self.modules.append(module)
+            self.stages.append(_stage(module, index, count, ours=ours))
+        self.schedule = build_schedule(spec, self.stages, microbatches=self.microbatches, loss_fn=_loss)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+    def step(self, seed: int) -> list[Tensor]:
+        """Gradients, and losses where they are."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = self.microbatches * ROWS
+        batch, target = (torch.randn(rows, WIDTH, generator=generator) for _ in range(2))
+        first, last = (
+            any(getattr(stage, which) for stage in self.stages) for which in ("is_first", "is_last")
+        )
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *([batch] if first else []),
+            target=target if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
+        return [parameter.grad.clone() for parameter in self.parameters() if parameter.grad is not None] + [
+            loss.detach().clone() for loss in losses
+        ]
+
+
+def _stage(module: nn.Module, index: int, count: int, *, ours: bool) -> PipelineStage:
+    if not ours:
+        return PipelineStage(module, index, count, torch.device("cpu"))
+    example = torch.empty(ROWS, WIDTH, device="meta", requires_grad=True)
+    return OffloadPipelineStage(
+        module, index, count, torch.device("cpu"), input_args=example, output_args=example
+    )
+
+
+def _train_pipeline(
+    pipeline: Pipeline, *, optimizer: bool = True
+) -> tuple[list[Tensor], list[dict[str, int]]]:
+    """Also what the manager counted of each step, where there is one."""
+    sgd = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    seen: list[Tensor] = []
+    counted: list[dict[str, int]] = []
+    for step in range(PIPELINE_STEPS):
+        seen += pipeline.step(step)
+        if optimizer:
+            sgd.step()
+        sgd.zero_grad()
+        if manager is not None:
+            stats = manager.stats
+            counted.append(
+                {"ended": manager.engine.step, "saved": stats.saved, "spill_bytes": stats.spill_bytes}
+            )
+    return seen, counted
+
+
+def _pipelines(name: str, rank: int, ranks: int) -> dict[str, Any]:
+    """By class of stage and mode."""
+    found: dict[str, Any] = {}
+    plain, _ = _train_pipeline(Pipeline(name, rank, ranks, mode=None, ours=False))
+    for ours in (False, True):
+        for mode in MODES:
+            with new_manager() as manager:
+                pipeline = Pipeline(name, rank, ranks, mode=mode, ours=ours)
+                got, counted = _train_pipeline(pipeline)
+                found[f"{'ours' if ours else 'torch'} {mode}"] = {
+                    "bitwise": same(got, plain),
+                    "counted": counted,
+                    "stages": len(pipeline.stages),
+                    "alive": len(list(manager.living_blocks())),
+                }
+    return found
+
+
+def rank_main(rank: int, ranks: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    found: dict[str, Any] = {spread: _spread(spread, rank, mesh) for spread in SPREADS}
+    found.update((name, _pipelines(name, rank, ranks)) for name in SCHEDULES)
+    with new_manager():
+        pipeline = Pipeline("1f1b", rank, ranks, mode=True, ours=True)
+        _, found["no optimizer"] = _train_pipeline(pipeline, optimizer=False)
+    return found
