@@ -29,6 +29,7 @@ from torch import nn
 
 from offload import marks
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
+from offload.groups.manager import GroupsManager
 from offload.modules.blocks import Blocks, find_blocks, match_modules, without_nested
 from offload.modules.hooks import HookPair
 from offload.modules.recomputed import RecomputedCalls, selective_contexts_of
@@ -97,16 +98,24 @@ class Applied:
 
     def remove(self) -> None:
         """Take every hook off: the model is as it was. A backward that is still to come finds its tensors.
-        Called again, it does nothing. Blocks the host: never."""
-        root, self._root = self._root, None
+        Called again, it does nothing. Raises ValueError inside a forward of the model. Blocks the host:
+        never."""
+        root = self._root
         if root is None:
             return
+        root.calls.end_interrupted(sys._getframe())
+        if root.calls.innermost_last:
+            raise ValueError(
+                f"remove() of {self!r} inside a forward of its modules, which has hooks open; call it when "
+                "the forward has returned"
+            )
+        self._root = None
         for pair in self._pairs:
             pair.remove()
         self._pairs.clear()
         _steps.discard(root)
         manager = marks.existing_manager()
-        if self._config_before is not None and manager is not None:
+        if self._config_before is not None and manager is not None and not _limiting(self):
             engine, before = manager.engine, self._config_before
             engine.follow(
                 replace(
@@ -190,6 +199,7 @@ def apply(
     _check_free(model, mode, hooked)
     limited = _config_for(config, mode, device_limit, host_limit)
     if limited != config:
+        _check_nothing_waits(before)
         marks.change_limits(limited)
 
     _forget_compiled(model)
@@ -219,7 +229,8 @@ def apply(
             handle._hook(head, HeadCalls(root))
     if mode == "legacy":
         engine = marks.default_manager().engine
-        handle._config_before = engine.config
+        others = _limiting(handle)
+        handle._config_before = others[0]._config_before if others else engine.config
         # compute waits for each copy out before the next begins, and nothing comes back before it is read
         engine.follow(replace(engine.config, max_spilling_bytes=1, max_restoring_bytes=0))
     handle._checkpointing_off = _mind_adapters(model, mode)
@@ -294,6 +305,23 @@ def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> No
                 "tensor goes with no other one on the same modules; call remove() on that handle first, or "
                 "use one mode for all"
             )
+
+
+def _limiting(handle: Applied) -> list[Applied]:
+    """Other handles whose mode limits transfers: the limits hold for the process, until the last of them is
+    removed."""
+    return [other for other in _applied.values() if other is not handle and other._config_before is not None]
+
+
+def _check_nothing_waits(manager: GroupsManager | None) -> None:
+    """ValueError if new limits would drop tensors that a backward is still to read."""
+    waiting = 0 if manager is None else sum(block.nbytes for block in manager.living_blocks())
+    if waiting:
+        raise ValueError(
+            f"apply() with limits, or with mode='disk' and no disk_directory in the config, and {waiting:,} "
+            "saved bytes of an earlier forward wait for their backward, which would not find them; call "
+            "apply() before the forward, or after its backward"
+        )
 
 
 def _config_for(

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import (
     _DEFAULT_DETERMINISM_MODE,
     _checkpoint_without_reentrant_generator,
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import (
 )
 
 from offload.checkpoint.buffers import BuffersBefore
+from offload.checkpoint.members import MembersBefore
 from offload.checkpoint.selective import Contexts
 from offload.errors import OffloadError
 from offload.saved.filters import waited
@@ -58,21 +59,40 @@ class Manager(Protocol):
 
 
 class _Due(threading.local):
-    """The module whose next call in this thread is a recompute."""
+    """The module whose next call in this thread is a recompute, and the tensors that it is given."""
 
     module: nn.Module | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
 
 
 _due = _Due()
 
 
-def is_recompute(module: nn.Module) -> bool:
+def is_recompute(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the call of `module` that begins now is a recompute, which its hooks let pass. Ask once a call,
-    first: the next call of it is none."""
+    first: the next call of it is none. args, kwargs: as the hook that asks was given them.
+
+    Raises OffloadError where a hook before that one has changed the tensors: in the forward it had changed
+    them already.
+    """
     if _due.module is not module:
         return False
-    _due.module = None
+    given, _due.module, _due.tensors = _due.tensors, None, ()
+    leaves = tree_leaves((args, kwargs), is_leaf=_is_cache)
+    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(found) != len(given) or not all(map(_same, found, given)):
+        raise OffloadError(
+            f"a forward pre-hook of a {type(module).__name__} that is recomputed changes its arguments "
+            "before the hook of apply() sees them, and a recompute would change them twice: it was "
+            "registered after apply() with prepend=True, or for all modules; register it before apply() on "
+            "the module itself, or use mode='groups'"
+        )
     return True
+
+
+def _same(found: torch.Tensor, given: torch.Tensor) -> bool:
+    """The same tensor, or a view of all of it: FSDP2's hook puts such a node before each argument."""
+    return found is given or (found._is_view() and found._base is given and found.shape == given.shape)
 
 
 class RecomputedCall:
@@ -105,6 +125,7 @@ class RecomputedCall:
         self._run: Generator[None, None, None] | None = None
         self._group: InputGroup | None = None
         self._buffers: BuffersBefore | None = None
+        self._again: _Again | None = None
 
     def begin(self) -> None:
         """The forward begins. Blocks the host: once, as BuffersBefore. Raises CaptureError in a CUDA graph
@@ -123,6 +144,7 @@ class RecomputedCall:
         alone = self._context_fn is noop_context_fn
         group = self._manager.input_group(HIDDEN_STATES, alone=alone)
         buffers = again.buffers = BuffersBefore(self._module)
+        again.members = MembersBefore(self._module)
         run = _checkpoint_without_reentrant_generator(
             again,
             True,  # preserve_rng_state
@@ -140,7 +162,7 @@ class RecomputedCall:
             group.close(None)
             raise
         group.send()
-        self._run, self._group, self._buffers = run, group, buffers
+        self._run, self._group, self._buffers, self._again = run, group, buffers, again
 
     def end(self, output: Any) -> None:
         """The forward is over. output: what it returned, None if it raised after all. Raises RuntimeError as
@@ -148,6 +170,7 @@ class RecomputedCall:
         run, self._run = self._run, None
         if run is None:
             return
+        self._again = None
         assert self._buffers is not None
         try:
             next(run, None)
@@ -155,9 +178,13 @@ class RecomputedCall:
             self._leave(output)
         self._buffers.learn()
 
-    def abort(self) -> None:
-        """The forward raised."""
+    def abort(self, *, interrupted: bool = False) -> None:
+        """The forward raised. interrupted: a while ago, and nobody was told: what autograd has saved since,
+        wherever, cannot be read."""
         run, self._run = self._run, None
+        again, self._again = self._again, None
+        if again is not None:
+            again.interrupted = interrupted
         if run is not None:
             try:
                 run.close()
@@ -176,7 +203,7 @@ class _Again:
     places: of each leaf of the arguments, its position among the tensors, None for one that is no tensor.
     """
 
-    __slots__ = ("_leaves", "_module", "_places", "_spec", "buffers")
+    __slots__ = ("_leaves", "_module", "_places", "_spec", "buffers", "interrupted", "members")
 
     def __init__(
         self, module: nn.Module, leaves: list[Any], places: list[int | None], spec: TreeSpec
@@ -186,6 +213,8 @@ class _Again:
         self._places = places
         self._spec = spec
         self.buffers: BuffersBefore | None = None
+        self.members: MembersBefore | None = None
+        self.interrupted = False
 
     def refuse_caches(self) -> None:
         """Raise OffloadError for an argument to which a forward adds what it has computed."""
@@ -200,18 +229,27 @@ class _Again:
                 )
 
     def __call__(self, *tensors: torch.Tensor) -> None:
+        if self.interrupted:
+            raise OffloadError(
+                f"the forward of a {type(self._module).__name__} that is recomputed was interrupted "
+                "(KeyboardInterrupt), and what autograd saved from then on to the next call of its model "
+                "cannot be read: run the forward after the interrupt again"
+            )
         leaves = [
             leaf if place is None else tensors[place]
             for leaf, place in zip(self._leaves, self._places, strict=True)
         ]
-        args, kwargs = tree_unflatten(_cast_as_fsdp(self._module, leaves), self._spec)
+        leaves = _cast_as_fsdp(self._module, leaves)
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        assert self.members is not None
         assert self.buffers is not None
-        with self.buffers.in_place():
+        with self.members.in_place(), self.buffers.in_place():
             _due.module = self._module
+            _due.tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             try:
                 self._module(*args, **kwargs)
             finally:
-                _due.module = None
+                _due.module, _due.tensors = None, ()
 
 
 def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:

@@ -4,6 +4,10 @@ One invariant: what the first hook of a call has opened, the second one closes, 
 neither changes an argument or an output, or adds a node to autograd's graph. A copy of the module, by
 deepcopy or pickle, has hooks that do nothing: it is not offloaded.
 
+An exception that is no Exception (KeyboardInterrupt) passes by `always_call`, and no hook is told. So a call
+under way knows the frame that called its module. The next hook of the same root finds it off the stack, and
+closes what the call had opened; so does `end_interrupted`.
+
 torch.compile traces hooks together with their module. These are called and never traced: two graph breaks a
 module.
 """
@@ -11,18 +15,26 @@ module.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from offload.compile.untraced import untraced
 
-__all__ = ["CallUnderWay", "HookPair", "output_tensors"]
+__all__ = ["INTERRUPTED", "CallsUnderWay", "HookPair", "output_tensors"]
 
 _PARTS_LOOKED_AT = 64  # of an output: a hidden state for each layer, at most
+
+
+INTERRUPTED: Final = object()
+"""The output of a forward that was left by an exception that hooks are not told of."""
+
+_MODULE_CALL = nn.Module._call_impl.__code__
 
 
 def _in_a_copy(*arguments: Any) -> None:
@@ -54,9 +66,9 @@ class HookPair:
     """Calls `enter(args, kwargs)` before each forward of `module`, and `leave(state, output, failed)` after
     it with what `enter` returned; for nested calls, innermost first.
 
-    failed: whether the forward raised; `output` is then None, or what it had returned before another hook
-    raised. Raises whatever `enter` raises; `leave` is not called then. calls: those under way, of all pairs
-    that share the list.
+    failed: whether the forward raised; `output` is then None, what it had returned before another hook
+    raised, or INTERRUPTED. Raises whatever `enter` raises; `leave` is not called then. calls: of all pairs of
+    one root.
     """
 
     def __init__(
@@ -64,7 +76,7 @@ class HookPair:
         module: nn.Module,
         enter: Callable[[tuple[Any, ...], dict[str, Any]], Any],
         leave: Callable[[Any, Any, bool], None],
-        calls: list[CallUnderWay],
+        calls: CallsUnderWay,
     ) -> None:
         self._enter = enter
         self.leave = leave
@@ -79,31 +91,60 @@ class HookPair:
             handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frame = _module_call(sys._getframe())
+        self._calls.end_interrupted(frame)
         handled = sys.exc_info()[1]
         state = self._enter(args, kwargs)
-        self._calls.append(CallUnderWay(self, handled, state))
+        self._calls.innermost_last.append(_CallUnderWay(self, handled, state, frame))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for at in reversed(range(len(self._calls))):
-            call = self._calls[at]
+        calls = self._calls.innermost_last
+        for at in reversed(range(len(calls))):
+            call = calls[at]
             if call.pair is self:
-                del self._calls[at]
+                del calls[at]
                 raised = sys.exc_info()[1]
                 self.leave(call.state, output, raised is not None and raised is not call.handled)
                 return
         # else the hook before raised, or was not there yet
 
 
-class CallUnderWay(NamedTuple):
-    """handled: the exception that was being handled when the call began. state: what `enter` returned."""
+class _CallUnderWay(NamedTuple):
+    """handled: the exception that was being handled when the call began. state: what `enter` returned. frame:
+    that called the module; None where it cannot be told."""
 
     pair: HookPair
     handled: BaseException | None
     state: Any
+    frame: FrameType | None
 
-    def abandon(self) -> None:
-        """It was interrupted, and no hook was told."""
-        self.pair.leave(self.state, None, True)
+
+class CallsUnderWay(threading.local):
+    """The calls of one root's modules that have begun and not ended, of each thread its own: hooks of
+    autograd are a thread's."""
+
+    def __init__(self) -> None:
+        self.innermost_last: list[_CallUnderWay] = []
+
+    def end_interrupted(self, frame: FrameType | None) -> None:
+        """Leave the calls whose frame is neither `frame` nor outside of it."""
+        calls = self.innermost_last
+        while calls and calls[-1].frame is not None and not _encloses(calls[-1].frame, frame):
+            call = calls.pop()
+            call.pair.leave(call.state, INTERRUPTED, True)
+
+
+def _module_call(frame: FrameType | None) -> FrameType | None:
+    """The innermost call of a module."""
+    while frame is not None and frame.f_code is not _MODULE_CALL:
+        frame = frame.f_back
+    return frame
+
+
+def _encloses(outer: FrameType, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not outer:
+        frame = frame.f_back
+    return frame is outer
 
 
 def output_tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -17,6 +17,7 @@ from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall, is_r
 from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.errors import OffloadError
+from offload.modules.hooks import INTERRUPTED
 from offload.modules.root import GroupCall, ModelRoot
 from offload.saved.hooks import inside_checkpoint
 
@@ -42,10 +43,12 @@ class RecomputedCalls:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecomputedCall | GroupCall | None:
         module = self._module()
         assert module is not None  # it is called
-        if is_recompute(module):
+        if is_recompute(module, args, kwargs):
             return None
         if torch._C._current_graph_task_id() != -1:
             self._root.note_checkpointed()
+            return None
+        if self._root.is_transformed():
             return None
         self._root.note_block(self._name)
         if inside_checkpoint():
@@ -90,6 +93,6 @@ class RecomputedCalls:
         if isinstance(call, GroupCall):
             call.close(output, failed)
         elif call is not None:
-            call.abort() if failed else call.end(output)
+            call.abort(interrupted=output is INTERRUPTED) if failed else call.end(output)
         if call is not None:
             self._root.note_block_end(self._name, output)

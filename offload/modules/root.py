@@ -21,7 +21,7 @@ offload switched off), it opens nothing.
 from __future__ import annotations
 
 import logging
-import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from offload.groups.group import Group
 from offload.groups.manager import GroupsManager
 from offload.groups.scope import GroupScope
 from offload.modules.blocks import Blocks
-from offload.modules.hooks import CallUnderWay, output_tensors
+from offload.modules.hooks import CallsUnderWay, output_tensors
 from offload.modules.peak import BACKWARD, BLOCKS, HEAD, PeakWatch
 from offload.modules.steps import Steps
 from offload.saved.handles import Handle
@@ -61,10 +61,12 @@ class GroupCall(NamedTuple):
         """Its forward is over: the hooks go, and the group's bytes leave unless the forward raised."""
         self.manager.close_scope(self.installed)
         try:
-            if self.handler.close(self.group.name) is None or failed:
-                return
+            with self.manager.engine.lock:  # another thread may run a forward beside this one
+                closed = self.handler.close(self.group.name)
         except GroupOrderError:
             return  # the chunk was begun again inside the forward
+        if closed is None or failed:
+            return
         made = next(output_tensors(output), None)
         self.manager.commit(self.handler, self.group, output=made)
         if made is not None and made.grad_fn is not None:
@@ -114,64 +116,70 @@ class ModelRoot:
         self.manager = manager
         self._everything = everything
         self._expects_checkpoints = False
-        self._running = 0
         self._begun = 0  # forwards since the last step's end
         self._ran: set[str] = set()
         self._said: set[str] = set()
         self._registered: weakref.ref[GroupsManager] | None = None
-        self.calls: list[CallUnderWay] = []
+        self._ends_without = 0  # a forward, since apply()
+        self.calls = CallsUnderWay()
+        self._here = _Forwards()
         self.peak = PeakWatch(bool(self._blocks))
-        self._watched: InstalledScope | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         model = self._model()
         return iter(()) if model is None else model.parameters()
 
     # -- the model's own forward -----------------------------------------------------------------------------
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall | None:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forward | None:
         """The model's forward begins."""
         if torch._C._current_graph_task_id() != -1:
             return None  # a recompute of all of it
-        if self._running and not self._is_nested():
-            self._end_interrupted()
-        self._running += 1
-        if self._running > 1:
+        if self.is_transformed():
             return None
-        self._begin_chunk()
-        if not self.peak.is_over and torch.is_grad_enabled():
-            self.peak.begins(BLOCKS)
-            self._watched = self.manager().engine.hooks.push(self.peak)
-        if not (self._everything or self._checkpoints()):
-            return None
-        call = self.open_group(self._everything or INPUTS, between=True, required=bool(self._everything))
-        self.takes = call is not None
-        return call
+        call = watched = None
+        if self._here.running == 0:
+            self._begin_chunk()
+            if not self.peak.is_over and torch.is_grad_enabled():
+                self.peak.begins(BLOCKS)
+                watched = self.manager().engine.hooks.push(self.peak)
+            if self._everything or self._checkpoints():
+                try:
+                    call = self.open_group(
+                        self._everything or INPUTS, between=True, required=bool(self._everything)
+                    )
+                except BaseException:
+                    self.manager().close_scope(watched)
+                    raise
+                self.takes = call is not None
+        self._here.running += 1
+        return _Forward(call, watched)
 
-    def leave(self, call: GroupCall | None, output: Any, failed: bool) -> None:
+    def leave(self, forward: _Forward | None, output: Any, failed: bool) -> None:
         """It is over."""
-        if torch._C._current_graph_task_id() != -1:
+        if forward is None:
             return
-        self._running -= 1
-        if call is not None:
+        self._here.running -= 1
+        if forward.call is not None:
             self.takes = False
-            call.close(output, failed)
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            self.manager().close_scope(watched)
+            forward.call.close(output, failed)
+        if forward.watched is not None:
+            self.manager().close_scope(forward.watched)
 
-    def _is_nested(self) -> bool:
-        """Whether the model calls itself. Else the forward under way was interrupted (KeyboardInterrupt), and
-        no hook was told."""
-        model, calls, frame = self._model(), 0, sys._getframe()
-        while frame.f_back is not None:
-            frame = frame.f_back
-            calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
-        return calls > 1
-
-    def _end_interrupted(self) -> None:
-        while self.calls:
-            self.calls.pop().abandon()
-        self._running = 0
+    def is_transformed(self) -> bool:
+        """Whether a call that begins now can have no saved-tensor hooks, which is said once. It opens nothing
+        then."""
+        if (
+            torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        ):
+            return False
+        self.say_once(
+            "transformed",
+            "a forward of %s runs inside a transform of torch.func (grad, vjp, vmap, ...) or "
+            "disable_saved_tensors_hooks(): torch admits no saved-tensor hooks there, so nothing of it "
+            "leaves and nothing is recomputed. torch.autograd.grad() and backward() have no such limit",
+        )
+        return True
 
     def _checkpoints(self) -> bool:
         """Whether blocks run inside checkpoints. Note: [A block inside a checkpoint]."""
@@ -183,24 +191,25 @@ class ModelRoot:
             )
         return self._expects_checkpoints
 
-    def _begin_chunk(self) -> None:
-        """A forward begins: of the model, or of a block that is called without it."""
+    def _begin_chunk(self, *, may_end: bool = True) -> None:
+        """A forward begins: of the model, or of a block that is called without it. may_end: it may be the
+        first of a step."""
         manager = self.manager()
         if self._registered is None or self._registered() is not manager:
             self._registered = weakref.ref(manager)
             model = self._model()
             if model is not None:
                 manager.register_parameters(model)
-        self._steps.forward_begins(self, self.min_elements)
+        self._steps.forward_begins(self, self.min_elements, may_end=may_end)
         self.forwards += torch.is_grad_enabled()
         self._begun += torch.is_grad_enabled()
 
     # -- the forwards inside ---------------------------------------------------------------------------------
     def note_block(self, name: str) -> None:
         """The forward of a block begins, outside of any backward."""
+        if self._here.running == 0:
+            self._begin_chunk(may_end=name in self._ran)
         self._ran.add(name)
-        if self._running == 0:
-            self._begin_chunk()
 
     def note_block_end(self, name: str, output: Any) -> None:
         """It is over."""
@@ -208,7 +217,7 @@ class ModelRoot:
             return
         if not self._everything:
             self.takes = False
-        if self._watched is not None:
+        if self._here.running and not self.peak.is_over:
             self.peak.begins(HEAD)
             for tensor in output_tensors(output):
                 assert tensor.grad_fn is not None
@@ -244,7 +253,8 @@ class ModelRoot:
         ran, begun = self._ran, self._begun
         self._ran, self._begun = set(), 0
         if self.forwards == 0:
-            if self.end_seen:
+            self._ends_without += self.end_seen
+            if self._ends_without > 1:  # a closure runs its first forward inside the first step()
                 self.say_once(
                     "never",
                     "an optimizer steps parameters of %s, and no forward of it was seen since apply(): "
@@ -257,7 +267,8 @@ class ModelRoot:
             self.say_once(
                 "missed",
                 "blocks of %s did not run through their hooks in this step, %d of %d, and nothing of them "
-                "left: %s. Call a block as a module, block(x), not block.forward(x)",
+                "left: %s. Where the model skips them, all is well; else call a block as a module, block(x), "
+                "not block.forward(x)",
                 len(missed),
                 len(self._blocks),
                 ", ".join(missed[:4]) + (", ..." if len(missed) > 4 else ""),
@@ -268,6 +279,20 @@ class ModelRoot:
         if what not in self._said:
             self._said.add(what)
             logger.warning(text, self._name, *values)
+
+
+class _Forwards(threading.local):
+    """running: forwards of one root in this thread, one inside the other."""
+
+    running = 0
+
+
+class _Forward(NamedTuple):
+    """A forward of the root. call: its group, watched: the scope that watches its saves; None where there is
+    none."""
+
+    call: GroupCall | None
+    watched: InstalledScope | None
 
 
 class GroupCalls:
@@ -282,6 +307,8 @@ class GroupCalls:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall | None:
         recomputed = torch._C._current_graph_task_id() != -1
+        if not recomputed and self._root.is_transformed():
+            return None
         if self._block and not recomputed:
             self._root.note_block(self._name)
         if recomputed or inside_checkpoint():

@@ -69,13 +69,15 @@ class Steps:
             self._hook.remove()
             self._hook = None
 
-    def forward_begins(self, root: Root, min_elements: int | None) -> None:
-        """A forward of `root` begins. min_elements: as `GroupsManager.begin_inferred_forward`."""
+    def forward_begins(self, root: Root, min_elements: int | None, *, may_end: bool = True) -> None:
+        """A forward of `root` begins. min_elements: as `GroupsManager.begin_inferred_forward`. may_end: it
+        may be the first of a step."""
         manager = self._manager()
         manager.guesses_ends = not root.end_seen
         # inside an announced forward it is too late: its chunk has begun (`GroupsManager.begin_chunk`)
         if (
-            not (root.end_seen or manager.inside_announced_forward)
+            may_end
+            and not (root.end_seen or manager.inside_announced_forward)
             and next(manager.living_blocks(), None) is None
         ):
             self._end(manager)

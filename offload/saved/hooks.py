@@ -11,6 +11,7 @@ it always stays.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -125,6 +126,13 @@ def _wrapper_probe(tensor: torch.Tensor, names: Sequence[str]) -> torch.Tensor |
     return probe
 
 
+class _Scopes(threading.local):
+    """Of each thread its own, as torch's stack of hooks is."""
+
+    def __init__(self) -> None:
+        self.stack: list[InstalledScope] = []
+
+
 class SavedTensorHooks:
     """pack and unpack. unpack may run on autograd's own thread; both take the engine's lock.
 
@@ -147,7 +155,7 @@ class SavedTensorHooks:
         self._readers = readers
         # told of saves in scopes that are opened from then on; with one, every save costs some calls more
         self.observers: list[PackObserver] = []
-        self._scopes: list[InstalledScope] = []
+        self._here = _Scopes()
         self._named_types: set[type[torch.Tensor]] = set()
 
     # -- scopes ----------------------------------------------------------------------------------------------
@@ -160,21 +168,23 @@ class SavedTensorHooks:
         installed = InstalledScope(scope, stays)
         pack = self._observed_pack if self.observers else self.pack
         _push_hooks(pack, self.unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
-        self._scopes.append(installed)
+        self._here.stack.append(installed)
         for observer in self.observers:
             observer.opened(scope)
         return installed
 
     def pop(self, installed: InstalledScope) -> None:
         """Take out exactly what `push` put in."""
-        if installed in self._scopes:  # not after a `pop` of the same
-            self._scopes.remove(installed)
+        scopes = self._here.stack
+        if installed in scopes:  # not after a `pop` of the same
+            scopes.remove(installed)
         _pop_hooks()
         for observer in self.observers:
             observer.closed(installed.scope)
 
     def innermost(self) -> Scope | None:
-        return self._scopes[-1].scope if self._scopes else None
+        scopes = self._here.stack
+        return scopes[-1].scope if scopes else None
 
     # -- the pair --------------------------------------------------------------------------------------------
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -182,7 +192,7 @@ class SavedTensorHooks:
         saves; they are recognised here, without a further call."""
         if _graph_task() != -1:
             return Passed(tensor)
-        scopes = self._scopes
+        scopes = self._here.stack
         if not scopes or type(tensor) is not torch.Tensor or scopes[-1].stays is not None:
             return self._pack_other(tensor, scopes, self.pack)
         scope = scopes[-1].scope
@@ -199,8 +209,9 @@ class SavedTensorHooks:
     def _observed_pack(self, tensor: torch.Tensor) -> Any:
         """`pack`, and who looks at the step closely is told of it."""
         packed = self.pack(tensor)
-        if self._scopes and _graph_task() == -1:
-            installed = self._scopes[-1]
+        scopes = self._here.stack
+        if scopes and _graph_task() == -1:
+            installed = scopes[-1]
             with self._lock:
                 self._tell(installed, tensor, packed)
         return packed

@@ -138,9 +138,7 @@ def test_the_weights_have_the_bits_of_torchs_adamw_on_every_rank(
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_without_an_edge_it_is_a_hazard(
-    seen: list[dict[str, Seen]], name: str
-) -> None:
+def test_without_an_edge_it_is_a_hazard(seen: list[dict[str, Seen]], name: str) -> None:
     for rank in seen:
         assert "hazard" in rank[name].error
 

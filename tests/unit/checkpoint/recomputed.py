@@ -66,7 +66,7 @@ def put_on(
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(None)
-        if is_recompute(module):
+        if is_recompute(module, args, kwargs):
             return
         call = RecomputedCall(manager, module, args, kwargs, context_fn)
         call.begin()

@@ -19,9 +19,7 @@ def begun(manager: PipelineOffloadManager, min_elements: int = 1) -> ChunkOffloa
     return handler
 
 
-def group_of(
-    handler: ChunkOffloadHandler, name: str, *tensors: Tensor
-) -> tuple[Group, list[Any]]:
+def group_of(handler: ChunkOffloadHandler, name: str, *tensors: Tensor) -> tuple[Group, list[Any]]:
     """A group started, filled and committed by hand; with the tags."""
     group = handler.on_group_start_forward(name)
     tags = [handler.tensor_push(tensor) for tensor in tensors]

@@ -64,11 +64,7 @@ def test_a_scope_takes_nothing_while_offload_is_off_or_once_its_step_has_ended(
 ) -> None:
     handler = begun(manager)
     group = handler.on_group_start_forward("a")
-    scope = (
-        KeptScope(handler, group, None)
-        if kept
-        else GroupScope(handler, group)
-    )
+    scope = KeptScope(handler, group, None) if kept else GroupScope(handler, group)
     tensors = [torch.randn(ELEMENTS) for _ in range(4)]
     assert scope.take(tensors[0]) is not None
     manager.disable_offload()

@@ -431,7 +431,8 @@ def test_blocks_that_are_called_by_their_forward_are_named(
     train(model)
     assert warnings_of(caplog) == [
         "blocks of Model did not run through their hooks in this step, 3 of 3, and nothing of them left: "
-        "layers.0, layers.1, layers.2. Call a block as a module, block(x), not block.forward(x)"
+        "layers.0, layers.1, layers.2. Where the model skips them, all is well; else call a block as a "
+        "module, block(x), not block.forward(x)"
     ]
 
 

@@ -170,7 +170,7 @@ def test_after_a_capture_outside_of_a_region_a_step_waits_for_its_weights(
         record.message for record in caplog.records if "captured outside of a region" in record.message
     ] == [
         "a forward is captured outside of a region of the optimizer's engine: when it runs again cannot be "
-        "told from other work, so from now on step() waits for all weights, as overlap=\"step\" does"
+        'told from other work, so from now on step() waits for all weights, as overlap="step" does'
     ]
 
 

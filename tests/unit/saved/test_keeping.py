@@ -225,7 +225,7 @@ def last_of_five(forward: Callable[[Tensor, bool], Tensor]) -> tuple[Tensor, Ste
 
 
 def test_a_kept_save_holds_back_the_forced_release_of_its_storage_by_another_group(
-    caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The group that leaves saves the storage of a kept save for the first time; freed by force, the other
     would read nothing."""

@@ -1,0 +1,52 @@
+"""The parameters and buffers that a block had in its forward, for a recompute after they were exchanged.
+
+`torch.func.functional_call` puts other tensors in their places, and takes them out when the forward is over;
+autograd differentiates with respect to those. One invariant: a recompute computes with the very tensors that
+its forward computed with.
+
+DTensors are left alone: FSDP2 exchanges shards and gathered parameters of one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["MembersBefore"]
+
+_Places = dict[str, torch.Tensor | None] | dict[str, nn.Parameter | None]
+
+
+class MembersBefore:
+    """Of `module` and all modules inside, as they are before one forward of it. Blocks the host: never."""
+
+    __slots__ = ("_members",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._members: list[tuple[_Places, str, torch.Tensor]] = [
+            (places, name, tensor)
+            for owner in module.modules()
+            for places in (owner._parameters, owner._buffers)
+            for name, tensor in places.items()
+            if tensor is not None
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The recompute runs inside; at the end, by an exception too, the tensors of now are back."""
+        exchanged: list[tuple[_Places, str, torch.Tensor]] = []
+        try:
+            for places, name, tensor in self._members:
+                now = places.get(name)
+                if now is None or now is tensor or isinstance(now, DTensor) or isinstance(tensor, DTensor):
+                    continue
+                exchanged.append((places, name, now))
+                places[name] = tensor  # type: ignore[assignment]
+            yield
+        finally:
+            for places, name, now in exchanged:
+                places[name] = now  # type: ignore[assignment]

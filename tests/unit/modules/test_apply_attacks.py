@@ -1,0 +1,277 @@
+"""Programs that broke `offload.apply` once: transforms, interrupts, threads, exchanged weights, hooks of
+others, closures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+import offload
+from offload import OffloadError, PipelineOffloadManager
+from tests.unit.modules.training import ROWS, WIDTH, Block, Model, build, equal, seeded, train
+
+MODES: tuple[Any, ...] = ("groups", True, "hidden_states", "selective")
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def hooks_left() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def inputs(seed: int = 7) -> Tensor:
+    with seeded(seed):
+        return torch.randn(ROWS, WIDTH)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [*model.parameters()]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_forward_inside_a_transform_of_torch_func_passes_through_and_is_named(
+    mode: Any, manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(model: Model) -> list[Tensor]:
+        model.eval()
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+        def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+        one = torch.func.grad(loss)(weights, inputs())
+        many = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, inputs()[None])
+        mapped = torch.func.vmap(model)(inputs()[None]).square().mean()
+        jacobian = torch.func.jacrev(model)(inputs()[0])
+        return [*one.values(), *many.values(), *gradients(model, mapped), jacobian.detach(), *train(model)]
+
+    plain = run(build())
+    model = build()
+    offload.apply(model, mode, min_numel=1)
+    assert equal(run(model), plain)
+    (message,) = [text for text in warnings_of(caplog) if "torch.func" in text]
+    assert message.startswith("a forward of Model runs inside a transform of torch.func")
+    assert manager.stats.spill_bytes > 0, "the training that follows is offloaded"
+    assert not hooks_left()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_functional_call_exchanges_are_those_of_the_recompute(
+    mode: Any, manager: PipelineOffloadManager
+) -> None:
+    def run(model: Model) -> list[Tensor]:
+        weights = dict(model.named_parameters())
+        with seeded(1):
+            loss = torch.func.functional_call(model, weights, (inputs(),)).square().mean()
+            grads = torch.autograd.grad(loss, [*weights.values()], create_graph=True)
+            fast = {name: weight - grad for (name, weight), grad in zip(weights.items(), grads, strict=True)}
+            loss = torch.func.functional_call(model, fast, (inputs(),)).square().mean()
+        before = [id(parameter) for parameter in model.parameters()]
+        made = gradients(model, loss)
+        assert [id(parameter) for parameter in model.parameters()] == before
+        return made
+
+    plain = run(build())
+    model = build()
+    offload.apply(model, mode, min_numel=1)
+    assert equal(run(model), plain)
+
+
+class Interrupted(nn.Module):
+    """raises: on its next call."""
+
+    raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises:
+            self.raises = False
+            raise KeyboardInterrupt
+        return x
+
+
+def by_hand(model: Model, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("forward", [Model.__call__, by_hand])
+def test_after_an_interrupt_the_next_forward_closes_what_was_left_open(
+    forward: Callable[[Model, Tensor], Tensor], mode: Any, manager: PipelineOffloadManager
+) -> None:
+    model = build()
+    model.layers[1].drop = middle = Interrupted()
+    offload.apply(model, mode, min_numel=1)
+    middle.raises = True
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, inputs())
+    with seeded(3):
+        forward(model, inputs()).sum().backward()
+    assert not hooks_left()
+    ours = [layer.fc1.weight.grad for layer in model.layers]
+    plain = build()
+    plain.layers[1].drop = Interrupted()
+    with seeded(3):
+        forward(plain, inputs()).sum().backward()
+    assert equal(ours, [layer.fc1.weight.grad for layer in plain.layers])
+
+
+def test_after_an_interrupt_remove_closes_what_was_left_open(manager: PipelineOffloadManager) -> None:
+    model = build()
+    model.layers[1].drop = middle = Interrupted()
+    middle.raises = True
+    with pytest.raises(KeyboardInterrupt), offload.activations(model, min_numel=1):
+        model(inputs())
+    assert not hooks_left()
+
+
+def test_what_an_interrupted_recompute_was_given_to_keep_is_an_error_and_never_other_bytes(
+    manager: PipelineOffloadManager,
+) -> None:
+    model = build()
+    model.layers[1].drop = middle = Interrupted()
+    offload.apply(model, "hidden_states", min_numel=1)
+    middle.raises = True
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs())
+    loss = model.embed(inputs()).sum()  # saved by the checkpoint that was left open
+    model(inputs())
+    with pytest.raises(OffloadError, match="was interrupted"):
+        loss.backward()
+
+
+def test_remove_inside_a_forward_is_refused(manager: PipelineOffloadManager) -> None:
+    model = build()
+    handle = offload.apply(model, min_numel=1)
+    hook = model.layers[1].fc1.register_forward_hook(lambda *_: handle.remove())
+    with pytest.raises(ValueError, match="inside a forward of its modules"):
+        model(inputs())
+    hook.remove()
+    assert not hooks_left()
+    train(model, steps=1)
+    handle.remove()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forwards_in_two_threads_at_once_have_the_bits_of_a_run_without(
+    mode: Any, manager: PipelineOffloadManager
+) -> None:
+    class Meet(nn.Module):
+        """Both threads are inside a block at once."""
+
+        def __init__(self, barrier: threading.Barrier) -> None:
+            super().__init__()
+            self.barrier = barrier
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch._C._current_graph_task_id() == -1:
+                self.barrier.wait(20)
+            return x
+
+    def run(model: Model) -> list[Tensor]:
+        barrier = threading.Barrier(2)
+        for layer in model.layers:
+            layer.drop = Meet(barrier)
+        losses: dict[int, Tensor] = {}
+        left: list[bool] = []
+
+        def forward(number: int) -> None:
+            losses[number] = model(inputs(number)).square().mean()
+            left.append(hooks_left())
+
+        threads = [threading.Thread(target=forward, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert left == [False, False]
+        return gradients(model, losses[0] + losses[1])
+
+    plain = run(build())
+    model = build()
+    offload.apply(model, mode, min_numel=1)
+    assert equal(run(model), plain)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_pre_hook_that_a_recompute_would_run_twice_is_an_error(
+    everywhere: bool, manager: PipelineOffloadManager
+) -> None:
+    def double(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return (args[0] * 2,) if isinstance(module, Block) else None
+
+    model = build()
+    offload.apply(model, "hidden_states", min_numel=1)
+    if everywhere:
+        hook = register_module_forward_pre_hook(double)
+    else:
+        hook = model.layers[1].register_forward_pre_hook(double, prepend=True)
+    try:
+        loss = model(inputs()).sum()
+        with pytest.raises(OffloadError, match=r"forward pre-hook of a Block .* changes its arguments"):
+            loss.backward()
+    finally:
+        hook.remove()
+
+
+def test_limits_that_would_drop_what_a_backward_waits_for_are_refused(
+    manager: PipelineOffloadManager,
+) -> None:
+    model = build()
+    offload.apply(model, min_numel=1)
+    loss = model(inputs()).sum()
+    with pytest.raises(ValueError, match="saved bytes of an earlier forward wait for their backward"):
+        offload.apply(build(), device_limit="1MB")
+    loss.backward()
+    offload.apply(build(), device_limit="1MB")
+
+
+def test_legacy_on_two_models_ends_when_the_last_handle_is_removed(manager: PipelineOffloadManager) -> None:
+    before = manager.engine.config
+    models = build(), build()
+    first, second = (offload.apply(model, "legacy") for model in models)
+    first.remove()
+    assert manager.engine.config.max_spilling_bytes == 1
+    second.remove()
+    assert manager.engine.config == before
+
+
+def test_an_optimizer_with_a_closure_is_not_taken_for_one_whose_model_never_runs(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    offload.apply(model, min_numel=1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs()).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert not [text for text in warnings_of(caplog) if "no forward of it was seen" in text]
+
+
+def test_blocks_called_one_by_one_are_one_step_though_the_first_saves_nothing(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    offload.apply(model, min_numel=1)
+    with torch.no_grad():
+        x = model.layers[0](inputs())
+    for layer in model.layers[1:]:
+        x = layer(x)
+    x.sum().backward()
+    assert not [text for text in warnings_of(caplog) if "did not run through their hooks" in text]
