@@ -181,3 +181,16 @@ def test_the_bytes_that_stay_go_when_the_last_of_their_nodes_has_run() -> None:
     assert rig.transfers.resident_bytes == 0
     del output, outputs
     rig.end()
+
+
+def test_a_tensor_that_stays_is_gone_with_its_handle_though_its_piece_is_not() -> None:
+    rig = Rig(piece_bytes=4 * NBYTES)
+    with rig.group(leaves=False):
+        packed = [rig.engine.hooks.pack(torch.randn(ELEMENTS)) for _ in range(2)]
+    first, second = (WeakStorage(handle.probe.untyped_storage()) for handle in packed)
+    del packed[0]
+    assert first.storage() is None
+    assert second.storage() is not None
+    assert [block.nbytes for block in rig.blocks()] == [2 * NBYTES]
+    packed.clear()
+    rig.end()
