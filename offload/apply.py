@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
@@ -307,6 +308,17 @@ def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> No
             )
 
 
+@cache
+def _unasked_directory() -> str:
+    """For "disk" where the config names no directory: an object of its own, so that it is not taken for a
+    user's."""
+    return "".join(list(tempfile.gettempdir()))
+
+
+def _uses_disk(mode: Mode) -> bool:
+    return mode == "disk" or any(handle.mode == "disk" for handle in _applied.values())
+
+
 def _limiting(handle: Applied) -> list[Applied]:
     """Other handles whose mode limits transfers: the limits hold for the process, until the last of them is
     removed."""
@@ -336,7 +348,9 @@ def _config_for(
     if host_bytes is not None:
         changes["host_limit_bytes"] = host_bytes
     if mode == "disk" and config.disk_directory is None:
-        changes["disk_directory"] = tempfile.gettempdir()
+        changes["disk_directory"] = _unasked_directory()
+    elif config.disk_directory is _unasked_directory() and not _uses_disk(mode):
+        changes["disk_directory"] = None  # it was for handles that are removed
     return replace(config, **changes) if changes else config
 
 

@@ -275,3 +275,15 @@ def test_blocks_called_one_by_one_are_one_step_though_the_first_saves_nothing(
         x = layer(x)
     x.sum().backward()
     assert not [text for text in warnings_of(caplog) if "did not run through their hooks" in text]
+
+
+def test_a_mode_after_disk_writes_to_no_disk_that_nobody_asked_for(manager: PipelineOffloadManager) -> None:
+    model = build()
+    with offload.activations(model, "disk", min_numel=1):
+        train(model, steps=1)
+    assert offload.marks.default_manager().stats.disk_write_bytes > 0
+    offload.apply(model, min_numel=1)
+    train(model, steps=2)
+    last = offload.marks.default_manager()
+    assert last.stats.spill_bytes > 0
+    assert (last.stats.disk_write_bytes, last.engine.config.disk_directory) == (0, None)
