@@ -102,7 +102,7 @@ class ChunkGroups:
             self._index = index + 1
             self.begun = True
             group.required = required
-            group.stays = index in self.stays
+            group.stays = index in self.stays and not required
             group.committed = group.sent = group.hooked = group.encloses = False
             outer = self.innermost_open()
             if outer is not None:
@@ -114,7 +114,9 @@ class ChunkGroups:
             group.replayed.clear()
             leaves = self.do_offload and not group.stays
             group.saved = SavedGroup(
-                GroupId(self.id, index, name), leaves=leaves, stays_from=self.stays_from.get(index)
+                GroupId(self.id, index, name),
+                leaves=leaves,
+                stays_from=None if required else self.stays_from.get(index),
             )
             self._started.append((name, group))
             return group

@@ -125,6 +125,11 @@ class ModelRoot:
         self._here = _Forwards()
         self.peak = PeakWatch(bool(self._blocks))
 
+    @property
+    def is_running(self) -> bool:
+        """As Root."""
+        return self._here.running > 0
+
     def parameters(self) -> Iterator[nn.Parameter]:
         model = self._model()
         return iter(()) if model is None else model.parameters()

@@ -39,6 +39,10 @@ class Root(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of the model, as it is now."""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its forward is under way."""
+
     def step_ends(self) -> None:
         """A step is about to end. An optimizer of this model that begins its `step()` tells it first."""
 
@@ -70,8 +74,10 @@ class Steps:
             self._hook = None
 
     def forward_begins(self, root: Root, min_elements: int | None, *, may_end: bool = True) -> None:
-        """A forward of `root` begins. min_elements: as `GroupsManager.begin_inferred_forward`. may_end: it
-        may be the first of a step."""
+        """A forward of `root` begins: a chunk, unless it is part of another root's forward. min_elements: as
+        `GroupsManager.begin_inferred_forward`. may_end: it may be the first of a step."""
+        if any(other.is_running for other in self.roots() if other is not root):
+            return  # of a model around it
         manager = self._manager()
         manager.guesses_ends = not root.end_seen
         # inside an announced forward it is too late: its chunk has begun (`GroupsManager.begin_chunk`)

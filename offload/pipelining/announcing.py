@@ -102,6 +102,8 @@ class Announcements:
 class _StageRoot:
     """A stage's module, whose optimizer ends steps. As Root; its forwards are announced and not inferred."""
 
+    is_running = False
+
     def __init__(self, module: nn.Module) -> None:
         self.stage = 0
         self.end_seen = False

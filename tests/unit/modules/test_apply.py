@@ -512,3 +512,40 @@ def test_modules_inside_blocks_are_groups_of_their_own_and_the_rest_stays(
     narrow, column = ROWS * WIDTH * 4, ROWS * 4
     # three blocks, two microbatches. norm: its input, mean and deviation; fc2: its input
     assert manager.stats.saved_bytes == 2 * 3 * ((narrow + 2 * column) + 2 * narrow)
+
+
+def test_a_model_inside_another_one_is_part_of_its_forwards_and_steps(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build()
+            self.after = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(self.inner(x))
+
+    plain, model = Outer(), Outer()
+    offload.apply(model, blocks="after", min_numel=1)
+    offload.apply(model.inner, "hidden_states", min_numel=1)
+    plain.load_state_dict(model.state_dict())
+    ours = train(model)
+    assert equal(ours, train(plain))
+    assert warnings_of(caplog) == []
+    # one chunk a microbatch: of each block its input, of `after` the inputs of its layers and its output
+    narrow, small = ROWS * WIDTH * 4, ROWS * 5 * 4
+    assert manager.stats.saved_bytes == 2 * (3 * narrow + 3 * small)
+
+
+def test_the_first_step_after_a_change_of_mode_keeps_nothing_by_the_plan_of_the_mode_before(
+    manager: PipelineOffloadManager,
+) -> None:
+    model = build()
+    handle = offload.apply(model, min_numel=1)
+    train(model, microbatches=1)
+    assert manager.stats.kept_bytes > 0
+    handle.remove()
+    offload.apply(model, "hidden_states", min_numel=1)
+    train(model, steps=1, microbatches=1)
+    assert (manager.stats.kept_bytes, manager.stats.spill_bytes) == (0, 3 * ROWS * WIDTH * 4)
