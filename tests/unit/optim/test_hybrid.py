@@ -495,6 +495,16 @@ def test_a_step_without_any_gradient_changes_nothing() -> None:
     assert_same_bits(weights(model, optimizer), before)
 
 
+def test_a_dummy_step_knows_a_parameter_that_was_put_into_a_group_since() -> None:
+    model = net()
+    *others, last = model.parameters()
+    optimizer = hybrid(model, params=others, offload_fraction=1.0)
+    optimizer.param_groups[0]["params"].append(last)
+    optimizer.dummy_step()
+    assert set(optimizer.state) == {*others, last}
+    optimizer.close()
+
+
 @pytest.mark.req("S3-38")
 @pytest.mark.parametrize("cls", [AdamW, torch.optim.RMSprop, SGD])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])

@@ -75,6 +75,22 @@ def test_outputs_of_every_graph_on_the_way_are_replayed_and_so_are_their_views(t
     assert not holds(memory, own)
 
 
+def test_each_graph_is_asked_once_for_its_outputs(tree: _Manager) -> None:
+    asked = []
+
+    class Counted(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            asked.append(self)
+            return super().__iter__()
+
+    memory, outputs = ReplayedMemory(), [torch.ones(4) for _ in range(3)]
+    for output in outputs:
+        tree.run(output)
+        tree.current_node.outputs_weakrefs = Counted(tree.current_node.outputs_weakrefs)
+        assert holds(memory, output)
+    assert len(asked) == len(outputs)
+
+
 def test_what_was_replayed_stays_so_when_the_run_of_graphs_has_ended(tree: _Manager) -> None:
     memory = ReplayedMemory()
     output = torch.ones(4)

@@ -268,6 +268,17 @@ def test_the_copy_that_nobody_will_read_and_the_next_one_into_its_block_are_orde
     rig.end()
 
 
+def test_a_piece_waits_once_for_an_event_that_its_host_blocks_share() -> None:
+    rig = Rig("late", piece_bytes=2 * KIB)
+    for _ in range(2):
+        with rig.group():
+            y = chain(leaf() * 2, 2)
+        del y
+    assert rig.engine.arena.stats().lent_peak_bytes == 2 * KIB
+    assert rig.device.waits["reuse"] == 1
+    rig.end()
+
+
 def test_a_tensor_that_dies_before_its_piece_is_full_never_leaves() -> None:
     rig = Rig(piece_bytes=100 * KIB)
     with rig.group():
