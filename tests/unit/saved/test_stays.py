@@ -194,3 +194,12 @@ def test_a_tensor_that_stays_is_gone_with_its_handle_though_its_piece_is_not() -
     assert [block.nbytes for block in rig.blocks()] == [2 * NBYTES]
     packed.clear()
     rig.end()
+
+
+def test_what_has_died_is_counted_out_before_the_next_save_is_counted_in() -> None:
+    rig = Rig()
+    with rig.group(leaves=False):
+        for _ in range(5):
+            rig.engine.hooks.pack(value())  # and its handle dies at once
+    # the latest is its group's, until the next one cannot join it
+    assert rig.end().device_bytes_peak == 2 * NBYTES
