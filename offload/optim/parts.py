@@ -343,4 +343,3 @@ class HostPart(Part, Generic[B]):
     def close(self) -> None:
         for section in self.sections:
             section.close()
-        self.sections.clear()

@@ -495,6 +495,14 @@ def test_a_step_without_any_gradient_changes_nothing() -> None:
     assert_same_bits(weights(model, optimizer), before)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_closed_optimizer_has_no_bytes_on_the_host(share: float) -> None:
+    optimizer = hybrid(net(), offload_fraction=1.0, cpu_share=share)
+    assert optimizer.host_bytes > 0
+    optimizer.close()
+    assert optimizer.host_bytes == 0
+
+
 def test_a_dummy_step_knows_a_parameter_that_was_put_into_a_group_since() -> None:
     model = net()
     *others, last = model.parameters()
