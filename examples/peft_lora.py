@@ -40,6 +40,7 @@ def main(mode="hidden_states", steps: int = 3) -> None:
         optimizer.zero_grad()
         print(f"step {step}: loss {loss.item():.4f}")
     print(handle.report())
+    handle.remove()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +34,15 @@ from offload.modules.blocks import Blocks, find_blocks, match_modules, without_n
 from offload.modules.hooks import HookPair
 from offload.modules.recomputed import RecomputedCalls, selective_contexts_of
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
+from offload.modules.settings import (
+    ALL_TENSORS,
+    RECOMPUTING,
+    call_if_there,
+    forget_compiled,
+    heads_of,
+    mind_adapters,
+    switch_caches_off,
+)
 from offload.modules.steps import Root, Steps
 from offload.report import Report, ReportStart, report
 from offload.sizes import optional_bytes
@@ -43,12 +51,8 @@ __all__ = ["Applied", "activations", "apply", "infer_steps", "is_declined"]
 
 logger = logging.getLogger(__name__)
 
-ALL_TENSORS: Final = (True, "legacy", "disk")
-RECOMPUTING: Final = ("hidden_states", "selective")
 _LEAST_OF_ALL = 512
 """Elements that leave at least where all tensors do: 1,024 bytes of two each, as TRL's offloading has it."""
-_HEADS = ("lm_head", "output", "output_layer", "head", "embed_out", "score", "classifier")
-_ADAPTER = ("lora_", "adapter")
 
 _steps = Steps(marks.default_manager)
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -129,11 +133,11 @@ class Applied:
             del _applied[module]
         model = self._model()
         if model is not None:
-            _forget_compiled(model)
+            forget_compiled(model)
             for config in self._caching:
                 config.use_cache = True
             if self._checkpointing_off:
-                _call(model, "gradient_checkpointing_enable")
+                call_if_there(model, "gradient_checkpointing_enable")
 
     def _hook(self, module: nn.Module, calls: Calls) -> None:
         assert self._root is not None
@@ -203,7 +207,7 @@ def apply(
         _check_nothing_waits(before)
         marks.change_limits(limited)
 
-    _forget_compiled(model)
+    forget_compiled(model)
     everything = "all tensors" if mode in ALL_TENSORS else None
     if min_numel is None and everything:
         min_numel = _LEAST_OF_ALL
@@ -224,9 +228,9 @@ def apply(
             else:
                 handle._hook(module, GroupCalls(root, name, group, block=not whole))
     if mode in RECOMPUTING:
-        handle._caching = _switch_caches_off(model)
+        handle._caching = switch_caches_off(model)
     if everything:
-        for head in _heads(model):
+        for head in heads_of(model):
             handle._hook(head, HeadCalls(root))
     if mode == "legacy":
         engine = marks.default_manager().engine
@@ -234,7 +238,7 @@ def apply(
         handle._config_before = others[0]._config_before if others else engine.config
         # compute waits for each copy out before the next begins, and nothing comes back before it is read
         engine.follow(replace(engine.config, max_spilling_bytes=1, max_restoring_bytes=0))
-    handle._checkpointing_off = _mind_adapters(model, mode)
+    handle._checkpointing_off = mind_adapters(model, mode)
     return handle
 
 
@@ -308,11 +312,8 @@ def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> No
             )
 
 
-@cache
-def _unasked_directory() -> str:
-    """For "disk" where the config names no directory: an object of its own, so that it is not taken for a
-    user's."""
-    return "".join(list(tempfile.gettempdir()))
+class _UnaskedDirectory(str):
+    """For "disk" where the config names no directory: it goes with the last handle that writes there."""
 
 
 def _uses_disk(mode: Mode) -> bool:
@@ -341,6 +342,12 @@ def _config_for(
 ) -> OffloadConfig:
     changes: dict[str, Any] = {}
     total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
+    for name, limit, way_out in (
+        ("host_limit", host_limit, "a share is for device_limit alone"),
+        ("device_limit", None if total is not None else device_limit, "there is no GPU here to take it of"),
+    ):
+        if isinstance(limit, str) and limit.strip().endswith("%"):
+            raise ValueError(f"{name} is {limit!r}: {way_out}; write bytes, as in '8GB'")
     device_bytes = optional_bytes(device_limit, name="device_limit", of_bytes=total)
     host_bytes = optional_bytes(host_limit, name="host_limit")
     if device_bytes is not None:
@@ -348,87 +355,7 @@ def _config_for(
     if host_bytes is not None:
         changes["host_limit_bytes"] = host_bytes
     if mode == "disk" and config.disk_directory is None:
-        changes["disk_directory"] = _unasked_directory()
-    elif config.disk_directory is _unasked_directory() and not _uses_disk(mode):
+        changes["disk_directory"] = _UnaskedDirectory(tempfile.gettempdir())
+    elif isinstance(config.disk_directory, _UnaskedDirectory) and not _uses_disk(mode):
         changes["disk_directory"] = None  # it was for handles that are removed
     return replace(config, **changes) if changes else config
-
-
-def _forget_compiled(model: nn.Module) -> None:
-    """Compiled code of the model was traced with other hooks, and does not look whether they have changed."""
-    compiler = sys.modules.get("torch._dynamo")
-    if compiler is not None and any(
-        getattr(module, "_compiled_call_impl", None) is not None
-        or isinstance(module, compiler.eval_frame.OptimizedModule)
-        for module in model.modules()
-    ):
-        torch.compiler.reset()
-        logger.info(
-            "%s is compiled: all compiled code of this process is dropped, so that it is traced again "
-            "with its hooks",
-            type(model).__name__,
-        )
-
-
-def _heads(model: nn.Module) -> list[nn.Module]:
-    """The output head: what it saves is read as soon as the backward begins."""
-    head = _call(model, "get_output_embeddings")
-    if isinstance(head, nn.Module):
-        return [head]
-    heads: list[nn.Module] = [
-        module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in _HEADS and isinstance(module, nn.Linear)
-    ]
-    return heads[-1:]
-
-
-def _switch_caches_off(model: nn.Module) -> list[Any]:
-    """A block of transformers appends its keys and values to a cache, and a recompute would append them
-    again. Returns the configs that were changed."""
-    configs = {
-        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
-    }
-    found = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in found:
-        config.use_cache = False
-    if found:
-        logger.warning(
-            "%s: use_cache of its config is False until remove(), because its blocks are recomputed and "
-            "would fill the cache twice; generate() has a setting of its own",
-            type(model).__name__,
-        )
-    return found
-
-
-def _mind_adapters(model: nn.Module, mode: Mode) -> bool:
-    """Warn where the mode recomputes frozen layers; where all tensors leave, switch the model's own
-    checkpoints off. Returns whether they were switched off."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    frozen = len(names) < len(list(model.parameters()))
-    if not frozen or not any(part in name.lower() for name in names for part in _ADAPTER):
-        return False
-    if mode == "hidden_states":
-        logger.warning(
-            "%s has an adapter and frozen weights: mode='hidden_states' computes the frozen layers twice. "
-            "mode=True offloads instead of recomputing, which is faster where the link keeps up",
-            type(model).__name__,
-        )
-    checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-    if mode in ALL_TENSORS and checkpoints:
-        _call(model, "gradient_checkpointing_disable")
-        logger.warning(
-            "%s has an adapter and gradient checkpointing: its checkpoints are switched off until remove(), "
-            "and its saved tensors leave instead of being recomputed",
-            type(model).__name__,
-        )
-        return True
-    return False
-
-
-def _call(model: nn.Module, method: str) -> Any:
-    found = getattr(model, method, None)
-    try:
-        return found() if callable(found) else None
-    except (AttributeError, NotImplementedError):
-        return None  # of a wrapper whose model has no such thing

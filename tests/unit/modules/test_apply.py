@@ -334,6 +334,10 @@ def test_what_is_applied_already_is_refused(manager: PipelineOffloadManager) -> 
         ({"min_numel": -1}, r"min_offloaded_tensor_size is -1"),
         ({"device_limit": "much"}, r"device_limit is 'much'"),
         ({"host_limit": 1.5}, r"host_limit is 1.5"),
+        (
+            {"host_limit": "50%"},
+            r"host_limit is '50%': a share is for device_limit alone; write b",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_has_changed(
@@ -431,8 +435,7 @@ def test_blocks_that_are_called_by_their_forward_are_named(
     train(model)
     assert warnings_of(caplog) == [
         "blocks of Model did not run through their hooks in this step, 3 of 3, and nothing of them left: "
-        "layers.0, layers.1, layers.2. Where the model skips them, all is well; else call a block as a "
-        "module, block(x), not block.forward(x)"
+        "layers.0, layers.1, layers.2. Call a block as a module, block(x), not block.forward(x)"
     ]
 
 

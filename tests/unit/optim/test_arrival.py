@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from offload.device.sim import ExecutorName
 from offload.optim import HybridDeviceOptimizer
 from offload.optim.touch import AwaitedWeight
-from tests.unit.optim.rig import assert_same_bits, backward, batch, engine, hybrid, net, train
+from tests.unit.optim.rig import assert_same_bits, backward, engine, hybrid, net, train
 
 WIDTH = 32
 STEPS = 4
@@ -135,19 +135,6 @@ def test_a_weight_that_a_step_leaves_as_it_is_is_not_on_its_way_because_of_the_s
     optimizer.step()
     assert isinstance(first, AwaitedWeight)
     assert type(last) is nn.Parameter
-    optimizer.close()
-
-
-def test_after_a_compiled_forward_step_waits_for_all_weights_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    torch.compiler.reset()
-    model = net()
-    optimizer = hybrid(model, offload_fraction=1.0, model=model)
-    torch.compile(model, backend="eager")(batch(0)).sum().backward()
-    assert "a compiled forward reads the optimizer's weights: when it runs again" in caplog.text
-    optimizer.step()
-    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
     optimizer.close()
 
 

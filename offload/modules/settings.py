@@ -1,0 +1,119 @@
+"""What a mode needs to know of a model, or to change in its settings: compiled code, the output head, caches,
+adapters. Models of transformers and peft are known by their attributes; neither is imported.
+
+One invariant: each change is undone by `Applied.remove`, and is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from offload.config import Mode
+
+__all__ = [
+    "ALL_TENSORS",
+    "RECOMPUTING",
+    "call_if_there",
+    "forget_compiled",
+    "heads_of",
+    "mind_adapters",
+    "switch_caches_off",
+]
+
+logger = logging.getLogger(__name__)
+
+ALL_TENSORS: Final = (True, "legacy", "disk")
+RECOMPUTING: Final = ("hidden_states", "selective")
+
+_HEADS = ("lm_head", "output", "output_layer", "head", "embed_out", "score", "classifier")
+_ADAPTER = ("lora_", "adapter")
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """Compiled code was traced with other hooks, and does not look whether they have changed. Whose code it
+    is cannot be told: a function that is compiled may call the model."""
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is None:
+        return
+    compiled = any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or isinstance(module, compiler.eval_frame.OptimizedModule)
+        for module in model.modules()
+    )
+    if compiled or compiler.utils.counters["frames"]["total"]:
+        torch.compiler.reset()
+        logger.info(
+            "compiled code of this process is dropped, so that what calls %s is traced again with its hooks",
+            type(model).__name__,
+        )
+
+
+def heads_of(model: nn.Module) -> list[nn.Module]:
+    """The output head: what it saves is read as soon as the backward begins."""
+    head = call_if_there(model, "get_output_embeddings")
+    if isinstance(head, nn.Module):
+        return [head]
+    heads: list[nn.Module] = [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in _HEADS and isinstance(module, nn.Linear)
+    ]
+    return heads[-1:]
+
+
+def switch_caches_off(model: nn.Module) -> list[Any]:
+    """A block of transformers appends its keys and values to a cache, and a recompute would append them
+    again. Returns the configs that were changed."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    found = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in found:
+        config.use_cache = False
+    if found:
+        logger.warning(
+            "%s: use_cache of its config is False until remove(), because its blocks are recomputed and "
+            "would fill the cache twice; generate() has a setting of its own, and a config that is saved "
+            "before then says so too",
+            type(model).__name__,
+        )
+    return found
+
+
+def mind_adapters(model: nn.Module, mode: Mode) -> bool:
+    """Warn where the mode recomputes frozen layers; where all tensors leave, switch the model's own
+    checkpoints off. Returns whether they were switched off."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    frozen = len(names) < len(list(model.parameters()))
+    if not frozen or not any(part in name.lower() for name in names for part in _ADAPTER):
+        return False
+    if mode == "hidden_states":
+        logger.warning(
+            "%s has an adapter and frozen weights: mode='hidden_states' computes the frozen layers twice. "
+            "mode=True offloads instead of recomputing, which is faster where the link keeps up",
+            type(model).__name__,
+        )
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    if mode in ALL_TENSORS and checkpoints:
+        call_if_there(model, "gradient_checkpointing_disable")
+        logger.warning(
+            "%s has an adapter and gradient checkpointing: its checkpoints are switched off until remove(), "
+            "and its saved tensors leave instead of being recomputed",
+            type(model).__name__,
+        )
+        return True
+    return False
+
+
+def call_if_there(model: nn.Module, method: str) -> Any:
+    """The result of a method of transformers' models; None for a model that has no such thing."""
+    found = getattr(model, method, None)
+    try:
+        return found() if callable(found) else None
+    except (AttributeError, NotImplementedError):
+        return None  # of a wrapper whose model has no such thing
