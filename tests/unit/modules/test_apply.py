@@ -402,6 +402,7 @@ def test_the_report_of_a_handle_counts_from_apply_on(manager: PipelineOffloadMan
     assert figures["saved_bytes"] == figures["moved_bytes"] + figures["kept_bytes"]
 
 
+@pytest.mark.req("S4-21")
 def test_legacy_waits_for_each_copy_until_it_is_removed(manager: PipelineOffloadManager) -> None:
     limits, before = manager.engine.limits, manager.engine.config
     model = build()
@@ -415,6 +416,7 @@ def test_legacy_waits_for_each_copy_until_it_is_removed(manager: PipelineOffload
     assert manager.engine.config == before
 
 
+@pytest.mark.req("S4-30")
 def test_the_head_and_the_loss_stay(manager: PipelineOffloadManager) -> None:
     model = build(blocks=1)
     offload.apply(model, True, min_numel=1)
