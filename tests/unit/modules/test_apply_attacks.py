@@ -185,8 +185,11 @@ def test_forwards_in_two_threads_at_once_have_the_bits_of_a_run_without(
         losses: dict[int, Tensor] = {}
         left: list[bool] = []
 
+        # before the threads: they draw from one generator
+        given = [inputs(number) for number in range(2)]
+
         def forward(number: int) -> None:
-            losses[number] = model(inputs(number)).square().mean()
+            losses[number] = model(given[number]).square().mean()
             left.append(hooks_left())
 
         threads = [threading.Thread(target=forward, args=(number,)) for number in range(2)]
