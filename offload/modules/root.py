@@ -268,18 +268,16 @@ class ModelRoot:
                 )
             return
         missed = [name for name in self._blocks if name not in ran]
-        excused = (
-            "" if len(missed) == len(self._blocks) else "Where the model skips them, all is well; else c"
-        )
         if missed and begun:
+            skips = len(missed) < len(self._blocks)
             self.say_once(
                 "missed",
                 "blocks of %s did not run through their hooks in this step, %d of %d, and nothing of them "
-                "left: %s. %sall a block as a module, block(x), not block.forward(x)",
+                "left: %s. %s a block as a module, block(x), not block.forward(x)",
                 len(missed),
                 len(self._blocks),
                 ", ".join(missed[:4]) + (", ..." if len(missed) > 4 else ""),
-                excused or "C",
+                "Where the model skips them, all is well; else call" if skips else "Call",
             )
 
     def say_once(self, what: str, text: str, *values: object) -> None:
