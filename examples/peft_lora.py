@@ -1,8 +1,8 @@
 """LoRA on a frozen model.
 
 Only the adapters train, but the backward passes through every layer, so all of them save activations.
-Recompute would cost every frozen layer twice; `mode=True` moves what they save instead.
-`mode="hidden_states"` works as well, and saves more memory for more time: it says so.
+Recompute would compute every frozen layer twice; `mode=True` moves what they save instead.
+`main(mode="hidden_states")` works as well: it takes less memory and more time, and says so.
 
     python examples/peft_lora.py
 """
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import offload
 
 
-def main(mode="hidden_states", steps: int = 3) -> None:
+def main(mode=True, steps: int = 3) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = LlamaConfig(

@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 _LEAST_OF_ALL = 512
 """Elements that leave at least where all tensors do: 1,024 bytes of two each, as TRL's offloading has it."""
 
+_LEAST_BARE_BYTES = 1 << 20
+"""A limit that is a smaller number, without a unit, is taken for a slip."""
+
 _steps = Steps(marks.default_manager)
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 """By module that has hooks of a handle: the handle."""
@@ -97,7 +100,9 @@ class Applied:
         which phase of a step the device's memory is highest. gather: with every rank's figures; then all
         ranks must call. Blocks the host: only to gather."""
         if self._start is None:
-            return report(gather=gather)
+            return replace(
+                report(gather=gather), remark=f"mode=False, as it was asked: nothing of {self._name} leaves"
+            )
         peak = "" if self._root is None else self._root.peak.text()
         return replace(self._start.report(gather=gather), peak=peak)
 
@@ -169,7 +174,8 @@ def apply(
     mode: None takes the config's `activation_offloading`, "groups" by default.
         "groups": what blocks save, as far as the plan and the limit want it.
         "hidden_states": blocks are recomputed in the backward; their input waits on the host.
-        "selective": the same, and outputs of matrix products and attention wait there too, not recomputed.
+        "selective": outputs of matrix products and attention wait there as well, and are not recomputed;
+            as in "groups", a plan may keep some.
             Both set `use_cache` of a transformers config to False, as its own checkpoints do.
         True: every saved tensor, but for the output head's. "legacy": the same, each copy waited for.
         "disk": as True, and on from host memory to a file in the config's `disk_directory`; without one, in
@@ -180,9 +186,10 @@ def apply(
     modules: patterns of modules inside blocks, such as ["*.self_attn", "*.mlp.act_fn"]: each is a group of
         its own, and the rest of its block stays. For mode "groups".
     device_limit, host_limit: bytes, or text such as "8GB" or "500 MiB"; device_limit also "60%" of the GPU.
-        As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only mode
-        "groups" keeps tensors on the device because a limit leaves room for them.
-    min_numel: elements; a smaller tensor stays. None takes the config's, or 512 where every tensor leaves.
+        As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups"
+        and "selective" keep tensors on the device because a limit leaves room for them.
+    min_numel: elements; a smaller tensor stays. None takes min_offloaded_tensor_size of the config, 1 Mi by
+        default; where every tensor leaves (True, "legacy", "disk") it is 512.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, modules that are
     applied already, a mode beside another that it excludes, a directory that cannot be written. Nothing has
@@ -197,7 +204,7 @@ def apply(
         _declined.add(model)
         return Applied(model, mode, {}, None)
     if min_numel is not None:
-        check_min_elements(min_numel)
+        check_min_elements(min_numel, "min_numel")
     groups = _groups_of(model, mode, blocks, modules)
     whole = {} if mode in ALL_TENSORS or modules is None else _blocks_of(model, blocks)
     hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]
@@ -348,6 +355,12 @@ def _config_for(
     ):
         if isinstance(limit, str) and limit.strip().endswith("%"):
             raise ValueError(f"{name} is {limit!r}: {way_out}; write bytes, as in '8GB'")
+    for name, limit in (("device_limit", device_limit), ("host_limit", host_limit)):
+        if isinstance(limit, int) and 0 < limit < _LEAST_BARE_BYTES:
+            raise ValueError(
+                f"{name} is {limit!r}, which is {limit:,} bytes; write '{limit}GB', or '{limit}B' if so few "
+                "are meant"
+            )
     device_bytes = optional_bytes(device_limit, name="device_limit", of_bytes=total)
     host_bytes = optional_bytes(host_limit, name="host_limit")
     if device_bytes is not None:

@@ -40,12 +40,11 @@ def check_fraction(name: str, value: float) -> None:
         )
 
 
-def check_min_elements(value: int) -> None:
+def check_min_elements(value: int, name: str = "min_offloaded_tensor_size") -> None:
     """ValueError unless `value` is a count of elements."""
     if not is_count(value):
         raise ValueError(
-            f"min_offloaded_tensor_size is {value!r}, must be a whole number of elements, 0 or more (the "
-            f"default is {MIB:,})"
+            f"{name} is {value!r}, must be a whole number of elements, 0 or more (the default is {MIB:,})"
         )
 
 

@@ -90,8 +90,8 @@ def configure(
     device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store:
     a torch.distributed Store: the host limit is then one number for all ranks whose host_key (None: the
     host's name) is the same. print_summary: print the rank table when warm-up ends; it gathers over
-    process_group, so all its ranks must step. A step end that was inferred gathers nothing, and prints only
-    where the job is one process. Blocks the host while host_reserve_bytes are pinned. Raises
+    process_group, so all its ranks must step. Where step ends are inferred (`offload.apply`) none is printed:
+    `offload.report` has more. Blocks the host while host_reserve_bytes are pinned. Raises
     ValueError for an unknown device, HostBudgetError if they, or what an optimizer holds, are beyond the
     limit, and PoolError while a pool has host memory of the old manager on loan; nothing has changed then.
     """

@@ -215,7 +215,7 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
     yield from row("on the device at once, at most", "peak_bytes")
     yield from row("  without offload", "would_hold_bytes")
     if limit is not None:
-        yield from row(f"  beyond device_limit_bytes ({bytes_text(limit)})", "over_limit_bytes")
+        yield from row(f"  beyond device_limit ({bytes_text(limit)})", "over_limit_bytes")
     yield from row("pinned host memory", "host_bytes")
     yield from row("  in use at once, at most", "host_lent_bytes")
     yield from row("written to the disk", "disk_out_bytes", always=False)

@@ -33,7 +33,7 @@ from offload.ids import ChunkId
 from offload.saved.chunk import SavedChunk
 from offload.telemetry.figures import GroupFigures, Ledger, figures_of, figures_without_offload
 from offload.telemetry.records import ClientStats, StepStats
-from offload.telemetry.summary import is_one_of_many, print_offload_summary_table
+from offload.telemetry.summary import print_offload_summary_table
 from offload.transfer.block import Transfer
 from offload.transfer.graph import CapturedGraph
 
@@ -424,8 +424,8 @@ class GroupsManager(OpenScopes, Client):
             planned = self.do_offload and self._planner.after_step(seen)
             self._write_ledgers(stats, seen)
             self._forget_step()
-        # an inferred end may come at another moment on each rank, so nothing there may wait for the others
-        if planned and self.print_summary and not (self._infers_end and is_one_of_many(self.process_group)):
+        # where ends are inferred nobody asked for a table, and one rank's end waits for no other rank's
+        if planned and self.print_summary and not self._infers_end:
             print_offload_summary_table(self.step_offload_bytes, process_group=self.process_group)
 
 

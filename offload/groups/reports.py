@@ -111,9 +111,9 @@ class MarkReport(_Report):
         largest = 0 if survey is None else survey.largest_small()
         if not moved and largest and hooked.issuperset(idle) and self._first("nothing eligible"):
             logger.warning(
-                "nothing leaves: all that autograd saved in groups %s is smaller than "
-                "min_offloaded_tensor_size, %s elements here, or can never leave. The largest tensor that is "
-                "too small has %s elements: set min_offloaded_tensor_size to that or less",
+                "nothing leaves: all that autograd saved in groups %s is smaller than min_numel "
+                "(min_offloaded_tensor_size in OffloadConfig), %s elements here, or can never leave. The "
+                "largest tensor that is too small has %s elements: set min_numel to that or less",
                 _listed(idle),
                 f"{min_elements:,}",
                 f"{largest:,}",
@@ -125,9 +125,9 @@ class MarkReport(_Report):
             if name in hooked:
                 largest = 0 if survey is None else survey.largest_small(name)
                 logger.warning(
-                    "group %r moved nothing: what autograd saves in it is smaller than "
-                    "min_offloaded_tensor_size, %s elements here%s, or a parameter, or marked to stay. Lower "
-                    "the threshold, or take its marks out",
+                    "group %r moved nothing: what autograd saves in it is smaller than min_numel "
+                    "(min_offloaded_tensor_size in OffloadConfig), %s elements here%s, or a parameter, or "
+                    "marked to stay. Lower the threshold, or take its marks out",
                     name,
                     f"{min_elements:,}",
                     f" (the largest has {largest:,})" if largest else "",
@@ -228,7 +228,7 @@ class StepReport(_Report):
                 self._first("refused")  # said here
             logger.warning(
                 "saved tensors took up to %s bytes of the device at once in step %d, %s more than "
-                "device_limit_bytes (%s): %s",
+                "device_limit (device_limit_bytes in OffloadConfig), %s: %s",
                 f"{peak:,}",
                 stats.step,
                 f"{peak - limit:,}",
@@ -244,7 +244,7 @@ class StepReport(_Report):
             logger.warning(
                 "step %d copied %s bytes out and %s back, and its saved tensors took as much of the device "
                 "at once, %s bytes, as if none had left: copies in flight have room for all of them. Set "
-                "device_limit_bytes to what they may take",
+                "device_limit (device_limit_bytes in OffloadConfig) to what they may take",
                 stats.step,
                 f"{stats.spill_bytes:,}",
                 f"{stats.restore_bytes:,}",

@@ -163,8 +163,8 @@ def timed_plans(
     if not fitting:
         least, plan = min(found, key=lambda pair: pair[0].predicted_peak_bytes)
         logger.warning(
-            "no plan keeps saved tensors within device_limit_bytes %s: the best one peaks at %s; raise the "
-            "limit",
+            "no plan keeps saved tensors within device_limit (device_limit_bytes in OffloadConfig), %s: the "
+            "best one peaks at %s; raise the limit",
             f"{limit_bytes:,}",
             f"{least.predicted_peak_bytes:,}",
         )

@@ -7,7 +7,7 @@ itself.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -43,10 +43,11 @@ def find_blocks(model: nn.Module) -> Blocks:
                 inside.update(block.modules())
     if not found:
         children = [f"{name} ({type(child).__name__})" for name, child in model.named_children()]
+        name_them = f" Name the blocks, such as blocks={_example(model)!r}, or take" if children else " Take"
         raise ValueError(
             f"{type(model).__name__} has no blocks that can be found: two or more neighbouring children of "
-            f"one class in a ModuleList or Sequential. Its children are {_listed(children)}. Name the "
-            f"blocks, such as blocks={_example(model)!r}"
+            f"one class in a ModuleList or Sequential. Its children are {_listed(children)}.{name_them} "
+            "mode=True, which needs none: every saved tensor leaves"
         )
     return found
 
@@ -87,10 +88,9 @@ def match_modules(model: nn.Module, patterns: str | Sequence[str], argument: str
                 matched[name] = module
                 inside.update(module.modules())
         if not matched:
-            near = difflib.get_close_matches(pattern, [name for name, _ in model.named_modules()], 4, 0.3)
             raise ValueError(
-                f"{argument}: {pattern!r} matches no module of {type(model).__name__}; the nearest names are "
-                f"{_listed(near)}. Its children are {_listed([name for name, _ in model.named_children()])}"
+                f"{argument}: {pattern!r} matches no module of {type(model).__name__}; "
+                + _near(model, pattern)
             )
         found.setdefault(pattern.strip("*.") or "blocks", {}).update(matched)
     return found
@@ -107,18 +107,42 @@ def without_nested(groups: Blocks) -> Blocks:
     return {group: modules for group, modules in outer.items() if modules}
 
 
-def _example(model: nn.Module) -> str:
-    """A pattern that matches something of this model."""
-    for name in _names(model):
-        return f"{name}*" if "." not in name else f"{name.rpartition('.')[0]}.*"
-    return "layers.*"
-
-
-def _names(model: nn.Module) -> Iterator[str]:
-    """Names inside a container first."""
+def _near(model: nn.Module, pattern: str) -> str:
+    """What `pattern`, which matches no name, may have meant."""
     names = [name for name, _ in model.named_modules() if name]
-    yield from (name for name in names if name.rpartition(".")[2] == "0")
-    yield from names
+    of_class = [
+        name for name, module in model.named_modules() if name and fnmatchcase(type(module).__name__, pattern)
+    ]
+    if of_class:
+        return (
+            "patterns are names of modules, not of classes. Modules of that class are "
+            f"{_listed(of_class)}: write {_patterns_of(model, of_class)!r}"
+        )
+    near = difflib.get_close_matches(pattern, names, 4, 0.3)
+    children = _listed([name for name, _ in model.named_children()])
+    return f"the nearest names are {_listed(near)}. Its children are {children}"
+
+
+def _patterns_of(model: nn.Module, names: Sequence[str]) -> str | list[str]:
+    """What matches the modules of these names, and no other: one pattern for a container that has only
+    such."""
+    patterns: dict[str, None] = {}
+    for name in names:
+        container = name.rpartition(".")[0]
+        children = model.get_submodule(container).named_children()
+        whole = container and all(f"{container}.{child}" in names for child, _ in children)
+        patterns[f"{container}.*" if whole else name] = None
+    found = list(patterns)
+    return found[0] if len(found) == 1 else found
+
+
+def _example(model: nn.Module) -> str | list[str]:
+    """What matches modules of this model: the members of its first list, else its children."""
+    first = next((name for name, _ in model.named_modules() if name.endswith(".0")), "")
+    if first:
+        return f"{first.rpartition('.')[0]}.*"
+    children = [name for name, _ in model.named_children()]
+    return _patterns_of(model, children[:3]) if children else "layers.*"
 
 
 def _listed(names: Sequence[str]) -> str:

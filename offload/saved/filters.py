@@ -51,7 +51,7 @@ class Verdict(Enum):
     """ELIGIBLE leaves if its group does; every other value says why a tensor stays where it is."""
 
     ELIGIBLE = "eligible"
-    SMALL = "smaller than min_offloaded_tensor_size"
+    SMALL = "smaller than min_numel (min_offloaded_tensor_size)"
     PARAMETER = "a parameter, or a view or a cast of one"
     OPTED_OUT = "marked not offloadable"
     ARGUMENT = "an argument of a recomputed block, of which one leaves"

@@ -76,7 +76,7 @@ def _memory(axes: Any, timeline: Timeline, scale: float) -> None:
     axes.step(times, host, where="post", color="#228833", lw=1.2, ls="--", label="on the host")
     limit = timeline.device_limit_bytes
     if limit is not None and not any(other):
-        axes.axhline(limit / size, color=_STALL, lw=1.0, ls=":", label="device_limit_bytes")
+        axes.axhline(limit / size, color=_STALL, lw=1.0, ls=":", label="device_limit")
     axes.set_ylabel(f"{'device' if any(other) else 'saved'} memory ({unit})")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)

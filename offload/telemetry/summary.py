@@ -14,7 +14,7 @@ from typing import TextIO
 import torch.distributed as dist
 from tabulate import tabulate
 
-__all__ = ["bytes_text", "format_offload_summary_table", "is_one_of_many", "print_offload_summary_table"]
+__all__ = ["bytes_text", "format_offload_summary_table", "print_offload_summary_table"]
 
 TITLE = "Activation Offload Summary (MB)"
 MB = 10**6  # bytes, here as wherever this project says MB or GB
@@ -29,8 +29,8 @@ def print_offload_summary_table(
     """Gather each rank's bytes by group name; the first rank of the process group writes the table, in MB of
     a million bytes.
 
-    total_offload_bytes: this rank's bytes by group name; {} where it offloads nothing. If every rank's is
-        empty, nothing is written.
+    total_offload_bytes: this rank's bytes by group name; {} where it offloads nothing. If no rank offloads a
+        byte, nothing is written.
     process_group: the ranks that take part, all of which must call. None means every rank of an initialised
         job, or this process alone without one. A rank outside the group returns at once.
     file: where the table goes, standard output by default.
@@ -64,22 +64,15 @@ def print_offload_summary_table(
         dist.barrier(group=members)
 
 
-def is_one_of_many(process_group: dist.ProcessGroup | None) -> bool:
-    """Whether the table is gathered from other processes than this one."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return False
-    return dist.get_world_size(process_group) > 1
-
-
 def format_offload_summary_table(rows: Mapping[int, Mapping[str, int]]) -> str:
-    """The table as text, without a final newline; the empty string if no rank has a group.
+    """The table as text, without a final newline; the empty string if nothing leaves any rank.
 
     rows: bytes by group name, by rank. Columns are the union of the names, sorted; a rank without a group
         shows 0.00. Totals are sums of bytes, rounded once, so they may differ in the last digit from the sum
         of the rounded cells.
     """
     names = sorted({name for row in rows.values() for name in row})
-    if not names:
+    if not any(nbytes for row in rows.values() for nbytes in row.values()):
         return ""
     body = [(f"Rank {rank}", [row.get(name, 0) for name in names]) for rank, row in sorted(rows.items())]
     body.append(("Total", [sum(column) for column in zip(*(cells for _, cells in body), strict=True)]))

@@ -46,8 +46,8 @@ class Buffers(CaptureSide):
             limit = self.limits.device_limit_bytes
             logger.warning(
                 "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it "
-                "holds (device_limit_bytes %s); for the rest of such a step each tensor comes back when it "
-                "is read. Lower device_limit_bytes to leave more room",
+                "holds; for the rest of such a step each tensor comes back when it is read. Lower "
+                "device_limit (device_limit_bytes in OffloadConfig, %s here) to leave more room",
                 f"{sum(block.nbytes for block in blocks):,}",
                 blocks[0].group,
                 f"{self.device_bytes:,}",

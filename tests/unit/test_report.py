@@ -125,7 +125,7 @@ def test_what_can_never_leave_is_counted_by_reason_in_the_first_step_only(
     trained(3, ("norm", "act"), min_elements=ROWS * WIDTH + 1)
     stayed = report().total.groups["norm"].stayed
     # layer_norm saves its input, its weight, and mean and rstd of each row
-    small = stayed["smaller than min_offloaded_tensor_size"]
+    small = stayed["smaller than min_numel (min_offloaded_tensor_size)"]
     assert small == Stayed(
         tensors=3 * MICROBATCHES * LAYERS,
         nbytes=MICROBATCHES * LAYERS * FLOAT * (ROWS * WIDTH + 2 * ROWS),
@@ -174,7 +174,7 @@ def test_a_report_of_a_model_whose_tensors_are_all_small_says_why_nothing_left(
     text = str(report())
     assert (
         "Why nothing left: nothing that was saved may leave; most of it is smaller than "
-        "min_offloaded_tensor_size" in text
+        "min_numel (min_offloaded_tensor_size)" in text
     )
 
 
@@ -252,7 +252,7 @@ def test_the_table_has_each_figure_of_the_last_step_and_of_all_steps() -> None:
     assert row[-4:] == ["3.00", "GB", "6.00", "GB"]
     assert "    the plan keeps it" in [line[:21] for line in lines]
     text = "\n".join(lines)
-    assert "beyond device_limit_bytes (800.00 MB)" in text
+    assert "beyond device_limit (800.00 MB)" in text
     assert "7.00 MB out, 8.00 kB back" in text
     assert "1.2 ms in 3 waits" in text
     assert "admission denied" not in text, "a reason that held nothing is left out"

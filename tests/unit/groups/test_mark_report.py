@@ -83,9 +83,9 @@ def test_a_group_of_tensors_that_are_all_too_small_is_told_the_threshold(
     marked(leaf()).sum().backward()
     step_end()
     assert said(caplog) == [
-        "nothing leaves: all that autograd saved in groups 'g' is smaller than min_offloaded_tensor_size, "
-        "1,048,576 elements here, or can never leave. The largest tensor that is too small has 64 elements: "
-        "set min_offloaded_tensor_size to that or less"
+        "nothing leaves: all that autograd saved in groups 'g' is smaller than min_numel "
+        "(min_offloaded_tensor_size in OffloadConfig), 1,048,576 elements here, or can never leave. The "
+        "largest tensor that is too small has 64 elements: set min_numel to that or less"
     ]
 
 
@@ -97,7 +97,7 @@ def test_a_group_of_small_tensors_beside_one_that_moves_is_told_its_own_largest(
     step_end()
     (message,) = said(caplog)
     assert "group 'small' moved nothing" in message
-    assert "smaller than min_offloaded_tensor_size, 100 elements here (the largest has 64)" in message
+    assert "min_offloaded_tensor_size in OffloadConfig), 100 elements here (the largest has 64)" in message
 
 
 def test_a_group_inside_a_checkpoint_that_saves_nothing_is_told_so(

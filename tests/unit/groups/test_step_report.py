@@ -28,7 +28,7 @@ def test_a_limit_that_is_passed_is_said_with_both_numbers(caplog: pytest.LogCapt
     (message,) = caplog.messages
     assert message.startswith(
         "saved tensors took up to 2,000 bytes of the device at once in step 3, 1,000 more than "
-        "device_limit_bytes (1,000): what is being saved or read must fit"
+        "device_limit (device_limit_bytes in OffloadConfig), 1,000: what is being saved or read must fit"
     )
 
 
@@ -137,7 +137,7 @@ def test_steps_of_many_shapes_are_told_of_a_limit_that_they_pass(
         for microbatches in range(1, MANY_SHAPES + 2):
             driver.step(gpipe(microbatches))
     (message,) = [text for text in caplog.messages if "device_limit_bytes" in text]
-    assert f"1 more than device_limit_bytes ({FC1 - 1:,})" in message
+    assert f"1 more than device_limit (device_limit_bytes in OffloadConfig), {FC1 - 1:,}: " in message
 
 
 def test_a_limit_that_holds_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +160,7 @@ def test_a_small_model_that_moves_everything_and_saves_nothing_is_told_once(
         for _ in range(6):
             driver.step(gpipe(3))
     (message,) = [text for text in caplog.messages if "as if none had left" in text]
-    assert "Set device_limit_bytes" in message
+    assert "Set device_limit (device_limit_bytes in OffloadConfig) to" in message
 
 
 @pytest.mark.parametrize("schedule", [gpipe, lifo])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager, StepStats
+from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import CALLS, ROWS, WIDTH, Model, build, equal, seeded, train
 
 MODES: tuple[Any, ...] = ("groups", True, "legacy", "disk", "hidden_states", "selective")
@@ -331,7 +332,9 @@ def test_what_is_applied_already_is_refused(manager: PipelineOffloadManager) -> 
         ({"mode": "disc"}, r"mode is 'disc', must be one of False, 'groups', True"),
         ({"mode": True, "blocks": "layers.*"}, r"blocks='layers.\*' with mode=True, which takes every saved"),
         ({"blocks": "layer.*"}, r"'layer.\*' matches no module of Model; the nearest names are layers"),
-        ({"min_numel": -1}, r"min_offloaded_tensor_size is -1"),
+        ({"min_numel": -1}, r"min_numel is -1, must be a whole number of elements"),
+        ({"device_limit": 8}, r"device_limit is 8, which is 8 bytes; write '8GB', or '8B' if so few are mea"),
+        ({"host_limit": 4096}, r"host_limit is 4096, which is 4,096 bytes; write '4096GB', or '4096B' if so"),
         ({"device_limit": "much"}, r"device_limit is 'much'"),
         ({"host_limit": 1.5}, r"host_limit is 1.5"),
         (
@@ -358,6 +361,8 @@ def test_limits_are_those_of_the_process_whose_device_stays(manager: PipelineOff
     assert changed.engine is manager.engine
     config = changed.engine.config
     assert (config.device_limit_bytes, config.host_limit_bytes) == (1 << 20, 10**9)
+    offload.apply(build(), device_limit="8B")
+    assert offload.marks.default_manager().engine.config.device_limit_bytes == 8
 
 
 def test_a_host_limit_that_ranks_share_is_changed_by_configure_alone() -> None:
@@ -400,6 +405,28 @@ def test_the_report_of_a_handle_counts_from_apply_on(manager: PipelineOffloadMan
     figures = handle.report().as_dict()
     assert figures["moved_bytes"] == manager.stats.spill_bytes > 0
     assert figures["saved_bytes"] == figures["moved_bytes"] + figures["kept_bytes"]
+
+
+def test_the_report_of_a_model_for_which_nothing_was_asked_says_so(manager: PipelineOffloadManager) -> None:
+    handle = offload.apply(build(), False)
+    assert str(handle.report()).endswith("mode=False, as it was asked: nothing of Model leaves")
+    other = build()
+    with offload.activations(other, min_numel=1):
+        train(other, steps=1)
+    # what others moved, and that it is not this model's
+    text = str(handle.report())
+    assert "moved to the host" in text
+    assert "mode=False, as it was asked: nothing of Model leaves" in text
+
+
+def test_where_steps_are_inferred_nobody_asked_for_the_table_of_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with installed(build_manager(print_summary=True)):
+        model = build()
+        offload.apply(model, min_numel=1)
+        train(model)
+        assert capsys.readouterr().out == ""
 
 
 @pytest.mark.req("S4-21")

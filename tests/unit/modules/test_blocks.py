@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 from torch import nn
 
+import offload
 from offload.modules.blocks import find_blocks, match_modules, without_nested
 
 
@@ -47,14 +51,41 @@ def test_the_model_itself_may_be_the_container() -> None:
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
 
 
-def test_a_model_without_blocks_is_refused_with_its_children_and_an_example() -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+class Plain(nn.Module):
+    def __init__(self, *classes: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        for name, build in zip(("first", "second"), classes, strict=False):
+            self.add_module(name, build())
 
-    with pytest.raises(ValueError, match=r"Its children are first \(Linear\), second \(Linear\).*blocks='fi"):
-        find_blocks(Plain())
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def test_a_model_without_blocks_is_refused_with_its_children_and_what_would_match() -> None:
+    with pytest.raises(
+        ValueError, match=r"Its children are first \(Linear\), second \(ReLU\)\. Name .*blocks="
+    ) as two:
+        find_blocks(Plain(linear, nn.ReLU))
+    assert "blocks=['first', 'second'], or take mode=True, which needs none" in str(two.value)
+    with pytest.raises(ValueError, match=r"such as blocks='first', or take mode=True"):
+        find_blocks(Plain(linear))
+    # one block is no run, and its list is known all the same
+    with pytest.raises(ValueError, match=r"such as blocks='first\.\*', or take mode=True"):
+        find_blocks(Plain(lambda: nn.ModuleList([linear()]), nn.ReLU))
+
+
+def test_of_a_bare_module_all_tensors_may_leave_and_the_refusal_of_other_modes_says_so() -> None:
+    with pytest.raises(
+        ValueError, match=r"Its children are none\. Take mode=True, which needs none: every saved"
+    ):
+        find_blocks(linear())
+    bare = nn.Linear(8, 8)
+    with offload.activations(bare, True, min_numel=1) as handle:
+        bare(torch.ones(4, 8)).sum().backward()
+        torch.optim.SGD(bare.parameters(), lr=0.1).step()
+        # its input
+        assert handle.report().last_step["saved_bytes"] == 4 * 8 * 4
 
 
 def test_a_pattern_takes_the_outer_of_two_modules_and_names_its_group() -> None:
@@ -84,3 +115,17 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_names() -> N
 def test_what_is_no_pattern_is_refused(given: object) -> None:
     with pytest.raises(ValueError, match=r"modules is .* must be a pattern such as 'encoder\.\*', or a list"):
         match_modules(TwoStacks(), given, "modules")  # type: ignore[arg-type]
+
+
+def test_a_class_as_a_pattern_is_refused_with_the_names_of_its_modules() -> None:
+    model = TwoStacks()
+    name = type(model.encoder[0]).__name__
+    with pytest.raises(
+        ValueError, match=rf"blocks: '{name}' matches no module of TwoStacks; patterns are names of"
+    ) as of:
+        match_modules(model, name, "blocks")
+    # the decoder has others beside
+    assert str(of.value).endswith(
+        "patterns are names of modules, not of classes. Modules of that class are encoder.0, encoder.1, "
+        "decoder.1, decoder.2, decoder.3: write ['encoder.*', 'decoder.1', 'decoder.2', 'decoder.3']"
+    )

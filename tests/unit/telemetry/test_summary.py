@@ -77,6 +77,12 @@ def test_nothing_offloaded_prints_nothing() -> None:
     assert out.getvalue() == ""
 
 
+def test_a_table_of_zeros_is_not_printed() -> None:
+    out = io.StringIO()
+    print_offload_summary_table({"core_attn": 0, "mlp_act": 0}, file=out)
+    assert out.getvalue() == ""
+
+
 def test_negative_bytes_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"group 'core_attn' reports -5 bytes offloaded, the least is 0"):
         print_offload_summary_table({"core_attn": -5})
