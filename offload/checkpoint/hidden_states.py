@@ -102,6 +102,8 @@ class RecomputedCall:
     args, kwargs: of the call, as its forward gets them; tensors inside tuples, lists and dicts are found, in
         other objects they stay with the graph. context_fn: as of torch's checkpoint; `contexts_for` makes one
         that keeps some outputs.
+    may_stay: a plan may keep the input on the device; None where outputs are kept. before_again: called at
+        the begin of each recompute.
     Without gradients, or where neither a tensor argument nor a parameter requires one, the call is as without
     hooks: there is nothing to recompute for.
     The one tensor that leaves is the first argument that may, by position and then by keyword, in a group
@@ -117,8 +119,13 @@ class RecomputedCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         context_fn: Callable[[], Contexts] | None = None,
+        *,
+        may_stay: bool | None = None,
+        before_again: Callable[[], None] | None = None,
     ) -> None:
         self._manager = manager
+        self._alone = context_fn is None if may_stay is None else not may_stay
+        self._before_again = before_again
         self._module = module
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._context_fn = context_fn if context_fn is not None else noop_context_fn
@@ -141,8 +148,8 @@ class RecomputedCall:
         ):
             return
         again.refuse_caches()
-        alone = self._context_fn is noop_context_fn
-        group = self._manager.input_group(HIDDEN_STATES, alone=alone)
+        again.before = self._before_again
+        group = self._manager.input_group(HIDDEN_STATES, alone=self._alone)
         buffers = again.buffers = BuffersBefore(self._module)
         again.members = MembersBefore(self._module)
         run = _checkpoint_without_reentrant_generator(
@@ -203,7 +210,7 @@ class _Again:
     places: of each leaf of the arguments, its position among the tensors, None for one that is no tensor.
     """
 
-    __slots__ = ("_leaves", "_module", "_places", "_spec", "buffers", "interrupted", "members")
+    __slots__ = ("_leaves", "_module", "_places", "_spec", "before", "buffers", "interrupted", "members")
 
     def __init__(
         self, module: nn.Module, leaves: list[Any], places: list[int | None], spec: TreeSpec
@@ -214,6 +221,7 @@ class _Again:
         self._spec = spec
         self.buffers: BuffersBefore | None = None
         self.members: MembersBefore | None = None
+        self.before: Callable[[], None] | None = None
         self.interrupted = False
 
     def refuse_caches(self) -> None:
@@ -239,6 +247,8 @@ class _Again:
             leaf if place is None else tensors[place]
             for leaf, place in zip(self._leaves, self._places, strict=True)
         ]
+        if self.before is not None:
+            self.before()
         leaves = _cast_as_fsdp(self._module, leaves)
         args, kwargs = tree_unflatten(leaves, self._spec)
         assert self.members is not None

@@ -195,6 +195,9 @@ class Device(Protocol):
         """Bytes that the device allocator has reserved now, and the most that were ever in live blocks at
         once (since torch's peaks were reset last). None on the simulated device, which reserves none."""
 
+    def reset_allocator_peak(self) -> None:
+        """From here on `allocator_bytes` tells the most of what comes, and so do torch's own peaks."""
+
     def release_cached(self, worth: int) -> int:
         """Return to the driver what the device allocator has cached and nothing uses, if it holds a
         `worth`-th more than was ever in live blocks at once (since torch's peaks were reset last). Returns

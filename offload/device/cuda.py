@@ -230,6 +230,9 @@ class CudaDevice:
         stats = torch.cuda.memory_stats(self.torch_device)
         return int(stats["reserved_bytes.all.current"]), int(stats["active_bytes.all.peak"])
 
+    def reset_allocator_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
     def release_cached(self, worth: int) -> int:
         self._refuse_in_capture("a release of cached memory")
         reserved, active_peak = self.allocator_bytes()

@@ -203,6 +203,9 @@ class SimDevice(SimLanes):
     def allocator_bytes(self) -> None:
         """None: nothing is reserved that is not in use."""
 
+    def reset_allocator_peak(self) -> None:
+        """Nothing: there is no allocator."""
+
     def release_cached(self, worth: int) -> int:
         """Nothing: what is let go of here is gone."""
         return 0

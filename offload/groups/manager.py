@@ -75,6 +75,7 @@ class GroupsManager(OpenScopes, Client):
         self._only_inputs = True  # has been saved in this step
         self._compile_report = CompileReport()
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
+        self.last_step: SeenStep | None = None  # the same of the one that has ended
         self._survey: Survey | None = None
         self._group_figures: dict[str, GroupFigures] = {}  # of the step that ends
         self._ledgers: WeakSet[Ledger] = WeakSet()
@@ -100,7 +101,7 @@ class GroupsManager(OpenScopes, Client):
                 self.engine.attach(self)
                 raise
             self.engine.off_read(self._on_read)
-        self._ended = None
+        self._ended = self.last_step = None
         self._forget_step()
         self._handlers.clear()
 
@@ -136,6 +137,11 @@ class GroupsManager(OpenScopes, Client):
         """Bytes by group that leave in a whole step that follows the plan: together, its
         `StepStats.spill_bytes`. {} before warm-up has ended."""
         return dict(self._planner.leaving)
+
+    def limits_changed(self) -> None:
+        """Between steps: the engine's device limit is another one now, so a plan is made anew from what the
+        last steps were seen to do."""
+        self._planner.limits_changed()
 
     def new_ledger(self) -> Ledger:
         """Figures of the steps that end from now on, for as long as the caller holds it. The next step is
@@ -419,6 +425,7 @@ class GroupsManager(OpenScopes, Client):
         with self.engine.lock:
             seen, self._ended = self._ended, None
             assert seen is not None
+            self.last_step = seen
             if not self.do_offload:
                 self._planner.pass_over(seen)
             planned = self.do_offload and self._planner.after_step(seen)

@@ -130,5 +130,6 @@ class StepClock:
         for entry in timed:
             assert entry.end is not None
             waited_ms = sum(stall.ms(device) for stall in old_stalls[entry.first_stall : entry.last_stall])
-            seconds[entry.action] = max(0.0, (device.elapsed_ms(entry.start, entry.end) - waited_ms) / 1000)
+            own_s = max(0.0, (device.elapsed_ms(entry.start, entry.end) - waited_ms) / 1000)
+            seconds[entry.action] = seconds.get(entry.action, 0.0) + own_s  # it may be taken up again
         return seconds

@@ -93,6 +93,13 @@ class StepPlanner:
             self.trimmer.plan_settled()
         return False
 
+    def limits_changed(self) -> None:
+        """The device limit is another one: once the next step has ended, the best plans are searched for
+        again."""
+        if not self.is_warmup:
+            self._trial = None
+            self._steady_steps = min(self._steady_steps, 1)
+
     def _look(self, *, replanned: bool) -> None:
         """Warn of what the step that ended shows, if it shows anything."""
         engine, report = self._engine, self._report

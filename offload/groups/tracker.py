@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -59,6 +60,7 @@ class ChunkTracker:
         self._announced = False
         # who says when a forward begins: a stage, inside one; else who called `begin_forward`; else nobody
         self._announced_now = False
+        self._inferred: Action | None = None  # that is under way, where nobody announces any
         self._forwards_by_hand = False
         # of earlier steps, with the number of step ends that they have outlived
         self._carried: list[tuple[int, SavedChunk]] = []
@@ -196,8 +198,31 @@ class ChunkTracker:
         if not (self._announced_now or self._forwards_by_hand):
             # a loss beside a pipeline's stages, which have numbers of their own
             self._begin_next(stage + _MOST_STAGES if self._announced else stage, min_elements)
+            if self._forward is not None and not self._announced and torch._C._current_graph_task_id() == -1:
+                self._time_inferred(Action("F", *self._forward.id))
         elif min_elements is not None and self._forward is not None:
             self._forward.min_offloaded_tensor_size = min_elements
+
+    def end_inferred_forward(self) -> None:
+        """That forward is complete."""
+        if self._inferred is not None and self._inferred.kind == "F":
+            self._time_inferred(None)
+
+    def _time_inferred(self, action: Action | None) -> None:
+        """An action that nobody announces begins, and the one before it is over. A backward is over when
+        autograd says so."""
+        with self.engine.lock:
+            if self._inferred is not None:
+                self._clock.stop(self._inferred)
+            self._inferred = action
+            if action is not None:
+                self._clock.start(action)
+                if action.kind == "B":
+                    torch.autograd.Variable._execution_engine.queue_callback(partial(self._time_ends, action))
+
+    def _time_ends(self, action: Action) -> None:
+        if self._inferred == action:
+            self._time_inferred(None)
 
     def _begin_next(self, stage: int, min_elements: int | None) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -256,7 +281,10 @@ class ChunkTracker:
         with self.engine.lock:
             if handler is not self._backward and handler.begun:
                 if not self._announced:
-                    self._lookahead.advance(Action("B", *handler.id))
+                    action = Action("B", *handler.id)
+                    self._lookahead.advance(action)
+                    if not self._forwards_by_hand and torch._C._current_graph_task_id() != -1:
+                        self._time_inferred(action)
                 self._start_reading(handler, "B")
             self.pump()
 
@@ -347,6 +375,7 @@ class ChunkTracker:
         self._captured.clear()
         self._lookahead.end_step()
         self._forward = self._backward = None
+        self._inferred = None
         self._coming = []
         self._counts.clear()
         self._forward_order = []

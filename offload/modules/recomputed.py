@@ -56,6 +56,11 @@ class RecomputedCalls:
             return None
         if module.training and getattr(module, "gradient_checkpointing", False) is True:
             return self._checkpointed(module)
+        return self._begin(module, args, kwargs)
+
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RecomputedCall | GroupCall | None:
         self._refuse_compiled(module)
         call = RecomputedCall(self._root.manager(), module, args, kwargs, self._context_fn)
         call.begin()

@@ -164,6 +164,8 @@ class ModelRoot:
         if forward is None:
             return
         self._here.running -= 1
+        if self._here.running == 0:
+            self.manager().end_inferred_forward()
         if forward.call is not None:
             self.takes = False
             forward.call.close(output, failed)

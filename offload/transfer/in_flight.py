@@ -88,6 +88,7 @@ class InFlight:
         self.resident_bytes = 0
         self.spilling_bytes = 0
         self.restoring_bytes = 0
+        self.claimed_bytes = 0  # of the limit, for bytes that no block has
         self._refused_bytes = 0  # of blocks that can be read
         self._spilling: deque[Transfer] = deque()
         self._restoring: deque[Transfer] = deque()
@@ -104,8 +105,8 @@ class InFlight:
     # -- counts ----------------------------------------------------------------------------------------------
     @property
     def device_bytes(self) -> int:
-        """Saved bytes on the device in any state."""
-        return self.resident_bytes + self.spilling_bytes + self.restoring_bytes
+        """Saved bytes on the device in any state, and what is claimed beside them."""
+        return self.resident_bytes + self.spilling_bytes + self.restoring_bytes + self.claimed_bytes
 
     @property
     def over_limit(self) -> bool:
@@ -128,17 +129,26 @@ class InFlight:
             block.nbytes += nbytes
             block.storages += 1
         self.resident_bytes += nbytes  # first: whatever fails below, a block that is freed is counted out
-        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
+        held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes + self.claimed_bytes
         counts, limit, cap = self.counts, self.limits.device_limit_bytes, self.limits.max_spilling_bytes
         if (limit is not None and held > limit) or (cap is not None and self.spilling_bytes > cap):
             self._make_room(0)
-            held = self.resident_bytes + self.spilling_bytes + self.restoring_bytes
+            held = self.device_bytes
         counts.saved += 1
         counts.saved_bytes += nbytes
         if held > counts.device_bytes_peak:
             counts.device_bytes_peak = held
         if nbytes > counts.largest_bytes:
             counts.largest_bytes = nbytes
+
+    def claim(self, nbytes: int) -> None:
+        """From here on so many bytes of the device limit are for tensors that no block has, such as those
+        that a recompute makes again; room is made for them. The next claim takes the place of this one, and a
+        step's end ends it. Blocks the host: never."""
+        self.claimed_bytes = nbytes
+        if nbytes:
+            self._make_room(0)
+            self.counts.device_bytes_peak = max(self.counts.device_bytes_peak, self.device_bytes)
 
     def resize(self, block: DeviceBlock, start: int, stop: int) -> None:
         """A RESIDENT block has these bytes of its storage from here on; room is made for what it grew."""
@@ -356,6 +366,7 @@ class InFlight:
         self.reclaim_freed()
         self._settle_all()
         self._ahead.clear()
+        self.claimed_bytes = 0
         self.dropped.clear()
         self._no_room = False
         stall_ms = total_ms(self.device, self._stalls_before)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import offload
 from offload import (
     ChunkOffloadHandler,
     OffloadConfig,
@@ -20,6 +21,7 @@ from offload import (
     offload_hooks,
     step_end,
 )
+from offload.policy.actions import Action
 from tests.unit.groups.stack import (
     ROWS,
     WIDTH,
@@ -291,3 +293,16 @@ def test_prefetch_looks_again_after_a_stride_of_reads_and_not_after_each(
         in_between = [at for at in looks if 0 < at < saves]
         assert in_between == [at - 1 for at in range(reads_a_look, saves + 1, reads_a_look) if at > 1]
         step_end()
+
+
+def test_a_loop_that_announces_nothing_is_timed_all_the_same(manager: PipelineOffloadManager) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offload.activations(model, min_numel=1):
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+    assert manager.last_step is not None
+    assert manager.last_step.seconds is not None
+    assert set(manager.last_step.seconds) == {Action(kind, 0, at) for kind in "FB" for at in range(2)}

@@ -428,3 +428,19 @@ def test_the_next_spill_into_the_block_of_a_dead_tensor_waits_for_its_unused_cop
     z.sum().backward()
     del z
     rig.end()
+
+
+def test_a_claim_takes_room_of_the_limit_until_the_next_one_or_the_step_ends() -> None:
+    device = NeverBlocks()
+    rig = Rig(device=device, device_limit_bytes=4 * KIB)
+    with rig.group():
+        y = chain(leaf(), 4)  # all in flight, and within the limit
+    assert (device.waits["settle"], rig.transfers.device_bytes) == (0, 4 * KIB)
+    rig.transfers.claim(3 * KIB)
+    assert (device.waits["settle"], rig.transfers.device_bytes) == (3, 4 * KIB)
+    assert rig.states() == 3 * [BlockState.SPILLED] + [BlockState.SPILLING]
+    rig.transfers.claim(KIB)  # in place of the first
+    assert rig.transfers.device_bytes == 2 * KIB
+    del y
+    assert rig.end().device_bytes_peak == 4 * KIB
+    assert rig.transfers.device_bytes == 0
