@@ -386,20 +386,21 @@ def backward_record(tensor: torch.Tensor, event: Any) -> torch.Tensor:
 
 @untraced
 def selective_contexts(
-    keep_ops: Collection[Operator] | Callable[..., Any], *, group: str = "selective"
+    keep_ops: Collection[Operator | tuple[Operator, int]] | Callable[..., Any], *, group: str = "selective"
 ) -> Callable[[], Contexts]:
     """A context_fn for torch.utils.checkpoint (use_reentrant=False): outputs of `keep_ops` are kept, and
     leave for the host.
 
     keep_ops: operators, such as {torch.ops.aten.mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default}; or a policy as torch's
+        torch.ops.aten._scaled_dot_product_flash_attention.default}; or single calls, as pairs of an
+        operator and the call's number in the checkpointed function, from 0; or a policy as torch's
         create_selective_checkpoint_contexts takes it: policy(ctx, op, *args, **kwargs) -> bool or
         CheckpointPolicy, of which the SAVE and CPU_OFFLOAD members keep.
     group: where kept outputs belong that are made while no group is open: a group of this name for each
         checkpointed forward. Inside a group they belong to that one. The input of the checkpoint leaves only
         under `offload_hooks()` around it.
     Kept outputs follow the plan, the limits and min_offloaded_tensor_size like every saved tensor. Without a
-    current chunk they stay, which is said once, and so is a keep_ops of which nothing is ever called. What a
+    current chunk they stay, which is said once, and so are operators of which none is ever called. What a
     recompute has read is autograd's until its node has run, like what it recomputes: a region's worth outside
     device_limit_bytes. Raises ValueError for an operator that writes to its inputs or returns a view. The
     context_fn raises OffloadError where torch.compile traces the checkpoint itself: compile the function

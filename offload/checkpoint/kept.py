@@ -5,7 +5,8 @@ One invariant: the recompute goes on as if the operator had run. A call is given
 inputs of the same make, and random numbers after it are drawn from the state that it would have left.
 
 Outputs are aliases: without grad_fn, so that what is kept never holds the graph that holds it; with the
-version counter of the output itself, so that a change in place is found out by the read.
+version counter of the output itself, so that a change in place is found out by the read. Some operators
+return the bytes of their input under a counter of their own; the call is told of those.
 """
 
 from __future__ import annotations
@@ -15,14 +16,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
-from offload.saved.handles import Handle, Passed
+from offload.saved.filters import is_plain, is_wrapper
+from offload.saved.handles import Handle, Passed, modified
 from offload.saved.hooks import WrapperHandle
 from offload.transfer.block import DeviceBlock
 
-__all__ = ["KeptCall", "Operator", "RandomStep", "alias_of", "check_keepable", "sharing_versions"]
+__all__ = [
+    "UNTRACKED_VIEWS",
+    "KeptCall",
+    "Operator",
+    "RandomStep",
+    "alias_of",
+    "check_keepable",
+    "sharing_versions",
+    "storages_of",
+    "version_probe",
+]
 
 Operator = OpOverload | HigherOrderOperator
 Make = tuple[tuple[torch.Size, torch.dtype, bool], ...]
@@ -30,6 +43,16 @@ Make = tuple[tuple[torch.Size, torch.dtype, bool], ...]
 twice)."""
 
 _COLLECTIVES = "_c10d_functional"
+
+UNTRACKED_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
+"""Operators that return bytes of their first input, with version counters of their own: a linear layer
+without a bias on three dimensions returns such a view of its matrix product."""
 
 
 # -- operators -----------------------------------------------------------------------------------------------
@@ -72,6 +95,21 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def version_probe(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor that counts versions with `tensor` and holds none of its bytes; None where there is none."""
+    if tensor.is_inference() or isinstance(tensor, FakeTensor):
+        return None
+    if not is_plain(tensor):
+        return WrapperHandle(tensor, _nothing).probe if is_wrapper(tensor) else None
+    probe = alias_of(tensor)
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe
+
+
+def _nothing(tensor: torch.Tensor) -> None:
+    return None
+
+
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -83,6 +121,17 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def _make_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Make:
     found = _tensors((*args, *kwargs.values()))
     return tuple((tensor.size(), tensor.dtype, isinstance(tensor, torch.nn.Parameter)) for tensor in found)
+
+
+def storages_of(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Of every tensor in a call's arguments or outputs; of a wrapper, of the tensors that it is made of."""
+    for tensor in _tensors((values,)):
+        if is_plain(tensor) or not is_wrapper(tensor):
+            if tensor.layout is torch.strided and not isinstance(tensor, FakeTensor):
+                yield tensor.untyped_storage()
+        else:
+            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            yield from storages_of([getattr(tensor, name) for name in names])
 
 
 # -- random numbers ------------------------------------------------------------------------------------------
@@ -148,7 +197,7 @@ class KeptCall:
     """The outputs of one call. They stay on the device, in its keeping, until `leave` gives them to an
     engine."""
 
-    __slots__ = ("_leaves", "_make", "_random", "_spec", "is_collective", "name")
+    __slots__ = ("_leaves", "_make", "_random", "_spec", "_watched", "is_collective", "name")
 
     def __init__(
         self,
@@ -163,6 +212,7 @@ class KeptCall:
         self.is_collective = isinstance(operator, OpOverload) and operator.namespace == _COLLECTIVES
         self._make = _make_of(args, kwargs)
         self._random = random
+        self._watched: list[tuple[torch.Tensor, torch.Size, int]] = []
         leaves, self._spec = tree_flatten(outputs)
         self._leaves = [Passed(alias_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
@@ -181,14 +231,21 @@ class KeptCall:
                     self._leaves[position] = pack(leaf.tensor)
         return [handle.record.block for leaf in self._leaves for handle in _handles(leaf)]
 
+    def watch(self, views: Any) -> None:
+        """views: what an operator of UNTRACKED_VIEWS has made of the outputs."""
+        for view in _tensors((views,)):
+            probe = version_probe(view)
+            if probe is not None:
+                self._watched.append((probe, view.size(), probe._version))
+
     def again(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], unpack: Callable[[Any], torch.Tensor]
     ) -> Any:
         """The outputs, on the device, as the call would return them now. May be asked any number of times.
         Blocks the host: never.
 
-        Raises OffloadError for a call on other inputs, RuntimeError if an output was modified in place after
-        it was kept.
+        Raises OffloadError for a call on other inputs, RuntimeError if an output, or an untracked view of
+        one, was modified in place after it was kept.
         """
         make = _make_of(args, kwargs)
         if make != self._make:
@@ -197,6 +254,9 @@ class KeptCall:
                 f"{_said(make)} in the recompute: the region did not call the same operators in the same "
                 "order; make it repeat itself, or take the operator off keep_ops"
             )
+        for probe, size, version in self._watched:
+            if probe._version != version:
+                raise modified(probe.dtype, size, probe._version, version)
         with sharing_versions():
             leaves = [_given(leaf, unpack) for leaf in self._leaves]
         if self._random is not None:

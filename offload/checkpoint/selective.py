@@ -36,40 +36,38 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from offload.checkpoint.kept import KeptCall, Operator, RandomStep, check_keepable
+from offload.checkpoint.keep import Keep
+from offload.checkpoint.kept import UNTRACKED_VIEWS, KeptCall, Operator, RandomStep, storages_of
 from offload.checkpoint.report import report_of
 from offload.device import Lane
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.saved.hooks import Scope, inside_checkpoint
 from offload.transfer.block import DeviceBlock
+from offload.transfer.layout import WeakStorage
 
-__all__ = ["Contexts", "Groups", "KeepContext", "KeptGroup", "contexts_for"]
+__all__ = ["Contexts", "Groups", "KeptGroup", "contexts_for"]
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-@dataclass(slots=True, eq=False)
-class KeepContext:
-    """What a policy is told besides the call, as torch's own: it is asked in the forward only, after the
-    operator has run."""
-
-    op_output: Any
-    is_recompute: bool = False
-
-
 def contexts_for(
-    keep_ops: Collection[Operator] | Callable[..., Any], group: str, groups: Callable[[], Groups]
+    keep_ops: Collection[Operator | tuple[Operator, int]] | Callable[..., Any],
+    group: str,
+    groups: Callable[[], Groups],
 ) -> Callable[[], Contexts]:
-    """The context_fn of `offload.selective_contexts`. groups: asked at each checkpointed forward."""
-    keep = _Keep(keep_ops)
+    """The context_fn of `offload.selective_contexts`.
+
+    keep_ops: operators; a policy; or pairs of an operator and the number of one of its calls in a forward of
+        the region, from 0. Of pairs, one that a forward does not come to is nothing to be said.
+    groups: asked at each checkpointed forward.
+    """
+    keep = Keep(keep_ops)
     if not isinstance(group, str) or not group:
         raise ValueError(f"group is {group!r}, must be a non-empty string such as 'selective'")
 
@@ -86,53 +84,6 @@ def contexts_for(
         return forward, _RecomputeMode(forward)
 
     return context_fn
-
-
-class _Keep:
-    """What is to be kept: a set of operators, or a policy."""
-
-    def __init__(self, keep_ops: Collection[Operator] | Callable[..., Any]) -> None:
-        self.policy: Callable[..., Any] | None = None
-        self.operators: frozenset[Operator] = frozenset()
-        if isinstance(keep_ops, Collection) and not isinstance(keep_ops, str):
-            self.operators = frozenset(check_keepable(operator) for operator in keep_ops)
-            if not self.operators:
-                raise ValueError(
-                    "keep_ops is empty: every output would be recomputed, as a plain checkpoint does; name "
-                    "some operators"
-                )
-            self.key: Any = self.operators
-            self.names = tuple(sorted(str(operator) for operator in self.operators))
-        elif callable(keep_ops):
-            self.policy = keep_ops
-            name = getattr(keep_ops, "__qualname__", type(keep_ops).__qualname__)
-            self.key = (getattr(keep_ops, "__module__", ""), name)
-            self.names = (f"what policy {name} asks for",)
-        else:
-            raise ValueError(
-                f"keep_ops is a {type(keep_ops).__name__}, must be a set of operators, or a policy(ctx, op, "
-                "*args, **kwargs)"
-            )
-
-    def numbers(self, operator: Operator) -> bool:
-        """Whether calls of this operator are counted: those that may be kept, in the forward and in the
-        recompute alike."""
-        return operator in self.operators if self.policy is None else operator not in SAC_IGNORED_OPS
-
-    def wants(self, operator: Operator, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if self.policy is None:
-            return True
-        answer = self.policy(KeepContext(output), operator, *args, **kwargs)
-        name = getattr(answer, "name", "")
-        if not isinstance(answer, bool) and not name.endswith(("_SAVE", "_CPU_OFFLOAD", "_RECOMPUTE")):
-            raise ValueError(
-                f"the policy answered {answer!r} for {operator}; must be a bool or a "
-                "torch.utils.checkpoint.CheckpointPolicy"
-            )
-        if answer is False or name.endswith("_RECOMPUTE"):
-            return False
-        check_keepable(operator)
-        return True
 
 
 class KeptGroup(Protocol):
@@ -174,12 +125,14 @@ class _ForwardMode(_Mode):
     kept: by operator and number. calls: of each operator that may be kept.
     """
 
-    def __init__(self, keep: _Keep, groups: Groups, name: str) -> None:
+    def __init__(self, keep: Keep, groups: Groups, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keep = keep
         self.engine = groups.engine
         self.kept: dict[tuple[Operator, int], KeptCall] = {}
         self.calls: Counter[Operator] = Counter()
+        # by storage, the kept call that made it; the reference keeps the address from naming another one
+        self._made: dict[int, tuple[WeakStorage, KeptCall]] = {}
         self._groups = groups
         self._group = groups.kept_group(name)
         self._report = report_of(groups.engine)
@@ -214,27 +167,42 @@ class _ForwardMode(_Mode):
         else:
             self._pair.__exit__()
             self._pair = self._waiting = None
+        self._made.clear()
         self._group.end()
-        if torch._C._current_graph_task_id() == -1:  # else an outer recompute runs this forward again
+        # in a backward an outer recompute runs this forward again
+        if self.keep.names and torch._C._current_graph_task_id() == -1:
             self._report.region(self.keep.key, self.keep.names, self._matched, map(str, self._called))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if self.engine.at_work():
             return func(*args, **kwargs)
-        if not self._matched:
+        if not self._matched and self.keep.names:
             self._called[func] = None
+        output = self._run(func, args, kwargs)
+        if func in UNTRACKED_VIEWS:
+            for storage in storages_of(args[0]):
+                if storage._cdata in self._made:
+                    self._made[storage._cdata][1].watch(output)
+        return output
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.keep.numbers(func):
+            return func(*args, **kwargs)
+        number = self.calls[func]
+        self.calls[func] += 1
+        if not self.keep.may_want(func, number):
             return func(*args, **kwargs)
         random = RandomStep.start(func, args, kwargs)
         output = func(*args, **kwargs)
-        number = self.calls[func]
-        self.calls[func] += 1
         if self.keep.wants(func, output, args, kwargs):
             self._pass_on()
-            self._matched.add(str(func) if self.keep.policy is None else self.keep.names[0])
+            if self.keep.names:
+                self._matched.add(str(func) if self.keep.policy is None else self.keep.names[0])
             with self.engine.lock:
                 call = KeptCall(func, number, args, kwargs, output, RandomStep.end(random))
+                for storage in storages_of(output):
+                    self._made[storage._cdata] = WeakStorage(storage), call
                 lane = None if call.is_collective else self.engine.device.compute
                 self._waiting = ((func, number), call, self._group.scope(lane))
         return output

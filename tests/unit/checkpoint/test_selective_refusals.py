@@ -48,7 +48,13 @@ aten = torch.ops.aten
         ([aten.split.Tensor], r"aten.split.Tensor returns a view of its input"),
         ({torch.mm}, r"a builtin_function_or_method; must be an operator such as torch.ops.aten.mm.default"),
         (set(), r"keep_ops is empty"),
-        ("mm", r"keep_ops is a str, must be a set of operators, or a policy"),
+        (
+            "mm",
+            r"keep_ops is a str, must be a set of operators, a set of pairs \(operator, call number\), or",
+        ),
+        ({(MM, 0), MM}, r"keep_ops holds .*aten.mm.* beside pairs; must be all operators, or all pairs"),
+        ({(MM, -1)}, r"keep_ops holds \(.*, -1\) beside pairs"),
+        ({(aten.t.default, 0)}, r"aten.t.default returns a view of its input"),
         (None, r"keep_ops is a NoneType"),
     ],
 )

@@ -1,0 +1,95 @@
+"""What a selective checkpoint is asked to keep: operators, calls of operators, or whatever a policy says.
+
+One invariant: what is asked for may be kept, or it is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from offload.checkpoint.kept import Operator, check_keepable
+from offload.sizes import is_count
+
+__all__ = ["Keep", "KeepContext"]
+
+
+@dataclass(slots=True, eq=False)
+class KeepContext:
+    """What a policy is told besides the call, as torch's own: it is asked in the forward only, after the
+    operator has run."""
+
+    op_output: Any
+    is_recompute: bool = False
+
+
+class Keep:
+    """What is to be kept: a set of operators, a set of calls, or a policy.
+
+    names: for the report of what was never called; none for a set of calls, which are another forward's.
+    """
+
+    def __init__(self, keep_ops: Collection[Any] | Callable[..., Any]) -> None:
+        self.policy: Callable[..., Any] | None = None
+        self.operators: frozenset[Operator] = frozenset()
+        self.calls: frozenset[tuple[Operator, int]] | None = None
+        if isinstance(keep_ops, Collection) and not isinstance(keep_ops, str):
+            if not keep_ops:
+                raise ValueError(
+                    "keep_ops is empty: every output would be recomputed, as a plain checkpoint does; name "
+                    "some operators"
+                )
+            if any(isinstance(member, tuple) for member in keep_ops):
+                self.calls = frozenset(map(_check_call, keep_ops))
+                keep_ops = [operator for operator, _ in self.calls]
+            self.operators = frozenset(check_keepable(operator) for operator in keep_ops)
+            self.key: Any = self.operators
+            named = () if self.calls is not None else self.operators
+            self.names = tuple(sorted(str(operator) for operator in named))
+        elif callable(keep_ops):
+            self.policy = keep_ops
+            name = getattr(keep_ops, "__qualname__", type(keep_ops).__qualname__)
+            self.key = (getattr(keep_ops, "__module__", ""), name)
+            self.names = (f"what policy {name} asks for",)
+        else:
+            raise ValueError(
+                f"keep_ops is a {type(keep_ops).__name__}, must be a set of operators, a set of pairs "
+                "(operator, call number), or a policy(ctx, op, *args, **kwargs)"
+            )
+
+    def numbers(self, operator: Operator) -> bool:
+        """Whether calls of this operator are counted: those that may be kept, in the forward and in the
+        recompute alike."""
+        return operator in self.operators if self.policy is None else operator not in SAC_IGNORED_OPS
+
+    def may_want(self, operator: Operator, number: int) -> bool:
+        """Asked before the call of an operator that is counted."""
+        return self.calls is None or (operator, number) in self.calls
+
+    def wants(self, operator: Operator, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.policy is None:
+            return True
+        answer = self.policy(KeepContext(output), operator, *args, **kwargs)
+        name = getattr(answer, "name", "")
+        if not isinstance(answer, bool) and not name.endswith(("_SAVE", "_CPU_OFFLOAD", "_RECOMPUTE")):
+            raise ValueError(
+                f"the policy answered {answer!r} for {operator}; must be a bool or a "
+                "torch.utils.checkpoint.CheckpointPolicy"
+            )
+        if answer is False or name.endswith("_RECOMPUTE"):
+            return False
+        check_keepable(operator)
+        return True
+
+
+def _check_call(call: Any) -> tuple[Operator, int]:
+    """The pair. Raises ValueError for what is none."""
+    if not isinstance(call, tuple) or len(call) != 2 or not is_count(call[1]):
+        raise ValueError(
+            f"keep_ops holds {call!r} beside pairs; must be all operators, or all pairs of an operator and "
+            "the number of its call, from 0"
+        )
+    return call
