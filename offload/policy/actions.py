@@ -68,11 +68,17 @@ class GroupSize(NamedTuple):
 
     region: neighbours of one number other than 0 are read together, before any of their compute: what a
         checkpoint's recompute reads.
+    weight: its part of its chunk's compute, relative to the other groups; by bytes where no group has one.
+    again_s: seconds that are computed once more where its region is read, beside the action's compute.
+    again_bytes: what that makes, on the device until its region's compute ends.
     """
 
     name: str
     nbytes: int
     region: int = 0
+    weight: float = 0.0
+    again_s: float = 0.0
+    again_bytes: int = 0
 
 
 class GroupKey(NamedTuple):

@@ -25,16 +25,14 @@ future. A byte that moves twice could have stayed away in between, so "at most o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from offload.policy.actions import Rates, Work, lives_of
+from offload.policy.linear import Ranges, Rows, minimise
 
 __all__ = ["Bound", "least_step", "single_pass_limit_s"]
-
-_Ranges = list[tuple[float, float | None]]
-"""The least and the most of each column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +138,9 @@ def _solve(
     """
     byte_unit = max(share.nbytes for share in shares)
     time_unit = byte_unit / rates.d2h_bytes_per_s
-    bounds: _Ranges = [(item.compute_s / slices / time_unit, None) for item in work for _ in range(slices)]
+    bounds: Ranges = [(item.compute_s / slices / time_unit, None) for item in work for _ in range(slices)]
     every_slice = range(len(bounds))
-    at_most, equal = _Rows(), _Rows()
+    at_most, equal = Rows(), Rows()
     outs: list[list[int]] = [[] for _ in every_slice]
     ins: list[list[int]] = [[] for _ in every_slice]
     aways: list[list[int]] = [[] for _ in every_slice]
@@ -178,51 +176,14 @@ def _solve(
         if on_device[at] > cap:
             at_most.add([(away, -1.0) for away in aways[at]], cap - on_device[at])
 
-    durations = _minimise(every_slice, bounds, at_most, equal)[: len(every_slice)]
+    least = minimise(dict.fromkeys(every_slice, 1.0), bounds, at_most, equal)
+    # a slice may take as long as it likes, so there is always a solution
+    assert least is not None
+    durations = least.values[: len(every_slice)]
     # more than the least by less than can be measured, or rounding makes the second program infeasible
     at_most.add([(at, 1.0) for at in every_slice], sum(durations) * (1 + 1e-9) + 1e-7)
     leaving = [out for columns in outs for out in columns]
-    solution = _minimise(leaving, bounds, at_most, equal)
-    moved_bytes = sum(solution[out] for out in leaving) * byte_unit
+    fewest = minimise(dict.fromkeys(leaving, 1.0), bounds, at_most, equal)
+    assert fewest is not None
+    moved_bytes = sum(fewest.values[out] for out in leaving) * byte_unit
     return [duration * time_unit for duration in durations], moved_bytes
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Sparse rows of one matrix and their right sides."""
-
-    limits: list[float] = field(default_factory=list)
-    entries: list[tuple[int, int, float]] = field(default_factory=list)
-
-    def add(self, row: Sequence[tuple[int, float]], limit: float) -> None:
-        self.entries += [(len(self.limits), column, value) for column, value in row]
-        self.limits.append(limit)
-
-    def matrix(self, sparse: Any, num_columns: int) -> Any:
-        rows, columns, values = zip(*self.entries, strict=True)
-        return sparse.csr_matrix((values, (rows, columns)), shape=(len(self.limits), num_columns))
-
-
-def _minimise(columns: Iterable[int], bounds: _Ranges, at_most: _Rows, equal: _Rows) -> list[float]:
-    """All columns' values where the sum of those named is least."""
-    try:  # asked for at use: training never needs it
-        from scipy import optimize, sparse
-    except ImportError as error:
-        raise ImportError(
-            "the bound needs scipy, which is not installed: pip install pipeline-offload[bench]"
-        ) from error
-    costs = [0.0] * len(bounds)
-    for column in columns:
-        costs[column] = 1.0
-    result = optimize.linprog(
-        costs,
-        A_ub=at_most.matrix(sparse, len(bounds)),
-        b_ub=at_most.limits,
-        A_eq=equal.matrix(sparse, len(bounds)),
-        b_eq=equal.limits,
-        bounds=bounds,
-        method="highs",
-    )
-    # a slice may take as long as it likes, so there is always a solution
-    assert result.success, f"HiGHS found no step: {result.message}"
-    return [float(value) for value in result.x]

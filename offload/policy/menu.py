@@ -2,6 +2,7 @@
 
     level   one choice: how much of the block's forward the backward computes once more
     menu    all levels of one block, from the one that saves most to the one that saves least
+    block   one block of one chunk: its menu, and what it takes at level 0
 
 One invariant: numbers and names only. Level 0 is the plain block, of which nothing is computed again. Every
 further level saves less and computes more, and each step down costs more seconds for a byte than the one
@@ -11,9 +12,10 @@ before: a menu is convex, so a linear program may mix neighbouring levels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["Level", "Menu", "convex"]
+__all__ = ["Block", "Host", "Level", "Menu", "convex"]
 
 
 class Level(NamedTuple):
@@ -33,6 +35,58 @@ class Level(NamedTuple):
 
 
 Menu = tuple[Level, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One block of one chunk, for a plan. Equal blocks are told apart by their places only."""
+
+    menu: Menu
+    """The levels to choose from, the plain one first."""
+    forward_s: float
+    """Device seconds of the plain block's forward."""
+    backward_s: float
+    """Device seconds of its whole backward, of a plain block."""
+    weight_part: float = 0.5
+    """Of `backward_s`, what the W of a split backward takes; its I takes the rest."""
+    host_s: float = 0.0
+    """Host seconds of the plain block, forward and backward together."""
+
+    def __post_init__(self) -> None:
+        if not self.menu:
+            raise ValueError("the menu of a block has no level; give it the plain one at least")
+        least = min(self.forward_s, self.backward_s, self.host_s, *(min(level[1:]) for level in self.menu))
+        if least < 0 or not 0.0 <= self.weight_part <= 1.0:
+            raise ValueError(
+                f"a block has {least} seconds or bytes and a weight_part of {self.weight_part}; give 0 or "
+                "more, and a part in 0..1"
+            )
+
+    def scaled(self, factor: float) -> Block:
+        """The block of a chunk with `factor` times as many tokens, whose bytes and device seconds grow with
+        them; what the host does stays."""
+        menu = tuple(
+            level._replace(
+                saved_bytes=round(level.saved_bytes * factor),
+                recompute_s=level.recompute_s * factor,
+                made_again_bytes=round(level.made_again_bytes * factor),
+            )
+            for level in self.menu
+        )
+        return replace(
+            self, menu=menu, forward_s=self.forward_s * factor, backward_s=self.backward_s * factor
+        )
+
+
+class Host(NamedTuple):
+    """What the host thread takes of a step beside its blocks.
+
+    seconds_per_moved_byte: for each byte that leaves the device, its way back included. rest_s: host seconds
+    of the step outside the blocks.
+    """
+
+    seconds_per_moved_byte: float = 0.0
+    rest_s: float = 0.0
 
 
 def convex(levels: Sequence[Level]) -> Menu:

@@ -16,11 +16,14 @@ go on otherwise; `peak_bytes` says so.
               out is read where it is
     region    groups that a recompute reads are read one after the other, then computed: from its read on a
               group's bytes are the graph's
+    again     what a recompute makes again is on the device from the region's read to the end of its compute,
+              and with it the group that it was made from. The peak counts them; the limit, which is the
+              engine's on saved bytes, does not
     free      after the last read, at the end of the group's compute; if it was on its way out, when room is
               needed and the copy has ended. Between the I and the W of a chunk what was brought back is
               dropped without a copy
 
-Compute is spread over an action's groups by their bytes.
+Compute is spread over an action's groups by their weights, or by their bytes where no group has one.
 """
 
 from __future__ import annotations
@@ -53,9 +56,11 @@ class Simulation:
 
     step_s: float
     compute_s: float
+    """Of the actions, without what is computed once more."""
+    recompute_s: float
     peak_bytes: int
-    """The most saved bytes on the device at once, in any state; above the limit where one group alone did not
-    fit."""
+    """The most saved bytes on the device at once, in any state, and what was made again beside them; above
+    the limit where one group alone did not fit, or by what was made again."""
     moved_bytes: int
     """Bytes that left the device."""
     restored_bytes: int
@@ -64,6 +69,8 @@ class Simulation:
     """Compute waiting for room."""
     restore_stall_s: float
     """Compute waiting for a group that it reads."""
+    host_peak_bytes: int
+    """The most bytes on the host at once, from where a group is queued to leave to its last read."""
 
     @property
     def stall_s(self) -> float:
@@ -93,11 +100,13 @@ def simulate(
     return Simulation(
         step_s=step.now_s,
         compute_s=sum(compute_s),
+        recompute_s=step.recompute_s,
         peak_bytes=step.peak_bytes,
         moved_bytes=step.moved_bytes,
         restored_bytes=step.restored_bytes,
         spill_stall_s=step.stall_s[D2H],
         restore_stall_s=step.stall_s[H2D],
+        host_peak_bytes=step.host_peak_bytes,
     )
 
 
@@ -125,9 +134,9 @@ class _Step:
         keeps: Keeps,
         window_bytes: int,
     ) -> None:
-        self.now_s = 0.0
+        self.now_s = self.recompute_s = 0.0
         self.stall_s = [0.0, 0.0]  # by direction
-        self.peak_bytes = self.moved_bytes = self.restored_bytes = 0
+        self.peak_bytes = self.moved_bytes = self.restored_bytes = self.host_peak_bytes = 0
         self._sizes = sizes
         self._limit_bytes = limit_bytes
         self._keeps = keeps
@@ -137,6 +146,7 @@ class _Step:
         self._read_bytes = [sizes[read.group.chunk][read.group.position].nbytes for read in self._reads]
         self._ahead_bytes = [0, *accumulate(self._read_bytes)]
         self._num_ended = self._next_read = self._next_fetch = self._device_bytes = 0
+        self._again_bytes = self._host_bytes = 0
         self._at: dict[GroupKey, _At] = {}
         self._spills: deque[GroupKey] = deque()
 
@@ -164,6 +174,8 @@ class _Step:
                 self._at[key] = _At.LEAVING
                 self._spills.append(key)
                 self.moved_bytes += group.nbytes
+                self._host_bytes += group.nbytes
+                self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
                 self._link.issue(D2H, key, group.nbytes, self.now_s)
             self._fetch()
 
@@ -172,19 +184,24 @@ class _Step:
         region, owed_s = 0, 0.0
         for _ in groups:
             _, key, last, _ = self._reads[self._next_read]
-            if groups[key.position].region != region:
+            group = groups[key.position]
+            if group.region != region:
                 self.now_s += owed_s
-                region, owed_s = groups[key.position].region, 0.0
+                region, owed_s, self._again_bytes = group.region, 0.0, 0
             nbytes = self._read_bytes[self._next_read]
             if self._at[key] is _At.AWAY:
                 self._make_room(nbytes)
                 self._restore(key, nbytes)
             if self._at[key] is _At.BACK:
                 self._wait(H2D, key)
+            self.recompute_s += group.again_s
+            self._again_bytes += group.again_bytes
+            self._see_peak()
             if region:
-                owed_s += seconds[key.position]
+                owed_s += seconds[key.position] + group.again_s
             else:
-                self.now_s += seconds[key.position]
+                self.now_s += seconds[key.position] + group.again_s
+                self._again_bytes = 0
             if last and self._at[key] in (_At.LEAVING, _At.WANTED):
                 self._at[key] = _At.READ_LEAVING
                 # twice in the queue if still there: the earlier one frees it, the later one finds it gone
@@ -192,10 +209,14 @@ class _Step:
             elif last:
                 self._at[key] = _At.GONE
                 self._device_bytes -= nbytes
+                self._again_bytes += nbytes if region and group.again_bytes else 0
+            if last and key not in self._keeps:
+                self._host_bytes -= nbytes
             self._next_read += 1
             self._next_fetch = max(self._next_fetch, self._next_read)
             self._fetch()
         self.now_s += owed_s
+        self._again_bytes = 0
         if action.kind == "I":
             for index, group in enumerate(groups):
                 key = GroupKey(action.chunk, index)
@@ -250,11 +271,18 @@ class _Step:
 
     def _take(self, nbytes: int) -> None:
         self._device_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._device_bytes)
+        self._see_peak()
+
+    def _see_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self._device_bytes + self._again_bytes)
 
 
 def _spread(seconds: float, groups: Sequence[GroupSize]) -> list[float]:
-    """An action's compute over its groups, by their bytes; evenly where there are none."""
+    """An action's compute over its groups, by their weights, or by their bytes; evenly where there are
+    neither."""
+    total = sum(group.weight for group in groups)
+    if total > 0:
+        return [seconds * group.weight / total for group in groups]
     total_bytes = sum(group.nbytes for group in groups)
     if total_bytes == 0:
         return [seconds / len(groups)] * len(groups)

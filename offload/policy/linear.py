@@ -1,0 +1,72 @@
+"""A linear program: rows as they are written down, and the columns' values where one sum of them is least.
+
+One invariant: nothing here knows what a column means. scipy is asked for at use: training without a plan
+never needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+__all__ = ["Ranges", "Rows", "Solution", "minimise"]
+
+Ranges = list[tuple[float, float | None]]
+"""The least and the most of each column."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """Sparse rows of one matrix and their right sides."""
+
+    limits: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, row: Iterable[tuple[int, float]], limit: float) -> None:
+        for column, value in row:
+            self.rows.append(len(self.limits))
+            self.columns.append(column)
+            self.values.append(value)
+        self.limits.append(limit)
+
+    def matrix(self, sparse: Any, num_columns: int) -> Any:
+        return sparse.csr_matrix(
+            (self.values, (self.rows, self.columns)), shape=(len(self.limits), num_columns)
+        )
+
+
+class Solution(NamedTuple):
+    """values: of all columns. per_limit: by how much the least sum grows for each unit that the right side of
+    an `at_most` row grows by, 0 or less."""
+
+    values: Sequence[float]
+    per_limit: Sequence[float]
+
+
+def minimise(costs: Mapping[int, float], ranges: Ranges, at_most: Rows, equal: Rows) -> Solution | None:
+    """The columns' values where their sum, each times its cost, is least; None if no values keep all rows.
+
+    costs: by column, 0 where it is not named. Raises ImportError without scipy (extra `bench`).
+    """
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise ImportError(
+            "the bound needs scipy, which is not installed: pip install pipeline-offload[bench]"
+        ) from error
+    result = optimize.linprog(
+        [costs.get(column, 0.0) for column in range(len(ranges))],
+        A_ub=at_most.matrix(sparse, len(ranges)),
+        b_ub=at_most.limits,
+        A_eq=equal.matrix(sparse, len(ranges)),
+        b_eq=equal.limits,
+        bounds=ranges,
+        method="highs",
+    )
+    if result.status == 2:  # infeasible
+        return None
+    assert result.success, f"HiGHS found no solution: {result.message}"
+    return Solution(result.x.tolist(), result.ineqlin.marginals.tolist())

@@ -1,0 +1,425 @@
+"""The least step time of any engine that may keep, move or recompute every byte: the bound of `bound`, with
+one more way out.
+
+What is given up is never made in the forward, and costs seconds where the backward reads it. One invariant:
+as there, each simplification lets the program do more than an engine can, so it is a lower bound. Words
+beside those of `bound`:
+
+    part        neighbouring blocks of a chunk; an action has a slice for each part of its chunk
+    x[b, l]     the share of block b that runs at level l of its menu; what is left of 1 runs plain
+    given[b]    bytes of block b that are given up: what its levels save less than the plain one
+    moved       flows are of a whole chunk: out[c, s], in[c, s], away[c, s]
+
+    minimise    sum t
+    such that   t[s] >= compute of s, and of what is recomputed in s
+                out, in and away within what the link carries; away only of what is made, not given up, unread
+                made - read - given - away <= cap at the end of each slice
+                away of all chunks <= host limit
+                host seconds of blocks, levels, moved bytes and the rest <= sum t                    the host
+
+A chunk's backward reads last what its forward made first. So of a chunk the bytes that are away can always be
+those made first, and one flow says as much as one for each block. Shares of a block may run at several
+levels, so a menu need not be convex. The host is one lane that no wait of the device holds up.
+
+What only engines need is left out of the bound. `as_engine` counts it, to make a plan from: room for what a
+recompute makes again, and the second recompute of a split backward, in its W.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from offload.policy.actions import Action, ChunkKey, Life, Rates, lives_of
+from offload.policy.linear import Ranges, Rows, Solution, minimise
+from offload.policy.menu import Block, Host
+
+__all__ = ["ChunkBlocks", "MixedBound", "action_seconds", "host_seconds", "least_mixed_step"]
+
+ChunkBlocks = Mapping[ChunkKey, Sequence[Block]]
+"""Each chunk's blocks in forward order."""
+
+_MOST_SLICES = 16
+"""Of one action: with a slice for each block the program sees where in a chunk it gives up what."""
+_MOST_FLOWS = 2500
+"""Chunks times slices of their lives, about: the time to solve grows faster than they do, and is about 0.1 s
+for so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedBound:
+    """The answer of the program."""
+
+    step_s: float
+    """Least time of the step."""
+    compute_s: float
+    """Compute alone: the step with nothing given up or moved."""
+    moved_bytes: int
+    """Bytes that leave the device, the fewest of a step of that time."""
+    recomputed_s: float
+    """Device seconds of recomputing."""
+    recomputed_bytes: int
+    """Bytes that were never made in a forward."""
+    host_s: float
+    """Host seconds of the step; 0 where no host was given."""
+    given_bytes: Mapping[ChunkKey, tuple[float, ...]]
+    """What each block gives up."""
+    kept_bytes: Mapping[ChunkKey, float]
+    """Of what each chunk saves, what is never away."""
+    seconds_per_byte: float
+    """What one more byte of cap would save, as long as the same things bind."""
+
+
+def action_seconds(
+    actions: Sequence[Action], blocks: ChunkBlocks, rest_s: Mapping[Action, float]
+) -> list[float]:
+    """What each action computes with every block plain. rest_s: seconds of an action outside the blocks."""
+    lives = lives_of(actions)
+    for action in actions:
+        if action.chunk not in blocks:
+            raise ValueError(
+                f"{action} has no blocks; blocks has {len(blocks)} chunks, add {action.chunk}, with an empty "
+                "list if it has none"
+            )
+    return [
+        sum(_block_seconds(block, action, lives[action.chunk]) for block in blocks[action.chunk])
+        + rest_s.get(action, 0.0)
+        for action in actions
+    ]
+
+
+def host_seconds(actions: Sequence[Action], blocks: ChunkBlocks, host: Host) -> float:
+    """What the host takes for a step of plain blocks that moves nothing."""
+    chunks = (action.chunk for action in actions if action.kind == "F")
+    return host.rest_s + sum(block.host_s for chunk in chunks for block in blocks[chunk])
+
+
+def least_mixed_step(
+    actions: Sequence[Action],
+    blocks: ChunkBlocks,
+    rates: Rates,
+    cap_bytes: int,
+    *,
+    rest_s: Mapping[Action, float] = {},
+    host: Host | None = None,
+    host_limit_bytes: int | None = None,
+    slices: int | None = None,
+    as_engine: bool = False,
+) -> MixedBound:
+    """Solve the program for one rank.
+
+    cap_bytes: what saved activations may take on the device. rest_s: device seconds of each action outside
+        the blocks. host: None for a host that is never late. host_limit_bytes: what may be away at once.
+    slices: parts of an action at most; None for as many as stay affordable. More are nearer to the truth,
+        from below.
+    as_engine: count what only an engine needs, too; no lower bound then.
+
+    Raises ValueError for an order, a cap or a host limit that cannot be, ImportError without scipy.
+    """
+    if cap_bytes < 0:
+        raise ValueError(
+            f"cap_bytes is {cap_bytes:,}, less than 0: weights and working set alone do not fit; raise the "
+            "device limit"
+        )
+    if slices is not None and slices < 1:
+        raise ValueError(f"slices is {slices}; give 1 or more, or None")
+    action_s = action_seconds(actions, blocks, rest_s)
+    program = _Program(
+        actions, blocks, rates, rest_s, slices or _affordable_slices(actions, blocks), as_engine
+    )
+    program.limit(cap_bytes, host_limit_bytes)
+    if host is not None:
+        program.limit_host(host, host_seconds(actions, blocks, host))
+    bound = program.solve(sum(action_s), host, host_seconds(actions, blocks, host or Host()))
+    if bound is None:
+        raise ValueError(
+            f"no step fits cap_bytes {cap_bytes:,} and host_limit_bytes {host_limit_bytes or 0:,}, whatever "
+            "it recomputes; raise one of them"
+        )
+    return bound
+
+
+class _Kind(NamedTuple):
+    """`num` equal blocks of one part. column: of the first level after the plain one; the others follow."""
+
+    block: Block
+    num: int
+    column: int
+
+    def levels(self) -> list[tuple[int, int, float, float, int]]:
+        """Of each level but the plain one: column, bytes given up, seconds, host seconds, bytes made
+        again."""
+        plain, *others = self.block.menu
+        return [
+            (
+                self.column + at,
+                plain.saved_bytes - level.saved_bytes,
+                level.recompute_s,
+                level.host_s,
+                level.made_again_bytes,
+            )
+            for at, level in enumerate(others)
+        ]
+
+
+class _Part(NamedTuple):
+    kinds: list[_Kind]
+    given: int
+    """The column of what this part and those before it give up."""
+    saved: float
+    """What this part and those before it save if they run plain, in units of bytes."""
+
+
+class _Program:
+    """The rows and columns, in units of the largest chunk's bytes and of the seconds in which they leave.
+
+    The first columns are the slices' durations.
+    """
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        blocks: ChunkBlocks,
+        rates: Rates,
+        rest_s: Mapping[Action, float],
+        slices: int,
+        as_engine: bool,
+    ) -> None:
+        self._lives = lives_of(actions)
+        self._blocks = {chunk: blocks[chunk] for chunk in self._lives}
+        plain = {
+            chunk: sum(block.menu[0].saved_bytes for block in own) for chunk, own in self._blocks.items()
+        }
+        self._byte_unit = max(1, *plain.values()) if plain else 1
+        self._time_unit = self._byte_unit / rates.d2h_bytes_per_s
+        self._as_engine = as_engine
+        self._ranges: Ranges = []
+        self._at_most, self._equal = Rows(), Rows()
+        self._cuts = {chunk: _cut(own, slices) for chunk, own in self._blocks.items()}
+        counts = [max(1, len(self._cuts[action.chunk])) for action in actions]
+        self._first = [0, *accumulate(counts)]
+        self._seconds: list[list[tuple[int, float]]] = []  # recompute seconds of each slice, by column
+        for action, count in zip(actions, counts, strict=True):
+            cut = self._slices_of(action)
+            for place in range(count):
+                own = cut[place] if cut else []
+                seconds = sum(_block_seconds(block, action, self._lives[action.chunk]) for block in own)
+                self._ranges.append(((seconds + rest_s.get(action, 0.0) / count) / self._time_unit, None))
+                self._seconds.append([])
+        num_slices = self._first[-1]
+        self._outs: list[list[int]] = [[] for _ in range(num_slices)]
+        self._ins: list[list[int]] = [[] for _ in range(num_slices)]
+        self._aways: list[list[int]] = [[] for _ in range(num_slices)]
+        self._used: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]  # beside plain bytes
+        self._plain = [0.0] * num_slices
+        self._again: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]
+        self._chunk_aways: dict[ChunkKey, list[tuple[int, int, float]]] = {}
+        self._parts: dict[ChunkKey, list[_Part]] = {}
+        for chunk in self._lives:
+            self._add_chunk(chunk)
+        for at, recomputed in enumerate(self._seconds):
+            if recomputed:
+                # the duration's own least is for what is computed anyway
+                least, _ = self._ranges[at]
+                self._at_most.add([(at, -1.0), *recomputed], -least)
+        h2d = rates.h2d_bytes_per_s / rates.d2h_bytes_per_s
+        both = rates.together_bytes_per_s / rates.d2h_bytes_per_s
+        for at in range(num_slices):
+            outs, ins = self._outs[at], self._ins[at]
+            for columns, rate in ((outs, 1.0), (ins, h2d), ([*outs, *ins], both)):
+                if columns:
+                    self._at_most.add([*((moved, 1.0) for moved in columns), (at, -rate)], 0.0)
+        self._cap_rows = range(0)
+
+    def limit(self, cap_bytes: int, host_limit_bytes: int | None) -> None:
+        """The rows of the device and of host memory."""
+        cap, first = cap_bytes / self._byte_unit, len(self._at_most.limits)
+        for at, plain in enumerate(self._plain):
+            again = self._again[at]
+            if plain > cap or (again and plain + 1 > cap):
+                self._at_most.add([*self._used[at], *again], cap - plain)
+        self._cap_rows = range(first, len(self._at_most.limits))
+        if host_limit_bytes is not None:
+            for aways in self._aways:
+                if aways:
+                    limit = host_limit_bytes / self._byte_unit
+                    self._at_most.add([(away, 1.0) for away in aways], limit)
+
+    def limit_host(self, host: Host, plain_s: float) -> None:
+        row = [(column, -1.0) for column in range(self._first[-1])]
+        row += [(column, seconds / self._time_unit) for column, seconds in self._host_costs(host)]
+        self._at_most.add(row, -plain_s / self._time_unit)
+
+    def solve(self, compute_s: float, host: Host | None, host_plain_s: float) -> MixedBound | None:
+        durations = range(self._first[-1])
+        least = minimise(dict.fromkeys(durations, 1.0), self._ranges, self._at_most, self._equal)
+        if least is None:
+            return None
+        step = sum(least.values[at] for at in durations)
+        # more than the least by less than can be measured, or rounding makes the second program infeasible
+        self._at_most.add([(at, 1.0) for at in durations], step * (1 + 1e-7) + 1e-7)
+        leaving = [out for outs in self._outs for out in outs]
+        fewest = minimise(dict.fromkeys(leaving, 1.0), self._ranges, self._at_most, self._equal) or least
+        per_limit = sum(least.per_limit[row] for row in self._cap_rows)
+        return self._answer(fewest, step, -per_limit, compute_s, host, host_plain_s)
+
+    def _answer(
+        self,
+        solution: Solution,
+        step: float,
+        per_byte: float,
+        compute_s: float,
+        host: Host | None,
+        host_plain_s: float,
+    ) -> MixedBound:
+        values = solution.values
+        given: dict[ChunkKey, tuple[float, ...]] = {}
+        kept: dict[ChunkKey, float] = {}
+        recomputed_s = 0.0
+        for chunk, parts in self._parts.items():
+            given_of: list[float] = []
+            for part, own in zip(parts, self._cuts[chunk], strict=True):
+                by_block: dict[Block, float] = {}
+                for kind in part.kinds:
+                    levels = kind.levels()
+                    by_block[kind.block] = sum(values[at] * nbytes for at, nbytes, *_ in levels) / kind.num
+                    recomputed_s += sum(values[at] * seconds for at, _, seconds, *_ in levels)
+                given_of += [by_block[block] for block in own]
+            given[chunk] = tuple(given_of)
+            total = sum(block.menu[0].saved_bytes for block in self._blocks[chunk]) - sum(given_of)
+            away = max((values[column] for column, *_ in self._chunk_aways[chunk]), default=0.0)
+            kept[chunk] = max(0.0, total - away * self._byte_unit)
+        host_s = 0.0
+        if host is not None:
+            host_s = host_plain_s + sum(values[at] * seconds for at, seconds in self._host_costs(host))
+        return MixedBound(
+            # the solver's tolerance may leave the sum a hair under the compute
+            step_s=max(step * self._time_unit, compute_s),
+            compute_s=compute_s,
+            moved_bytes=round(sum(values[out] for outs in self._outs for out in outs) * self._byte_unit),
+            recomputed_s=recomputed_s,
+            recomputed_bytes=round(sum(map(sum, given.values()))),
+            host_s=host_s,
+            given_bytes=given,
+            kept_bytes=kept,
+            seconds_per_byte=max(0.0, per_byte) * self._time_unit / self._byte_unit,
+        )
+
+    def _host_costs(self, host: Host) -> list[tuple[int, float]]:
+        """Host seconds for one unit of each column."""
+        costs = [
+            (column, host_s)
+            for parts in self._parts.values()
+            for part in parts
+            for kind in part.kinds
+            for column, _, _, host_s, _ in kind.levels()
+            if host_s
+        ]
+        moved_s = host.seconds_per_moved_byte * self._byte_unit
+        return costs + [(out, moved_s) for outs in self._outs for out in outs if moved_s]
+
+    def _slices_of(self, action: Action) -> list[Sequence[Block]]:
+        """The parts of the action's chunk in the order in which it computes them."""
+        cut = self._cuts[action.chunk]
+        forward = action.kind == "F" or (
+            action.kind == "W" and self._lives[action.chunk].half_read is not None
+        )
+        return cut if forward else cut[::-1]
+
+    def _column(self, most: float | None) -> int:
+        self._ranges.append((0.0, most))
+        return len(self._ranges) - 1
+
+    def _add_chunk(self, chunk: ChunkKey) -> None:
+        life, cut = self._lives[chunk], self._cuts[chunk]
+        parts: list[_Part] = []
+        for own in cut:
+            kinds = [self._kind(block, count) for block, count in Counter(own).items()]
+            row = [
+                (column, nbytes / self._byte_unit) for kind in kinds for column, nbytes, *_ in kind.levels()
+            ]
+            given, saved = self._column(None), sum(block.menu[0].saved_bytes for block in own)
+            before = [(parts[-1].given, -1.0)] if parts else []
+            self._equal.add([(given, 1.0), *before, *((column, -value) for column, value in row)], 0.0)
+            parts.append(_Part(kinds, given, saved / self._byte_unit + (parts[-1].saved if parts else 0.0)))
+        self._parts[chunk] = parts
+        self._chunk_aways[chunk] = []
+        self._add_recompute(life, parts)
+        away_before: list[tuple[int, float]] = []
+        last = len(cut) - 1
+        first, forward_end = self._first[life.forward], self._first[life.forward] + last
+        read = self._first[life.last_read]
+        for at in range(first, read + last + 1 if parts else first):
+            # the parts that are made and unread when the slice ends: from `low` up to `high`
+            low, high = 0, last
+            if at < forward_end:
+                high = at - first
+            elif at >= read and life.half_read is None:
+                high = last - 1 - (at - read)
+            elif at >= read:
+                low = at - read + 1
+            out, back = self._column(None), self._column(None)
+            self._outs[at].append(out)
+            self._ins[at].append(back)
+            row = [(out, -1.0), (back, 1.0), *away_before]
+            if low <= high:
+                away = self._column(None)
+                live = parts[high].saved - (parts[low - 1].saved if low else 0.0)
+                given_columns = [(parts[high].given, 1.0), *([(parts[low - 1].given, -1.0)] if low else [])]
+                self._at_most.add([(away, 1.0), *given_columns], live)
+                self._aways[at].append(away)
+                self._chunk_aways[chunk].append((away, at, live))
+                self._used[at] += [(away, -1.0), *((column, -value) for column, value in given_columns)]
+                self._plain[at] += live
+                row.append((away, 1.0))
+                away_before = [(away, -1.0)]
+            self._equal.add(row, 0.0)
+
+    def _add_recompute(self, life: Life, parts: Sequence[_Part]) -> None:
+        """The seconds of recomputing in the slices that read, and the room that an engine needs before
+        them."""
+        reads = [(life.last_read if life.half_read is None else life.half_read, True)]
+        if life.half_read is not None and self._as_engine:
+            reads.append((life.last_read, False))
+        for action, backward in reads:
+            for place, part in enumerate(reversed(parts) if backward else parts):
+                at = self._first[action] + place
+                for kind in part.kinds:
+                    for column, _, seconds, _, again in kind.levels():
+                        self._seconds[at].append((column, seconds / self._time_unit))
+                        if self._as_engine and again:
+                            # one block is recomputed at a time
+                            room = again / kind.num / len(part.kinds) / self._byte_unit
+                            self._again[at - 1].append((column, room))
+
+    def _kind(self, block: Block, count: int) -> _Kind:
+        columns = [self._column(float(count)) for _ in block.menu[1:]]
+        if len(columns) > 1:
+            self._at_most.add([(column, 1.0) for column in columns], float(count))
+        return _Kind(block, count, columns[0] if columns else 0)
+
+
+def _cut(blocks: Sequence[Block], slices: int) -> list[Sequence[Block]]:
+    """The blocks in at most so many parts of about as many each."""
+    count = min(slices, len(blocks))
+    return [blocks[len(blocks) * at // count : len(blocks) * (at + 1) // count] for at in range(count)]
+
+
+def _affordable_slices(actions: Sequence[Action], blocks: ChunkBlocks) -> int:
+    # an action of every chunk's life has about as many slices as its own
+    lifetime = sum(life.last_read - life.forward + 1 for life in lives_of(actions).values())
+    most = max((len(blocks[action.chunk]) for action in actions), default=1)
+    return max(1, min(_MOST_SLICES, most, _MOST_FLOWS // max(1, lifetime)))
+
+
+def _block_seconds(block: Block, action: Action, life: Life) -> float:
+    """What the plain block computes in this action."""
+    if action.kind == "F":
+        return block.forward_s
+    if life.half_read is None:
+        return block.backward_s
+    part = block.weight_part if action.kind == "W" else 1 - block.weight_part
+    return block.backward_s * part

@@ -1,0 +1,237 @@
+"""The plan of a mixture: at which level each block of each chunk runs, how much of each chunk's end stays,
+and how far ahead to fetch.
+
+The linear program says what to give up, in fractions. An engine takes a whole level for each block, groups in
+their order and a window. So fractions are rounded, the error carried from block to block, and the step is
+simulated; so is every block at one level, and the best of them is changed a little at a time while the
+simulated step gets shorter. One invariant: a plan is a pure function of its numbers, and it fits the limit
+wherever any of the tried ones does.
+
+There are two limits. `limit_bytes` is for saved bytes and what a recompute makes again beside them.
+`saved_limit_bytes`, a part of the plan, is for saved bytes alone, which are all that an engine makes room
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from offload.policy.actions import Action, ChunkKey, Rates
+from offload.policy.menu import Host
+from offload.policy.mixed_bound import ChunkBlocks, MixedBound, least_mixed_step
+from offload.policy.mixed_search import Levels, MixedSearch, MixtureProblem, State, Trial
+from offload.policy.simulate import Simulation
+
+__all__ = ["MixedPlan", "cheapest_mixture", "choose_mixture", "scaled"]
+
+_NEAR = 1.03
+"""A second plan that is predicted within so much of the best one may be the better one in truth."""
+_OTHER_BLOCKS = 1 / 8
+"""Of all blocks: a second plan has so many at another level."""
+_BISECTIONS = 12
+_SCALED_TRIALS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPlan:
+    """What each block does, and what that is predicted to cost."""
+
+    levels: Mapping[ChunkKey, Levels]
+    """For each block the place of its level in its menu."""
+    saved_limit_bytes: int
+    """The engine's cap on saved bytes, to run the plan with."""
+    kept_bytes: Mapping[ChunkKey, float]
+    """Of the end of each chunk, what never leaves."""
+    restoring_room_bytes: int
+    """How far ahead to fetch, in bytes of reads."""
+    fits: bool
+    """False where no tried plan keeps within the limits."""
+    predicted: Simulation
+    host_s: float
+    """Host seconds of the step; 0 where no host was given."""
+    bound: MixedBound
+    """The least that any engine would take under the limit."""
+    num_trials: int
+    """Simulated steps that the choice took."""
+    problem: MixtureProblem
+    """What was asked."""
+    others: tuple[MixedPlan, ...] = ()
+    """A plan with other levels that is predicted to take about as long, if one was found."""
+
+    @property
+    def predicted_step_s(self) -> float:
+        """The device or the host, whichever takes longer."""
+        return max(self.predicted.step_s, self.host_s)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Saved bytes and what is made again beside them."""
+        return self.predicted.peak_bytes
+
+
+def choose_mixture(
+    actions: Sequence[Action],
+    blocks: ChunkBlocks,
+    rates: Rates,
+    limit_bytes: int,
+    *,
+    rest_s: Mapping[Action, float] = {},
+    host: Host | None = None,
+    host_limit_bytes: int | None = None,
+    max_trials: int | None = None,
+    known: Sequence[MixedPlan] = (),
+) -> MixedPlan:
+    """The plan with the shortest simulated step that fits; of equal ones, that which moves fewest bytes.
+
+    The first arguments are those of `least_mixed_step`. limit_bytes: the device's memory less weights,
+        gradients and the working set of plain blocks.
+    max_trials: steps to simulate at most; None for as many as about 0.5 s of host time allow.
+    known: plans of the same step for other limits. What fits less fits more, so with them a larger limit
+        never gives a longer predicted step.
+
+    Raises ValueError for numbers that cannot be, ImportError without scipy (extra `bench`).
+    """
+    if max_trials is not None and max_trials < 1:
+        raise ValueError(f"max_trials is {max_trials}; give 1 or more, or None")
+    problem = MixtureProblem(
+        actions=tuple(actions),
+        blocks=blocks,
+        rates=rates,
+        limit_bytes=limit_bytes,
+        rest_s=rest_s,
+        host=host,
+        host_limit_bytes=host_limit_bytes,
+    )
+    return _choose(problem, max_trials, known, slices=None)
+
+
+def cheapest_mixture(
+    actions: Sequence[Action],
+    blocks: ChunkBlocks,
+    rates: Rates,
+    *,
+    rest_s: Mapping[Action, float] = {},
+    host: Host | None = None,
+    host_limit_bytes: int | None = None,
+    most_slower: float = 0.01,
+    max_trials: int | None = None,
+) -> MixedPlan:
+    """Without a limit: the plan for the least limit whose bound is at most `most_slower` above the step that
+    gives up nothing. Its own predicted step may be a little longer than that. Raises as `choose_mixture`."""
+    if most_slower < 0:
+        raise ValueError(f"most_slower is {most_slower}; give 0 or more")
+
+    def least_s(cap_bytes: int) -> float:
+        return least_mixed_step(
+            actions,
+            blocks,
+            rates,
+            cap_bytes,
+            rest_s=rest_s,
+            host=host,
+            host_limit_bytes=host_limit_bytes,
+            slices=1,
+        ).step_s
+
+    enough = sum(block.menu[0].saved_bytes for own in blocks.values() for block in own)
+    most_s = least_s(enough) * (1 + most_slower)
+    too_little = -1
+    for _ in range(_BISECTIONS):
+        middle = (too_little + enough) // 2
+        if enough - too_little <= 1:
+            break
+        if least_s(middle) <= most_s:
+            enough = middle
+        else:
+            too_little = middle
+    return choose_mixture(
+        actions,
+        blocks,
+        rates,
+        enough,
+        rest_s=rest_s,
+        host=host,
+        host_limit_bytes=host_limit_bytes,
+        max_trials=max_trials,
+    )
+
+
+def scaled(plan: MixedPlan, factors: Mapping[ChunkKey, float]) -> MixedPlan:
+    """The plan for a step whose chunks have `factors` times as many tokens (1 where none is named), chosen
+    with few trials: in the time between two steps."""
+    problem = plan.problem
+    blocks = {
+        chunk: [block.scaled(factors[chunk]) for block in own] if chunk in factors else own
+        for chunk, own in problem.blocks.items()
+    }
+    return _choose(replace(problem, blocks=blocks), _SCALED_TRIALS, (), slices=1)
+
+
+def _choose(
+    problem: MixtureProblem, max_trials: int | None, known: Sequence[MixedPlan], slices: int | None
+) -> MixedPlan:
+    def bound_of(as_engine: bool) -> MixedBound:
+        return least_mixed_step(
+            problem.actions,
+            problem.blocks,
+            problem.rates,
+            problem.limit_bytes,
+            rest_s=problem.rest_s,
+            host=problem.host,
+            host_limit_bytes=problem.host_limit_bytes,
+            slices=slices,
+            as_engine=as_engine,
+        )
+
+    bound = bound_of(False)
+    search = MixedSearch(problem, max_trials)
+    for plan in known:
+        search.try_state(
+            State(
+                tuple(plan.levels[chunk] for chunk in search.chunks),
+                tuple(plan.kept_bytes[chunk] for chunk in search.chunks),
+                float(plan.restoring_room_bytes),
+                float(problem.limit_bytes - plan.saved_limit_bytes),
+            )
+        )
+    search.try_least()
+    for own in (bound_of(True), bound):
+        search.try_bound(search.rounded(own), own)
+    for levels in search.uniform():
+        search.try_equal_amounts(levels)
+    search.climb()
+    best = search.best
+    assert best is not None
+    others = [
+        trial
+        for trial in search.by_levels.values()
+        if trial.score[:2] <= (best.score[0], best.score[1] * _NEAR) and _differ(trial, best)
+    ]
+    second = [_plan(min(others), search, problem, bound)] if others else []
+    return replace(_plan(best, search, problem, bound), others=tuple(second))
+
+
+def _plan(trial: Trial, search: MixedSearch, problem: MixtureProblem, bound: MixedBound) -> MixedPlan:
+    state = trial.state
+    return MixedPlan(
+        levels=dict(zip(search.chunks, state.levels, strict=True)),
+        saved_limit_bytes=round(problem.limit_bytes - state.again_room_bytes),
+        kept_bytes=dict(zip(search.chunks, state.kept_bytes, strict=True)),
+        restoring_room_bytes=round(state.window_bytes),
+        fits=trial.score[0] == 0,
+        predicted=trial.result,
+        host_s=trial.host_s,
+        bound=bound,
+        num_trials=search.num_trials,
+        problem=problem,
+    )
+
+
+def _differ(trial: Trial, other: Trial) -> bool:
+    pairs = [
+        (mine, its)
+        for levels, others in zip(trial.state.levels, other.state.levels, strict=True)
+        for mine, its in zip(levels, others, strict=True)
+    ]
+    return sum(mine != its for mine, its in pairs) > _OTHER_BLOCKS * len(pairs)
