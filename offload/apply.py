@@ -18,7 +18,7 @@ import logging
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -32,6 +32,7 @@ from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
 from offload.groups.manager import GroupsManager
 from offload.modules.blocks import Blocks, find_blocks, match_modules, without_nested
 from offload.modules.hooks import HookPair
+from offload.modules.one_copy import OneCopyAtATime
 from offload.modules.recomputed import RecomputedCalls, selective_contexts_of
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
 from offload.modules.settings import (
@@ -58,6 +59,7 @@ _LEAST_BARE_BYTES = 1 << 20
 """A limit that is a smaller number, without a unit, is taken for a slip."""
 
 _steps = Steps(marks.default_manager)
+_one_copy = OneCopyAtATime()
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 """By module that has hooks of a handle: the handle."""
 _declined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -88,7 +90,7 @@ class Applied:
         self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
         self._checkpointing_off = False
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
-        self._config_before: OffloadConfig | None = None  # of a mode that limits transfers
+        self._limits_end: Callable[[], object] | None = None  # of a mode that limits transfers
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -124,16 +126,8 @@ class Applied:
             pair.remove()
         self._pairs.clear()
         _steps.discard(root)
-        manager = marks.existing_manager()
-        if self._config_before is not None and manager is not None and not _limiting(self):
-            engine, before = manager.engine, self._config_before
-            engine.follow(
-                replace(
-                    engine.config,
-                    max_spilling_bytes=before.max_spilling_bytes,
-                    max_restoring_bytes=before.max_restoring_bytes,
-                )
-            )
+        if self._limits_end is not None:
+            self._limits_end()
         for module in [module for module, handle in _applied.items() if handle is self]:
             del _applied[module]
         model = self._model()
@@ -240,11 +234,7 @@ def apply(
         for head in heads_of(model):
             handle._hook(head, HeadCalls(root))
     if mode == "legacy":
-        engine = marks.default_manager().engine
-        others = _limiting(handle)
-        handle._config_before = others[0]._config_before if others else engine.config
-        # compute waits for each copy out before the next begins, and nothing comes back before it is read
-        engine.follow(replace(engine.config, max_spilling_bytes=1, max_restoring_bytes=0))
+        handle._limits_end = _one_copy.begin(model, marks.default_manager().engine)
     handle._checkpointing_off = mind_adapters(model, mode)
     return handle
 
@@ -325,12 +315,6 @@ class _UnaskedDirectory(str):
 
 def _uses_disk(mode: Mode) -> bool:
     return mode == "disk" or any(handle.mode == "disk" for handle in _applied.values())
-
-
-def _limiting(handle: Applied) -> list[Applied]:
-    """Other handles whose mode limits transfers: the limits hold for the process, until the last of them is
-    removed."""
-    return [other for other in _applied.values() if other is not handle and other._config_before is not None]
 
 
 def _check_nothing_waits(manager: GroupsManager | None) -> None:

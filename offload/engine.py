@@ -172,10 +172,10 @@ class OffloadEngine:
             self.step, self.last_stats = 0, StepStats(step=-1)
 
     def follow(self, config: OffloadConfig) -> None:
-        """Take what limits transfers from another config; nothing is pinned, ended or counted anew."""
-        with self.lock:
-            self.config = config
-            self.limits.follow(config)
+        """Take what limits transfers from another config; nothing is pinned, ended or counted anew. Takes no
+        lock, so a finaliser may call it on any thread."""
+        self.config = config
+        self.limits.follow(config)
 
     def _disk_of(self, config: OffloadConfig) -> DiskTier | None:
         """The disk that `config` asks for. Raises ValueError where it cannot be had."""

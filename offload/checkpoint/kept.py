@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from offload.errors import OffloadError
 from offload.saved.filters import is_plain, is_wrapper
-from offload.saved.handles import Handle, Passed, modified
+from offload.saved.handles import Handle, ModifiedError, Passed, modified
 from offload.saved.hooks import WrapperHandle
 from offload.transfer.block import DeviceBlock
 
@@ -244,8 +244,8 @@ class KeptCall:
         """The outputs, on the device, as the call would return them now. May be asked any number of times.
         Blocks the host: never.
 
-        Raises OffloadError for a call on other inputs, RuntimeError if an output, or an untracked view of
-        one, was modified in place after it was kept.
+        Raises OffloadError for a call on other inputs, or if an output, or an untracked view of one, was
+        modified in place after it was kept.
         """
         make = _make_of(args, kwargs)
         if make != self._make:
@@ -254,11 +254,19 @@ class KeptCall:
                 f"{_said(make)} in the recompute: the region did not call the same operators in the same "
                 "order; make it repeat itself, or take the operator off keep_ops"
             )
-        for probe, size, version in self._watched:
-            if probe._version != version:
-                raise modified(probe.dtype, size, probe._version, version)
-        with sharing_versions():
-            leaves = [_given(leaf, unpack) for leaf in self._leaves]
+        try:
+            for probe, size, version in self._watched:
+                if probe._version != version:
+                    raise modified(probe.dtype, size, probe._version, version)
+            with sharing_versions():
+                leaves = [_given(leaf, unpack) for leaf in self._leaves]
+        except ModifiedError as error:
+            raise OffloadError(
+                f"the output of {self.name} is kept for the recompute of a checkpointed region, and was "
+                f"changed in place after the operator ({error}). Make that change out of place, such as "
+                "ReLU(inplace=False); or use mode='hidden_states', or keep_ops without the operator, which "
+                "recompute it"
+            ) from error
         if self._random is not None:
             self._random.skip()
         return tree_unflatten(leaves, self._spec)

@@ -363,10 +363,10 @@ class GroupsManager(OpenScopes, Client):
         self._only_inputs = True
         self.engine.prefetch.most_bytes = None
         handlers = [handler for handler in self._handlers.values() if handler.begun]
-        if self.is_warmup and self.do_offload:
-            committed = [group for handler in handlers for group in handler.groups if group.committed]
-            least = min((handler.min_offloaded_tensor_size for handler in handlers), default=0)
-            self.mark_report.end_step(committed, least, self._survey)
+        if self.do_offload:
+            by_hand = self._forwards_by_hand or self._announced
+            models = {handler: None if by_hand else handler.id.stage for handler in handlers}
+            self.mark_report.end_step(models, self._survey, is_warmup=self.is_warmup)
         for handler in handlers:
             self._count_groups(handler)
         seconds = self._clock.end_step()

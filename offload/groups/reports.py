@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Group
 from offload.groups.survey import Survey
 from offload.ids import ChunkId
@@ -38,9 +39,9 @@ _STEPS_TO_PIN = 3  # after a refusal: host memory is pinned in the background me
 
 class _Report:
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._said: set[tuple[object, ...]] = set()
 
-    def _first(self, what: str) -> bool:
+    def _first(self, *what: object) -> bool:
         """Whether `what` is said for the first time."""
         if what in self._said:
             return False
@@ -49,10 +50,12 @@ class _Report:
 
 
 class MarkReport(_Report):
-    """By cause; of a cause that has a group's name, once for each name."""
+    """By cause; of a cause that has a group's name, once for each name, and for each model of those that
+    `apply` was called for."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._expected: set[int | None] = set()
         self._recomputed: set[str] = set()
 
     def not_announced(self, name: str) -> None:
@@ -99,17 +102,55 @@ class MarkReport(_Report):
                 stage,
             )
 
-    def end_step(self, groups: Iterable[Group], min_elements: int, survey: Survey | None = None) -> None:
-        """Say which names moved nothing, and why. groups: what was committed in the step that ends. survey:
-        of what they saved, where the step was looked at closely."""
-        found = list(groups)
+    def expect(self, stage: int) -> None:
+        """A model of this virtual stage is new: what its groups do not move is said again, after its first
+        step."""
+        self._expected.add(stage)
+        self._said = {what for what in self._said if what[1:2] != (stage,)}
+
+    def end_step(
+        self,
+        models: Mapping[ChunkGroups, int | None],
+        survey: Survey | None = None,
+        *,
+        is_warmup: bool = True,
+    ) -> None:
+        """Say which names moved nothing, and why: in warm-up, and of a model that was expected.
+
+        models: by chunk that the step has begun, the virtual stage that is a model; None where stages are
+            parts of one. survey: of what groups saved, where the step was looked at closely.
+        """
+        names: set[str] = set()
+        for model in dict.fromkeys(models.values()):
+            chunks = [chunk for chunk, of in models.items() if of == model]
+            groups = [group for chunk in chunks for group in chunk.groups if group.committed]
+            names.update(group.name for group in groups)
+            if groups and (is_warmup or model in self._expected):
+                self._expected.discard(model)
+                least = min(chunk.min_offloaded_tensor_size for chunk in chunks)
+                self._say_idle(model, groups, least, survey)
+        for name in self._recomputed.difference(names):
+            if is_warmup and self._first("checkpoint", name):
+                logger.warning(
+                    "group %r is inside a reentrant checkpoint, which saves nothing in its forward: nothing "
+                    "of the group leaves. Put its marks around the checkpoint, or use "
+                    "checkpoint(..., use_reentrant=False, context_fn=selective_contexts(...))",
+                    name,
+                )
+        self._recomputed.clear()
+
+    def _say_idle(
+        self, model: int | None, groups: Sequence[Group], min_elements: int, survey: Survey | None
+    ) -> None:
         moved = {
-            group.name for group in found if group.encloses or (group.saved is not None and group.saved.slots)
+            group.name
+            for group in groups
+            if group.encloses or (group.saved is not None and group.saved.slots)
         }
-        idle = list(dict.fromkeys(group.name for group in found if group.name not in moved))
-        hooked = {group.name for group in found if group.hooked}
-        largest = 0 if survey is None else survey.largest_small()
-        if not moved and largest and hooked.issuperset(idle) and self._first("nothing eligible"):
+        idle = list(dict.fromkeys(group.name for group in groups if group.name not in moved))
+        hooked = {group.name for group in groups if group.hooked}
+        largest = 0 if survey is None else survey.largest_small(model)
+        if not moved and largest and hooked.issuperset(idle) and self._first("nothing", model):
             logger.warning(
                 "nothing leaves: all that autograd saved in groups %s is smaller than min_numel "
                 "(min_offloaded_tensor_size in OffloadConfig), %s elements here, or can never leave. The "
@@ -120,10 +161,10 @@ class MarkReport(_Report):
             )
             idle = []
         for name in idle:
-            if not self._first(f"nothing {name}"):
+            if not self._first("idle", model, name):
                 continue
             if name in hooked:
-                largest = 0 if survey is None else survey.largest_small(name)
+                largest = 0 if survey is None else survey.largest_small(model, name)
                 logger.warning(
                     "group %r moved nothing: what autograd saves in it is smaller than min_numel "
                     "(min_offloaded_tensor_size in OffloadConfig), %s elements here%s, or a parameter, or "
@@ -138,15 +179,6 @@ class MarkReport(_Report):
                     "layers in `with offload_hooks():`, or start it with hooks=True",
                     name,
                 )
-        for name in self._recomputed.difference(group.name for group in found):
-            if self._first(f"checkpoint {name}"):
-                logger.warning(
-                    "group %r is inside a reentrant checkpoint, which saves nothing in its forward: nothing "
-                    "of the group leaves. Put its marks around the checkpoint, or use "
-                    "checkpoint(..., use_reentrant=False, context_fn=selective_contexts(...))",
-                    name,
-                )
-        self._recomputed.clear()
 
 
 class StepReport(_Report):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +53,8 @@ class Survey:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
-        self._counts: defaultdict[str, dict[str, Stayed]] = defaultdict(dict)
+        # by virtual stage and group name
+        self._counts: defaultdict[tuple[int, str], dict[str, Stayed]] = defaultdict(dict)
         engine.hooks.observers.append(self)
 
     def end(self) -> None:
@@ -62,23 +62,25 @@ class Survey:
         if self in self._engine.hooks.observers:
             self._engine.hooks.observers.remove(self)
 
-    def stayed(self, name: str) -> dict[str, Stayed]:
-        """By reason, of groups of that name."""
-        return self._counts.get(name, {})
-
-    def largest_small(self, name: str | None = None) -> int:
-        """Elements of the largest tensor that is too small to leave, in groups of that name, or in all; 0 if
-        there is none."""
+    def largest_small(self, stage: int | None, name: str | None = None) -> int:
+        """Elements of the largest tensor that is too small to leave, in groups of that virtual stage and
+        name; None for all of them. 0 if there is none."""
         reason = Verdict.SMALL.value
-        counts = self._counts.values() if name is None else [self._counts.get(name, {})]
-        return max((one[reason].largest_elements for one in counts if reason in one), default=0)
+        return max(
+            (
+                one[reason].largest_elements
+                for (of, named), one in self._counts.items()
+                if stage in (None, of) and name in (None, named) and reason in one
+            ),
+            default=0,
+        )
 
     def added_to(self, groups: dict[str, GroupFigures]) -> dict[str, GroupFigures]:
         """`groups`, with what of theirs can never leave."""
-        return {
-            name: replace(groups.get(name, GroupFigures()), stayed=self.stayed(name))
-            for name in [*groups, *(name for name in self._counts if name not in groups)]
-        }
+        found = dict(groups)
+        for (_, name), stayed in self._counts.items():
+            found[name] = found.get(name, GroupFigures()) + GroupFigures(stayed=stayed)
+        return found
 
     def opened(self, scope: Scope) -> None:
         """Nothing: saves alone count."""
@@ -89,7 +91,7 @@ class Survey:
         """As PackObserver."""
         if verdict is None or not isinstance(scope, GroupScope):
             return
-        counts = self._counts[scope.name]
+        counts = self._counts[scope.chunk.stage, scope.name]
         one = Stayed(
             tensors=1, nbytes=tensor.numel() * tensor.element_size(), largest_elements=tensor.numel()
         )

@@ -137,13 +137,18 @@ class ModelRoot:
     # -- the model's own forward -----------------------------------------------------------------------------
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forward | None:
         """The model's forward begins."""
-        if torch._C._current_graph_task_id() != -1:
-            return None  # a recompute of all of it
+        if torch._C._current_graph_task_id() != -1:  # a recompute of all of it
+            if self.forwards == 0 and torch.is_grad_enabled():
+                self._say_inside()  # of a reentrant checkpoint, whose forward has no gradients
+            return None
         if self.is_transformed():
             return None
         call = watched = None
         if self._here.running == 0:
             self._begin_chunk()
+        if inside_checkpoint():
+            self._say_inside()
+        elif self._here.running == 0:
             if not self.peak.is_over and torch.is_grad_enabled():
                 self.peak.begins(BLOCKS)
                 watched = self.manager().engine.hooks.push(self.peak)
@@ -171,6 +176,13 @@ class ModelRoot:
             forward.call.close(output, failed)
         if forward.watched is not None:
             self.manager().close_scope(forward.watched)
+
+    def _say_inside(self) -> None:
+        self.say_once(
+            "inside",
+            "all of %s runs inside a checkpoint, which recomputes what it saves: nothing leaves. Checkpoint "
+            "its blocks instead; or use mode='hidden_states', and no checkpoint",
+        )
 
     def is_transformed(self) -> bool:
         """Whether a call that begins now can have no saved-tensor hooks, which is said once. It opens nothing
@@ -261,7 +273,9 @@ class ModelRoot:
         self._ran, self._begun = set(), 0
         if self.forwards == 0:
             self._ends_without += self.end_seen
-            if self._ends_without > 1:  # a closure runs its first forward inside the first step()
+            if (
+                self._ends_without > 1 and "inside" not in self._said
+            ):  # a closure runs its first forward inside the first step()
                 self.say_once(
                     "never",
                     "an optimizer steps parameters of %s, and no forward of it was seen since apply(): "

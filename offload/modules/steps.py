@@ -64,6 +64,7 @@ class Steps:
         taken = {other.stage for other in self.roots()}
         root.stage = next(stage for stage in range(len(taken) + 1) if stage not in taken)
         self._roots = [weakref.ref(other) for other in (*self.roots(), root)]
+        self._manager().mark_report.expect(root.stage)
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._optimizer_steps)
 

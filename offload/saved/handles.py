@@ -17,7 +17,7 @@ from offload.ids import SlotId
 from offload.transfer.block import DeviceBlock
 from offload.transfer.layout import ViewLayout
 
-__all__ = ["Handle", "Passed", "Record", "modified"]
+__all__ = ["Handle", "ModifiedError", "Passed", "Record", "modified"]
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
@@ -94,9 +94,13 @@ class Passed:
         return self.tensor
 
 
-def modified(dtype: torch.dtype, size: torch.Size, found: int, expected: int) -> RuntimeError:
+class ModifiedError(RuntimeError):
+    """A saved tensor was written in place before it was read."""
+
+
+def modified(dtype: torch.dtype, size: torch.Size, found: int, expected: int) -> ModifiedError:
     """The error that autograd itself would raise."""
-    return RuntimeError(
+    return ModifiedError(
         f"a saved tensor needed for the gradient computation was modified by an inplace operation: {dtype} "
         f"{list(size)} is at version {found}, expected version {expected}; clone it before the in-place "
         "change, or save it after"

@@ -3,18 +3,22 @@ others, closures."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import OffloadError, PipelineOffloadManager
+from offload.transfer.admission import Limits
 from tests.unit.modules.training import ROWS, WIDTH, Block, Model, build, equal, seeded, train
 
 MODES: tuple[Any, ...] = ("groups", True, "hidden_states", "selective")
@@ -249,6 +253,88 @@ def test_legacy_on_two_models_ends_when_the_last_handle_is_removed(manager: Pipe
     assert manager.engine.config == before
 
 
+def test_the_limits_of_legacy_end_with_a_model_that_is_dropped_without_remove(
+    manager: PipelineOffloadManager,
+) -> None:
+    before = manager.engine.config
+    first, second = build(), build()
+    offload.apply(first, "legacy", min_numel=1)
+    offload.apply(second, "legacy", min_numel=1)
+    train(first, steps=1)
+    del first
+    gc.collect()
+    assert (manager.engine.limits.max_spilling_bytes, manager.engine.limits.max_restoring_bytes) == (1, 0)
+    del second
+    gc.collect()
+    assert manager.engine.config == before
+    assert manager.engine.limits == Limits(before)
+
+
+def test_limits_that_somebody_set_in_the_meantime_outlive_legacy(manager: PipelineOffloadManager) -> None:
+    handle = offload.apply(build(), "legacy")
+    own = replace(manager.engine.config, max_spilling_bytes=5_000)
+    offload.marks.change_limits(own)
+    handle.remove()
+    assert manager.engine.config == own
+
+
+WHOLE = (
+    "all of Model runs inside a checkpoint, which recomputes what it saves: nothing leaves. Checkpoint its "
+    "blocks instead; or use mode='hidden_states', and no checkpoint"
+)
+
+
+@pytest.mark.parametrize("mode", ["groups", "hidden_states", True])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_whole_model_gets_all_tensors_and_is_named(
+    reentrant: bool, mode: Any, manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reentrant one was taken for a model that never runs; of a non-reentrant one tensors were taken."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.model, x.requires_grad_(), use_reentrant=reentrant)
+
+    plain = train(Whole())
+    ours = Whole()
+    offload.apply(ours.model, mode, min_numel=1)
+    assert equal(train(ours), plain)
+    assert warnings_of(caplog) == [WHOLE]
+    assert offload.report().total.moved_bytes == 0
+
+
+def nothing_leaves(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text.split(":")[0] for text in warnings_of(caplog)]
+
+
+def test_that_nothing_leaves_is_said_for_each_handle_and_not_for_one_whose_bytes_leave(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    with offload.activations(model, min_numel=10_000):
+        train(model)
+    assert nothing_leaves(caplog) == ["nothing leaves"]
+    with offload.activations(model, min_numel=20_000):
+        train(model)
+    assert nothing_leaves(caplog) == ["nothing leaves"] * 2
+    assert "20,000 elements here" in warnings_of(caplog)[1]
+    # tanh of fc1's output
+    assert f"The largest tensor that is too small has {2 * ROWS * WIDTH} elements" in warnings_of(caplog)[1]
+    # two at once, whose groups have one name; the plan of the first is made by now
+    good, small = build(), build()
+    offload.apply(good, min_numel=1)
+    train(good)
+    offload.apply(small, min_numel=30_000)
+    train(small)
+    train(good)
+    assert nothing_leaves(caplog) == ["nothing leaves"] * 3
+    assert "30,000 elements here" in warnings_of(caplog)[2]
+
+
 def test_an_optimizer_with_a_closure_is_not_taken_for_one_whose_model_never_runs(
     manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,3 +376,24 @@ def test_a_mode_after_disk_writes_to_no_disk_that_nobody_asked_for(manager: Pipe
     last = offload.marks.default_manager()
     assert last.stats.spill_bytes > 0
     assert (last.stats.disk_write_bytes, last.engine.config.disk_directory) == (0, None)
+
+
+def test_an_output_that_a_selective_block_keeps_and_changes_in_place_is_named_with_the_way_out(
+    manager: PipelineOffloadManager,
+) -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
+
+    model = nn.Sequential(block(), block())
+    with offload.activations(model, "selective", min_numel=1), pytest.raises(OffloadError) as refused:
+        model(inputs()).sum().backward()
+    text = str(refused.value)
+    assert "the output of call 0 of aten.addmm.default is kept for the recompute of a checkpointed" in text
+    assert f"modified by an inplace operation: torch.float32 [{ROWS}, {WIDTH}] is at version 1, exp" in text
+    assert text.endswith(
+        "Make that change out of place, such as ReLU(inplace=False); or use mode='hidden_states', or "
+        "keep_ops without the operator, which recompute it"
+    )
+    manager.step_end()
+    with offload.activations(model, "hidden_states", min_numel=1):
+        model(inputs()).sum().backward()
