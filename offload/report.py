@@ -206,12 +206,15 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
 
     yield from row("saved for the backward", "saved_bytes")
     yield from row("  moved to the host", "moved_bytes")
+    yield from row("    copied back", "came_back_bytes")
+    yield from row("    read before it left the device", "read_here_bytes", always=False)
+    yield from row("    not read", "unread_bytes", always=False)
     yield from row("  stayed on the device", "kept_bytes")
     yield from row("    the plan keeps it", "by_plan_bytes", always=False)
     yield from row("    the host had no memory for it", "no_host_bytes", always=False)
     yield from row("    admission denied it", "denied_bytes", always=False)
     yield from row("    freed before it was sent", "freed_first_bytes", always=False)
-    yield from row("copied back", "back_bytes")
+    yield from row("copied back once more", "again_bytes", always=False)
     yield from row("on the device at once, at most", "peak_bytes")
     yield from row("  without offload", "would_hold_bytes")
     if limit is not None:

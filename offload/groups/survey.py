@@ -31,15 +31,24 @@ def group_figures(groups: Iterable[Group]) -> dict[str, GroupFigures]:
         if saved is None or saved.in_figures:
             continue
         saved.in_figures = True
-        total = by_plan = no_host = 0
+        total = by_plan = no_host = came_back = read_here = 0
         for block in saved.blocks:
             total += block.nbytes
+            if block.copies > 1:
+                came_back += block.nbytes
+            elif block.copies and block.unread < block.readers:
+                read_here += block.nbytes
             if block.slot >= saved.first_kept:
                 by_plan += block.nbytes
             elif block.refused:
                 no_host += block.nbytes
         figures = GroupFigures(
-            saved_bytes=total, moved_bytes=saved.moved_bytes, by_plan_bytes=by_plan, no_host_bytes=no_host
+            saved_bytes=total,
+            moved_bytes=saved.moved_bytes,
+            came_back_bytes=came_back,
+            read_here_bytes=read_here,
+            by_plan_bytes=by_plan,
+            no_host_bytes=no_host,
         )
         found[group.name] = found[group.name] + figures if group.name in found else figures
     return found

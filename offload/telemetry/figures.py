@@ -2,7 +2,7 @@
 steps together.
 
 One invariant: figures add up. Of every step, and so of any number of them, `saved_bytes` is `moved_bytes` and
-`kept_bytes`, and `kept_bytes` is the sum of its reasons.
+`kept_bytes`, and each of the two is the sum of what became of it.
 """
 
 from __future__ import annotations
@@ -84,6 +84,13 @@ class GroupFigures(_Sum):
     moved_bytes: int = 0
     """Bytes copied to the host."""
 
+    came_back_bytes: int = 0
+    """Bytes of those that were copied back, however often."""
+
+    read_here_bytes: int = 0
+    """Bytes of those that were read on the device, and never copied back: the reader came before the copy had
+    ended, or somebody else still held them."""
+
     by_plan_bytes: int = 0
     """Bytes that the plan kept on the device."""
 
@@ -120,10 +127,24 @@ class Figures(_Sum):
     """Bytes that autograd saved: `moved_bytes` and `kept_bytes` together."""
 
     moved_bytes: int = 0
-    """Bytes copied to the host."""
+    """Bytes copied to the host: the three below together."""
+
+    came_back_bytes: int = 0
+    """Bytes of those that were copied back, however often."""
+
+    read_here_bytes: int = 0
+    """Bytes of those that were read on the device, and never copied back: the reader came before the copy had
+    ended, or somebody else still held them."""
+
+    unread_bytes: int = 0
+    """Bytes of those that nobody has read when the step ends."""
 
     back_bytes: int = 0
-    """Bytes copied back. What is read while its copy still runs is not."""
+    """Bytes copied back: `came_back_bytes` and `again_bytes`."""
+
+    again_bytes: int = 0
+    """Bytes copied back once more, after they were dropped for want of room or between two backwards, or for
+    a tensor that an earlier step has saved."""
 
     kept_bytes: int = 0
     """Bytes that stayed on the device: the four below together."""
@@ -203,6 +224,8 @@ def figures_of(
     """The figures of a step with offload. groups: of all that it committed."""
     by_plan = sum(group.by_plan_bytes for group in groups.values())
     no_host = sum(group.no_host_bytes for group in groups.values())
+    came_back = sum(group.came_back_bytes for group in groups.values())
+    read_here = sum(group.read_here_bytes for group in groups.values())
     left = stats.kept_bytes - by_plan - no_host
     denied = max(0, min(left, stats.refused_bytes - no_host))
     limit = device_limit_bytes
@@ -211,7 +234,11 @@ def figures_of(
         steps=1,
         saved_bytes=stats.saved_bytes,
         moved_bytes=stats.spill_bytes,
+        came_back_bytes=came_back,
+        read_here_bytes=read_here,
+        unread_bytes=stats.spill_bytes - came_back - read_here,
         back_bytes=stats.restore_bytes,
+        again_bytes=stats.restore_bytes - came_back,
         kept_bytes=stats.kept_bytes,
         by_plan_bytes=by_plan,
         no_host_bytes=no_host,

@@ -127,6 +127,7 @@ class DeviceBlock(WeakStorage):
     event: Event | None = None  # last use of the host block: its spill, then each restore
     transfer: Transfer | None = None  # the one under way, or the last
     external: bool = False
+    copies: int = 0  # 1: it was copied out, 2: and back
     readers: int = 0
     unread: int = 0
     pass_no: int = 0

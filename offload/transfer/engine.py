@@ -186,7 +186,7 @@ class TransferEngine(Buffers):
         for block, host in zip(leaving, hosts, strict=True):
             block.state = BlockState.SPILLING  # it was RESIDENT above
             block.device_bytes = None
-            block.host, block.event, block.transfer = host, event, transfer
+            block.host, block.event, block.transfer, block.copies = host, event, transfer, 1
             copying[block.key] = copying.get(block.key, 0) + 1
             if self.audit and capture is None:  # every replay writes other bytes
                 device.synchronize(event)
@@ -327,7 +327,7 @@ class TransferEngine(Buffers):
             block.device_bytes = storage = buffer.untyped_storage()
             block.refer_to(storage)
             block.base = block.start
-            block.event, block.transfer = event, transfer
+            block.event, block.transfer, block.copies = event, transfer, 2
         self._restoring.append(transfer)
         ahead = self._ahead
         ahead.extend(due)

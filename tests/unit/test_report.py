@@ -24,6 +24,7 @@ FLOAT = 4
 MICROBATCHES, LAYERS = 3, 2
 INPUT = ROWS * WIDTH * FLOAT  # of fc1
 HIDDEN = 2 * INPUT  # fc1's output, which gelu saves
+FATES = ("came_back_bytes", "read_here_bytes", "unread_bytes")
 REASONS = ("by_plan_bytes", "no_host_bytes", "denied_bytes", "freed_first_bytes")
 
 
@@ -47,7 +48,11 @@ def trained(steps: int, names: tuple[str, ...] = ("fc1", "act"), **driver: int) 
 def assert_adds_up(figures: Figures) -> None:
     assert figures.saved_bytes == figures.moved_bytes + figures.kept_bytes
     assert figures.kept_bytes == sum(getattr(figures, reason) for reason in REASONS)
-    for name in ("saved_bytes", "moved_bytes", "by_plan_bytes", "no_host_bytes", "kept_bytes"):
+    assert figures.moved_bytes == sum(getattr(figures, fate) for fate in FATES)
+    assert figures.back_bytes == figures.came_back_bytes + figures.again_bytes
+    assert min(getattr(figures, name) for name in (*REASONS, *FATES, "again_bytes")) >= 0
+    both = ("came_back_bytes", "read_here_bytes")
+    for name in ("saved_bytes", "moved_bytes", "by_plan_bytes", "no_host_bytes", "kept_bytes", *both):
         assert getattr(figures, name) == sum(getattr(group, name) for group in figures.groups.values()), name
 
 
@@ -145,6 +150,31 @@ def test_a_tensor_marked_to_stay_is_counted_so(manager: PipelineOffloadManager) 
     saved(x).sum().backward()
     step_end()
     assert [*report().total.groups["a"].stayed] == ["marked not offloadable"]
+
+
+def test_what_became_of_moved_bytes_adds_up_to_them_and_to_what_came_back() -> None:
+    one = 64 * FLOAT  # what each saves
+    with installed(build_manager(max_spilling_bytes=1)):  # one copy out at a time
+        init_chunk_handler(None, None, 1)
+        dropped, twice, last = (saved(leaf() * 1.0) for _ in range(3))
+        del dropped
+        last.sum().backward()  # its copy out is still under way
+        twice.sum().backward(retain_graph=True)
+        twice.sum().backward()
+        step_end()
+        text, found = str(report()), report().last
+    assert found is not None
+    assert_adds_up(found)
+    assert (found.saved_bytes, found.moved_bytes) == (3 * one, 3 * one)
+    assert (found.came_back_bytes, found.read_here_bytes, found.unread_bytes) == (one, one, one)
+    assert (found.back_bytes, found.again_bytes) == (2 * one, one)
+    rows = [line.split("  256 B")[0].rstrip() for line in text.splitlines() if "  256 B" in line]
+    assert rows == [
+        "    copied back",
+        "    read before it left the device",
+        "    not read",
+        "copied back once more",
+    ]
 
 
 def test_bytes_without_host_memory_are_no_part_of_the_plans(caplog: pytest.LogCaptureFixture) -> None:
