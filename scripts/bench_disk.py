@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
 """What a disk carries through the engine: python scripts/bench_disk.py --directory DIR
 
-Rates in GB of 1e9 bytes a second, by the clock, taken in turns in one run:
+Rates in GB of 1e9 bytes a second, by the clock. Each row moves the same bytes once a turn, out and back:
 
-    O_DIRECT alone      calls one after another in that directory, with nothing else at work
-    host and file       the engine's disk: from host memory, where saves wait, to the last byte in the file;
-                        and from the file into host memory, all of it read ahead
-    device and file     saves on the device to the last byte in the file; and reads to the last tensor
+    O_DIRECT, ...           plain calls of 32 MiB with nothing else at work, one or two in flight, between the
+                            file and all of the host memory that a step uses
+    O_DIRECT, one buffer    calls of 8 MiB, all into and out of the same 8 MiB. They may stay in the
+                            processor's cache, so a program that keeps what it reads need not be as fast
+    host and file           the engine's disk: from host memory, where saves wait, to the last byte in the
+                            file; and from the file into host memory, all of it read ahead
+    device and file         saves on the device to the last byte in the file; and reads to the last tensor
 
-Ratios are to the O_DIRECT rate of the same turn. Uses a GPU if there is one. Else the simulated device, whose
-copies run on the host's cores: then the last row measures those.
+A share is of a plain row of the same turn. Uses a GPU if there is one. Else the simulated device, whose
+copies run on the host's cores: then "device and file" measures those.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import mmap
 import statistics
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,23 +38,14 @@ from offload.disk.file import SpillFile
 from offload.disk.tier import DiskTier
 from offload.disk.worker import Job
 from offload.ids import ChunkId, GroupId
+from offload.memory.arena import HostArena
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.handles import Handle
 from offload.telemetry.records import ClientStats, StepStats
 
 MIB = 1 << 20
-ROWS = (
-    "O_DIRECT alone",
-    "host and file",
-    "device and file",
-    "host and file over O_DIRECT",
-    "device and file over O_DIRECT",
-)
 WARM_UP = 2
 """Turns that are not counted: they grow the file and touch host memory for the first time."""
-
-CALLS_MIB = (8, 32)
-"""Sizes of the plain calls; the better one counts."""
 
 
 class Rates(NamedTuple):
@@ -66,30 +62,57 @@ class Rates(NamedTuple):
         return Rates(self.write / other.write, self.read / other.read)
 
 
-class PlainCalls:
-    """Calls of O_DIRECT one after another, over bytes that were written before."""
+class PlainRow(NamedTuple):
+    """How plain calls are made. from_end: the last bytes of the file first, as a backward reads."""
 
-    def __init__(self, directory: str, nbytes: int) -> None:
-        self._nbytes = nbytes
+    name: str
+    in_flight: int = 1
+    one_buffer: bool = False
+    from_end: bool = False
+
+
+ONE, TWO = "O_DIRECT, one call in flight", "O_DIRECT, two calls in flight"
+PLAIN = (
+    PlainRow(ONE),
+    PlainRow(TWO, in_flight=2),
+    PlainRow("O_DIRECT, one in flight, from the end", from_end=True),
+    PlainRow("O_DIRECT, one buffer", one_buffer=True),
+)
+HOST, DEVICE = "host and file", "device and file"
+
+CALL_BYTES = 32 * MIB
+BUFFER_BYTES = 8 * MIB
+
+
+class PlainCalls:
+    """Calls over a file of their own, and over host memory that the engine lends meanwhile."""
+
+    def __init__(self, directory: str, arena: HostArena, nbytes: int) -> None:
         self._file = SpillFile(directory)
         self._file.grow(nbytes)
-        self._buffers = [torch.frombuffer(mmap.mmap(-1, mib * MIB), dtype=torch.uint8) for mib in CALLS_MIB]
-        for buffer in self._buffers:
-            buffer.random_()
-        self.measure()  # the first writes allocate
+        self._arena = arena
+        self._nbytes = nbytes
+        self._buffer = torch.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=torch.uint8).random_()
 
-    def measure(self) -> Rates:
-        found = []
-        for move in (self._file.write, self._file.read):
-            rates = []
-            for buffer in self._buffers:
-                starts = range(0, self._nbytes - buffer.numel() + 1, buffer.numel())
+    def measure(self, row: PlainRow) -> Rates:
+        step = BUFFER_BYTES if row.one_buffer else CALL_BYTES
+        starts = range(0, self._nbytes - step + 1, step)
+        lent = [self._arena.take(step) for _ in starts] if not row.one_buffer else []
+        hosts = [host.extents for host in lent if host is not None] or [[self._buffer]] * len(starts)
+        calls = [*zip(hosts, starts, strict=True)]
+        if row.from_end:
+            calls.reverse()
+        rates = []
+        with ThreadPoolExecutor(row.in_flight) as threads:
+            for move in (self._file.write, self._file.read):
                 began = time.perf_counter()
-                for start in starts:
-                    move([[buffer]], start)
-                rates.append(len(starts) * buffer.numel() / (time.perf_counter() - began))
-            found.append(max(rates))
-        return Rates(*found)
+                for done in [threads.submit(move, [host], start) for host, start in calls]:
+                    done.result()
+                rates.append(len(starts) * step / (time.perf_counter() - began))
+        for host in lent:
+            assert host is not None
+            self._arena.give_back(host, None)
+        return Rates(*rates)
 
     def close(self) -> None:
         self._file.close()
@@ -177,34 +200,48 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 1 << 34)  # M_TRIM_THRESHOLD
 
 
-def turns(arguments: argparse.Namespace) -> tuple[list[tuple[Rates, ...]], StepStats, str]:
-    """Of each turn the rates of the three rows, and two ratios; the last step's figures; where."""
-    plain = PlainCalls(arguments.directory, arguments.mib * MIB)
+def turns(arguments: argparse.Namespace) -> tuple[list[dict[str, Rates]], StepStats, str]:
+    """Of each turn the rates by the row's name; the last step's figures; where."""
     engine = engine_for(arguments)
     saver = Saver(engine, arguments.tensor_mib * MIB)
-    where = f"{saver.disk.file.file_system}, {'O_DIRECT' if saver.disk.file.direct else 'page cache'}"
+    count = arguments.mib // arguments.tensor_mib
+    nbytes = count * arguments.tensor_mib * MIB
+    plain = PlainCalls(arguments.directory, engine.arena, nbytes)
     found = []
-    nbytes = arguments.mib // arguments.tensor_mib * arguments.tensor_mib * MIB
+
+    def through_the_engine(*, alone: bool) -> Rates:
+        nonlocal stats
+        write_s, read_s = saver.step(count, alone=alone)
+        stats = engine.end_step()
+        assert stats.refused == 0, "host memory was full"
+        assert stats.disk_write_bytes == stats.disk_read_bytes == nbytes
+        return Rates(nbytes / write_s, nbytes / read_s)
+
+    stats = StepStats(step=-1)
+    rows: dict[str, Callable[[], Rates]] = {row.name: partial(plain.measure, row) for row in PLAIN}
+    rows |= {HOST: partial(through_the_engine, alone=True), DEVICE: partial(through_the_engine, alone=False)}
+    names = [*rows]
     for turn in range(WARM_UP + arguments.steps):
-        rates = [plain.measure()]
-        for alone in (True, False):
-            seconds = saver.step(arguments.mib // arguments.tensor_mib, alone=alone)
-            stats = engine.end_step()
-            assert stats.refused == 0, "host memory was full"
-            assert stats.disk_write_bytes == stats.disk_read_bytes == nbytes
-            rates.append(Rates(nbytes / seconds[0], nbytes / seconds[1]))
-            rates.append(plain.measure())
+        rates = {name: rows[name]() for name in names}
+        names.reverse()  # a disk that grows warm or busy within a turn favours no row
         if turn >= WARM_UP:
-            before, host, between, device, after = rates
-            around = [
-                Rates((one.write + other.write) / 2, (one.read + other.read) / 2)
-                for one, other in ((before, between), (between, after))
-            ]
-            found.append((between, host, device, host.over(around[0]), device.over(around[1])))
+            found.append(rates)
+    where = (
+        f"{saver.disk.file.file_system}, {'O_DIRECT' if saver.disk.file.direct else 'page cache'}; "
+        f"{huge_page_bytes() // MIB:,} of {engine.arena.held_bytes // MIB:,} MiB in huge pages"
+    )
+    plain.close()
     engine.detach(saver)
     engine.close()
-    plain.close()
     return found, stats, where
+
+
+def huge_page_bytes() -> int:
+    """What of this process's memory the system keeps in huge pages: with small ones a disk gets smaller
+    requests. 0 where the system does not say."""
+    with contextlib.suppress(OSError), open("/proc/self/smaps_rollup") as lines:
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
+    return 0
 
 
 def median(rates: Iterable[Rates]) -> Rates:
@@ -218,14 +255,20 @@ def main() -> None:
     parser.add_argument("--directory", required=True, help="on the file system to measure")
     parser.add_argument("--mib", type=int, default=1024, help="MiB that a step saves, all in host memory")
     parser.add_argument("--tensor-mib", type=int, default=32, help="MiB of one tensor")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps; the median counts")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps; the median counts")
     arguments = parser.parse_args()
     found, stats, where = turns(arguments)
     print(f"{arguments.directory} ({where})")
     print(f"{arguments.mib:,} MiB a step in tensors of {arguments.tensor_mib}, median of {len(found)} turns")
-    print(f"{'GB/s':34}{'write':>7} {'read':>7}")
-    for name, rates in zip(ROWS, zip(*found, strict=True), strict=True):
-        print(f"{name:34}{median(rates)}")
+    print(f"{'GB/s':42}{'write':>7} {'read':>7}")
+    for name in (*(row.name for row in PLAIN), HOST, DEVICE):
+        print(f"{name:42}{median(rates[name] for rates in found)}")
+    print(f"{'share':42}{'write':>7} {'read':>7}")
+    for name in (HOST, DEVICE):
+        for plain in (ONE, TWO, PLAIN[-1].name):
+            share = median(rates[name].over(rates[plain]) for rates in found)
+            name_of_share = f"{name} / {plain.removeprefix('O_DIRECT, ')}"
+            print(f"{name_of_share:42}{share}")
     print(f"host blocked by reads in the last step: {stats.disk_blocked_ms:.1f} ms")
 
 

@@ -9,27 +9,11 @@ bytes. Nothing else of the step waits for the disk: without a free host block a 
 
 One invariant: a block that can be read has its bytes in its host block, or else in its extent.
 
-# [Order: release]
-# hazard  WAR: `d2h` writes the next tensor's bytes into host bytes that a thread still writes to the file.
-#         WAW: a thread still fills them from the file, for a block that was freed. RAW: the extent of a block
-#         without host bytes is read before it is written.
-# edge    host bytes go back to the arena only once the job that uses them is seen to be over. Only a block
-#         without host bytes is read from the file.
-# alive   the Stored holds the host block until then, also of a block that was freed.
-# proof   tests/property/test_disk_edges.py, edge "release"
-#
 # [Order: arrive]
 # hazard  RAW: `h2d` copies from host bytes that the reader's thread has not filled.
 # edge    `bring` gives a block its host bytes only once their read is over; a required one waits for that.
 # alive   the Stored, until the block has the host bytes.
 # proof   tests/property/test_disk_edges.py, edge "arrive"
-#
-# [Order: extent]
-# hazard  WAR, WAW: the writer's thread writes a tensor into an extent that a thread still reads or writes for
-#         a block that was freed.
-# edge    an extent is free again only once the last job on it is seen to be over.
-# alive   the Stored holds the extent until then.
-# proof   tests/property/test_disk_edges.py, edge "extent"
 
 Host bytes that were read back are given back to the arena with the event of their copy to the device, as all
 others are: [Order: reuse] of transfer/engine.py.
@@ -39,17 +23,15 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from offload.device.base import Device, Event
-from offload.disk.copies import FileCopies
-from offload.disk.file import Extent, Extents, SpillFile
-from offload.disk.spare import SpareMemory
+from offload.device.base import Device
+from offload.disk.file import Extent, SpillFile
+from offload.disk.loans import DiskLoans
 from offload.disk.stored import DiskCounts, DiskSettings, Spilled, Stored
-from offload.disk.worker import Job, JobState, Worker
+from offload.disk.worker import Job, JobState
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
 
@@ -68,7 +50,7 @@ so the time of a call is no part of the cost."""
 _GB = 1e9
 
 
-class DiskTier:
+class DiskTier(DiskLoans):
     """The disk of one engine. Callers hold the engine's lock; its two threads take no lock of the engine.
 
     arena: lends what reads fill. settings: its directory and limit are those of SpillFile, which raises
@@ -76,24 +58,9 @@ class DiskTier:
     """
 
     def __init__(self, device: Device, arena: HostArena, settings: DiskSettings) -> None:
-        self._device = device
-        self._arena = arena
+        super().__init__(device, arena, SpillFile(settings.directory, settings.limit_bytes))
         self.settings = settings
-        self.file = SpillFile(settings.directory, settings.limit_bytes)
-        self.extents = Extents(self.file)
-        self.copies = FileCopies(device, self.file, self.extents)
-        # a thread's own lane: on the simulated device who synchronizes takes the time that it waited
-        context = partial(device.use_lane, device.new_compute_lane("disk"))
-        self.writer: Worker[Stored] = Worker("offload-disk-write", context)
-        self.reader: Worker[Stored] = Worker("offload-disk-read", context)
-        for worker in (self.writer, self.reader):
-            weakref.finalize(self, worker.end).atexit = False
-            worker.start()
         self._writes: deque[Stored] = deque()  # in the order in which they end
-        self._freed: list[Stored] = []  # blocks that were freed while a job ran
-        self._ahead: dict[Stored, None] = {}  # with host bytes that could be read again, soonest first
-        self.spare = SpareMemory(device, arena.registration_bytes)
-        self._num_blocks = 0
         self._refused_bytes = 0  # in this step, while writes were waiting
         self._offered_bytes = 0
         self._step_began = time.monotonic()
@@ -130,9 +97,7 @@ class DiskTier:
                 break
             self._end_write(writes.popleft())
         if self._freed:
-            freed, self._freed = self._freed, []
-            for stored in freed:
-                self._end(stored)
+            self._end_freed()
         if self.spare:
             self.spare.release_passed()
 
@@ -255,11 +220,6 @@ class DiskTier:
         self._submit_read(run)
         return complete
 
-    def _keep_ahead(self, stored: Stored) -> None:
-        if not stored.is_ahead:
-            stored.is_ahead = True
-            self._ahead[stored] = None
-
     def _submit_read(self, run: list[tuple[Stored, Extent, Block]], *, first: bool = False) -> None:
         if run:
             places = {stored: (extent, host) for stored, extent, host in run}
@@ -328,80 +288,6 @@ class DiskTier:
         )
         return self.spare.take(block.nbytes)
 
-    # -- ends ------------------------------------------------------------------------------------------------
-    def dropped(self, block: Spilled) -> None:
-        """The block's device bytes were dropped after its last reader: its host bytes go back if the file has
-        them, after the copy that read them. Order: [Order: reuse]."""
-        stored = block.stored
-        assert stored is not None
-        stored.is_ahead = False
-        if stored.write is None and stored.extent is not None and block.host is not None:
-            self._release_host(block)
-        else:
-            self._ahead.pop(stored, None)
-
-    def forget(self, block: Spilled) -> None:
-        """The block was freed, or is on the device for good: its host bytes and its extent go back, after the
-        jobs on them. Blocks the host: never. Order: [Order: release], [Order: extent]."""
-        stored, block.stored = block.stored, None
-        assert stored is not None
-        self._num_blocks -= 1
-        self._ahead.pop(stored, None)
-        if stored.read is None:
-            stored.host, stored.event, block.host = block.host, block.event, None
-        stored.block = None
-        self._end(stored)
-
-    def _end(self, stored: Stored) -> None:
-        """Give back what a forgotten block had, once no job is left that uses it."""
-        jobs = [
-            (worker, job)
-            for worker, job in ((self.writer, stored.write), (self.reader, stored.read))
-            if job is not None and not worker.call_off(job, stored)
-        ]
-        under_way = not all(job.is_over for _, job in jobs)
-        if stored.host is not None and all([worker.passed(job, "release") for worker, job in jobs]):
-            self._give_back(stored.host, stored.event)
-            stored.host = stored.event = None
-        if stored.extent is not None and all([worker.passed(job, "extent") for worker, job in jobs]):
-            self.extents.give_back(stored.extent)
-            stored.extent = None
-        if under_way:
-            self._freed.append(stored)
-            return
-        stored.write = stored.read = None
-        for _, job in jobs:
-            if job.error is not None and not isinstance(job.error, OSError):
-                raise job.error
-
-    def _forget_written(self, block: Spilled) -> None:
-        """The block's write was called off: it stays in host memory to its end."""
-        stored, block.stored = block.stored, None
-        assert stored is not None
-        stored.write = stored.block = None
-        self._num_blocks -= 1
-
-    def _drop_read(self, stored: Stored) -> None:
-        assert stored.host is not None
-        stored.read, stored.is_ahead = None, False
-        self._ahead.pop(stored, None)
-        self._give_back(stored.host, None)
-        stored.host = None
-
-    def _release_host(self, block: Spilled) -> None:
-        host, block.host = block.host, None
-        assert host is not None
-        assert block.stored is not None
-        block.stored.is_ahead = False
-        self._ahead.pop(block.stored, None)
-        self._give_back(host, block.event)
-
-    def _give_back(self, host: Block, event: Event | None) -> None:
-        if host in self.spare:
-            self.spare.give_back(host, event)
-        else:
-            self._arena.give_back(host, event)
-
     # -- the step --------------------------------------------------------------------------------------------
     def end_step(self) -> DiskCounts:
         """The step's counts; new ones begin. Warns once if tensors stayed on the device because the disk is
@@ -432,11 +318,6 @@ class DiskTier:
         self.writer.drain()
         self.reader.drain()
         self.collect()
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a block that can be read has its bytes here."""
-        return self._num_blocks > 0
 
     def close(self) -> None:
         """End both threads and give the file back. Blocks the host for the jobs that run. Idempotent."""

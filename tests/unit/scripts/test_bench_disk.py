@@ -1,4 +1,4 @@
-"""scripts/bench_disk.py runs where there is no GPU, and prints both rates and their ratio."""
+"""scripts/bench_disk.py runs where there is no GPU, and prints all rates and the shares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ def test_it_prints_the_rates_of_the_directory_and_of_the_engine_over_them(
     bench_disk.main()
     said = capsys.readouterr().out
     assert "32 MiB a step in tensors of 1, median of 1 turns" in said
-    rates = {line[:34].strip(): line.split()[-2:] for line in said.splitlines()[3:8]}
-    assert tuple(rates) == bench_disk.ROWS
+    lines = said.splitlines()
+    rates = {line[:42].strip(): line[42:].split() for line in lines[3:9] + lines[10:-1]}
+    plain = [row.name for row in bench_disk.PLAIN]
+    shares = [
+        f"{row} / {calls}"
+        for row in ("host and file", "device and file")
+        for calls in ("one call in flight", "two calls in flight", "one buffer")
+    ]
+    assert [*rates] == [*plain, "host and file", "device and file", *shares]
     assert all(re.fullmatch(r"\d+\.\d{3}", number) for pair in rates.values() for number in pair)
     assert [*tmp_path.iterdir()] == []
