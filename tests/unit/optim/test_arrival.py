@@ -138,6 +138,35 @@ def test_a_weight_that_a_step_leaves_as_it_is_is_not_on_its_way_because_of_the_s
     optimizer.close()
 
 
+def test_a_compiled_forward_waits_for_all_weights_and_from_then_on_step_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What a module's hook does while it is traced, without a compiler: whether that traces a frame anew
+    depends on what ran before."""
+    model = net()
+    optimizer = hybrid(model, offload_fraction=1.0, model=model, cpu_share=1.0)
+
+    def kinds() -> set[type]:
+        return {type(parameter) for parameter in model.parameters()}
+
+    backward(model, 0)
+    optimizer.step()
+    assert kinds() == {AwaitedWeight}
+    optimizer._runner._watch.before_forward(None)
+    assert kinds() == {nn.Parameter}
+    assert [record.getMessage() for record in caplog.records] == [
+        "a compiled forward reads the optimizer's weights: when it runs again cannot be told from other work, "
+        'so from now on step() waits for all weights, as overlap="step" does'
+    ]
+    for number in range(2):  # said once
+        optimizer.zero_grad()
+        backward(model, number)
+        optimizer.step()
+        assert kinds() == {nn.Parameter}
+    assert len(caplog.records) == 1
+    optimizer.close()
+
+
 def test_a_module_waits_for_its_own_weights_at_a_cost_that_does_not_grow_with_the_model() -> None:
     """The set of pending buckets was built anew in every module's hook."""
 
