@@ -210,6 +210,7 @@ EDGES = {
 TITLES = tuple(EDGES)
 
 
+@pytest.mark.req("S4-32")
 @pytest.mark.parametrize("executor", get_args(ExecutorName))
 @pytest.mark.parametrize("title", TITLES)
 def test_with_all_its_edges_a_program_has_no_hazard_and_reads_what_it_saved(
