@@ -155,8 +155,8 @@ def test_a_compiled_forward_waits_for_all_weights_and_from_then_on_step_does(
     optimizer._runner._watch.before_forward(None)
     assert kinds() == {nn.Parameter}
     assert [record.getMessage() for record in caplog.records] == [
-        "a compiled forward reads the optimizer's weights: when it runs again cannot be told from other work, "
-        'so from now on step() waits for all weights, as overlap="step" does'
+        "a compiled forward reads the optimizer's weights: when it runs again cannot be told from other "
+        'work, so from now on step() waits for all weights, as overlap="step" does'
     ]
     for number in range(2):  # said once
         optimizer.zero_grad()
