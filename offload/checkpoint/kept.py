@@ -32,6 +32,7 @@ __all__ = [
     "RandomStep",
     "alias_of",
     "check_keepable",
+    "plain_parts",
     "sharing_versions",
     "storages_of",
     "version_probe",
@@ -123,15 +124,21 @@ def _make_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Make:
     return tuple((tensor.size(), tensor.dtype, isinstance(tensor, torch.nn.Parameter)) for tensor in found)
 
 
-def storages_of(values: Any) -> Iterator[torch.UntypedStorage]:
-    """Of every tensor in a call's arguments or outputs; of a wrapper, of the tensors that it is made of."""
+def plain_parts(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors with storages of their own in a call's arguments or outputs: of a wrapper, those that it is
+    made of."""
     for tensor in _tensors((values,)):
         if is_plain(tensor) or not is_wrapper(tensor):
             if tensor.layout is torch.strided and not isinstance(tensor, FakeTensor):
-                yield tensor.untyped_storage()
+                yield tensor
         else:
             names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            yield from storages_of([getattr(tensor, name) for name in names])
+            yield from plain_parts([getattr(tensor, name) for name in names])
+
+
+def storages_of(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Of those."""
+    return (part.untyped_storage() for part in plain_parts(values))
 
 
 # -- random numbers ------------------------------------------------------------------------------------------

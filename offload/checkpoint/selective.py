@@ -51,7 +51,7 @@ from offload.saved.hooks import Scope, inside_checkpoint
 from offload.transfer.block import DeviceBlock
 from offload.transfer.layout import WeakStorage
 
-__all__ = ["Contexts", "Groups", "KeptGroup", "contexts_for"]
+__all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "told_of_saves"]
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -108,9 +108,9 @@ class Groups(Protocol):
     def kept_group(self, name: str) -> KeptGroup: ...
 
 
-class _Mode(TorchDispatchMode):
-    """Both modes: a compiled function inside still runs compiled, and operators of higher order are calls
-    like others."""
+class CallMode(TorchDispatchMode):
+    """A mode that sees the calls of a region: a compiled function inside still runs compiled, and operators
+    of higher order are calls like others."""
 
     supports_higher_order_operators = True
 
@@ -119,7 +119,25 @@ class _Mode(TorchDispatchMode):
         return True
 
 
-class _ForwardMode(_Mode):
+def told_of_saves(
+    saved: Callable[[torch.Tensor], None],
+) -> torch.autograd.graph.saved_tensors_hooks | None:
+    """The innermost pair of hooks once more, which calls `saved` before each tensor that it is given; None
+    where that pair is not a checkpoint's."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if top is None or not inside_checkpoint():
+        return None
+    pack, unpack = top
+
+    @functools.wraps(pack)  # still the checkpoint's, to whoever looks at the innermost pair
+    def told(tensor: torch.Tensor) -> Any:
+        saved(tensor)
+        return pack(tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(told, unpack)
+
+
+class _ForwardMode(CallMode):
     """One run of a checkpointed function: remembers its calls. See Note: [The life of a kept output].
 
     kept: by operator and number. calls: of each operator that may be kept.
@@ -146,16 +164,8 @@ class _ForwardMode(_Mode):
         self._group.begin()
         if self._groups.needs_chunk():
             self._report.no_chunk()
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and inside_checkpoint():
-            pack, unpack = top
-
-            @functools.wraps(pack)  # still the checkpoint's, to whoever looks at the innermost pair
-            def told(tensor: torch.Tensor) -> Any:
-                self._pass_on()
-                return pack(tensor)
-
-            self._pair = torch.autograd.graph.saved_tensors_hooks(told, unpack)
+        self._pair = told_of_saves(lambda tensor: self._pass_on())
+        if self._pair is not None:
             self._pair.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -217,7 +227,7 @@ class _ForwardMode(_Mode):
                     self._group.left(call.leave(functools.partial(self.engine.hooks.pack_for, scope)))
 
 
-class _RecomputeMode(_Mode):
+class _RecomputeMode(CallMode):
     """Gives kept calls again."""
 
     def __init__(self, forward: _ForwardMode) -> None:

@@ -34,13 +34,13 @@ from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
 from offload.transfer.layout import Layouts, ViewLayout, bytes_of, overlaps_itself, span_of, view_of
 
-__all__ = ["KEPT_SHARE", "TensorStore"]
+__all__ = ["GATHER_BELOW", "KEPT_SHARE", "TensorStore"]
 
 KEPT_SHARE = 256
 """Of a device limit, one part in so many is the most that is counted too high for what stays."""
 
 # a lone view that covers less than half of its span is packed first: fewer bytes cross the link (S2-103)
-_GATHER_BELOW = 0.5
+GATHER_BELOW = 0.5
 
 _RESIDENT, _RELEASED = BlockState.RESIDENT, BlockState.RELEASED
 _SPILLING, _SPILLED = BlockState.SPILLING, BlockState.SPILLED
@@ -100,7 +100,7 @@ class TensorStore:
             chunk.blocks.append(block)
             chunk.table[key] = weakref.ref(record)
             self._transfers.adopt(block)
-            if whole or (block.nbytes == storage_bytes and nbytes >= _GATHER_BELOW * storage_bytes):
+            if whole or (block.nbytes == storage_bytes and nbytes >= GATHER_BELOW * storage_bytes):
                 self._enqueue(block, block.nbytes, group)
             else:
                 group.deferred.append(weakref.ref(record))
@@ -238,7 +238,7 @@ class TensorStore:
         if block.lane is not self._device.compute:  # which nothing orders after the lane that wrote it
             return None
         packed_bytes = layout.size.numel() * layout.dtype.itemsize
-        return packed_bytes if packed_bytes < _GATHER_BELOW * block.nbytes else None
+        return packed_bytes if packed_bytes < GATHER_BELOW * block.nbytes else None
 
     def _gather(self, record: Record, packed_bytes: int) -> None:
         """Pack a sparse view on the compute lane, so that only its elements cross the link."""

@@ -1,0 +1,1 @@
+"""What the blocks of a model cost and save, measured while they run."""

@@ -1,0 +1,91 @@
+"""What is known of an operator by itself: whether its output may be kept, what it writes, whether it
+communicates.
+
+One invariant: what is not known to be safe is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from offload.checkpoint.kept import check_keepable
+from offload.checkpoint.operators import default_operators
+
+__all__ = [
+    "collective_groups",
+    "communicates_in_place",
+    "is_attention",
+    "is_collective",
+    "never_kept",
+    "writes_of",
+]
+
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+_IN_PLACE = "c10d"
+_MAKERS = ("empty", "zeros", "ones", "full", "new_", "arange", "eye", "scalar_tensor", "linspace")
+_ATTENTION = ("attention", "attn")
+
+
+def never_kept(operator: Any) -> str:
+    """Why no output of the operator is ever kept; empty if one may be."""
+    if not isinstance(operator, OpOverload):
+        return "" if operator in default_operators() else "it is an operator of higher order"
+    try:
+        check_keepable(operator)
+    except ValueError:
+        return "it writes to its inputs" if operator._schema.is_mutable else "it returns a view of its input"
+    if operator.namespace == _IN_PLACE:
+        return "it communicates in place"
+    name = operator._schema.name.partition("::")[2]
+    if name in {"_to_copy", "to", "copy"}:
+        return "it is a cast: autocast and FSDP2 make others in a recompute"
+    if operator.namespace == "aten" and (name.startswith(_MAKERS) or name.endswith("_like")):
+        return "it only makes a tensor, which others fill"
+    return ""
+
+
+def is_collective(operator: Any) -> bool:
+    """Whether it communicates, and returns what it has received."""
+    return isinstance(operator, OpOverload) and operator.namespace in _FUNCTIONAL
+
+
+def communicates_in_place(operator: Any) -> bool:
+    return isinstance(operator, OpOverload) and (
+        operator.namespace == _IN_PLACE or (is_collective(operator) and operator._schema.is_mutable)
+    )
+
+
+def collective_groups(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    """Names of the process groups that a call communicates in."""
+    if not isinstance(operator, OpOverload):
+        return
+    for at, argument in enumerate(operator._schema.arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        if argument.name == "group_name" and isinstance(value, str):
+            yield value
+        elif argument.name == "process_group":
+            group = ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else value
+            yield str(getattr(group, "group_name", group))
+
+
+def writes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call writes to."""
+    if not isinstance(operator, OpOverload):
+        return
+    everything = operator.namespace == _IN_PLACE  # its schema does not say which
+    for at, argument in enumerate(operator._schema.arguments):
+        if everything or (argument.alias_info is not None and argument.alias_info.is_write):
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def is_attention(operator: Any) -> bool:
+    """Whether its time grows with the square of a sequence."""
+    name = str(operator)
+    return any(part in name for part in _ATTENTION)

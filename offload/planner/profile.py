@@ -1,0 +1,282 @@
+"""What one block of a model costs, call by call, and the menu that follows from it.
+
+    call    one call of an operator in the block's forward, named by operator and number
+    keep    the set of calls whose outputs wait for the backward, which then runs all others again
+
+One invariant: numbers and names only. A recompute runs every call that is not kept, up to the last tensor
+that autograd saves; so what a keep set costs is a sum over calls, and calls leave the set in the order of
+their seconds for each byte, lowest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from offload.policy.menu import Level, Menu, convex
+
+__all__ = [
+    "CHECKPOINT_HOST",
+    "MOST_LEVELS",
+    "SELECTIVE_HOST",
+    "BlockProfile",
+    "Keeps",
+    "SeenCall",
+    "TimedCall",
+    "settled_seconds",
+]
+
+Keep = frozenset[tuple[Any, int]] | None
+Keeps = tuple[Keep, ...]
+
+MOST_LEVELS = 8
+CHECKPOINT_HOST, SELECTIVE_HOST = 2.9, 5.9
+"""Host seconds of a block's forward and recompute, in those of a plain forward. Measured on blocks of small
+operators (issue 13): a step of 461 ms of such blocks took 881 ms with every block checkpointed, so a
+checkpoint adds about 1.9 forwards."""
+
+_HOST_BOUND = 0.9  # of a forward's device seconds: from here on the device is taken to wait for the host
+
+
+class SeenCall(NamedTuple):
+    """One call of an operator in the forward of a block.
+
+    operator, number: which call of which operator, from 0. nbytes: what waits if it is kept. saved_bytes:
+        what autograd saves of its output, which a recompute makes again.
+    again: whether a recompute comes past it. why_not: why its output cannot be kept; empty if it can. must:
+        it is kept wherever the block is recomputed.
+    together: calls with an equal mark are kept together or not at all, because other inputs may number them
+        otherwise; None for a call by itself.
+    squared: its seconds and flops grow with the square of the sequence.
+    """
+
+    operator: Any
+    number: int
+    nbytes: int
+    device_s: float
+    host_s: float = 0.0
+    flops: int = 0
+    saved_bytes: int = 0
+    again: bool = True
+    why_not: str = ""
+    must: bool = False
+    together: Hashable = None
+    squared: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProfile:
+    """Of one kind of block, for inputs of one shape.
+
+    Built by `build`; a profile for other numbers of tokens by `scaled`.
+    """
+
+    calls: tuple[SeenCall, ...]
+    input_bytes: int
+    """The one argument that leaves when the block is recomputed."""
+    plain_bytes: int
+    """What autograd saves and may leave when the block is not recomputed, `given_bytes` included."""
+    given_bytes: int
+    """Of these, what the block was given and did not make: other blocks may save the same bytes."""
+    forward_s: float
+    """Device seconds of the plain forward."""
+    host_s: float
+    """Host seconds of the plain forward."""
+    collectives: frozenset[str]
+    """Names of the process groups whose collectives the forward calls: ranks of one group follow one plan."""
+    only: str = ""
+    """Why the block has no level but the plain one; empty if it has."""
+    whole: str = ""
+    """Why the block has no level between plain and checkpoint; empty if it may have."""
+    host_costs: tuple[float, float] = (CHECKPOINT_HOST, SELECTIVE_HOST)
+    """Host seconds of forward and recompute over those of a plain forward: of a checkpoint, and of one that
+    keeps calls."""
+    menu: Menu = ()
+    keeps: Keeps = ()
+    """By level of the menu: None for the plain block, else the calls that are kept; none for a checkpoint."""
+
+    @staticmethod
+    def build(**numbers: Any) -> BlockProfile:
+        """A profile with the menu and the keep sets that follow from its other fields."""
+        profile = BlockProfile(**numbers)
+        menu, keeps = _menu_of(profile)
+        return replace(profile, menu=menu, keeps=keeps)
+
+    @property
+    def flops(self) -> int:
+        """Of the forward, as far as they are known."""
+        return sum(call.flops for call in self.calls)
+
+    @property
+    def why_not(self) -> dict[str, str]:
+        """By call, why it is not kept at any level."""
+        return {f"call {c.number} of {c.operator}": c.why_not for c in self.calls if c.why_not}
+
+    def scaled(self, factor: float, *, sequence: float | None = None) -> BlockProfile:
+        """The same block for `factor` times as many tokens. Takes well below a millisecond for a hundred
+        calls.
+
+        sequence: by what a single sequence is longer; None where all of the factor is. Bytes and seconds grow
+            with the tokens, those of attention also with the length.
+        """
+        squared = factor * (factor if sequence is None else sequence)
+        calls = tuple(
+            call._replace(
+                nbytes=round(call.nbytes * factor),
+                saved_bytes=round(call.saved_bytes * factor),
+                device_s=call.device_s * (squared if call.squared else factor),
+                flops=round(call.flops * (squared if call.squared else factor)),
+            )
+            for call in self.calls
+        )
+        seen_s, seen_now_s = _seconds(self.calls), _seconds(calls)
+        return self._again(
+            calls=calls,
+            input_bytes=round(self.input_bytes * factor),
+            plain_bytes=round(self.plain_bytes * factor),
+            given_bytes=round(self.given_bytes * factor),
+            forward_s=(self.forward_s - seen_s) * factor + seen_now_s,
+        )
+
+    def with_host(
+        self, host_s: float, checkpoint: float | None = None, selective: float | None = None
+    ) -> BlockProfile:
+        """The same with host seconds as they were measured since: of the plain forward, and of forward and
+        recompute together of a checkpoint and of one that keeps calls. None: not measured."""
+        costs = tuple(
+            cost if measured is None or not host_s else measured / host_s
+            for cost, measured in zip(self.host_costs, (checkpoint, selective), strict=True)
+        )
+        return self._again(host_s=host_s, host_costs=costs)
+
+    def _again(self, **changes: Any) -> BlockProfile:
+        profile = replace(self, **changes)
+        menu, keeps = _menu_of(profile)
+        return replace(profile, menu=menu, keeps=keeps)
+
+
+def _seconds(calls: Iterable[SeenCall]) -> float:
+    return sum(call.device_s for call in calls)
+
+
+# -- the menu ------------------------------------------------------------------------------------------------
+class _Class(NamedTuple):
+    """Calls that are kept together."""
+
+    calls: tuple[SeenCall, ...]
+    names: frozenset[tuple[Any, int]]
+    nbytes: int
+    seconds: float
+
+
+def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
+    plain = Level("plain", profile.plain_bytes, 0.0)
+    if profile.only:
+        return (plain,), (None,)
+    classes = [] if profile.whole else _classes(profile.calls)
+    kept = [found for found in classes if any(call.must for call in found.calls)]
+    chosen = [found for found in classes if found not in kept and found.seconds > 0.0]
+    chosen.sort(key=lambda found: found.seconds / max(found.nbytes, 1))
+    again_s = _seconds(call for call in profile.calls if call.again)
+    if profile.host_s < _HOST_BOUND * profile.forward_s:
+        # kernels that no operator launches; where the device waits for the host, they are gaps
+        again_s += max(0.0, profile.forward_s - _seconds(profile.calls))
+    levels, keeps = [plain], dict[str, Keep]({plain.name: None})
+    for first in range(len(chosen) + 1):
+        level, keep = _level(profile, [*kept, *chosen[first:]], again_s)
+        levels.append(level)
+        keeps[level.name] = keep
+    menu = _thinned(convex(levels))
+    return menu, tuple(keeps[level.name] for level in menu)
+
+
+def _level(profile: BlockProfile, kept: Sequence[_Class], again_s: float) -> tuple[Level, Keep]:
+    keep = frozenset[tuple[Any, int]]().union(*(found.names for found in kept))
+    checkpoint, selective = profile.host_costs
+    calls = [call for found in kept for call in found.calls if call.again]
+    level = Level(
+        f"keep {len(calls)} calls" if keep else "checkpoint",
+        profile.input_bytes + sum(found.nbytes for found in kept),
+        max(0.0, again_s - sum(found.seconds for found in kept)),
+        max(0.0, (selective if keep else checkpoint) - 1.0) * profile.host_s,
+        max(0, profile.plain_bytes - profile.given_bytes - sum(call.saved_bytes for call in calls)),
+    )
+    return level, keep
+
+
+def _classes(calls: Sequence[SeenCall]) -> list[_Class]:
+    """Of calls kept together one that may not be kept is enough for none to be: with other inputs its number
+    may be another call's."""
+    by_mark: dict[Hashable, list[SeenCall]] = {}
+    for call in calls:
+        mark = (call.operator, call.number) if call.together is None else call.together
+        by_mark.setdefault(mark, []).append(call)
+    found = []
+    for together in by_mark.values():
+        again = [call for call in together if call.again]
+        if not again or any(call.why_not for call in together):
+            continue
+        numbers = {call.number for call in together}
+        if together[0].together is not None:  # another forward may call it more often
+            numbers |= set(range(min(numbers), 2 * max(numbers) + 2))
+        names = frozenset((together[0].operator, number) for number in numbers)
+        nbytes = sum(call.nbytes for call in again)
+        found.append(_Class(tuple(together), names, nbytes, _seconds(again)))
+    return found
+
+
+def _thinned(menu: Menu) -> Menu:
+    """At most MOST_LEVELS of them: those go between whose neighbours, mixed, least is lost."""
+    levels = list(menu)
+    while len(levels) > MOST_LEVELS:
+        lost = {at: _lost(*levels[at - 1 : at + 2]) for at in range(1, len(levels) - 1)}
+        del levels[min(lost, key=lambda at: lost[at])]
+    return tuple(levels)
+
+
+def _lost(more: Level, level: Level, less: Level) -> float:
+    """Twice the area between the level and the line of its neighbours: bytes times seconds."""
+    return abs(
+        (more.saved_bytes - less.saved_bytes) * (level.recompute_s - less.recompute_s)
+        - (level.saved_bytes - less.saved_bytes) * (more.recompute_s - less.recompute_s)
+    )
+
+
+# -- seconds -------------------------------------------------------------------------------------------------
+class TimedCall(NamedTuple):
+    """event_s: between two events around the call. host_s: of the host between their records. flops: 0 where
+    they are not known. touched_bytes: of inputs and outputs."""
+
+    event_s: float
+    host_s: float
+    flops: int
+    touched_bytes: int
+
+
+_TRUSTED = 4.0  # event_s over host_s: of such a pair the launch is a quarter at most
+
+
+def settled_seconds(calls: Sequence[TimedCall]) -> list[float]:
+    """Device seconds of each call, from event pairs that may have caught the host.
+
+    Where the device waits for the host, a pair contains the launch: a call's seconds lie between event_s -
+    host_s and event_s. Calls far longer than their launch tell the rate at which this block computes, flops
+    where they are known and bytes elsewhere; a shorter call is taken at the best of these rates, within its
+    bounds. Without any long call it is what the launch does not explain.
+    """
+    flop_rate = max((c.flops / c.event_s for c in calls if c.flops and _is_trusted(c)), default=0.0)
+    byte_rate = max(
+        (c.touched_bytes / c.event_s for c in calls if not c.flops and _is_trusted(c)), default=0.0
+    )
+    found = []
+    for call in calls:
+        work, rate = (call.flops, flop_rate) if call.flops else (call.touched_bytes, byte_rate)
+        least = max(0.0, call.event_s - call.host_s)
+        guess = work / rate if rate else least
+        found.append(call.event_s if _is_trusted(call) else min(call.event_s, max(least, guess)))
+    return found
+
+
+def _is_trusted(call: TimedCall) -> bool:
+    return call.event_s > 0.0 and call.event_s >= _TRUSTED * call.host_s

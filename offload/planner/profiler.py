@@ -1,0 +1,359 @@
+"""The profile of one call of a block, taken while the block runs under a checkpoint.
+
+    profiler = BlockProfiler(module, engine, args, kwargs)
+    RecomputedCall(manager, module, args, kwargs, profiler.contexts)     # and the block's forward
+    profiler.note_plain(host_s, device_s)                                # of such a block without a profiler
+    if profiler.ready(): profile = profiler.profile()
+
+One invariant: it only observes. The block computes, saves and draws what it would without; the checkpoint
+around it recomputes all of it.
+
+What a recompute may skip is found out by what happens to the bytes. A call is not kept if its output is
+written later, by the block (its storage is an argument that an operator writes), after it (its version moves
+until the profile is read), or inside a custom autograd.Function by a kernel that no operator shows (its bytes
+change). What autograd saves is told by the innermost pair of hooks, the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torch.utils.flop_counter import flop_registry
+
+from offload.checkpoint.kept import UNTRACKED_VIEWS, alias_of, plain_parts, storages_of, version_probe
+from offload.checkpoint.selective import CallMode, Contexts, told_of_saves
+from offload.device import Event
+from offload.engine import OffloadEngine
+from offload.planner.operators import (
+    collective_groups,
+    communicates_in_place,
+    is_attention,
+    is_collective,
+    never_kept,
+    writes_of,
+)
+from offload.planner.profile import BlockProfile, SeenCall, TimedCall, settled_seconds
+from offload.planner.storages import SavedBytes, can_leave, waiting_bytes
+from offload.transfer.layout import WeakStorage
+
+__all__ = ["BlockProfiler"]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call as it is seen.
+
+    made: the storages that it made, with the bytes of each that would wait. probes: tensors that count the
+        versions of its outputs, with the versions that they had. decides: it makes whole numbers of others.
+    """
+
+    operator: Any
+    number: int
+    why_not: str
+    must: bool = False
+    together: Hashable = None
+    host_s: float = 0.0
+    events: tuple[Event, Event] | None = None
+    flops: int = 0
+    touched_bytes: int = 0
+    made: dict[int, int] = field(default_factory=dict)
+    probes: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    decides: bool = False
+
+
+class BlockProfiler:
+    """Of one call of `module`, which is given `args` and `kwargs`.
+
+    min_elements: a tensor of fewer does not leave; None takes the engine's setting.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: OffloadEngine,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        min_elements: int | None = None,
+    ) -> None:
+        least = engine.config.min_offloaded_tensor_size if min_elements is None else min_elements
+        self._compiled = getattr(module, "_compiled_call_impl", None) is not None
+        given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
+        leaving = next((tensor for tensor in given if can_leave(tensor, engine, least)), None)
+        self._input_bytes = 0 if leaving is None else sum(waiting_bytes(leaving, engine, least).values())
+        buffers = frozenset(storage._cdata for buffer in module.buffers() for storage in storages_of(buffer))
+        self._mode = _ProfileMode(engine, least, buffers)
+        self._plain: tuple[float, float] | None = None
+
+    def contexts(self) -> Contexts:
+        """The context_fn of the block's checkpoint, for one call."""
+        return self._mode, nullcontext()
+
+    def note_plain(self, forward_host_s: float, forward_device_s: float) -> None:
+        """Seconds of the forward of a block of this kind, on inputs of these shapes, without a profiler."""
+        self._plain = forward_host_s, forward_device_s
+
+    def ready(self) -> bool:
+        """Whether the forward is over, on the device too. Never blocks the host."""
+        return self._mode.ready()
+
+    def profile(self) -> BlockProfile:
+        """What was seen, once it is `ready`; the later, the more writes to outputs are known. Blocks the
+        host: never. Without `note_plain` seconds are the sums over calls, the profiler's own not among
+        them."""
+        mode = self._mode
+        assert mode.ready(), "a profile is read once it is ready"
+        seconds = mode.device_seconds()
+        host_s = sum(call.host_s for call in mode.calls)
+        forward_s = sum(seconds)
+        if self._plain is not None:
+            host_s, plain_s = self._plain
+            scale = min(1.0, plain_s / forward_s) if forward_s else 1.0
+            seconds, forward_s = [found * scale for found in seconds], plain_s
+        changed = mode.changed()
+        saved = mode.saved
+        calls = tuple(
+            SeenCall(
+                call.operator,
+                call.number,
+                sum(call.made.values()),
+                device_s,
+                call.host_s,
+                call.flops,
+                sum(saved.of_storage(key) for key in call.made),
+                at < mode.last_save,
+                call.why_not or changed.get(call, ""),
+                call.must,
+                call.together,
+                is_attention(call.operator),
+            )
+            for at, (call, device_s) in enumerate(zip(mode.calls, seconds, strict=True))
+        )
+        return BlockProfile.build(
+            calls=calls,
+            input_bytes=self._input_bytes,
+            plain_bytes=saved.total(),
+            given_bytes=saved.total() - sum(call.saved_bytes for call in calls),
+            forward_s=forward_s,
+            host_s=host_s,
+            collectives=frozenset(mode.collectives),
+            only=mode.only,
+            whole="the block is compiled: its calls are not seen" if self._compiled else "",
+        )
+
+
+class _ProfileMode(CallMode):
+    """calls: those that a recompute makes as well. last_save: how many of them had run when autograd saved
+    the last tensor. only: why the block must not be recomputed."""
+
+    def __init__(self, engine: OffloadEngine, min_elements: int, buffers: frozenset[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Call] = []
+        self.last_save = 0
+        self.collectives: set[str] = set()
+        self.only = ""
+        self.saved = SavedBytes(engine, min_elements)
+        self._engine = engine
+        self._min_elements = min_elements
+        self._buffers = buffers
+        self._times = engine.device.torch_device.type != "cpu"
+        self._counts: Counter[Any] = Counter()
+        self._made: dict[int, tuple[WeakStorage, _Call]] = {}
+        self._pair: AbstractContextManager[Any] | None = None
+        self._with_grad = False
+        self._depends_on_data = False
+        self._outside: set[Any] = set()  # operators that hooks of the block call, and its recompute does not
+        # inside custom Functions: an output, and a hash of its bytes right after the call
+        self._hashed: list[tuple[_Call, torch.Tensor, torch.Tensor]] = []
+        self._hashes: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._over: Event | None = None
+        self._ended = False
+
+    # -- the forward -----------------------------------------------------------------------------------------
+    def __enter__(self) -> _ProfileMode:
+        self._with_grad = torch.is_grad_enabled()
+        self._pair = told_of_saves(self._save)
+        if self._pair is not None:
+            self._pair.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self._pair is not None:
+            self._pair.__exit__(*exception)
+        self._made.clear()
+        if exception[0] is not None:
+            return  # never ready
+        if self._hashed:
+            before = torch.stack([found.view(torch.int64) for _, _, found in self._hashed])
+            after = torch.stack([_hash(tensor).view(torch.int64) for _, tensor, _ in self._hashed])
+            self._hashes = _to_host(before), _to_host(after)
+            self._hashed = [(call, tensor.new_empty(0), found) for call, tensor, found in self._hashed]
+        if self._times:
+            device = self._engine.device
+            self._over = device.record(device.compute)
+        self._ended = True
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        self.last_save = len(self.calls)
+        self.saved.add(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func in SAC_IGNORED_OPS or self._engine.at_work():
+            return func(*args, **kwargs)
+        if _inside_fsdp():
+            self._outside.add(func)
+            return func(*args, **kwargs)
+        call = _Call(func, self._counts[func], never_kept(func))
+        self._counts[func] += 1
+        output = self._timed(call, func, args, kwargs)
+        self.calls.append(call)
+        self._look_at(call, args, kwargs, output)
+        return output
+
+    def _timed(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
+        device = self._engine.device
+        start = device.record(device.compute, timed=True) if self._times else None
+        began = time.perf_counter()
+        output = func(*args, **kwargs)
+        call.host_s = time.perf_counter() - began
+        if start is not None:
+            call.events = start, device.record(device.compute, timed=True)
+        return output
+
+    def _look_at(self, call: _Call, args: Any, kwargs: Any, output: Any) -> None:
+        func = call.operator
+        packet = getattr(func, "_overloadpacket", func)
+        if packet in flop_registry:
+            call.flops = int(flop_registry[packet](*args, **kwargs, out_val=output))
+        inputs = [part for leaf in tree_leaves((args, kwargs)) for part in plain_parts(leaf)]
+        outputs = [part for leaf in tree_leaves(output) for part in plain_parts(leaf)]
+        call.touched_bytes = sum(
+            part.nbytes for part in {id(part): part for part in (*inputs, *outputs)}.values()
+        )
+        self._note_collective(func, args, kwargs)
+        for written in writes_of(func, args, kwargs):
+            self._note_write(call, written)
+        given = {part.untyped_storage()._cdata for part in inputs}
+        for part in inputs:
+            found = self._made.get(part.untyped_storage()._cdata)
+            if found is not None and found[1].decides and not part.is_floating_point():
+                found[1].must = True
+        if func in UNTRACKED_VIEWS:
+            for key in given & self._made.keys():
+                self._probe(self._made[key][1], output)
+        made = [part for part in outputs if part.untyped_storage()._cdata not in given]
+        if len(made) < len(outputs) and not call.why_not:
+            call.why_not = "it returns bytes of its input"
+        for part in made:
+            storage = part.untyped_storage()
+            self._made[storage._cdata] = WeakStorage(storage), call
+        if not outputs and not call.why_not:
+            call.why_not = "it returns no tensor"
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                for key, nbytes in waiting_bytes(leaf, self._engine, self._min_elements).items():
+                    if key not in given:
+                        call.made[key] = max(call.made.get(key, 0), nbytes)
+        if self._depends_on_data:
+            call.together = func
+        tags = getattr(func, "tags", ())
+        if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+            self._depends_on_data = True
+        if call.why_not:
+            return
+        self._probe(call, output)
+        call.must = is_collective(func)
+        call.decides = any(part.is_floating_point() for part in inputs) and any(
+            not part.is_floating_point() and part.dtype is not torch.bool for part in made
+        )
+        if self._with_grad and not torch.is_grad_enabled():
+            self._hashed += [(call, alias_of(part), _hash(part)) for part in made]
+
+    def _probe(self, call: _Call, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            probe = version_probe(leaf) if isinstance(leaf, torch.Tensor) else None
+            if probe is not None:
+                call.probes.append((probe, probe._version))
+
+    def _note_write(self, call: _Call, written: torch.Tensor) -> None:
+        for storage in storages_of(written):
+            found = self._made.get(storage._cdata)
+            if found is None:
+                if storage._cdata not in self._buffers and not self.only:
+                    self.only = f"{call.operator} writes to what the block was given"
+            elif found[1] is not call and not found[1].why_not:
+                found[1].why_not = f"its output is written by {call.operator}"
+
+    def _note_collective(self, func: Any, args: Any, kwargs: Any) -> None:
+        if communicates_in_place(func):
+            self.only = self.only or f"{func} communicates in place, and a recompute would do it again"
+        elif not is_collective(func):
+            return
+        self.collectives.update(collective_groups(func, args, kwargs))
+
+    # -- afterwards ------------------------------------------------------------------------------------------
+    def ready(self) -> bool:
+        return self._ended and (self._over is None or self._engine.device.poll(self._over))
+
+    def device_seconds(self) -> list[float]:
+        device = self._engine.device
+        if not self._times:
+            return [call.host_s for call in self.calls]
+        timed = []
+        for call in self.calls:
+            assert call.events is not None
+            event_s = device.elapsed_ms(*call.events) / 1e3
+            timed.append(TimedCall(event_s, call.host_s, call.flops, call.touched_bytes))
+        return settled_seconds(timed)
+
+    def changed(self) -> dict[_Call, str]:
+        """Of calls whose output was written since in a way that no operator of the block shows."""
+        found = {}
+        for call in self.calls:
+            if any(probe._version != version for probe, version in call.probes):
+                found[call] = "its output is written after the block"
+            elif call.operator in self._outside:
+                found[call] = "hooks around the block call the operator too, and not in a recompute"
+        if self._hashes is not None:
+            same = (self._hashes[0] == self._hashes[1]).tolist()
+            for (call, _, _), is_same in zip(self._hashed, same, strict=True):
+                if not is_same:
+                    found[call] = "a kernel that is no operator writes its output"
+        return found
+
+
+def _hash(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.hash_tensor(tensor.detach())
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    if values.device.type == "cpu":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
+_MODULE_CALL = nn.Module._call_impl.__code__
+
+
+def _inside_fsdp() -> bool:
+    """Whether a hook of FSDP2 around the block calls, and not the block: a recompute gathers nothing."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not _MODULE_CALL:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
