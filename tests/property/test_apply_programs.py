@@ -1,0 +1,77 @@
+"""Whatever a model, a mode and a loop are, `offload.apply` changes no bit of a gradient, a weight, a buffer
+or a random number, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import offload
+from tests.property.apply_programs import MODES, Program, Run, programs
+from tests.unit.groups.stack import build_manager, installed
+
+CHECKS = list(HealthCheck)  # large examples are the point
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Operators this small only wait for a second one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def compare(program: Program) -> Counter[str]:
+    """Run it twice. Returns what happened."""
+    plain = Run(program)
+    plain.play()
+    ours = Run(program)
+    built = build_manager(program.executor, seed=program.seed, device_limit_bytes=program.limit)
+    with installed(built) as manager:
+        assert manager is not None
+        handle = offload.apply(ours.model, program.mode, min_numel=program.min_numel)
+        ours.play()
+        figures = handle.report().total
+        handle.remove()
+        assert len(ours.seen) == len(plain.seen)
+        for number, (mine, its) in enumerate(zip(ours.seen, plain.seen, strict=True)):
+            assert (mine is None) == (its is None), number
+            assert mine is None or (its is not None and torch.equal(mine, its)), number
+        del ours, handle
+        offload.step_end()
+        transfers = manager.engine.transfers
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert (transfers.device_bytes, transfers.in_flight()) == (0, (0, 0))
+        assert manager.engine.arena.lent_bytes == 0
+    assert figures.saved_bytes == figures.moved_bytes + figures.kept_bytes
+    happened = Counter[str]()
+    if figures.moved_bytes:
+        happened[f"moved by {program.mode}"] += 1
+        happened[f"moved beside checkpoints of {program.checkpoints}"] += 1
+    return happened
+
+
+def test_any_program_has_the_bits_of_a_run_without_and_leaves_nothing() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=60, derandomize=True, suppress_health_check=CHECKS)
+    @given(programs())
+    def explore(program: Program) -> None:
+        seen.update(compare(program))
+
+    explore()
+    wanted = [f"moved by {mode}" for mode in MODES]
+    wanted += [f"moved beside checkpoints of {where}" for where in ("none", "blocks", "blocks, reentrant")]
+    assert [name for name in wanted if not seen[name]] == [], "the programs were all of one kind"
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, suppress_health_check=CHECKS)
+@given(programs())
+def test_thousands_of_programs(program: Program) -> None:
+    compare(program)
