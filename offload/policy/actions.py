@@ -71,6 +71,7 @@ class GroupSize(NamedTuple):
     weight: its part of its chunk's compute, relative to the other groups; by bytes where no group has one.
     again_s: seconds that are computed once more where its region is read, beside the action's compute.
     again_bytes: what that makes, on the device until its region's compute ends.
+    half_bytes: what the W of a split backward reads of them, after the I has read all; None for all.
     """
 
     name: str
@@ -79,6 +80,12 @@ class GroupSize(NamedTuple):
     weight: float = 0.0
     again_s: float = 0.0
     again_bytes: int = 0
+    half_bytes: int | None = None
+
+    @property
+    def w_bytes(self) -> int:
+        """What its W reads after its I."""
+        return self.nbytes if self.half_bytes is None else self.half_bytes
 
 
 class GroupKey(NamedTuple):
@@ -94,7 +101,7 @@ ChunkSizes = Mapping[ChunkKey, Sequence[GroupSize]]
 
 class Work(NamedTuple):
     """An action with its numbers: seconds of compute, and the bytes that it makes (F) or reads for the last
-    time (B, W)."""
+    time (B, I, W)."""
 
     action: Action
     compute_s: float
@@ -103,12 +110,13 @@ class Work(NamedTuple):
 
 class Read(NamedTuple):
     """One group read by one action. After the last read its bytes are free; an I reads what its W will read
-    again. after: the action of the chunk before this one."""
+    again. after: the action of the chunk before this one. nbytes: what is read of the group."""
 
     action_index: int
     group: GroupKey
     last: bool
     after: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,9 +254,9 @@ def require_times(actions: Sequence[Action], compute_s: Sequence[float]) -> None
 def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
     """Every read of the step, in order: B and I read a chunk from its last group to its first.
 
-    A W reads its chunk again from the first group to the last; without an I before it, it is the whole
-    reverse read (stage 0 of a zero-bubble schedule: leave the I that reads nothing out of the list). Raises
-    as `lives_of`, and for a chunk without sizes.
+    After an I its W reads again from the first group to the last, of each group its `w_bytes`. Without
+    an I before it, it is the whole reverse read (stage 0 of a zero-bubble schedule: leave the I that reads
+    nothing out of the list). Raises as `lives_of`, and for a chunk without sizes.
     """
     lives = lives_of(actions)
     require_sizes(actions, sizes)
@@ -257,19 +265,36 @@ def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
         chunk = action.chunk
         if action.kind == "F":
             continue
-        life, positions = lives[chunk], range(len(sizes[chunk]))
-        after = life.half_read if action.kind == "W" and life.half_read is not None else life.forward
-        order = positions if after > life.forward else reversed(positions)
-        reads += [Read(at, GroupKey(chunk, place), action.kind != "I", after) for place in order]
+        forward, half_read, _ = lives[chunk]
+        groups = [(GroupKey(chunk, place), group) for place, group in enumerate(sizes[chunk])]
+        if action.kind == "W" and half_read is not None:
+            halves = [(key, group.w_bytes) for key, group in groups if group.w_bytes]
+            reads += [Read(at, key, True, half_read, nbytes) for key, nbytes in halves]
+        else:
+            whole = action.kind != "I"
+            reads += [
+                Read(at, key, whole or group.w_bytes == 0, forward, group.nbytes)
+                for key, group in reversed(groups)
+            ]
     return tuple(reads)
 
 
 def work_of(actions: Sequence[Action], sizes: ChunkSizes, compute_s: Sequence[float]) -> tuple[Work, ...]:
-    """The actions with their numbers, as the bound takes them: bytes at a chunk's F, and again at its last
-    read, the B or the W."""
+    """The actions with their numbers, as the bound takes them: bytes at a chunk's F, and again at their last
+    reads: all at a B, at an I what its W does not read, and that at the W."""
     require_times(actions, compute_s)
     totals = {chunk: sum(group.nbytes for group in groups) for chunk, groups in sizes.items()}
-    return tuple(
-        Work(action, seconds, 0 if action.kind == "I" else totals[action.chunk])
-        for action, seconds in zip(actions, compute_s, strict=True)
-    )
+    halves = {
+        action.chunk: sum(group.w_bytes for group in sizes[action.chunk])
+        for action in actions
+        if action.kind == "I"
+    }
+    works: list[Work] = []
+    for action, seconds in zip(actions, compute_s, strict=True):
+        nbytes, half_bytes = totals[action.chunk], halves.get(action.chunk, 0)
+        if action.kind == "I":
+            nbytes -= half_bytes
+        elif action.kind == "W" and action.chunk in halves:
+            nbytes = half_bytes
+        works.append(Work(action, seconds, nbytes))
+    return tuple(works)

@@ -18,6 +18,9 @@ it is an error of theirs.
                away[c, s] = 0 where s is the slice that reads c                                  reads
                made - read - away <= cap at the end of each slice                                the device
 
+Of a split backward, what the I reads for the last time is one share, and what its W reads again is another:
+it is back when the I ends, and then away once more, without a copy as far as it had left before.
+
 Rates within a slice are constant, so what holds at its ends holds inside it. A byte moves alone, where an
 engine moves groups, and takes room as it arrives, where an engine allocates first; slices see the whole
 future. A byte that moves twice could have stayed away in between, so "at most once" needs no row.
@@ -61,8 +64,8 @@ def single_pass_limit_s(
 def least_step(work: Sequence[Work], rates: Rates, cap_bytes: int, *, slices: int = 4) -> Bound:
     """Solve the program above for one rank.
 
-    work: every action of the step in order; a chunk's bytes are named at its F and at its B or W. What an I
-        reads and its W reads again is counted at the W alone: less than an engine must do, so still a bound.
+    work: every action of the step in order, as `work_of` makes it; a chunk's bytes are named at its F, and
+        again at its B, or at its I and its W, whichever reads them last. An I reads all.
     cap_bytes: what saved activations may take on the device: its memory less weights, gradients and working
         set.
     slices: parts of each action; more parts are nearer to the truth, from below. A pipeline stage's figures
@@ -92,11 +95,18 @@ def least_step(work: Sequence[Work], rates: Rates, cap_bytes: int, *, slices: in
 
 
 class _Share(NamedTuple):
-    """The bytes that one slice makes and one later slice reads."""
+    """Bytes that are made in one slice and read in a later one; of a split backward, within an action.
+
+    first, last: the slices in which they may move. made, read: from the first to the one before the second
+    they are on the device or away. again: their next share, for a W that reads them once more.
+    """
 
     nbytes: float
-    made_slice: int
-    read_slice: int
+    first: int
+    made: int
+    read: int
+    last: int
+    again: _Share | None = None
 
 
 def _shares(work: Sequence[Work], slices: int) -> list[_Share]:
@@ -112,20 +122,28 @@ def _shares(work: Sequence[Work], slices: int) -> list[_Share]:
     shares: list[_Share] = []
     for life in lives.values():
         made, read = work[life.forward], work[life.last_read]
-        if made.nbytes != read.nbytes:
+        half = None if life.half_read is None else work[life.half_read]
+        read_bytes = read.nbytes + (0 if half is None else half.nbytes)
+        if made.nbytes != read_bytes:
             raise ValueError(
-                f"{read.action} reads {read.nbytes:,} bytes of the {made.nbytes:,} that {made.action} made; "
+                f"{read.action} reads {read_bytes:,} bytes of the {made.nbytes:,} that {made.action} made; "
                 "give both the same"
             )
-        for part in range(slices if made.nbytes else 0):
-            # a W after an I reads in forward order
-            read_part = slices - 1 - part if life.half_read is None else part
-            shares.append(
-                _Share(
-                    made.nbytes / slices, life.forward * slices + part, life.last_read * slices + read_part
-                )
+        if life.half_read is None or half is None:
+            for part in range(slices):
+                made_slice = life.forward * slices + part
+                read_slice = (life.last_read + 1) * slices - 1 - part
+                shares.append(_Share(made.nbytes / slices, made_slice, made_slice, read_slice, read_slice))
+        else:
+            # where in the chunk each half finds its bytes is not known, so they move all through an action
+            first, after = life.forward * slices, life.half_read * slices
+            ends = (first, first + slices - 1, after, after + slices - 1)
+            read_slice = life.last_read * slices
+            again = _Share(
+                read.nbytes, after + slices, after + slices - 1, read_slice, read_slice + slices - 1
             )
-    return shares
+            shares += [_Share(half.nbytes, *ends), _Share(read.nbytes, *ends, again)]
+    return [share for share in shares if share.nbytes]
 
 
 def _solve(
@@ -150,21 +168,35 @@ def _solve(
         bounds.append((0.0, most))
         return len(bounds) - 1
 
-    for share in shares:
+    def move(share: _Share, away_before: list[tuple[int, float]]) -> list[int]:
+        """Add the columns of a share. Returns those of what leaves."""
         nbytes = share.nbytes / byte_unit
-        away_before: list[tuple[int, float]] = []
-        for at in range(share.made_slice, share.read_slice + 1):
+        leaving: list[int] = []
+        for at in range(share.first, share.last + 1):
             out, back = column(None), column(None)
+            leaving.append(out)
             outs[at].append(out)
             ins[at].append(back)
             row = [(out, -1.0), (back, 1.0), *away_before]
-            if at < share.read_slice:
+            if at < share.last:
                 away = column(nbytes)
-                aways[at].append(away)
                 away_before = [(away, -1.0)]
                 row.append((away, 1.0))
-                on_device[at] += nbytes
+                if share.made <= at < share.read:
+                    aways[at].append(away)
+                    on_device[at] += nbytes
             equal.add(row, 0.0)
+        return leaving
+
+    for share in shares:
+        left = move(share, [])
+        if share.again is not None:
+            # what had left before goes without a copy
+            dropped = column(share.nbytes / byte_unit)
+            at_most.add([(dropped, 1.0), *((out, -1.0) for out in left)], 0.0)
+            aways[share.again.made].append(dropped)
+            on_device[share.again.made] += share.nbytes / byte_unit
+            move(share.again, [(dropped, -1.0)])
     # relative to d2h's rate: in these units it moves one unit of bytes in one of time
     h2d = rates.h2d_bytes_per_s / rates.d2h_bytes_per_s
     both = rates.together_bytes_per_s / rates.d2h_bytes_per_s

@@ -1,5 +1,5 @@
-"""The plan after warm-up, under a cap on device bytes: how much of each chunk's end stays, and the window of
-reads that is brought back early.
+"""The plan after warm-up, under a cap on device bytes: how much of each chunk's end stays, the window of
+reads that is brought back early, and what stays between the halves of a split backward.
 
 The best amounts differ by chunk: the first chunk is read as soon as the last warm-up forward ends; the chunks
 in the middle have the whole steady phase to travel; the last chunks meet an emptying device. So the search
@@ -9,8 +9,9 @@ invariant: a plan is a pure function of its numbers, and it fits the cap whereve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, ChunkSizes, Keeps, Rates, require_sizes
@@ -24,7 +25,8 @@ _KEEP_STARTS = (1.0, 0.8, 0.3)
 _WINDOW_STARTS = (3 / 8, 1 / 5)
 """Restoring windows to start from, of the limit."""
 _STEPS = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
-"""Changes tried around the best, of a chunk's bytes and of half the limit, coarse to fine."""
+"""Changes tried around the best, of a chunk's bytes, of half the limit, and of what a W reads, coarse to
+fine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class Plan:
     restoring_room_bytes: int
     """Restores are issued for what is read within so many bytes of reads, groups that are on the device
     counted."""
+    half_room_bytes: int
+    """Of each chunk, so many bytes that its I brought back stay for its W; 0 where no backward is split."""
     fits: bool
     """False where a single group, or the half-read chunk of a split backward, is larger than the limit: no
     plan can fit then."""
@@ -85,20 +89,28 @@ def choose_keeps(
             pass
     return Plan(
         keeps=search.best.keeps,
-        restoring_room_bytes=round(search.best.window_bytes),
+        restoring_room_bytes=round(search.best.amounts.window_bytes),
+        half_room_bytes=round(search.best.amounts.half_room_bytes),
         fits=search.best.result.peak_bytes <= device_limit_bytes,
         predicted=search.best.result,
         num_trials=len(search.tried),
     )
 
 
+class _Amounts(NamedTuple):
+    """What a plan is made from. kept_bytes: that stay of each chunk."""
+
+    kept_bytes: Mapping[ChunkKey, float]
+    window_bytes: float
+    half_room_bytes: float
+
+
 class _Trial(NamedTuple):
-    """A simulated plan, made from the bytes that stay of each chunk and the window."""
+    """A simulated plan."""
 
     score: tuple[int, float, int]
     """(bytes above the limit, seconds, bytes moved): smaller is better, in this order."""
-    kept_bytes: Mapping[ChunkKey, float]
-    window_bytes: float
+    amounts: _Amounts
     keeps: Keeps
     result: Simulation
 
@@ -117,7 +129,7 @@ class _Search:
         limit_bytes: int,
         max_trials: int,
     ) -> None:
-        self.tried: set[tuple[Keeps, int]] = set()
+        self.tried: set[tuple[Keeps, int, int]] = set()
         self._actions, self._sizes, self._compute_s, self._rates = actions, sizes, compute_s, rates
         self._limit_bytes = limit_bytes
         self._max_trials = max_trials
@@ -126,6 +138,10 @@ class _Search:
             for action in actions
             if action.kind == "F"
         }
+        self._half_bytes = max(
+            (sum(group.w_bytes for group in sizes[action.chunk]) for action in actions if action.kind == "I"),
+            default=0,
+        )
 
     def try_equal_amounts(self) -> None:
         most_bytes = dict.fromkeys(self._total_bytes, 0)
@@ -134,43 +150,53 @@ class _Search:
         for part in _KEEP_STARTS:
             for window in _WINDOW_STARTS:
                 kept_bytes = {chunk: part * most for chunk, most in most_bytes.items()}
-                self._try(kept_bytes, window * self._limit_bytes)
+                for half_room_bytes in {0, self._half_bytes}:
+                    self._try(_Amounts(kept_bytes, window * self._limit_bytes, half_room_bytes))
         if self.best.score[0] > 0:
             # the least that any plan needs: all leaves, nothing is fetched early
-            self._try(dict.fromkeys(most_bytes, 0), 0)
+            self._try(_Amounts(dict.fromkeys(most_bytes, 0), 0, 0))
 
     def improve(self, step: float) -> bool:
-        """One round over the window, all chunks together and each chunk alone; True if anything got
-        better."""
+        """One round over the window, what stays between halves, all chunks together and each chunk alone;
+        True if anything got better."""
         improved = False
         chunks = list(self._total_bytes)
-        for changed in ([], chunks, *([chunk] for chunk in chunks)):
+        changes: list[Callable[[float], _Amounts]] = [self._window, self._half_room]
+        changes += [partial(self._kept, changed) for changed in (chunks, *([chunk] for chunk in chunks))]
+        for changed in changes:
             for change in (step, -step):
-                while self._try_changed(changed, change):
+                while self._try(changed(change)):
                     improved = True
         return improved
 
-    def _try_changed(self, chunks: Sequence[ChunkKey], change: float) -> bool:
-        """Try the best plan with `change` of their bytes more kept of these chunks, or a wider window where
-        none is named."""
-        kept_bytes, window_bytes = dict(self.best.kept_bytes), self.best.window_bytes
+    def _window(self, change: float) -> _Amounts:
+        """The best amounts with a window wider by `change` of half the limit."""
+        best, most = self.best.amounts, float(self._limit_bytes)
+        return best._replace(window_bytes=min(max(best.window_bytes + change * most / 2, 0.0), most))
+
+    def _half_room(self, change: float) -> _Amounts:
+        """The best amounts with `change` of what a W reads more kept for it."""
+        best, most = self.best.amounts, float(self._half_bytes)
+        return best._replace(half_room_bytes=min(max(best.half_room_bytes + change * most, 0.0), most))
+
+    def _kept(self, chunks: Sequence[ChunkKey], change: float) -> _Amounts:
+        """The best amounts with `change` of their bytes more kept of these chunks."""
+        kept_bytes = dict(self.best.amounts.kept_bytes)
         for chunk in chunks:
             total_bytes = self._total_bytes[chunk]
             kept_bytes[chunk] = min(max(kept_bytes[chunk] + change * total_bytes, 0.0), float(total_bytes))
-        if not chunks:
-            window_bytes += change * self._limit_bytes / 2
-        return self._try(kept_bytes, min(max(window_bytes, 0.0), float(self._limit_bytes)))
+        return self.best.amounts._replace(kept_bytes=kept_bytes)
 
-    def _try(self, kept_bytes: Mapping[ChunkKey, float], window_bytes: float) -> bool:
+    def _try(self, amounts: _Amounts) -> bool:
         """Simulate this plan unless it was before, cannot fit, or the trials are used up; True if it is the
         best so far."""
-        keeps = tail_keeps(self._sizes, kept_bytes)
-        room_bytes = round(window_bytes)
-        if len(self.tried) >= self._max_trials or (keeps, room_bytes) in self.tried:
+        keeps = tail_keeps(self._sizes, amounts.kept_bytes)
+        trial = (keeps, round(amounts.window_bytes), round(amounts.half_room_bytes))
+        if len(self.tried) >= self._max_trials or trial in self.tried:
             return False
         if kept_peak_bytes(self._actions, self._sizes, keeps) > self._limit_bytes:
             return False
-        self.tried.add((keeps, room_bytes))
+        self.tried.add(trial)
         result = simulate(
             self._actions,
             self._sizes,
@@ -178,12 +204,13 @@ class _Search:
             self._rates,
             limit_bytes=self._limit_bytes,
             keeps=keeps,
-            restoring_room_bytes=room_bytes,
+            restoring_room_bytes=trial[1],
+            half_room_bytes=trial[2],
         )
         over_bytes = max(0, result.peak_bytes - self._limit_bytes)
         # what differs by rounding alone is equal
         score = (over_bytes, float(f"{result.step_s:.7g}"), result.moved_bytes)
         if len(self.tried) > 1 and score >= self.best.score:
             return False
-        self.best = _Trial(score, kept_bytes, window_bytes, keeps, result)
+        self.best = _Trial(score, amounts, keeps, result)
         return True

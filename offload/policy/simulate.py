@@ -20,15 +20,18 @@ go on otherwise; `peak_bytes` says so.
               and with it the group that it was made from. The peak counts them; the limit, which is the
               engine's on saved bytes, does not
     free      after the last read, at the end of the group's compute; if it was on its way out, when room is
-              needed and the copy has ended. Between the I and the W of a chunk what was brought back is
-              dropped without a copy
+              needed and the copy has ended
+    halves    an I reads all and its W `w_bytes` of each group. Of what was brought back, the I leaves on the
+              device what its W reads first, up to `half_room_bytes`; the rest is dropped without a copy, and
+              the W fetches only what it reads. A group that never left is whole until the W: the graph holds
+              it
 
 Compute is spread over an action's groups by their weights, or by their bytes where no group has one.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -86,15 +89,18 @@ def simulate(
     limit_bytes: int,
     keeps: Keeps,
     restoring_room_bytes: int,
+    half_room_bytes: int = 0,
 ) -> Simulation:
     """Play one step.
 
     actions, compute_s: this rank's order, and the seconds that each action computes.
     keeps: groups that stay; every other group leaves as soon as it is made.
     restoring_room_bytes: how far ahead of the reader the window goes; 0 fetches only what is being read.
+    half_room_bytes: of a chunk, so many bytes that its I brought back stay for its W, those that it reads
+        first.
     """
     require_times(actions, compute_s)
-    step = _Step(actions, sizes, rates, limit_bytes, keeps, restoring_room_bytes)
+    step = _Step(actions, sizes, rates, limit_bytes, keeps, restoring_room_bytes, half_room_bytes)
     for action, seconds in zip(actions, compute_s, strict=True):
         step.do(action, seconds)
     return Simulation(
@@ -133,6 +139,7 @@ class _Step:
         limit_bytes: int,
         keeps: Keeps,
         window_bytes: int,
+        half_room_bytes: int,
     ) -> None:
         self.now_s = self.recompute_s = 0.0
         self.stall_s = [0.0, 0.0]  # by direction
@@ -141,24 +148,30 @@ class _Step:
         self._limit_bytes = limit_bytes
         self._keeps = keeps
         self._window_bytes = window_bytes
+        self._half_room_bytes = half_room_bytes
         self._link = Link(rates)
         self._reads = reads_of(actions, sizes)
-        self._read_bytes = [sizes[read.group.chunk][read.group.position].nbytes for read in self._reads]
-        self._ahead_bytes = [0, *accumulate(self._read_bytes)]
+        self._ahead_bytes = [0, *accumulate(read.nbytes for read in self._reads)]
+        self._num_reads = Counter(read.action_index for read in self._reads)
         self._num_ended = self._next_read = self._next_fetch = self._device_bytes = 0
         self._again_bytes = self._host_bytes = 0
         self._at: dict[GroupKey, _At] = {}
+        self._here: dict[GroupKey, int] = {}  # bytes on the device, while there are any
+        self._half_runs = False
+        self._staying: frozenset[GroupKey] = frozenset()  # from the I that runs, or ran last, to its W
         self._spills: deque[GroupKey] = deque()
 
     def do(self, action: Action, seconds: float) -> None:
         """The next action of the step."""
         groups = self._sizes[action.chunk]
-        if not groups:
-            self.now_s += seconds
-        elif action.kind == "F":
-            self._forward(action.chunk, groups, _spread(seconds, groups))
+        if action.kind == "F" and groups:
+            self._forward(action.chunk, groups, _spread(seconds, groups, [group.nbytes for group in groups]))
+        elif action.kind != "F" and self._num_reads[self._num_ended]:
+            self._read(action, groups, seconds)
         else:
-            self._read(action, groups, _spread(seconds, groups))
+            self.now_s += seconds
+        if action.kind in ("B", "W"):
+            self._end(action.chunk, groups)
         self._num_ended += 1
         self._fetch()
 
@@ -167,6 +180,7 @@ class _Step:
             key = GroupKey(chunk, index)
             self._make_room(group.nbytes)
             self._take(group.nbytes)
+            self._here[key] = group.nbytes
             self.now_s += seconds[index]
             if key in self._keeps or group.nbytes == 0:
                 self._at[key] = _At.HERE
@@ -179,50 +193,77 @@ class _Step:
                 self._link.issue(D2H, key, group.nbytes, self.now_s)
             self._fetch()
 
-    def _read(self, action: Action, groups: Sequence[GroupSize], seconds: Sequence[float]) -> None:
+    def _read(self, action: Action, groups: Sequence[GroupSize], seconds: float) -> None:
         # of the region that is being read, the compute that its reads come before
         region, owed_s = 0, 0.0
-        for _ in groups:
-            _, key, last, _ = self._reads[self._next_read]
-            group = groups[key.position]
+        self._half_runs = action.kind == "I"
+        self._staying = self._stays_between(action.chunk, groups) if self._half_runs else frozenset()
+        reads = self._reads[self._next_read : self._next_read + self._num_reads[self._num_ended]]
+        own = [groups[read.group.position] for read in reads]
+        spread = _spread(seconds, own, [read.nbytes for read in reads])
+        for read, group, read_s in zip(reads, own, spread, strict=True):
+            key = read.group
             if group.region != region:
                 self.now_s += owed_s
                 region, owed_s, self._again_bytes = group.region, 0.0, 0
-            nbytes = self._read_bytes[self._next_read]
             if self._at[key] is _At.AWAY:
-                self._make_room(nbytes)
-                self._restore(key, nbytes)
+                self._make_room(read.nbytes)
+                self._restore(key, read.nbytes)
             if self._at[key] is _At.BACK:
                 self._wait(H2D, key)
             self.recompute_s += group.again_s
             self._again_bytes += group.again_bytes
             self._see_peak()
             if region:
-                owed_s += seconds[key.position] + group.again_s
+                owed_s += read_s + group.again_s
             else:
-                self.now_s += seconds[key.position] + group.again_s
+                self.now_s += read_s + group.again_s
                 self._again_bytes = 0
-            if last and self._at[key] in (_At.LEAVING, _At.WANTED):
-                self._at[key] = _At.READ_LEAVING
-                # twice in the queue if still there: the earlier one frees it, the later one finds it gone
-                self._spills.append(key)
-            elif last:
-                self._at[key] = _At.GONE
-                self._device_bytes -= nbytes
-                self._again_bytes += nbytes if region and group.again_bytes else 0
-            if last and key not in self._keeps:
-                self._host_bytes -= nbytes
+            self._has_read(key, group, read.last)
             self._next_read += 1
             self._next_fetch = max(self._next_fetch, self._next_read)
             self._fetch()
         self.now_s += owed_s
         self._again_bytes = 0
-        if action.kind == "I":
-            for index, group in enumerate(groups):
-                key = GroupKey(action.chunk, index)
-                if self._at[key] is _At.BACK:
-                    self._at[key] = _At.AWAY
-                    self._device_bytes -= group.nbytes
+
+    def _end(self, chunk: ChunkKey, groups: Sequence[GroupSize]) -> None:
+        """The graph of a chunk is gone."""
+        for index, group in enumerate(groups):
+            key = GroupKey(chunk, index)
+            if self._at[key] is _At.HERE:
+                self._at[key] = _At.GONE
+                self._device_bytes -= group.nbytes
+            if key not in self._keeps:
+                self._host_bytes -= group.nbytes
+
+    def _stays_between(self, chunk: ChunkKey, groups: Sequence[GroupSize]) -> frozenset[GroupKey]:
+        """The groups of a chunk of which its W finds on the device what its I brought back: as many of the
+        first as there is room for, since the W reads them first and the I last."""
+        ends = accumulate(group.w_bytes for group in groups)
+        return frozenset(
+            GroupKey(chunk, place) for place, end in enumerate(ends) if end <= self._half_room_bytes
+        )
+
+    def _has_read(self, key: GroupKey, group: GroupSize, last: bool) -> None:
+        """A read has ended."""
+        where, left_bytes = self._at[key], 0 if last else group.w_bytes
+        if where is _At.HERE and self._half_runs:
+            return  # the graph holds it until its W ends
+        if where is _At.LEAVING or where is _At.WANTED:
+            if left_bytes == 0:
+                self._at[key] = _At.READ_LEAVING
+                # twice in the queue if still there: the earlier one frees it, the later one finds it gone
+                self._spills.append(key)
+            return
+        if left_bytes == 0:
+            self._at[key] = _At.GONE
+        elif key not in self._staying:
+            self._at[key] = _At.AWAY
+            left_bytes = 0
+        freed_bytes = self._here[key] - left_bytes
+        self._here[key] = left_bytes
+        self._device_bytes -= freed_bytes
+        self._again_bytes += freed_bytes if group.region and group.again_bytes else 0
 
     def _fetch(self) -> None:
         """Bring back what the window holds, as far as there is room."""
@@ -234,19 +275,23 @@ class _Step:
             ):
                 return
             if read.after >= self._num_ended:
-                return
+                # the I that runs leaves it there for its W
+                if read.after > self._num_ended or read.group not in self._staying:
+                    return
+                self._next_fetch += 1
+                continue
             where = self._at[read.group]
             if where is _At.LEAVING:
                 self._at[read.group] = _At.WANTED
             elif where is _At.AWAY:
-                nbytes = self._read_bytes[self._next_fetch]
-                if not self._make_room(nbytes):
+                if not self._make_room(read.nbytes):
                     return
-                self._restore(read.group, nbytes)
+                self._restore(read.group, read.nbytes)
             self._next_fetch += 1
 
     def _restore(self, key: GroupKey, nbytes: int) -> None:
         self._take(nbytes)
+        self._here[key] = nbytes
         self._at[key] = _At.BACK
         self.restored_bytes += nbytes
         self._link.issue(H2D, key, nbytes, self.now_s)
@@ -260,7 +305,7 @@ class _Step:
             if where is not _At.LEAVING and where is not _At.READ_LEAVING:
                 continue
             self._wait(D2H, key)
-            self._device_bytes -= self._sizes[key.chunk][key.position].nbytes
+            self._device_bytes -= self._here[key]
             self._at[key] = _At.AWAY if where is _At.LEAVING else _At.GONE
         return self._device_bytes + nbytes <= self._limit_bytes
 
@@ -277,13 +322,13 @@ class _Step:
         self.peak_bytes = max(self.peak_bytes, self._device_bytes + self._again_bytes)
 
 
-def _spread(seconds: float, groups: Sequence[GroupSize]) -> list[float]:
+def _spread(seconds: float, groups: Sequence[GroupSize], nbytes: Sequence[int]) -> list[float]:
     """An action's compute over its groups, by their weights, or by their bytes; evenly where there are
     neither."""
     total = sum(group.weight for group in groups)
     if total > 0:
         return [seconds * group.weight / total for group in groups]
-    total_bytes = sum(group.nbytes for group in groups)
+    total_bytes = sum(nbytes)
     if total_bytes == 0:
-        return [seconds / len(groups)] * len(groups)
-    return [seconds * group.nbytes / total_bytes for group in groups]
+        return [seconds / len(nbytes)] * len(nbytes)
+    return [seconds * of_one / total_bytes for of_one in nbytes]

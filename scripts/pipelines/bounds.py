@@ -38,7 +38,8 @@ def rank_bounds_ms(
     block = BlockFacts(**links[0]["block"])
     found = []
     for number, rank in enumerate(result["ranks"]):
-        actions = [Action(*action) for action in rank["actions"]]
+        # stage 0's I reads nothing, and its W everything
+        actions = [Action(*action) for action in rank["actions"] if action[1] or action[0] != "I"]
         virtual = len({action.stage for action in actions})
         measured = None
         if baseline is not None:
@@ -46,10 +47,12 @@ def rank_bounds_ms(
             pairs = zip(timed["actions"], timed["action_ms"], strict=True)
             measured = {str(Action(*action)): ms / 1e3 for action, ms in pairs}
         layers = rank["layers"] // virtual
+        # what a W reads again is not measured: counted as nothing, it leaves a bound
         groups = [
-            GroupSize(name, group["nbytes"]) for _ in range(layers) for name, group in block.groups.items()
+            GroupSize(name, group["nbytes"], half_bytes=0)
+            for _ in range(layers)
+            for name, group in block.groups.items()
         ]
-        # an I that reads nothing (stage 0's) costs the bound nothing either: it counts bytes at the W
         sizes = {action.chunk: groups for action in actions if action.kind == "F"}
         work = work_of(actions, sizes, compute_seconds(actions, block, rank["layers"] / virtual, measured))
         shared = rates_of(links[number]["rates"][-1]["rates"])

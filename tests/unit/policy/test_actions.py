@@ -71,6 +71,19 @@ def test_the_weight_half_reads_again_in_forward_order_and_only_its_reads_are_the
     ]
 
 
+def test_what_the_weight_half_does_not_read_is_read_for_the_last_time_in_the_input_half() -> None:
+    sizes = {(1, 0): [GroupSize("a", 5, half_bytes=2), GroupSize("b", 7, half_bytes=0), GroupSize("c", 9)]}
+    reads = reads_of(order("1F0 1I0 1W0"), sizes)
+    assert [(read.action_index, read.group.position, read.last, read.nbytes) for read in reads] == [
+        (1, 2, False, 9),
+        (1, 1, True, 7),
+        (1, 0, False, 5),
+        (2, 0, True, 2),
+        (2, 2, True, 9),
+    ]
+    assert [item.nbytes for item in work_of(order("1F0 1I0 1W0"), sizes, [1.0] * 3)] == [21, 10, 11]
+
+
 def test_a_weight_half_without_an_input_half_is_the_whole_reverse_read() -> None:
     sizes = {(0, 0): [GroupSize("attn", 1), GroupSize("mlp", 2)]}
     assert [(read.group.position, read.last) for read in reads_of(order("0F0 0W0"), sizes)] == [

@@ -135,6 +135,31 @@ def test_a_split_backward_keeps_its_bytes_until_the_weight_half() -> None:
     assert least_step(split, rates, 10).moved_bytes == pytest.approx(10, abs=1)
 
 
+def test_after_the_input_half_only_what_the_weight_half_reads_takes_room() -> None:
+    # 4 of 10 bytes are left when the second forward makes its 10
+    split = [
+        Work(Action("F", 0, 0), 1.0, 10),
+        Work(Action("I", 0, 0), 1.0, 6),
+        Work(Action("F", 0, 1), 1.0, 10),
+        Work(Action("W", 0, 0), 1.0, 4),
+        Work(Action("B", 0, 1), 1.0, 10),
+    ]
+    rates = Rates(d2h_bytes_per_s=5, h2d_bytes_per_s=5)
+    assert least_step(split, rates, 14).moved_bytes == 0
+    assert least_step(split, rates, 13).moved_bytes == pytest.approx(1, abs=1e-3)
+    assert least_step(split, rates, 10).moved_bytes == pytest.approx(4, abs=1e-3)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_what_left_before_the_input_half_goes_again_without_a_copy(slices: int) -> None:
+    # chunk 0 is away while chunk 1 lives, back for its I, away while chunk 2 lives, back for its W
+    kinds = "F0 F1 B1 I0 F2 B2 W0"
+    nbytes = dict.fromkeys(kinds.split(), 10) | {"I0": 0}
+    work = [Work(Action(text[0], 0, int(text[1])), 1.0, nbytes[text]) for text in kinds.split()]  # type: ignore[arg-type]
+    bound = least_step(work, Rates(d2h_bytes_per_s=100, h2d_bytes_per_s=100), 10, slices=slices)
+    assert (bound.step_s, bound.moved_bytes) == (pytest.approx(7.0), 10)
+
+
 def test_a_step_without_bytes_is_its_compute() -> None:
     bound = least_step([Work(Action("F", 0, 0), 1.0, 0), Work(Action("B", 0, 0), 2.0, 0)], H200, 0)
     assert bound == Bound(step_s=3.0, compute_s=3.0, moved_bytes=0, action_s=(1.0, 2.0))

@@ -114,6 +114,30 @@ def test_chunks_of_different_shapes_and_split_backwards_have_a_plan() -> None:
     assert all(isinstance(key, GroupKey) for key in plan.keeps)
 
 
+def test_a_plan_leaves_room_between_the_halves_where_that_saves_a_fetch() -> None:
+    # each W reads two fifths of its chunk right after its I; two of four chunks fit
+    order = [Action("F", 1, m) for m in range(4)]
+    order += [Action(kind, 1, m) for m in range(4) for kind in ("I", "W")]  # type: ignore[arg-type]
+    layer = [GroupSize("x", 4, half_bytes=4), GroupSize("y", 6, half_bytes=0)]
+    sizes: dict[ChunkKey, list[GroupSize]] = {(1, m): layer * 4 for m in range(4)}
+    seconds = [4.0 if action.kind == "F" else 2.4 if action.kind == "I" else 1.6 for action in order]
+    rates = Rates(d2h_bytes_per_s=12, h2d_bytes_per_s=12)
+    plan = choose_keeps(order, sizes, seconds, rates, 80)
+    assert plan.fits
+    assert plan.half_room_bytes > 0
+    without = simulate(
+        order,
+        sizes,
+        seconds,
+        rates,
+        limit_bytes=80,
+        keeps=plan.keeps,
+        restoring_room_bytes=plan.restoring_room_bytes,
+    )
+    assert plan.predicted_step_s < without.step_s
+    assert choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, 40 * GB, max_trials=6).half_room_bytes == 0
+
+
 def test_an_empty_step_has_an_empty_plan() -> None:
     plan = choose_keeps([], {}, [], H200, 0)
     assert (plan.keeps, plan.predicted_step_s) == (frozenset(), 0.0)

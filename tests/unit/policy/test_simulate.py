@@ -194,13 +194,79 @@ def test_times_and_actions_must_pair() -> None:
         )
 
 
+SPLIT = {(1, 0): [GroupSize(name, 10, half_bytes=half) for name, half in (("a", 10), ("b", 0), ("c", 4))]}
+
+
+@pytest.mark.parametrize(
+    ("half_room", "restored"),
+    [
+        # all three leave under a limit of one. I: c is still here, b and a come back. W: all of a, 4 of c
+        (0, 20 + 14),
+        (9, 20 + 14),
+        (10, 20 + 4),  # a stays from the I to the W
+        (14, 20 + 4),  # c never came back in the I: it made room for b
+    ],
+)
+def test_a_weight_half_fetches_what_it_reads_and_was_not_left_there(half_room: int, restored: int) -> None:
+    result = simulate(
+        order("1F0 1I0 1W0"),
+        SPLIT,
+        [3.0, 3.0, 1.4],
+        TEN,
+        limit_bytes=10,
+        keeps=frozenset(),
+        restoring_room_bytes=0,
+        half_room_bytes=half_room,
+    )
+    assert (result.moved_bytes, result.restored_bytes, result.peak_bytes) == (30, restored, 10)
+
+
+def test_the_window_reaches_past_what_the_input_half_leaves_for_its_weight_half() -> None:
+    # c makes b and a leave. a comes back while the I computes z. From then on all of the W is there, so b is
+    # fetched while the I computes a, and not at its end, a second later
+    sizes = {
+        (1, 0): [GroupSize("a", 10), GroupSize("z", 10, half_bytes=0)],
+        (2, 0): [GroupSize("b", 10)],
+        (3, 0): [GroupSize("c", 30)],
+    }
+
+    def play(half_room: int) -> Simulation:
+        return simulate(
+            order("2F0 1F0 3F0 3B0 1I0 1W0 2B0"),
+            sizes,
+            [1.0, 2.0, 3.0, 3.0, 2.0, 0.1, 1.0],
+            TEN,
+            limit_bytes=40,
+            keeps=frozenset({GroupKey((3, 0), 0)}),
+            restoring_room_bytes=40,
+            half_room_bytes=half_room,
+        )
+
+    assert (play(10).restored_bytes, play(10).restore_stall_s) == (20, pytest.approx(0.0))
+    # a again at the end of the I, then b
+    assert (play(0).restored_bytes, play(0).restore_stall_s) == (30, pytest.approx(1.9))
+
+
+def test_what_never_left_is_whole_until_the_weight_half_has_ended() -> None:
+    # 10 and 10 of chunk 0 stay, of which its W reads none; the forward in between makes 10
+    sizes = {(0, 0): [GroupSize("a", 10, half_bytes=0)] * 2, (0, 1): [GroupSize("b", 10)]}
+    keeps = frozenset(GroupKey((0, 0), at) for at in range(2)) | {GroupKey((0, 1), 0)}
+    actions = order("0F0 0I0 0F1 0W0 0B1")
+    result = simulate(actions, sizes, [1.0] * 5, TEN, limit_bytes=30, keeps=keeps, restoring_room_bytes=0)
+    assert (result.peak_bytes, result.step_s) == (30, pytest.approx(5.0))
+    assert kept_peak_bytes(actions, sizes, keeps) == 30
+
+
 @st.composite
 def some_step(
     draw: st.DrawFn, kinds: str = "B"
 ) -> tuple[list[Action], dict[ChunkKey, list[GroupSize]], list[float], Rates]:
     """Any order of forwards and backwards, last in first out or not, with chunks of any number of groups."""
     nbytes = draw(st.lists(st.lists(st.integers(0, 20), max_size=4), min_size=1, max_size=4))
-    sizes = {(0, m): [GroupSize("g", n) for n in found] for m, found in enumerate(nbytes)}
+    sizes = {
+        (0, m): [GroupSize("g", n, half_bytes=draw(st.none() | st.integers(0, n))) for n in found]
+        for m, found in enumerate(nbytes)
+    }
     waiting = [[Action("F", 0, m), Action("B", 0, m)] for m in range(len(nbytes))]
     for m, todo in enumerate(waiting):
         if draw(st.sampled_from(kinds)) == "W":
@@ -227,9 +293,9 @@ def some_keeps(draw: st.DataObject, sizes: dict[ChunkKey, list[GroupSize]]) -> K
 
 
 @settings(max_examples=80)
-@given(some_step("BW"), st.integers(0, 100), st.integers(0, 60), st.data())
+@given(some_step("BW"), st.integers(0, 100), st.integers(0, 60), st.integers(0, 60), st.data())
 def test_no_simulated_step_is_under_the_bound(
-    step: Step, limit: int, window: int, data: st.DataObject
+    step: Step, limit: int, window: int, half_room: int, data: st.DataObject
 ) -> None:
     pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
     from offload.policy.bound import least_step
@@ -243,6 +309,7 @@ def test_no_simulated_step_is_under_the_bound(
         limit_bytes=limit,
         keeps=some_keeps(data, sizes),
         restoring_room_bytes=window,
+        half_room_bytes=half_room,
     )
     bound = least_step(work_of(actions, sizes, seconds), rates, max(limit, result.peak_bytes), slices=2)
     assert result.step_s >= bound.step_s * (1 - 1e-5) - 1e-6
