@@ -6,11 +6,9 @@ read next; open_scopes.py installs and removes hooks.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -23,27 +21,24 @@ from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Group
 from offload.groups.inputs import InputGroup
+from offload.groups.leaving import LeavingGroups
 from offload.groups.open_scopes import OpenScopes
 from offload.groups.release import checked_tensors
 from offload.groups.scope import KeptGroup
 from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
-from offload.groups.survey import Survey, group_figures
+from offload.groups.survey import GroupLedgers
 from offload.ids import ChunkId
 from offload.saved.chunk import SavedChunk
-from offload.telemetry.figures import GroupFigures, Ledger, figures_of, figures_without_offload
+from offload.telemetry.figures import Ledger
 from offload.telemetry.records import ClientStats, StepStats
 from offload.telemetry.summary import print_offload_summary_table
-from offload.transfer.block import Transfer
 from offload.transfer.graph import CapturedGraph
 
 __all__ = ["GroupsManager"]
 
 # of inferred ends, by what a step has saved: a generator's graph outlives the discriminator's step
 _ENDS_OUTLIVED = 2
-
-# S4-3: with the input of the block that runs, all that is on the device of those that leave
-_INPUTS_LEAVING = 2
 
 
 class GroupsManager(OpenScopes, Client):
@@ -70,15 +65,11 @@ class GroupsManager(OpenScopes, Client):
         self.process_group = process_group
         # with the capture of the commit
         self._delayed: list[tuple[CapturedGraph | None, Callable[[], None]]] = []
-        self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
-        self._input_names: set[str] = set()  # groups of inputs of recomputed calls
-        self._only_inputs = True  # has been saved in this step
+        self._leaving = LeavingGroups(self.engine)
         self._compile_report = CompileReport()
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
         self.last_step: SeenStep | None = None  # the same of the one that has ended
-        self._survey: Survey | None = None
-        self._group_figures: dict[str, GroupFigures] = {}  # of the step that ends
-        self._ledgers: WeakSet[Ledger] = WeakSet()
+        self._ledgers = GroupLedgers(self.engine)
         self.ledger = self.new_ledger()  # since the manager was built
         self._ends_by_hand = False  # somebody has called `step_end`
         self._inferred_ends = 0
@@ -146,11 +137,7 @@ class GroupsManager(OpenScopes, Client):
     def new_ledger(self) -> Ledger:
         """Figures of the steps that end from now on, for as long as the caller holds it. The next step is
         looked at closely, to say why tensors can never leave: each of its saves is judged twice."""
-        ledger = Ledger()
-        self._ledgers.add(ledger)
-        if self._survey is None:
-            self._survey = Survey(self.engine)
-        return ledger
+        return self._ledgers.new()
 
     # -- set up ----------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
@@ -230,46 +217,22 @@ class GroupsManager(OpenScopes, Client):
             ahead, unless the config says otherwise; more would only hold memory.
         """
         if alone:
-            self._input_names.add(name)
+            self._leaving.input_names.add(name)
         if self.needs_chunk() and torch.is_grad_enabled():
             self.mark_report.not_announced(name)
         return InputGroup(self, self.active_handler(), name, required=alone)
 
     def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)
-        cap, saved = self._planner.settings.max_inflight_offloads, group.saved
-        if saved is not None and group.name in self._input_names:
-            cap = self._input_sent(saved.nbytes, cap)
-        elif saved is not None and saved.nbytes:
-            self._only_inputs = False
-            self.engine.prefetch.most_bytes = None
-        if cap is not None and saved is not None and saved.transfers:
-            pending = self._pending[group.name]
-            pending.append(saved.transfers)
-            while len(pending) > cap:
-                for transfer in pending.popleft():
-                    self.engine.transfers.settle_spill(transfer)
+        self._leaving.sent(group, self._planner.settings.max_inflight_offloads)
         self.pump()
-
-    def _input_sent(self, nbytes: int, cap: int | None) -> int | None:
-        """Set how far the prefetch looks; returns how many inputs may be on their way out."""
-        if self._only_inputs:
-            ahead = self.engine.prefetch.most_bytes
-            self.engine.prefetch.most_bytes = max(nbytes, 1) if ahead is None else max(nbytes, ahead)
-        return _INPUTS_LEAVING if cap is None and self.engine.config.max_spilling_bytes is None else cap
 
     def input_read_next(self, handler: ChunkGroups) -> None:
         """The backward has come to the end of a recomputed call of this chunk. Of inputs that it is done
         with, the sources of copies under way are let go: no later copy would make compute wait for them."""
         with self.engine.lock:
             handler.output_has_gradient(None)
-            for name in self._input_names:
-                pending = self._pending[name]
-                for transfers in [*pending]:
-                    if all(block.is_freed for transfer in transfers for block in transfer.blocks):
-                        pending.remove(transfers)
-                        for transfer in transfers:
-                            self.engine.transfers.settle_spill(transfer)
+            self._leaving.settle_freed_inputs()
 
     def flush_delayed_groups(self) -> None:
         """Send every delayed group, in the order of their commits. In a capture, those that it delayed: a
@@ -359,16 +322,14 @@ class GroupsManager(OpenScopes, Client):
         """As Client: what is still open is closed, what nobody read is dropped."""
         self._close_uncommitted()
         self._delayed.clear()
-        self._pending.clear()
-        self._only_inputs = True
-        self.engine.prefetch.most_bytes = None
+        self._leaving.step_ends()
         handlers = [handler for handler in self._handlers.values() if handler.begun]
         if self.do_offload:
             by_hand = self._forwards_by_hand or self._announced
             models = {handler: None if by_hand else handler.id.stage for handler in handlers}
-            self.mark_report.end_step(models, self._survey, is_warmup=self.is_warmup)
+            self.mark_report.end_step(models, self._ledgers.survey, is_warmup=self.is_warmup)
         for handler in handlers:
-            self._count_groups(handler)
+            self._ledgers.count(handler.groups)
         seconds = self._clock.end_step()
         figures = self.engine.end_saves(self._ending(handlers))
         for handler in handlers:
@@ -379,31 +340,7 @@ class GroupsManager(OpenScopes, Client):
         return figures
 
     def _before_reset(self, handler: ChunkGroups) -> None:
-        self._count_groups(handler)
-
-    def _count_groups(self, handler: ChunkGroups) -> None:
-        for name, figures in group_figures(handler.groups).items():
-            before = self._group_figures.get(name)
-            self._group_figures[name] = figures if before is None else before + figures
-
-    def _write_ledgers(self, stats: StepStats, seen: SeenStep) -> None:
-        """A step without offload is none of the figures', but for the stall, which is of the step before."""
-        groups, self._group_figures = self._group_figures, {}
-        if not self.do_offload:
-            figures = figures_without_offload(stats)
-        else:
-            if self._survey is not None and seen.chunks:
-                groups = self._survey.added_to(groups)
-                self._survey.end()
-                self._survey = None
-            figures = figures_of(
-                stats,
-                groups,
-                would_hold_bytes=self._planner.live_peak_bytes,
-                device_limit_bytes=self.engine.limits.device_limit_bytes,
-            )
-        for ledger in list(self._ledgers):
-            ledger.add(figures)
+        self._ledgers.count(handler.groups)
 
     def _ending(self, handlers: list[ChunkGroups]) -> list[SavedChunk]:
         """The chunks whose tensors are dropped at this end: all, less what an inferred one carries over."""
@@ -429,7 +366,8 @@ class GroupsManager(OpenScopes, Client):
             if not self.do_offload:
                 self._planner.pass_over(seen)
             planned = self.do_offload and self._planner.after_step(seen)
-            self._write_ledgers(stats, seen)
+            live_bytes = self._planner.live_peak_bytes if self.do_offload else None
+            self._ledgers.write(stats, live_bytes, ran=bool(seen.chunks))
             self._forget_step()
         # where ends are inferred nobody asked for a table, and one rank's end waits for no other rank's
         if planned and self.print_summary and not self._infers_end:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -17,9 +18,10 @@ from offload.groups.group import Group
 from offload.groups.scope import GroupScope
 from offload.saved.filters import Verdict
 from offload.saved.hooks import Scope
-from offload.telemetry.figures import GroupFigures, Stayed
+from offload.telemetry.figures import GroupFigures, Ledger, Stayed, figures_of, figures_without_offload
+from offload.telemetry.records import StepStats
 
-__all__ = ["Survey", "group_figures"]
+__all__ = ["GroupLedgers", "Survey", "group_figures"]
 
 
 def group_figures(groups: Iterable[Group]) -> dict[str, GroupFigures]:
@@ -106,3 +108,51 @@ class Survey:
         )
         reason = verdict.value
         counts[reason] = counts[reason] + one if reason in counts else one
+
+
+class GroupLedgers:
+    """The ledgers that somebody holds: each gets the figures of every step that ends.
+
+    survey: of the step under way, where it is looked at closely.
+    """
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._ledgers: WeakSet[Ledger] = WeakSet()
+        self._groups: dict[str, GroupFigures] = {}  # of the step that ends
+        self.survey: Survey | None = None
+
+    def new(self) -> Ledger:
+        """One that begins empty; the next step is looked at closely."""
+        ledger = Ledger()
+        self._ledgers.add(ledger)
+        if self.survey is None:
+            self.survey = Survey(self._engine)
+        return ledger
+
+    def count(self, groups: Iterable[Group]) -> None:
+        """Add what these groups have saved to the step that ends."""
+        for name, figures in group_figures(groups).items():
+            before = self._groups.get(name)
+            self._groups[name] = figures if before is None else before + figures
+
+    def write(self, stats: StepStats, live_peak_bytes: int | None, *, ran: bool) -> None:
+        """The step has ended. live_peak_bytes: what its saved tensors would take of the device at once; None
+        for a step without offload, which is none of the figures' but for the stall of the step before.
+        ran: whether a forward began in it."""
+        groups, self._groups = self._groups, {}
+        if live_peak_bytes is None:
+            figures = figures_without_offload(stats)
+        else:
+            if self.survey is not None and ran:
+                groups = self.survey.added_to(groups)
+                self.survey.end()
+                self.survey = None
+            figures = figures_of(
+                stats,
+                groups,
+                would_hold_bytes=live_peak_bytes,
+                device_limit_bytes=self._engine.limits.device_limit_bytes,
+            )
+        for ledger in list(self._ledgers):
+            ledger.add(figures)

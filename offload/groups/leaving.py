@@ -1,0 +1,74 @@
+"""How many groups of one name may be on their way out at once, and how far ahead the inputs of recomputed
+calls are fetched.
+
+One invariant: past a cap compute waits for the oldest, and the host never does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from offload.engine import OffloadEngine
+from offload.groups.group import Group
+from offload.transfer.block import Transfer
+
+__all__ = ["LeavingGroups"]
+
+# S4-3: with the input of the block that runs, all that is on the device of those that leave
+_INPUTS_LEAVING = 2
+
+
+class LeavingGroups:
+    """Of one engine. Callers hold its lock.
+
+    input_names: groups that have one input of a recomputed call each, of which nothing else leaves.
+    """
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self.input_names: set[str] = set()
+        self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
+        self._only_inputs = True  # has been saved in this step
+
+    def sent(self, group: Group, cap: int | None) -> None:
+        """The group has been sent. cap: groups of its name that may be pending, None for no such cap."""
+        saved = group.saved
+        if saved is None:
+            return
+        if group.name in self.input_names:
+            cap = self._input_sent(saved.nbytes, cap)
+        elif saved.nbytes:
+            self._only_inputs = False
+            self._engine.prefetch.most_bytes = None
+        if cap is not None and saved.transfers:
+            pending = self._pending[group.name]
+            pending.append(saved.transfers)
+            while len(pending) > cap:
+                self._settle(pending.popleft())
+
+    def _input_sent(self, nbytes: int, cap: int | None) -> int | None:
+        """Set how far the prefetch looks; returns how many inputs may be on their way out."""
+        prefetch = self._engine.prefetch
+        if self._only_inputs:
+            prefetch.most_bytes = max(nbytes, 1, prefetch.most_bytes or 0)
+        return _INPUTS_LEAVING if cap is None and self._engine.config.max_spilling_bytes is None else cap
+
+    def settle_freed_inputs(self) -> None:
+        """Of inputs that the backward is done with, let the sources of copies under way go: no later copy
+        would make compute wait for them."""
+        for name in self.input_names:
+            pending = self._pending[name]
+            for transfers in [*pending]:
+                if all(block.is_freed for transfer in transfers for block in transfer.blocks):
+                    pending.remove(transfers)
+                    self._settle(transfers)
+
+    def step_ends(self) -> None:
+        """Nothing is pending any more, and the next step shows anew what it saves."""
+        self._pending.clear()
+        self._only_inputs = True
+        self._engine.prefetch.most_bytes = None
+
+    def _settle(self, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            self._engine.transfers.settle_spill(transfer)
