@@ -224,7 +224,9 @@ class GroupsManager(OpenScopes, Client):
 
     def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)
-        self._leaving.sent(group, self._planner.settings.max_inflight_offloads)
+        cap, leaving = self._planner.settings.max_inflight_offloads, self._leaving
+        if cap is not None or leaving.input_names:
+            leaving.sent(group, cap)
         self.pump()
 
     def input_read_next(self, handler: ChunkGroups) -> None:
