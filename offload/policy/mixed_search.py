@@ -1,11 +1,15 @@
 """The search of a mixture: states of a plan, each simulated once, changed a little at a time.
 
+The simulated step is a rough landscape: a group more that moves may cost a window that fits nowhere. So a
+climb starts from several states.
+
 One invariant: a state is numbers, so two equal ones are tried once, and the best so far is the best of all
 that were tried.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -13,23 +17,33 @@ from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates
 from offload.policy.keeps import kept_peak_bytes, limit_keeps, tail_keeps
-from offload.policy.menu import Block, Host
+from offload.policy.menu import Block, Host, convex
 from offload.policy.mixed_bound import ChunkBlocks, MixedBound, action_seconds, host_seconds
 from offload.policy.simulate import Simulation, simulate
 
-__all__ = ["Levels", "MixedSearch", "MixtureProblem", "State", "Trial", "groups_at"]
+__all__ = ["Levels", "MixedSearch", "MixtureProblem", "State", "Trial", "groups_at", "units_a_chunk"]
 
 Levels = tuple[int, ...]
 """Of one chunk: for each block the place of its level in its menu."""
 
-_UNITS_A_CHUNK = 32
-"""What a plain block saves can stay in part: in units of about so many to a chunk of plain blocks."""
-_MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 300, 30, 60_000
+_MOST_UNITS_A_CHUNK, _UNITS = 32, 256
+"""What a block saves can stay in part: in units of about so many to a chunk, and to all chunks, of plain
+blocks."""
+_MOST_RUNS = 8
+"""Of chunks that a climb changes together."""
+_MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 300, 30, 75_000
 """Simulated steps, and units times them: about 0.5 s of host time."""
-_KEEP_STARTS = (1.0, 0.7, 0.3)
+_CLIMBS = 3
+_BOUND_PARTS = (1.0, 0.8)
+"""Of what a bound keeps, to start from: an engine has bytes in flight beside it."""
+_KEEP_STARTS = (1.0, 0.6, 0.2)
 """Equal starts, of the most that fits beside nothing else."""
-_WINDOW_STARTS = (3 / 8, 1 / 5)
+_WINDOW_STARTS = (0.18, 0.32)
 """Restoring windows to start from, of the limit."""
+_WINDOW_REGIONS = 1.25
+"""Another one, of what the largest recompute reads: less would fetch the next one's while it waits."""
+_BETWEEN = 4
+"""Mixtures of two neighbouring levels, of which the same blocks of all chunks have the further one."""
 _STEPS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """Changes tried around the best: of a chunk's bytes and blocks, of the room for recomputes, of half the
 limit; coarse to fine."""
@@ -71,30 +85,32 @@ class Trial(NamedTuple):
     host_s: float
 
 
-def groups_at(blocks: Sequence[Block], levels: Levels) -> list[GroupSize]:
-    """One chunk's groups with each block at its level: a plain block in units, the others in one each, whose
-    region is computed again."""
-    unit_bytes = max(1, sum(block.menu[0].saved_bytes for block in blocks) // _UNITS_A_CHUNK)
+def groups_at(blocks: Sequence[Block], levels: Levels, num_units: int) -> list[GroupSize]:
+    """One chunk's groups with each block at its level, in units: those of a recomputed block are one
+    region. num_units: about so many, were all blocks plain."""
+    unit_bytes = max(1, sum(block.menu[0].saved_bytes for block in blocks) // num_units)
     groups: list[GroupSize] = []
     for place, (block, at) in enumerate(zip(blocks, levels, strict=True)):
         level = block.menu[at]
-        weight = block.forward_s + block.backward_s
-        if at:
-            groups.append(
-                GroupSize(
-                    level.name,
-                    level.saved_bytes,
-                    region=place + 1,
-                    weight=weight,
-                    again_s=level.recompute_s,
-                    again_bytes=level.made_again_bytes,
-                )
+        num = max(1, round(level.saved_bytes / unit_bytes))
+        ends = [part / num for part in range(num + 1)]
+        groups += [
+            GroupSize(
+                level.name,
+                round(level.saved_bytes * end) - round(level.saved_bytes * start),
+                region=place + 1 if at else 0,
+                weight=(block.forward_s + block.backward_s) / num,
+                again_s=level.recompute_s / num,
+                again_bytes=round(level.made_again_bytes * end) - round(level.made_again_bytes * start),
             )
-            continue
-        count = max(1, round(level.saved_bytes / unit_bytes))
-        ends = [level.saved_bytes * part // count for part in range(count + 1)]
-        groups += [GroupSize(level.name, end - start, weight=weight / count) for start, end in pairwise(ends)]
+            for start, end in pairwise(ends)
+        ]
     return groups
+
+
+def units_a_chunk(num_chunks: int) -> int:
+    """About how many units a plan cuts a chunk into."""
+    return max(1, min(_MOST_UNITS_A_CHUNK, _UNITS // max(1, num_chunks)))
 
 
 class MixedSearch:
@@ -102,6 +118,7 @@ class MixedSearch:
 
     def __init__(self, problem: MixtureProblem, max_trials: int | None) -> None:
         self.best: Trial | None = None
+        self._here: Trial | None = None  # where a climb is
         self.by_levels: dict[tuple[Levels, ...], Trial] = {}
         self.num_trials = 0
         self._problem = problem
@@ -111,11 +128,18 @@ class MixedSearch:
         self._host = problem.host or Host()
         self._plain_host_s = host_seconds(problem.actions, problem.blocks, self._host)
         self._halves = {action.chunk for action in problem.actions if action.kind == "I"}
+        self._num_units = units_a_chunk(len(self._chunks))
+        # where the host may be late, levels that take it long are passed over as well as not
+        weights = (0.0,) if problem.host is None else (0.0, 1.0)
+        self._num_paths = len(weights)
+        self._paths = {
+            block: [_path(block, weight) for weight in weights] for own in self._blocks for block in set(own)
+        }
         self._groups: dict[tuple[int, Levels], list[GroupSize]] = {}
         self._tried: set[tuple[tuple[Levels, ...], Keeps, int, int]] = set()
         units = sum(len(self._groups_of(at, (0,) * len(own))) for at, own in enumerate(self._blocks))
         most = max(_FEWEST_TRIALS, min(_MOST_TRIALS, _UNIT_TRIALS // max(1, units)))
-        self._most_trials = most if max_trials is None else max_trials
+        self._most_trials = self._stop_at = most if max_trials is None else max_trials
 
     @property
     def chunks(self) -> Sequence[ChunkKey]:
@@ -130,18 +154,29 @@ class MixedSearch:
         )
 
     def uniform(self) -> Iterator[tuple[Levels, ...]]:
-        """All blocks at one level, from plain to the last; a block with fewer levels at its last."""
-        most = max((len(block.menu) for own in self._blocks for block in own), default=1)
-        for level in range(most):
-            yield tuple(tuple(min(level, len(block.menu) - 1) for block in own) for own in self._blocks)
+        """All chunks alike, from the last level to plain: every block at one level, and between two levels a
+        part of the blocks at the further one."""
+        for path in range(self._num_paths):
+            most = max((len(self._paths[block][path]) for own in self._blocks for block in own), default=1)
+            for step in range((most - 1) * _BETWEEN, -1, -1):
+                yield tuple(
+                    tuple(
+                        _along(
+                            self._paths[block][path],
+                            (place + 1) * step // _BETWEEN - place * step // _BETWEEN,
+                        )
+                        for place, block in enumerate(own)
+                    )
+                    for own in self._blocks
+                )
 
-    def try_bound(self, levels: tuple[Levels, ...], bound: MixedBound) -> None:
-        """The bound's levels, keeping what it keeps."""
-        kept = tuple(bound.kept_bytes[chunk] for chunk in self._chunks)
-        for part in (1.0, 0.8):
-            for window in _WINDOW_STARTS:
-                scaled = tuple(part * nbytes for nbytes in kept)
-                self._try_rooms(levels, scaled, window * self._problem.limit_bytes)
+    def try_bound(self, bound: MixedBound) -> None:
+        """The bound's levels, rounded, keeping what it keeps."""
+        levels = self.rounded(bound)
+        for part in _BOUND_PARTS:
+            kept = tuple(part * bound.kept_bytes[chunk] for chunk in self._chunks)
+            for window in self._windows(levels):
+                self.try_state(State(levels, kept, window, self._again_room(levels)))
 
     def try_equal_amounts(self, levels: tuple[Levels, ...]) -> None:
         """Keep equal parts of all chunks."""
@@ -151,36 +186,57 @@ class MixedSearch:
         most = dict.fromkeys(self._chunks, 0)
         for key in limit_keeps(self._problem.actions, sizes, saved_limit, 0, 0):
             most[key.chunk] += sizes[key.chunk][key.position].nbytes
-        total = [sum(group.nbytes for group in sizes[chunk]) for chunk in self._chunks]
+        windows = self._windows(levels)
+        total = [self._saved(at, own) for at, own in enumerate(levels)]
         if sum(total) == sum(most.values()):  # all stays: nothing to choose
-            self.try_state(State(levels, tuple(map(float, total)), 0.0, room))
+            self.try_state(State(levels, tuple(map(float, total)), windows[0], room))
             return
         for part in _KEEP_STARTS:
-            for window in _WINDOW_STARTS:
+            for window in windows:
                 kept = tuple(part * most[chunk] for chunk in self._chunks)
-                self.try_state(State(levels, kept, window * saved_limit, room))
-        self.try_state(State(levels, (0.0,) * len(kept), 0.0, room))
+                self.try_state(State(levels, kept, window, room))
+
+    def _windows(self, levels: tuple[Levels, ...]) -> list[float]:
+        """Windows to start from: parts of the limit, and about what one recompute and one unit after it
+        read."""
+        region_bytes = max(
+            (block.menu[level].saved_bytes for block, level in self._pairs(levels) if level), default=0
+        )
+        return [
+            _WINDOW_REGIONS * region_bytes,
+            *(part * self._problem.limit_bytes for part in _WINDOW_STARTS),
+        ]
+
+    def _pairs(self, levels: tuple[Levels, ...]) -> Iterator[tuple[Block, int]]:
+        return zip(chain.from_iterable(self._blocks), chain.from_iterable(levels), strict=True)
 
     def try_least(self) -> None:
         """The least that a plan needs: all blocks plain or all at the last level, nothing kept, nothing
         fetched early."""
-        plain, *_, last = [*self.uniform()] * 2
+        last, *_, plain = [*self.uniform()] * 2
         for levels in (last, plain):
             if self.best is None or self.best.score[0] > 0:
                 nothing = (0.0,) * len(self._chunks)
                 self.try_state(State(levels, nothing, 0.0, self._again_room(levels)))
 
     def climb(self) -> None:
-        """Change the best state while that helps."""
-        for step in _STEPS:
-            while self.num_trials < self._most_trials and self._improve(step):
-                pass
+        """Change the best states of different levels while that helps, each with its part of the trials."""
+        found = sorted(self.by_levels.values(), key=lambda trial: trial.score)
+        alike = [trial for trial in found if len({level for own in trial.state.levels for level in own}) < 2]
+        # a mixture is to be no worse than any plan that has all blocks at one level
+        starts = [*dict.fromkeys([*found[: _CLIMBS - 1], *alike[:1], *found[_CLIMBS - 1 :]])][:_CLIMBS]
+        for left, start in zip(range(len(starts), 0, -1), starts, strict=True):
+            self._here = start
+            self._stop_at = self.num_trials + (self._most_trials - self.num_trials) // left
+            for step in _STEPS:
+                while self.num_trials < self._stop_at and self._improve(step):
+                    pass
 
     def try_state(self, state: State) -> bool:
-        """Simulate the state unless it was before, cannot be the best, or the trials are used up; True if it
-        is the best so far."""
+        """Simulate the state unless it was before, cannot be better, or the trials are used up; True if it is
+        better than where the climb is."""
         problem = self._problem
-        if self.num_trials >= self._most_trials:
+        if self.num_trials >= self._stop_at:
             return False
         sizes = self._sizes(state.levels)
         saved_limit = round(problem.limit_bytes - state.again_room_bytes)
@@ -191,7 +247,7 @@ class MixedSearch:
         if key in self._tried:
             return False
         self._tried.add(key)
-        best = self.best
+        best = self._here or self.best
         least_s = sum(self._compute_s) + self._recompute_s(state.levels)
         if best is not None and best.score[0] == 0 and least_s > best.score[1]:
             return False
@@ -217,22 +273,20 @@ class MixedSearch:
         known = self.by_levels.get(state.levels)
         if known is None or score < known.score:
             self.by_levels[state.levels] = trial
-        if best is not None and score >= best.score:
+        if self.best is None or score < self.best.score:
+            self.best = trial
+        if self._here is None or score >= self._here.score:
             return False
-        self.best = trial
+        self._here = trial
         return True
-
-    def _try_rooms(self, levels: tuple[Levels, ...], kept: tuple[float, ...], window_bytes: float) -> None:
-        room = self._again_room(levels)
-        self.try_state(State(levels, kept, window_bytes, room))
-        if room:
-            self.try_state(State(levels, kept, window_bytes, 0.0))
 
     def _improve(self, step: float) -> bool:
         """One round over everything that may change; True if anything got better."""
         improved = False
         every = range(len(self._chunks))
-        groups_of_chunks: list[Sequence[int]] = [every, *([at] for at in every)]
+        # a long step's chunks in runs: one alone changes little
+        run = math.ceil(len(every) / _MOST_RUNS) or 1
+        groups_of_chunks = [every, *(every[at : at + run] for at in every[::run])]
         for change in (step, -step):
             while self._try_window(change):
                 improved = True
@@ -259,25 +313,35 @@ class MixedSearch:
     def _try_kept(self, chunks: Sequence[int], change: float) -> bool:
         state, kept = self._state, list(self._state.kept_bytes)
         for at in chunks:
-            total = sum(group.nbytes for group in self._groups_of(at, state.levels[at]))
+            total = self._saved(at, state.levels[at])
             kept[at] = min(max(min(kept[at], total) + change * total, 0.0), float(total))
         return self.try_state(state._replace(kept_bytes=tuple(kept)))
 
     def _try_levels(self, chunks: Sequence[int], change: float) -> bool:
         """Part of the blocks of these chunks one level further from plain (change > 0), the least far ones
         first, or one level nearer."""
-        levels = list(self._state.levels)
+        return any(self._try_path(path, chunks, change) for path in range(self._num_paths))
+
+    def _try_path(self, path: int, chunks: Sequence[int], change: float) -> bool:
+        state, levels = self._state, list(self._state.levels)
         for at in chunks:
-            levels[at] = _moved(self._blocks[at], levels[at], change)
+            paths = [self._paths[block][path] for block in self._blocks[at]]
+            levels[at] = _moved(paths, levels[at], change)
         changed = tuple(levels)
-        if changed == self._state.levels:
+        if changed == state.levels:
             return False
-        return self.try_state(self._state._replace(levels=changed))
+        if self.try_state(state._replace(levels=changed)):
+            return True
+        # what is saved more or less stays, or did
+        kept = list(state.kept_bytes)
+        for at in chunks:
+            kept[at] = max(0.0, kept[at] + self._saved(at, changed[at]) - self._saved(at, state.levels[at]))
+        return self.try_state(state._replace(levels=changed, kept_bytes=tuple(kept)))
 
     @property
     def _state(self) -> State:
-        assert self.best is not None, "climb follows a try"
-        return self.best.state
+        assert self._here is not None, "only a climb changes a state"
+        return self._here.state
 
     def _sizes(self, levels: tuple[Levels, ...]) -> dict[ChunkKey, list[GroupSize]]:
         return {chunk: self._groups_of(at, levels[at]) for at, chunk in enumerate(self._chunks)}
@@ -285,8 +349,13 @@ class MixedSearch:
     def _groups_of(self, at: int, levels: Levels) -> list[GroupSize]:
         found = self._groups.get((at, levels))
         if found is None:
-            found = self._groups[at, levels] = groups_at(self._blocks[at], levels)
+            found = self._groups[at, levels] = groups_at(self._blocks[at], levels, self._num_units)
         return found
+
+    def _saved(self, at: int, levels: Levels) -> int:
+        return sum(
+            block.menu[level].saved_bytes for block, level in zip(self._blocks[at], levels, strict=True)
+        )
 
     def _recompute_s(self, levels: tuple[Levels, ...]) -> float:
         return sum(
@@ -296,22 +365,17 @@ class MixedSearch:
         )
 
     def _host_s(self, levels: tuple[Levels, ...], moved_bytes: int) -> float:
-        chosen_s = sum(
-            block.menu[level].host_s
-            for block, level in zip(
-                chain.from_iterable(self._blocks), chain.from_iterable(levels), strict=True
-            )
-        )
+        chosen_s = sum(block.menu[level].host_s for block, level in self._pairs(levels))
         return self._plain_host_s + chosen_s + moved_bytes * self._host.seconds_per_moved_byte
 
     def _again_room(self, levels: tuple[Levels, ...]) -> int:
-        """The most that one recompute makes again."""
+        """The most that one recompute has on the device: what it reads, which an engine does not count as
+        saved any more, and what it makes again."""
         return max(
             (
-                block.menu[level].made_again_bytes
-                for block, level in zip(
-                    chain.from_iterable(self._blocks), chain.from_iterable(levels), strict=True
-                )
+                block.menu[level].made_again_bytes + block.menu[level].saved_bytes
+                for block, level in self._pairs(levels)
+                if block.menu[level].made_again_bytes
             ),
             default=0,
         )
@@ -330,13 +394,33 @@ def _rounded(blocks: Sequence[Block], given_bytes: Sequence[float]) -> Levels:
     return tuple(levels)
 
 
-def _moved(blocks: Sequence[Block], levels: Levels, change: float) -> Levels:
-    """`abs(change)` of the blocks, one at least, a level further from plain or nearer to it."""
-    step = 1 if change > 0 else -1
-    can = [at for at, block in enumerate(blocks) if 0 <= levels[at] + step < len(block.menu)]
+def _path(block: Block, host_weight: float) -> Levels:
+    """The places of the levels that a mixture could want if a host second costs `host_weight` device
+    seconds."""
+    priced = [
+        level._replace(name=str(at), recompute_s=level.recompute_s + host_weight * level.host_s)
+        for at, level in enumerate(block.menu)
+    ]
+    return tuple(int(level.name) for level in convex(priced))
+
+
+def _along(path: Levels, number: int) -> int:
+    """The level at this place of the path, the last one where the path is shorter."""
+    return path[min(number, len(path) - 1)]
+
+
+def _moved(paths: Sequence[Levels], levels: Levels, change: float) -> Levels:
+    """`abs(change)` of the blocks, one at least, at the next level of their paths away from plain, or nearer
+    to it."""
+    further = change > 0
+    reached: dict[int, int] = {}
+    for at, (path, level) in enumerate(zip(paths, levels, strict=True)):
+        ahead = [other for other in path if (other > level if further else other < level)]
+        if ahead:
+            reached[at] = min(ahead) if further else max(ahead)
     # those that have given up least, and among them the first: their bytes wait longest
-    can.sort(key=lambda at: (levels[at] * step, at * step))
+    order = sorted(reached, key=lambda at: (levels[at], at), reverse=not further)
     moved = list(levels)
-    for at in can[: max(1, round(abs(change) * len(blocks)))]:
-        moved[at] += step
+    for at in order[: max(1, round(abs(change) * len(levels)))]:
+        moved[at] = reached[at]
     return tuple(moved)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, Rates
 from offload.policy.menu import Host
@@ -30,7 +31,21 @@ _NEAR = 1.03
 _OTHER_BLOCKS = 1 / 8
 """Of all blocks: a second plan has so many at another level."""
 _BISECTIONS = 12
-_SCALED_TRIALS = 12
+
+
+class _Start(NamedTuple):
+    """A program to start the search from: with a part of the link and of the limit. An engine moves whole
+    groups, with room for those in flight, so plans that move a little less than the bound's stall less."""
+
+    link: float
+    limit: float
+
+
+_STARTS = tuple(_Start(*start) for start in ((0.8, 0.85), (0.8, 0.7), (1.0, 0.7), (0.6, 1.0), (1.0, 0.9)))
+_SCALED_STARTS = (_Start(0.8, 0.8),)
+_SCALED_TRIALS = 10
+_BOUND_SLICES = 1
+"""Of an action, in the bounds that a choice takes: a stage's figures are the same with more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +118,7 @@ def choose_mixture(
         host=host,
         host_limit_bytes=host_limit_bytes,
     )
-    return _choose(problem, max_trials, known, slices=None)
+    return _choose(problem, max_trials, known, _STARTS)
 
 
 def cheapest_mixture(
@@ -131,7 +146,7 @@ def cheapest_mixture(
             rest_s=rest_s,
             host=host,
             host_limit_bytes=host_limit_bytes,
-            slices=1,
+            slices=_BOUND_SLICES,
         ).step_s
 
     enough = sum(block.menu[0].saved_bytes for own in blocks.values() for block in own)
@@ -165,26 +180,31 @@ def scaled(plan: MixedPlan, factors: Mapping[ChunkKey, float]) -> MixedPlan:
         chunk: [block.scaled(factors[chunk]) for block in own] if chunk in factors else own
         for chunk, own in problem.blocks.items()
     }
-    return _choose(replace(problem, blocks=blocks), _SCALED_TRIALS, (), slices=1)
+    return _choose(replace(problem, blocks=blocks), _SCALED_TRIALS, (), _SCALED_STARTS)
 
 
 def _choose(
-    problem: MixtureProblem, max_trials: int | None, known: Sequence[MixedPlan], slices: int | None
+    problem: MixtureProblem, max_trials: int | None, known: Sequence[MixedPlan], starts: Sequence[_Start]
 ) -> MixedPlan:
-    def bound_of(as_engine: bool) -> MixedBound:
+    def bound_of(start: _Start, **options: Any) -> MixedBound:
+        link = replace(
+            problem.rates,
+            d2h_bytes_per_s=problem.rates.d2h_bytes_per_s * start.link,
+            h2d_bytes_per_s=problem.rates.h2d_bytes_per_s * start.link,
+            duplex_bytes_per_s=problem.rates.together_bytes_per_s * start.link,
+        )
         return least_mixed_step(
             problem.actions,
             problem.blocks,
-            problem.rates,
-            problem.limit_bytes,
+            link,
+            round(problem.limit_bytes * start.limit),
             rest_s=problem.rest_s,
             host=problem.host,
             host_limit_bytes=problem.host_limit_bytes,
-            slices=slices,
-            as_engine=as_engine,
+            **options,
         )
 
-    bound = bound_of(False)
+    bound = bound_of(_Start(1.0, 1.0), slices=_BOUND_SLICES)
     search = MixedSearch(problem, max_trials)
     for plan in known:
         search.try_state(
@@ -196,8 +216,8 @@ def _choose(
             )
         )
     search.try_least()
-    for own in (bound_of(True), bound):
-        search.try_bound(search.rounded(own), own)
+    for start in starts:
+        search.try_bound(bound_of(start, slices=_BOUND_SLICES, as_engine=True))
     for levels in search.uniform():
         search.try_equal_amounts(levels)
     search.climb()

@@ -10,7 +10,7 @@ from offload.policy.actions import Rates, one_f_one_b
 from offload.policy.keeps import tail_keeps
 from offload.policy.menu import Block, Level
 from offload.policy.mixed_bound import action_seconds
-from offload.policy.mixed_search import groups_at
+from offload.policy.mixed_search import groups_at, units_a_chunk
 from offload.policy.mixture import cheapest_mixture, choose_mixture, scaled
 from offload.policy.simulate import simulate
 
@@ -33,7 +33,9 @@ W2_BLOCKS = {(0, m): [W2_BLOCK] * 8 for m in range(8)}
 def test_a_plan_is_what_its_simulation_says_and_the_same_each_time() -> None:
     limit = 13 * GB
     plan = choose_mixture(W2, W2_BLOCKS, H200, limit, max_trials=25)
-    sizes = {chunk: groups_at(W2_BLOCKS[chunk], levels) for chunk, levels in plan.levels.items()}
+    sizes = {
+        chunk: groups_at(W2_BLOCKS[chunk], levels, units_a_chunk(8)) for chunk, levels in plan.levels.items()
+    }
     again = simulate(
         W2,
         sizes,
