@@ -220,7 +220,11 @@ class MixedSearch:
                 self.try_state(State(levels, nothing, 0.0, self._again_room(levels)))
 
     def climb(self) -> None:
-        """Change the best states of different levels while that helps, each with its part of the trials."""
+        """Change the best states of different levels while that helps, all chunks alike and then each run of
+        them, each state with its part of the trials."""
+        every = range(len(self._chunks))
+        # a long step's chunks in runs: one alone changes little
+        run = math.ceil(len(every) / _MOST_RUNS) or 1
         found = sorted(self.by_levels.values(), key=lambda trial: trial.score)
         alike = [trial for trial in found if len({level for own in trial.state.levels for level in own}) < 2]
         # a mixture is to be no worse than any plan that has all blocks at one level
@@ -228,9 +232,13 @@ class MixedSearch:
         for left, start in zip(range(len(starts), 0, -1), starts, strict=True):
             self._here = start
             self._stop_at = self.num_trials + (self._most_trials - self.num_trials) // left
-            for step in _STEPS:
-                while self.num_trials < self._stop_at and self._improve(step):
-                    pass
+            for runs, steps in (
+                ([every], _STEPS),
+                ([every[at : at + run] for at in every[::run]], _STEPS[1:]),
+            ):
+                for step in steps:
+                    while self.num_trials < self._stop_at and self._improve(runs, step):
+                        pass
 
     def try_state(self, state: State) -> bool:
         """Simulate the state unless it was before, cannot be better, or the trials are used up; True if it is
@@ -280,19 +288,16 @@ class MixedSearch:
         self._here = trial
         return True
 
-    def _improve(self, step: float) -> bool:
-        """One round over everything that may change; True if anything got better."""
+    def _improve(self, runs: Sequence[Sequence[int]], step: float) -> bool:
+        """One round over everything that may change, the chunks of a run alike; True if anything got
+        better."""
         improved = False
-        every = range(len(self._chunks))
-        # a long step's chunks in runs: one alone changes little
-        run = math.ceil(len(every) / _MOST_RUNS) or 1
-        groups_of_chunks = [every, *(every[at : at + run] for at in every[::run])]
         for change in (step, -step):
             while self._try_window(change):
                 improved = True
             while self._try_again_room(change):
                 improved = True
-            for chunks in groups_of_chunks:
+            for chunks in runs:
                 while self._try_levels(chunks, change):
                     improved = True
                 while self._try_kept(chunks, change):

@@ -134,7 +134,11 @@ def alike_s(stage: Stage, limit_bytes: int, max_trials: int) -> dict[str, float]
             for chunk, own in stage.blocks.items()
         }
         sizes = {chunk: groups_at(own, at[chunk], units) for chunk, own in stage.blocks.items()}
-        levels = [block.menu[of] for chunk, own in stage.blocks.items() for block, of in zip(own, at[chunk])]
+        levels = [
+            block.menu[of]
+            for chunk, own in stage.blocks.items()
+            for block, of in zip(own, at[chunk], strict=True)
+        ]
         room = max(one.made_again_bytes for one in levels)
         if room > limit_bytes:
             continue
