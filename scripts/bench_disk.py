@@ -146,7 +146,8 @@ class Saver(Client):
         handles: list[Handle] = []
         gate = threading.Event()
         if alone:
-            disk.writer.submit(Job(lambda items: gate.wait() and None, []))
+            for _ in range(disk.writer.num_threads):
+                disk.writer.submit(Job(lambda items: gate.wait() and None, []))
         began = time.perf_counter()
         for _ in range(count):
             handles.append(engine.store.save(self.source.clone(), chunk, group))
@@ -208,6 +209,7 @@ def turns(arguments: argparse.Namespace) -> tuple[list[dict[str, Rates]], StepSt
     nbytes = count * arguments.tensor_mib * MIB
     plain = PlainCalls(arguments.directory, engine.arena, nbytes)
     found = []
+    stats = StepStats(step=-1)
 
     def through_the_engine(*, alone: bool) -> Rates:
         nonlocal stats
@@ -217,7 +219,6 @@ def turns(arguments: argparse.Namespace) -> tuple[list[dict[str, Rates]], StepSt
         assert stats.disk_write_bytes == stats.disk_read_bytes == nbytes
         return Rates(nbytes / write_s, nbytes / read_s)
 
-    stats = StepStats(step=-1)
     rows: dict[str, Callable[[], Rates]] = {row.name: partial(plain.measure, row) for row in PLAIN}
     rows |= {HOST: partial(through_the_engine, alone=True), DEVICE: partial(through_the_engine, alone=False)}
     names = [*rows]

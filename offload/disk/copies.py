@@ -1,27 +1,28 @@
-"""What the disk's two threads run: a piece from host memory to the file, and back; and the counts of both.
+"""What the disk's threads run: a piece from host memory to the file, and back; and the counts of both.
 
 One invariant: a thread takes no lock of the engine and changes nothing that the engine reads before the job
-is over, but for what is its own in `totals`.
+is over, but for the counts. Two threads never have the same bytes: a block is in one write and one read at
+most, of host blocks and extents that nobody else has.
 
 # [Order: write]
-# hazard  RAW: the writer's thread reads host bytes that `d2h` has not finished writing.
-# edge    the writer's thread synchronizes the spill's event before it writes to the file.
+# hazard  RAW: a writer's thread reads host bytes that `d2h` has not finished writing.
+# edge    that thread synchronizes the spill's event before it writes to the file.
 # alive   the block's host bytes, until the engine has seen that the write is over.
 # proof   tests/property/test_disk_edges.py, edge "write"
 #
 # [Order: refill]
-# hazard  WAR, WAW: the reader's thread fills host bytes that a lane still copies from or to for their last
+# hazard  WAR, WAW: a reader's thread fills host bytes that a lane still copies from or to for their last
 #         user.
-# edge    the reader's thread synchronizes every event that the host block was lent with before it reads.
+# edge    that thread synchronizes every event that the host block was lent with before it reads.
 # alive   the Stored holds the host block until the block takes it.
 # proof   tests/property/test_disk_edges.py, edge "refill"
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 
 from offload.device.base import Device, Event
 from offload.disk.file import Extent, Extents, SpillFile
@@ -31,22 +32,52 @@ from offload.memory.arena import Block
 __all__ = ["FileCopies"]
 
 
+class Moving:
+    """Seconds in which at least one thread moved bytes in one direction, and the bytes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._since = 0.0
+        self.seconds = 0.0
+        self.nbytes = 0
+
+    def begin(self) -> None:
+        self._change(1, 0)
+
+    def end(self, nbytes: int) -> None:
+        """The thread has moved so many."""
+        self._change(-1, nbytes)
+
+    def _change(self, threads: int, nbytes: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self._num_threads:
+                self.seconds += now - self._since
+            self._since = now
+            self._num_threads += threads
+            self.nbytes += nbytes
+
+
 class FileCopies:
-    """Copies between host blocks and extents. `write` runs on one thread, `read` on another; both block it
+    """Copies between host blocks and extents. `write` and `read` run on the disk's threads, and block them
     for events and for the disk."""
 
     def __init__(self, device: Device, file: SpillFile, extents: Extents) -> None:
         self._device = device
         self._file = file
         self._extents = extents
-        self.totals = DiskCounts()
-        """Ever. Each field has one thread that writes it."""
+        self.writes, self.reads = Moving(), Moving()
+        self.blocked_s = 0.0
+        """The host waited so long for reads, ever."""
         self._before = DiskCounts()  # when the step began
 
     def take_counts(self) -> DiskCounts:
         """What was counted since the last call. Blocks the host: never."""
-        totals, before = replace(self.totals), self._before
-        self._before = totals
+        before = self._before
+        self._before = totals = DiskCounts(
+            self.writes.nbytes, self.writes.seconds, self.reads.nbytes, self.reads.seconds, self.blocked_s
+        )
         return DiskCounts(
             write_bytes=totals.write_bytes - before.write_bytes,
             write_s=totals.write_s - before.write_s,
@@ -64,17 +95,19 @@ class FileCopies:
         for part in (part for extents in parts for part in extents):
             self._device.note_read(self._device.host, part)
         extents = self._extents.take([stored.nbytes for stored in piece])
-        began = time.monotonic()
+        nbytes = 0
+        self.writes.begin()
         try:
             self._file.write(parts, extents[0].start)
+            nbytes = sum(stored.nbytes for stored in piece)
         except BaseException:
             for extent in extents:
                 self._extents.give_back(extent)
             raise
-        self.totals.write_s += time.monotonic() - began
+        finally:
+            self.writes.end(nbytes)
         for stored, extent in zip(piece, extents, strict=True):
             stored.extent = extent
-            self.totals.write_bytes += stored.nbytes
 
     def read(self, places: Mapping[Stored, tuple[Extent, Block]], run: list[Stored]) -> None:
         """Fill the host blocks of these. run: by place in the file. Raises OSError if one is not filled.
@@ -84,15 +117,18 @@ class FileCopies:
             self.synchronize(last_use, "refill")
         for part in (part for _, host in todo for part in host.extents):
             self._device.note_write(self._device.host, part)
-        began = time.monotonic()
-        while todo:
-            count = 1  # one that was called off leaves a gap
-            while count < len(todo) and todo[count - 1][0].end == todo[count][0].start:
-                count += 1
-            self._file.read([host.extents for _, host in todo[:count]], todo[0][0].start)
-            self.totals.read_bytes += sum(host.nbytes for _, host in todo[:count])
-            todo = todo[count:]
-        self.totals.read_s += time.monotonic() - began
+        nbytes = 0
+        self.reads.begin()
+        try:
+            while todo:
+                count = 1  # one that was called off leaves a gap
+                while count < len(todo) and todo[count - 1][0].end == todo[count][0].start:
+                    count += 1
+                self._file.read([host.extents for _, host in todo[:count]], todo[0][0].start)
+                nbytes += sum(host.nbytes for _, host in todo[:count])
+                todo = todo[count:]
+        finally:
+            self.reads.end(nbytes)
 
     def synchronize(self, event: Event, order: str) -> None:
         """Block this thread until the event has passed. order: as of Worker.wait."""

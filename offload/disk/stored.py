@@ -42,7 +42,7 @@ class Spilled(Protocol):
 class Stored:
     """What the tier has of one block, from its spill until no job of it is left.
 
-    block: None once it was freed. extent: written by the writer's thread, valid once `write` is None.
+    block: None once it was freed. extent: set by a writer's thread, valid once `write` is None.
     write, read: the jobs under way.
     host: what the read under way fills; of a freed block, what goes back. event: the last use of that.
     is_ahead: it is read soon, so its host bytes stay.
@@ -60,7 +60,7 @@ class Stored:
 
 @dataclass(slots=True)
 class DiskCounts:
-    """What one step did on the disk. Seconds are the threads' own: what they took for the calls."""
+    """What one step did on the disk. Seconds: those in which at least one thread was in a call."""
 
     write_bytes: int = 0
     write_s: float = 0.0

@@ -1,16 +1,16 @@
 """Saved tensors continue from pinned host memory to a file, and are back in host memory before the copy to
 the device that wants them.
 
-A block of saved bytes has host bytes from its spill on. The writer's thread waits for the spill, writes the
+A block of saved bytes has host bytes from its spill on. A writer's thread waits for the spill, writes the
 bytes to an extent of the file, and the engine then gives the host bytes back to the arena. `look_ahead` has
-the reader's thread read the next ones in the order of the coming reads, into host blocks of the arena again.
+a reader's thread read the next ones in the order of the coming reads, into host blocks of the arena again.
 `bring` is called before each restore; only there can the host be blocked, by a reader that comes before its
 bytes. Nothing else of the step waits for the disk: without a free host block a tensor stays on the device.
 
 One invariant: a block that can be read has its bytes in its host block, or else in its extent.
 
 # [Order: arrive]
-# hazard  RAW: `h2d` copies from host bytes that the reader's thread has not filled.
+# hazard  RAW: `h2d` copies from host bytes that a reader's thread has not filled, though later ones are.
 # edge    `bring` gives a block its host bytes only once their read is over; a required one waits for that.
 # alive   the Stored, until the block has the host bytes.
 # proof   tests/property/test_disk_edges.py, edge "arrive"
@@ -44,14 +44,14 @@ DEFAULT_AHEAD_BYTES = 4 << 30
 a quarter of the host limit, so that saves find host memory beside it."""
 
 READ_BYTES = 32 << 20
-"""Reads side by side in the file become one of about this size: a disk that reads 7 GB/s takes 5 ms for it,
-so the time of a call is no part of the cost."""
+"""Reads side by side in the file become one of about this size: a disk that reads 7 GB/s takes 5 ms for it.
+"""
 
 _GB = 1e9
 
 
 class DiskTier(DiskLoans):
-    """The disk of one engine. Callers hold the engine's lock; its two threads take no lock of the engine.
+    """The disk of one engine. Callers hold the engine's lock; its threads take no lock of the engine.
 
     arena: lends what reads fill. settings: its directory and limit are those of SpillFile, which raises
         ValueError.
@@ -186,7 +186,7 @@ class DiskTier(DiskLoans):
                 self._submit_read([(stored, _extent_of(stored), host)], first=True)
                 assert stored.read is not None
                 self._wait_for_read(stored.read)
-        self.copies.totals.blocked_s += time.monotonic() - began
+        self.copies.blocked_s += time.monotonic() - began
         return all([self._take_read(block, required=True) for block in missing])
 
     def _wait_for_read(self, job: Job[Stored]) -> None:
@@ -320,7 +320,7 @@ class DiskTier(DiskLoans):
         self.collect()
 
     def close(self) -> None:
-        """End both threads and give the file back. Blocks the host for the jobs that run. Idempotent."""
+        """End the threads and give the file back. Blocks the host for the jobs that run. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,8 @@
-"""A thread that runs jobs one after another: the disk has one for its writes and one for its reads.
+"""Threads that run jobs from one queue: the disk has some for its writes and some for its reads.
 
-One invariant: a job that was called off never runs, and a job that has begun runs to its end. What the two
-threads and the host hand to each other is ordered by `wait` and `passed`, each with the title of its note.
+Jobs begin in the order of the queue, and end in any. One invariant: a job that was called off never runs, and
+a job that has begun runs to its end. What the threads and the host hand to each other is ordered by `wait`
+and `passed`, each with the title of its note.
 """
 
 from __future__ import annotations
@@ -42,26 +43,32 @@ class Job(Generic[T]):
 
 
 class Worker(Generic[T]):
-    """A queue and its thread, which holds nothing but the queue: who owns the worker can be dropped.
+    """A queue and its threads, which hold nothing but the queue: who owns the worker can be dropped.
 
-    context: entered by the thread for its whole life.
+    context: entered by each thread for its whole life. num_threads: jobs that may run at once.
     """
 
     def __init__(
-        self, name: str, context: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        name: str,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        num_threads: int = 1,
     ) -> None:
         self.name = name
+        self.num_threads = num_threads
         self._context = context
         self._changed = threading.Condition()
         self._queue: deque[Job[T]] = deque()
-        self._running = False
+        self._num_running = 0
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError where the system gives none."""
-        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
-        self._thread.start()
+        """Start the threads. Raises RuntimeError where the system gives none."""
+        for _ in range(self.num_threads):
+            thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def submit(self, job: Job[T], *, first: bool = False) -> None:
         """Run the job after those in the queue, or before them. Blocks the host: never."""
@@ -102,15 +109,15 @@ class Worker(Generic[T]):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue) or self._running
+        return bool(self._queue) or self._num_running > 0
 
     def drain(self) -> None:
         """Block the host until every job is over."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue and not self._running)
+            self._changed.wait_for(lambda: not self._queue and not self._num_running)
 
     def end(self) -> None:
-        """Call off what is queued; the thread ends after the job that runs. Blocks the host: never. For a
+        """Call off what is queued; each thread ends after the job that it runs. Blocks the host: never. For a
         finaliser, too."""
         with self._changed:
             self._stopping = True
@@ -120,10 +127,11 @@ class Worker(Generic[T]):
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Block the host until the thread has ended, after `end`."""
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        """Block the host until the threads have ended, after `end`."""
+        while self._threads:
+            thread = self._threads.pop()
+            if thread is not threading.current_thread():
+                thread.join()
 
     def _work(self) -> None:
         with self._context():
@@ -142,7 +150,8 @@ class Worker(Generic[T]):
         return True
 
     def _begin(self, job: Job[T]) -> None:
-        job.state, self._running = JobState.RUNNING, True
+        job.state = JobState.RUNNING
+        self._num_running += 1
 
     def _run(self, job: Job[T]) -> None:
         run, job.run = job.run, None
@@ -154,5 +163,6 @@ class Worker(Generic[T]):
             job.error = error
         del run, items  # what they hold may be dropped by whoever sees that the job is over
         with self._changed:
-            job.state, self._running = JobState.ENDED, False
+            job.state = JobState.ENDED
+            self._num_running -= 1
             self._changed.notify_all()

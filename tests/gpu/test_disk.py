@@ -63,12 +63,12 @@ def test_a_capture_begins_while_the_disk_has_work_and_its_groups_stay_in_host_me
         disk = manager.engine.transfers.disk
         assert disk is not None
         disk.drain()
-        written = disk.copies.totals.write_bytes
+        written = disk.copies.writes.nbytes
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
         disk.drain()
-        assert disk.copies.totals.write_bytes == written
+        assert disk.copies.writes.nbytes == written
         assert_same_bits([expected], [grad])
         assert_same_bits([expected], [*torch.autograd.grad(before.sum(), weight)])
         region.release()

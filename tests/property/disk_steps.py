@@ -34,7 +34,7 @@ class SteppedWorker(Worker[Stored]):
         self._random = random.Random(seed)
         self._without = without
         self._writes = writes
-        self._begun: Job[Stored] | None = None
+        self._begun: Job[Stored] | None = None  # one thread has it, the other runs what else is asked for
         self.errors: list[BaseException] = []
         self.ran = 0
 
@@ -73,7 +73,8 @@ class SteppedWorker(Worker[Stored]):
             self._run(job)
 
     def _run_to(self, job: Job) -> None:
-        self.finish()
+        if job is self._begun:
+            self.finish()
         while not job.is_over:
             self._run_next()
 

@@ -95,8 +95,7 @@ def test_ending_calls_off_what_is_queued_and_waits_for_what_runs(worker: Worker[
     assert gate.begun.wait(10)
     queued: Job[str] = Job(lambda items: None, ["x"])
     worker.submit(queued)
-    thread = worker._thread
-    assert thread is not None
+    (thread,) = worker._threads
     worker.end()
     worker.wait(queued, "release")  # nobody waits for what never runs
     assert queued.state is JobState.CALLED_OFF
@@ -104,6 +103,27 @@ def test_ending_calls_off_what_is_queued_and_waits_for_what_runs(worker: Worker[
     gate.opened.set()
     worker.join()
     assert not thread.is_alive()
+
+
+def test_two_threads_have_a_job_each_and_the_later_one_may_end_first() -> None:
+    worker: Worker[str] = Worker("test", num_threads=2)
+    worker.start()
+    gates, last = [Gate(), Gate()], Job(lambda items: None, ["x"])
+    for gate in gates:
+        worker.submit(gate.job)
+    worker.submit(last)
+    assert all(gate.begun.wait(10) for gate in gates)
+    gates[1].opened.set()
+    worker.wait(last, "arrive")
+    assert worker.passed(gates[1].job, "release")
+    assert not worker.passed(gates[0].job, "release")
+    assert worker.has_work
+    gates[0].opened.set()
+    worker.drain()
+    assert worker.passed(gates[0].job, "release")
+    assert not worker.has_work
+    end(worker)
+    assert worker._threads == []
 
 
 def test_a_job_that_is_over_holds_nothing(worker: Worker[str]) -> None:
