@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from offload import marks
+from offload import process
 from offload.apply import Applied as Applied
 from offload.apply import activations, apply
 from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
@@ -77,7 +77,7 @@ __version__ = "0.1.0"
 
 OffloadManager = PipelineOffloadManager
 DeviceLimitError = torch.OutOfMemoryError  # what is raised where the device has no room
-marks.manager_type = PipelineOffloadManager
+process.manager_type = PipelineOffloadManager
 
 __all__ = [
     "FSDPGPUOptimizerWrapper",

@@ -25,7 +25,7 @@ import torch
 
 from offload.client import Client, Clients
 from offload.config import OffloadConfig, checked_config
-from offload.device import Device, device_name, select_device
+from offload.device import Device, select_device
 from offload.disk.stored import DiskCounts, DiskSettings
 from offload.disk.tier import DiskTier
 from offload.errors import CaptureError, OffloadError, PoolError
@@ -47,7 +47,7 @@ from offload.transfer.engine import TransferEngine
 from offload.transfer.in_flight import TransferCounts
 from offload.transfer.link import LINK_TEST_BYTES, measure_rates
 
-__all__ = ["Client", "OffloadEngine", "default_engine"]
+__all__ = ["Client", "OffloadEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -394,32 +394,6 @@ class OffloadEngine:
                     f"the engine cannot be closed, its {error}: close() the optimizers and clear the pools "
                     "that use it"
                 ) from None
-
-
-_defaults: dict[str, OffloadEngine] = {}
-_defaults_lock = threading.Lock()
-
-
-def default_engine(
-    device: str | None = None, config: OffloadConfig | None = None, budget: HostBudget | None = None
-) -> OffloadEngine:
-    """The engine of this process for a device, which everybody uses who is given none: one budget, one pair
-    of copy lanes, limits that hold for all. It is built when it is first asked for, and anew after it was
-    closed.
-
-    device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU. config, budget: as of
-        OffloadEngine. A living engine takes them over (`reconfigure`); without a config it stays as it is.
-    Raises ValueError for an unknown device, HostBudgetError beyond the budget; nothing has changed then.
-    Blocks the host while host_reserve_bytes are pinned.
-    """
-    name = device_name(device)
-    with _defaults_lock:
-        engine = _defaults.get(name)
-        if engine is None or engine.closed:
-            engine = _defaults[name] = OffloadEngine(config, device=name, budget=budget)
-        elif config is not None:
-            engine.reconfigure(config, budget)
-        return engine
 
 
 def _budget_of(config: OffloadConfig, given: HostBudget | None) -> HostBudget:

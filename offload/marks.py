@@ -13,8 +13,7 @@ autograd calls it just before that node's backward runs. The hook makes the grou
 being read, and lets the prefetch fetch more. Where there is no such node, or it never runs, the first read of
 a saved tensor does the same. `group_start` does nothing in a backward.
 
-The process-wide manager is looked up here, by `existing_manager` and `default_manager`. The engine and the
-groups never look it up.
+The process's manager is looked up here, and passed on (offload/process.py).
 
 torch.compile: a mark is a Python side effect. Each mark breaks the graph, and nothing of it is traced; under
 fullgraph=True torch raises an error that names the way out. A `with` that is entered inside a compiled
@@ -25,7 +24,6 @@ torch.compile records. One warning names the group and the graph (offload/compil
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import replace
@@ -33,16 +31,22 @@ from typing import Any, TypeVar
 
 import torch
 
+from offload import process
 from offload.checkpoint.kept import Operator
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.compile.untraced import untraced
-from offload.config import OffloadConfig, checked_config
-from offload.engine import OffloadEngine, default_engine
 from offload.errors import GroupOrderError
 from offload.groups.graphs import check_event, record_event
 from offload.groups.manager import GroupsManager
 from offload.groups.release import without_output
-from offload.memory.budget import HostBudget, LocalHostBudget, StoreHostBudget, default_host_limit_bytes
+from offload.process import (
+    change_limits,
+    close_manager,
+    configure,
+    default_manager,
+    existing_manager,
+    put_manager,
+)
 from offload.saved.hooks import InstalledScope
 from offload.telemetry.records import StepStats
 from offload.transfer.captures import CapturedRegion
@@ -72,65 +76,6 @@ __all__ = [
 ]
 
 T = TypeVar("T", torch.Tensor, tuple[Any, ...], list[Any])
-
-
-def configure(
-    config: OffloadConfig | None = None,
-    *,
-    device: str | None = None,
-    store: Any = None,
-    host_key: str | None = None,
-    print_summary: bool = True,
-    process_group: Any = None,
-) -> GroupsManager:
-    """Give the process-wide engine these limits, and its groups a new manager. Other clients, such as an
-    optimizer, stay attached: the limits hold for them too, and their state and host memory stay as they are.
-    Free host memory beyond host_reserve_bytes goes back to the system.
-
-    device: "cuda", "cuda:N" or "sim"; None takes CUDA where there is a GPU, else the simulated device. store:
-    a torch.distributed Store: the host limit is then one number for all ranks whose host_key (None: the
-    host's name) is the same. print_summary: print the rank table when warm-up ends; it gathers over
-    process_group, so all its ranks must step. Where step ends are inferred (`offload.apply`) none is printed:
-    `offload.report` has more. Blocks the host while host_reserve_bytes are pinned. Raises
-    ValueError for an unknown device, HostBudgetError if they, or what an optimizer holds, are beyond the
-    limit, and PoolError while a pool has host memory of the old manager on loan; nothing has changed then.
-    """
-    config = checked_config(config)
-    budget: HostBudget | None = None
-    if store is not None:
-        limit = config.host_limit_bytes if config.host_limit_bytes is not None else default_host_limit_bytes()
-        budget = StoreHostBudget(store, host_key if host_key is not None else socket.gethostname(), limit)
-    if _manager is not None:
-        _manager.prepare_close()  # raises while a buffer is on loan
-    engine = default_engine(device, config, budget)
-    return _new_manager(engine, print_summary, process_group)
-
-
-def change_limits(config: OffloadConfig) -> GroupsManager:
-    """`configure`, for the engine that the process-wide manager has: its device, the budget that it shares
-    with other ranks, and the group that its summary is gathered over stay. Raises ValueError for another
-    host_limit_bytes where the budget is shared; else as `configure`."""
-    if _manager is None:
-        return configure(config)
-    engine = _manager.engine
-    shared = None if isinstance(engine.arena.budget, LocalHostBudget) else engine.arena.budget
-    if shared is not None and config.host_limit_bytes != engine.config.host_limit_bytes:
-        raise ValueError(
-            f"host_limit is {config.host_limit_bytes!r}, and the ranks of this host share a limit of "
-            f"{shared.limit_bytes:,} bytes; give the new one to configure(store=...) on every rank"
-        )
-    _manager.prepare_close()
-    engine.reconfigure(config, shared)
-    return _new_manager(engine, _manager.print_summary, _manager.process_group)
-
-
-def _new_manager(engine: OffloadEngine, print_summary: bool, process_group: Any) -> GroupsManager:
-    manager = manager_type(engine, print_summary=print_summary, process_group=process_group)
-    close_manager()
-    put_manager(manager)
-    # pieces go whole, and what was reserved stays
-    engine.arena.trim(engine.config.host_reserve_bytes + engine.arena.registration_bytes - 1)
-    return manager
 
 
 @untraced
@@ -165,40 +110,6 @@ def init_chunk_handler(
     manager.settings = settings
 
 
-manager_type: type[GroupsManager] = GroupsManager
-"""What is built where there is no manager yet. offload/__init__.py puts compat's subclass here."""
-
-_manager: GroupsManager | None = None
-
-
-def existing_manager() -> GroupsManager | None:
-    """The process-wide manager, None if none was built."""
-    return _manager
-
-
-def default_manager() -> GroupsManager:
-    """The process-wide manager; built with the default config on first use."""
-    if _manager is None:
-        put_manager(manager_type())
-    assert _manager is not None
-    return _manager
-
-
-def put_manager(manager: GroupsManager | None) -> None:
-    """`manager` is the process-wide one from now on; the old one is not closed."""
-    global _manager
-    _manager = manager
-
-
-def close_manager() -> None:
-    """Close the process-wide manager, if there is one. Its engine closes too, unless a HybridDeviceOptimizer
-    is attached to it. Raises PoolError, and leaves the manager in its place, while a pool or an
-    FSDPGPUOptimizerWrapper has host memory of an engine that would close."""
-    if _manager is not None:
-        _manager.close()
-        put_manager(None)
-
-
 def check_mark(function: str, value: object, name: object) -> None:
     """ValueError unless `value` is a tensor and `name` can be a group's."""
     if not isinstance(name, str) or not name:
@@ -223,7 +134,7 @@ def group_start(tensor: torch.Tensor, name: str, *, hooks: bool = False) -> torc
     """
     if type(name) is not str or not name or not isinstance(tensor, torch.Tensor):
         check_mark("group_start", tensor, name)
-    manager = _manager
+    manager = process.manager
     if manager is None:
         return tensor
     handler = manager.active_handler()
@@ -269,7 +180,7 @@ def group_commit(
         output = output[0]
     if type(name) is not str or not name or not isinstance(output, torch.Tensor):
         check_mark("group_commit", output, name)
-    manager = _manager
+    manager = process.manager
     if manager is None:
         return tensor
     manager.close_at_commit(name)
@@ -300,7 +211,7 @@ class offload_hooks(ContextDecorator):  # noqa: N801 - to its callers a function
         self._entered: list[tuple[GroupsManager | None, InstalledScope | None]] = []
 
     def __enter__(self) -> None:
-        manager = _manager
+        manager = process.manager
         self._entered.append((manager, None if manager is None else manager.open_scope()))
 
     def __exit__(self, *exception: object) -> None:
@@ -313,8 +224,8 @@ class offload_hooks(ContextDecorator):  # noqa: N801 - to its callers a function
 def flush_delayed_groups() -> None:
     """Send every delayed group, in the order of their commits. In a capture, those that were delayed in
     it."""
-    if _manager is not None:
-        _manager.flush_delayed_groups()
+    if process.manager is not None:
+        process.manager.flush_delayed_groups()
 
 
 @untraced
@@ -413,7 +324,7 @@ def selective_contexts(
 def step_end() -> StepStats | None:
     """End the step, once its gradients are final. Returns its figures; None where no manager has been
     built."""
-    return None if _manager is None else _manager.step_end()
+    return None if process.manager is None else process.manager.step_end()
 
 
 reset = step_end

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload import engine
+from offload import engines
 from scripts.requirements_table import TABLE, read_rows
 
 KNOWN_NUMBERS = frozenset(read_rows())
@@ -27,7 +27,7 @@ with contextlib.suppress(ImportError):
 def _no_default_engine_of_another_test() -> Iterator[None]:
     """Whoever is given no engine takes the process's own, which must not be one that a test has left."""
     yield
-    engine._defaults.clear()
+    engines._defaults.clear()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

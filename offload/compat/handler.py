@@ -15,7 +15,8 @@ import torch
 from offload.compat.group import OffloadTensorGroup
 from offload.compat.tensor_pool import GPUTensorPool
 from offload.device import Event, Lane
-from offload.engine import OffloadEngine, default_engine
+from offload.engine import OffloadEngine
+from offload.engines import default_engine
 from offload.errors import GroupOrderError, StaleHandleError
 from offload.groups.chunk import ChunkGroups, Cursor
 from offload.groups.group import Group

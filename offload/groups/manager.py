@@ -16,7 +16,8 @@ from offload.client import Client
 from offload.compile.report import CompileReport
 from offload.compile.untraced import import_compiler
 from offload.config import OffloadConfig, check_bytes
-from offload.engine import OffloadEngine, default_engine
+from offload.engine import OffloadEngine
+from offload.engines import default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Group

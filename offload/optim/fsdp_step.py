@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offload.engine import OffloadEngine, default_engine
+from offload.engine import OffloadEngine
+from offload.engines import default_engine
 from offload.optim.classes import is_fused_adam
 from offload.optim.parts import HostOptions
 from offload.optim.streamed_step import StreamedPart

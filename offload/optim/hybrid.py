@@ -33,7 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from offload.engine import OffloadEngine, default_engine
+from offload.engine import OffloadEngine
+from offload.engines import default_engine
 from offload.optim.classes import checked_class, defaults_of, may_fail_half_way
 from offload.optim.parts import HostOptions
 from offload.optim.placing import Place, Placement, PlacingOptions

@@ -102,7 +102,7 @@ class Block(nn.Module):
             h = F.dropout(h, 0.2, self.training)
         if self.kind == "counter":
             self.count += 1
-            h = h * float(self.count)
+            h = h / float(self.count)
         y = self.down(h)
         if scale is not None:
             y = y * scale
@@ -145,7 +145,7 @@ class Run:
             self.model = Model(program)
         self.seen: list[Tensor | None] = []
         self.optimizer = torch.optim.SGD(
-            [parameter for parameter in self.model.parameters() if parameter.requires_grad], lr=0.05
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad], lr=0.01
         )
 
     def play(self) -> None:

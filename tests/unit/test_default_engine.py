@@ -21,7 +21,8 @@ from offload import (
     offload_hooks,
     step_end,
 )
-from offload.engine import OffloadEngine, default_engine
+from offload.engine import OffloadEngine
+from offload.engines import default_engine
 from offload.errors import HostBudgetError
 from offload.memory.budget import LocalHostBudget, StoreHostBudget
 

@@ -21,10 +21,12 @@ LEVELS: list[set[str]] = [
     {"saved", "params"},
     {"client"},  # what the engine asks of features
     {"engine"},
+    {"engines"},
     {"compile"},  # what torch.compile must not see: features and marks are wrapped with it
     {"groups", "checkpoint", "spill", "optim", "weights", "streaming", "quant", "conductor"},
     {"planner"},  # measures what blocks cost, under checkpoints
     {"modules"},  # hooks on a user's modules, which open groups
+    {"process"},  # the manager that this process has
     {"marks"},
     {"report", "plot"},
     {"apply"},
