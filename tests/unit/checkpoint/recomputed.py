@@ -7,7 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,29 @@ class Model(nn.Module):
         for block in self.blocks:
             h = block(h, *args, **kwargs)
         return h
+
+
+class Seen(NamedTuple):
+    requires_grad: bool
+    is_leaf: bool
+    shape: torch.Size
+    stride: tuple[int, ...]
+    autocast: bool
+
+
+class Watching(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Seen] = []
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        autocast = torch.is_autocast_enabled("cpu")
+        self.seen.append(Seen(x.requires_grad, x.is_leaf, x.size(), x.stride(), autocast))
+        return super().forward(x, mask)
+
+
+def hooks_left() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def build(kind: Callable[[], nn.Module] = Block, count: int = BLOCKS) -> Model:
