@@ -31,7 +31,7 @@ _MOST_UNITS_A_CHUNK, _UNITS = 32, 256
 blocks."""
 _MOST_RUNS = 8
 """Of chunks that a climb changes together."""
-_MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 300, 30, 75_000
+_MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 250, 30, 65_000
 """Simulated steps, and units times them: about 0.5 s of host time."""
 _CLIMBS = 3
 _BOUND_PARTS = (1.0, 0.8)
@@ -142,6 +142,16 @@ class MixedSearch:
         self._most_trials = self._stop_at = most if max_trials is None else max_trials
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing can be better: everything stays, nothing is computed again."""
+        best = self.best
+        return best is not None and (best.score[0], best.result.moved_bytes, best.result.recompute_s) == (
+            0,
+            0,
+            0,
+        )
+
+    @property
     def chunks(self) -> Sequence[ChunkKey]:
         return self._chunks
 
@@ -210,14 +220,15 @@ class MixedSearch:
     def _pairs(self, levels: tuple[Levels, ...]) -> Iterator[tuple[Block, int]]:
         return zip(chain.from_iterable(self._blocks), chain.from_iterable(levels), strict=True)
 
-    def try_least(self) -> None:
-        """The least that a plan needs: all blocks plain or all at the last level, nothing kept, nothing
-        fetched early."""
+    def try_ends(self) -> None:
+        """The most that a plan can have, all blocks plain and everything kept; and if that does not fit, the
+        least that it needs: nothing kept, nothing fetched early."""
         last, *_, plain = [*self.uniform()] * 2
-        for levels in (last, plain):
+        everything = tuple(float(self._saved(at, own)) for at, own in enumerate(plain))
+        nothing = (0.0,) * len(self._chunks)
+        for levels, kept in ((plain, everything), (last, nothing), (plain, nothing)):
             if self.best is None or self.best.score[0] > 0:
-                nothing = (0.0,) * len(self._chunks)
-                self.try_state(State(levels, nothing, 0.0, self._again_room(levels)))
+                self.try_state(State(levels, kept, 0.0, self._again_room(levels)))
 
     def climb(self) -> None:
         """Change the best states of different levels while that helps, all chunks alike and then each run of

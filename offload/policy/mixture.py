@@ -43,7 +43,7 @@ class _Start(NamedTuple):
 
 _STARTS = tuple(_Start(*start) for start in ((0.8, 0.85), (0.8, 0.7), (1.0, 0.7), (0.6, 1.0), (1.0, 0.9)))
 _SCALED_STARTS = (_Start(0.8, 0.8),)
-_SCALED_TRIALS = 10
+_SCALED_TRIALS = 8
 _BOUND_SLICES = 1
 """Of an action, in the bounds that a choice takes: a stage's figures are the same with more."""
 
@@ -215,12 +215,13 @@ def _choose(
                 float(problem.limit_bytes - plan.saved_limit_bytes),
             )
         )
-    search.try_least()
-    for start in starts:
-        search.try_bound(bound_of(start, slices=_BOUND_SLICES, as_engine=True))
-    for levels in search.uniform():
-        search.try_equal_amounts(levels)
-    search.climb()
+    search.try_ends()
+    if not search.is_over:
+        for start in starts:
+            search.try_bound(bound_of(start, slices=_BOUND_SLICES, as_engine=True))
+        for levels in search.uniform():
+            search.try_equal_amounts(levels)
+        search.climb()
     best = search.best
     assert best is not None
     others = [

@@ -3,13 +3,20 @@ figures where nothing can be moved, an independent program on tiny steps, and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates, one_f_one_b, work_of
 from offload.policy.bound import least_step
-from offload.policy.menu import Block, Host, Level
+from offload.policy.menu import Block, Host, Level, convex
 from offload.policy.mixed_bound import action_seconds, least_mixed_step
 
 GB = 10**9
@@ -93,3 +100,185 @@ def test_numbers_that_cannot_be_are_refused() -> None:
         Block(menu=(), forward_s=1.0, backward_s=1.0)
     with pytest.raises(ValueError, match=r"a block has -1\.0 seconds or bytes"):
         Block(menu=(Level("plain", 1, 0.0),), forward_s=-1.0, backward_s=1.0)
+
+
+def seconds_of_an_independent_program(
+    actions: Sequence[Action], blocks: dict[ChunkKey, list[Block]], rates: Rates, cap: float
+) -> float:
+    """The same least time from another program: every block moves by itself, and gives up bytes along the
+    segments of its convex menu, as the issue asks for it; rows are dense and unscaled."""
+    num_blocks = len(next(iter(blocks.values())))
+    slices = [
+        (action, block)
+        for action in actions
+        for block in (range(num_blocks) if action.kind == "F" else reversed(range(num_blocks)))
+    ]
+    lows = [
+        blocks[a.chunk][b].forward_s if a.kind == "F" else blocks[a.chunk][b].backward_s for a, b in slices
+    ]
+    highs: list[float | None] = [None] * len(lows)
+    at_most: list[tuple[dict[int, float], float]] = []
+    equal: list[tuple[dict[int, float], float]] = []
+
+    def column(most: float | None) -> int:
+        lows.append(0.0)
+        highs.append(most)
+        return len(lows) - 1
+
+    device: list[tuple[dict[int, float], float]] = [
+        ({}, -cap) for _ in slices
+    ]  # of each slice: columns, bytes less the cap
+    links: list[tuple[list[int], list[int]]] = [([], []) for _ in slices]
+    for chunk, own in blocks.items():
+        for number, block in enumerate(own):
+            made = slices.index((Action("F", *chunk), number))
+            read = slices.index((Action("B", *chunk), number))
+            plain, segments = block.menu[0], []
+            for upper, lower in zip(block.menu, block.menu[1:], strict=False):
+                width = upper.saved_bytes - lower.saved_bytes
+                rate = (lower.recompute_s - upper.recompute_s) / width
+                segments.append((column(float(width)), rate))
+            low_row = {read: -1.0, **{given: rate for given, rate in segments}}
+            at_most.append((low_row, -block.backward_s))
+            before = None
+            for at in range(made, read + 1):
+                out, back = column(None), column(None)
+                links[at][0].append(out)
+                links[at][1].append(back)
+                row = {out: -1.0, back: 1.0}
+                if before is not None:
+                    row[before] = -1.0
+                if at < read:
+                    before = column(None)
+                    row[before] = 1.0
+                    at_most.append(
+                        ({before: 1.0, **{given: 1.0 for given, _ in segments}}, plain.saved_bytes)
+                    )
+                    columns, nbytes = device[at]
+                    columns.update({before: -1.0, **{given: -1.0 for given, _ in segments}})
+                    device[at] = (columns, nbytes + plain.saved_bytes)
+                equal.append((row, 0.0))
+    at_most += [(columns, -nbytes) for columns, nbytes in device if columns]
+    for at, (outs, ins) in enumerate(links):
+        for moved, rate in (
+            (outs, rates.d2h_bytes_per_s),
+            (ins, rates.h2d_bytes_per_s),
+            (outs + ins, rates.together_bytes_per_s),
+        ):
+            if moved:
+                at_most.append(({at: -rate, **dict.fromkeys(moved, 1.0)}, 0.0))
+
+    def dense(rows: list[tuple[dict[int, float], float]]) -> list[list[float]]:
+        return [[row.get(place, 0.0) for place in range(len(lows))] for row, _ in rows]
+
+    result = linprog(
+        [1.0] * len(slices) + [0.0] * (len(lows) - len(slices)),
+        A_ub=dense(at_most),
+        b_ub=[limit for _, limit in at_most],
+        A_eq=dense(equal),
+        b_eq=[limit for _, limit in equal],
+        bounds=list(zip(lows, highs, strict=True)),
+    )
+    assert result.success
+    return float(result.fun)
+
+
+@st.composite
+def tiny_blocks(draw: st.DrawFn) -> Block:
+    levels = [Level("plain", draw(st.integers(6, 20)), 0.0)]
+    for name in ("selective", "checkpoint"):
+        saved = draw(st.integers(0, levels[-1].saved_bytes))
+        levels.append(Level(name, saved, levels[-1].recompute_s + draw(st.floats(0.05, 2.0))))
+    return Block(
+        menu=convex(levels), forward_s=draw(st.floats(0.1, 2.0)), backward_s=draw(st.floats(0.1, 2.0))
+    )
+
+
+TINY_ORDERS = ["F0 F1 B0 B1", "F0 B0 F1 B1", "F0 F1 B1 B0"]
+
+
+def order_of(text: str) -> list[Action]:
+    return [Action("F" if word[0] == "F" else "B", 0, int(word[1:])) for word in text.split()]
+
+
+@settings(max_examples=40)
+@given(
+    own=st.lists(tiny_blocks(), min_size=4, max_size=4),
+    order=st.sampled_from(TINY_ORDERS),
+    cap=st.integers(0, 50),
+    d2h=st.floats(2, 30),
+    h2d=st.floats(2, 30),
+    duplex=st.floats(2, 60),
+)
+def test_the_bound_is_that_of_an_independent_program(
+    own: list[Block], order: str, cap: int, d2h: float, h2d: float, duplex: float
+) -> None:
+    blocks = {(0, 0): own[:2], (0, 1): own[2:]}
+    rates = Rates(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, duplex_bytes_per_s=duplex)
+    actions = order_of(order)
+    bound = least_mixed_step(actions, blocks, rates, cap)
+    assert bound.step_s == pytest.approx(
+        seconds_of_an_independent_program(actions, blocks, rates, cap), rel=1e-5
+    )
+    coarse = least_mixed_step(actions, blocks, rates, cap, slices=1)
+    assert coarse.step_s <= bound.step_s * (1 + 1e-6)
+
+
+@settings(max_examples=10)
+@given(
+    own=st.lists(tiny_blocks(), min_size=2, max_size=2),
+    caps=st.lists(st.integers(0, 60), min_size=2, max_size=3),
+    rate=st.floats(2, 30),
+)
+def test_more_room_a_faster_link_and_cheaper_recomputes_never_cost_time(
+    own: list[Block], caps: list[int], rate: float
+) -> None:
+    actions = one_f_one_b(0, 3, 4)
+    blocks = {(0, m): own for m in range(4)}
+    cheaper = {
+        chunk: [
+            Block(
+                menu=tuple(level._replace(recompute_s=level.recompute_s / 2) for level in block.menu),
+                forward_s=block.forward_s,
+                backward_s=block.backward_s,
+            )
+            for block in own
+        ]
+        for chunk in blocks
+    }
+    slow = Rates(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
+    fast = Rates(d2h_bytes_per_s=2 * rate, h2d_bytes_per_s=2 * rate)
+    earlier_s = float("inf")
+    for cap in sorted(caps):
+        step_s = least_mixed_step(actions, blocks, slow, cap).step_s
+        assert step_s <= earlier_s * (1 + 1e-6)
+        assert least_mixed_step(actions, blocks, fast, cap).step_s <= step_s * (1 + 1e-6)
+        assert least_mixed_step(actions, cheaper, slow, cap).step_s <= step_s * (1 + 1e-6)
+        assert least_mixed_step(actions, blocks, slow, cap, host_limit_bytes=1000).step_s == pytest.approx(
+            step_s, rel=1e-6
+        )
+        earlier_s = step_s
+
+
+def test_what_a_byte_more_saves_is_what_the_next_bound_says() -> None:
+    menu = (Level("plain", 100, 0.0), Level("selective", 60, 0.2), Level("checkpoint", 10, 1.0))
+    own = [Block(menu=menu, forward_s=1.0, backward_s=2.0)] * 2
+    actions = one_f_one_b(0, 3, 4)
+    blocks = {(0, m): own for m in range(4)}
+    rates = Rates(d2h_bytes_per_s=20, h2d_bytes_per_s=20)
+    bound = least_mixed_step(actions, blocks, rates, 200)
+    more = least_mixed_step(actions, blocks, rates, 201)
+    assert bound.seconds_per_byte > 0
+    assert bound.step_s - more.step_s == pytest.approx(bound.seconds_per_byte, rel=0.02)
+
+
+def test_a_split_backward_recomputes_in_its_input_half() -> None:
+    menu = (Level("plain", 10, 0.0), Level("checkpoint", 0, 1.0))
+    own = [Block(menu=menu, forward_s=1.0, backward_s=2.0, weight_part=0.25)]
+    actions = [Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0)]
+    assert action_seconds(actions, {(0, 0): own}, {actions[1]: 0.5}) == [1.0, 2.0, 0.5]
+    bound = least_mixed_step(actions, {(0, 0): own}, NOTHING, 0)
+    assert bound.step_s == pytest.approx(4.0, rel=1e-4)
+    # torch's checkpoints recompute in both halves
+    engine = least_mixed_step(actions, {(0, 0): own}, NOTHING, 0, as_engine=True)
+    assert engine.step_s == pytest.approx(5.0, rel=1e-4)

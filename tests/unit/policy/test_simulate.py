@@ -344,3 +344,52 @@ def test_keeping_all_that_fits_moves_nothing_more_than_the_rest(step: Step, limi
     assert result.moved_bytes == leaving
     if leaving == 0:
         assert result.step_s == pytest.approx(sum(seconds))
+
+
+def test_compute_goes_by_the_groups_weights() -> None:
+    """One group is weightless: its spill starts at once, and is out when the other's compute ends."""
+    sizes = {(0, 0): [GroupSize("a", 10), GroupSize("b", 10, weight=1.0)]}
+    result = simulate(
+        order("0F0 0B0"),
+        sizes,
+        [3.0, 3.0],
+        TEN,
+        limit_bytes=10,
+        keeps=frozenset({GroupKey((0, 0), 1)}),
+        restoring_room_bytes=0,
+    )
+    # a 0-0, out 0-1; b waits for it, 1-4. Backward: b 4-7; a waits 7-8 for its restore
+    assert (result.spill_stall_s, result.restore_stall_s) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert result.step_s == pytest.approx(8.0)
+
+
+def test_a_recompute_takes_its_seconds_where_its_region_is_read_and_room_until_its_end() -> None:
+    """A checkpointed block of two groups, before it a plain one: what is made again stands beside both the
+    groups that it was made from."""
+    block = [GroupSize("x", 2, region=1, again_s=0.5, again_bytes=9) for _ in range(2)]
+    sizes = {(0, 0): [GroupSize("plain", 10), *block]}
+    keep_all = frozenset(GroupKey((0, 0), place) for place in range(3))
+    result = simulate(
+        order("0F0 0B0"), sizes, [3.0, 3.0], TEN, limit_bytes=20, keeps=keep_all, restoring_room_bytes=0
+    )
+    assert result.recompute_s == pytest.approx(1.0)
+    assert (result.compute_s, result.step_s) == (pytest.approx(6.0), pytest.approx(7.0))
+    assert result.peak_bytes == 10 + 2 * 2 + 2 * 9  # the limit of 20 is for saved bytes alone
+
+
+def test_two_recomputes_never_stand_beside_each_other() -> None:
+    sizes = {(0, 0): [GroupSize("x", 2, region=at, again_s=0.5, again_bytes=9) for at in (1, 2)]}
+    keep_all = frozenset(GroupKey((0, 0), place) for place in range(2))
+    result = simulate(
+        order("0F0 0B0"), sizes, [2.0, 2.0], TEN, limit_bytes=20, keeps=keep_all, restoring_room_bytes=0
+    )
+    assert result.peak_bytes == 2 * 2 + 9
+
+
+def test_bytes_on_the_host_count_from_the_queue_to_the_last_read() -> None:
+    actions = order("0F0 0F1 0B0 0B1")
+    sizes: dict[ChunkKey, list[GroupSize]] = {(0, m): [GroupSize("a", 10)] for m in range(2)}
+    one = frozenset({GroupKey((0, 1), 0)})
+    for keeps, peak in ((frozenset(), 20), (one, 10), (one | {GroupKey((0, 0), 0)}, 0)):
+        result = simulate(actions, sizes, [1.0] * 4, TEN, limit_bytes=20, keeps=keeps, restoring_room_bytes=0)
+        assert result.host_peak_bytes == peak
