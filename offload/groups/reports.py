@@ -159,7 +159,7 @@ class MarkReport(_Report):
                 f"{min_elements:,}",
                 f"{largest:,}",
             )
-            idle = []
+            self._said.update(("idle", model, name) for name in idle)
         for name in idle:
             if not self._first("idle", model, name):
                 continue

@@ -7,7 +7,7 @@ itself refuses is not drawn.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,10 @@ ROWS, WIDTH = 6, 8
 KINDS = ("mlp", "batch norm", "attention", "counter", "function")
 RESIDUALS = ("inside", "outside", "in place", "none")
 CHECKPOINTS = ("none", "none", "blocks", "blocks, reentrant", "all", "all, reentrant")
-MODES: tuple[Any, ...] = ("groups", "groups", True, "legacy", "hidden_states", "hidden_states", "selective")
+MODES: tuple[Any, ...] = ("groups", True, "legacy", "disk", "hidden_states", "hidden_states", "selective")
 RECOMPUTING = ("hidden_states", "selective")
 BACKWARDS = ("once", "once", "twice", "never", "grad")
-BETWEEN = ("nothing", "nothing", "no_grad", "evaluation", "forward of a block")
+BETWEEN = ("nothing", "nothing", "no_grad", "evaluation", "forward of a block", "exception")
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class Model(nn.Module):
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Block(program, kind) for kind in program.kinds)
         self.head = nn.Linear(WIDTH, 3)
+        self.fails = False
         parts = [self.embed, *self.layers]
         for number in program.frozen:
             parts[number % len(parts)].requires_grad_(False)
@@ -132,6 +133,8 @@ class Model(nn.Module):
             else:
                 y = layer(x, **named)
             x = x + y if self.program.residual == "outside" else y
+            if self.fails:
+                raise KeyError("a forward fails after its first block")
         return self.head(x)
 
 
@@ -190,6 +193,12 @@ class Run:
 
     def _between(self, what: str) -> None:
         if what == "nothing":
+            return
+        if what == "exception":
+            self.model.fails = True
+            with suppress(KeyError):
+                self._loss(torch.randn(ROWS, WIDTH, requires_grad=True))
+            self.model.fails = False
             return
         self.model.train(what != "evaluation")
         with torch.no_grad() if what != "forward of a block" else nullcontext():

@@ -89,6 +89,17 @@ def test_a_group_of_tensors_that_are_all_too_small_is_told_the_threshold(
     ]
 
 
+def test_that_nothing_leaves_is_said_once_while_warm_up_lasts(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        init_chunk_handler(None, None, 1 << 20)
+        marked(leaf())  # its backward never runs
+        step_end()
+    assert manager.is_warmup
+    assert [text.split(":")[0] for text in said(caplog)] == ["nothing leaves"]
+
+
 def test_a_group_of_small_tensors_beside_one_that_moves_is_told_its_own_largest(
     manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
