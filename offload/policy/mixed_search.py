@@ -45,8 +45,7 @@ _WINDOW_REGIONS = 1.25
 _BETWEEN = 4
 """Mixtures of two neighbouring levels, of which the same blocks of all chunks have the further one."""
 _STEPS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
-"""Changes tried around the best: of a chunk's bytes and blocks, of the room for recomputes, of half the
-limit; coarse to fine."""
+"""Changes tried around the best: of a chunk's bytes and blocks, of half the limit; coarse to fine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +64,14 @@ class MixtureProblem:
 class State(NamedTuple):
     """A plan to try. The tuples go by the chunks of the problem, in the order of their forwards.
 
-    kept_bytes: what stays of each chunk's end. window_bytes: how far ahead to fetch. again_room_bytes: what
-    the cap on saved bytes leaves of the limit, for recomputes.
+    kept_bytes: what stays of each chunk's end. window_bytes: how far ahead to fetch. limit_bytes: the cap
+    to run with, no more than the problem's.
     """
 
     levels: tuple[Levels, ...]
     kept_bytes: tuple[float, ...]
     window_bytes: float
-    again_room_bytes: float
+    limit_bytes: int
 
 
 class Trial(NamedTuple):
@@ -186,25 +185,24 @@ class MixedSearch:
         for part in _BOUND_PARTS:
             kept = tuple(part * bound.kept_bytes[chunk] for chunk in self._chunks)
             for window in self._windows(levels):
-                self.try_state(State(levels, kept, window, self._again_room(levels)))
+                self.try_state(State(levels, kept, window, self._problem.limit_bytes))
 
     def try_equal_amounts(self, levels: tuple[Levels, ...]) -> None:
         """Keep equal parts of all chunks."""
         sizes = self._sizes(levels)
-        room = self._again_room(levels)
-        saved_limit = max(0, self._problem.limit_bytes - room)
+        saved_limit = max(0, self._problem.limit_bytes - self._again_room(levels))
         most = dict.fromkeys(self._chunks, 0)
         for key in limit_keeps(self._problem.actions, sizes, saved_limit, 0, 0):
             most[key.chunk] += sizes[key.chunk][key.position].nbytes
         windows = self._windows(levels)
         total = [self._saved(at, own) for at, own in enumerate(levels)]
         if sum(total) == sum(most.values()):  # all stays: nothing to choose
-            self.try_state(State(levels, tuple(map(float, total)), windows[0], room))
+            self.try_state(State(levels, tuple(map(float, total)), windows[0], self._problem.limit_bytes))
             return
         for part in _KEEP_STARTS:
             for window in windows:
                 kept = tuple(part * most[chunk] for chunk in self._chunks)
-                self.try_state(State(levels, kept, window, room))
+                self.try_state(State(levels, kept, window, self._problem.limit_bytes))
 
     def _windows(self, levels: tuple[Levels, ...]) -> list[float]:
         """Windows to start from: parts of the limit, and about what one recompute and one unit after it
@@ -228,7 +226,7 @@ class MixedSearch:
         nothing = (0.0,) * len(self._chunks)
         for levels, kept in ((plain, everything), (last, nothing), (plain, nothing)):
             if self.best is None or self.best.score[0] > 0:
-                self.try_state(State(levels, kept, 0.0, self._again_room(levels)))
+                self.try_state(State(levels, kept, 0.0, self._problem.limit_bytes))
 
     def climb(self) -> None:
         """Change the best states of different levels while that helps, all chunks alike and then each run of
@@ -258,11 +256,10 @@ class MixedSearch:
         if self.num_trials >= self._stop_at:
             return False
         sizes = self._sizes(state.levels)
-        saved_limit = round(problem.limit_bytes - state.again_room_bytes)
-        room = round(min(max(state.window_bytes, 0.0), saved_limit))
+        room = round(min(max(state.window_bytes, 0.0), state.limit_bytes))
         kept = dict(zip(self._chunks, state.kept_bytes, strict=True))
         keeps = tail_keeps(sizes, kept)
-        key = (state.levels, keeps, room, saved_limit)
+        key = (state.levels, keeps, room, state.limit_bytes)
         if key in self._tried:
             return False
         self._tried.add(key)
@@ -270,7 +267,7 @@ class MixedSearch:
         least_s = sum(self._compute_s) + self._recompute_s(state.levels)
         if best is not None and best.score[0] == 0 and least_s > best.score[1]:
             return False
-        if best is not None and kept_peak_bytes(problem.actions, sizes, keeps) > saved_limit:
+        if best is not None and kept_peak_bytes(problem.actions, sizes, keeps) > state.limit_bytes:
             return False
         self.num_trials += 1
         result = simulate(
@@ -278,7 +275,7 @@ class MixedSearch:
             sizes,
             self._compute_s,
             problem.rates,
-            limit_bytes=saved_limit,
+            limit_bytes=state.limit_bytes,
             keeps=keeps,
             restoring_room_bytes=room,
         )
@@ -306,8 +303,6 @@ class MixedSearch:
         for change in (step, -step):
             while self._try_window(change):
                 improved = True
-            while self._try_again_room(change):
-                improved = True
             for chunks in runs:
                 while self._try_levels(chunks, change):
                     improved = True
@@ -319,12 +314,6 @@ class MixedSearch:
         state = self._state
         window = state.window_bytes + change * self._problem.limit_bytes / 2
         return self.try_state(state._replace(window_bytes=window))
-
-    def _try_again_room(self, change: float) -> bool:
-        state = self._state
-        most = self._again_room(state.levels)
-        room = min(max(state.again_room_bytes + change * most, 0.0), float(most))
-        return self.try_state(state._replace(again_room_bytes=room))
 
     def _try_kept(self, chunks: Sequence[int], change: float) -> bool:
         state, kept = self._state, list(self._state.kept_bytes)
@@ -385,8 +374,7 @@ class MixedSearch:
         return self._plain_host_s + chosen_s + moved_bytes * self._host.seconds_per_moved_byte
 
     def _again_room(self, levels: tuple[Levels, ...]) -> int:
-        """The most that one recompute has on the device: what it reads, which an engine does not count as
-        saved any more, and what it makes again."""
+        """The most that one recompute has on the device: what it reads, and what it makes again."""
         return max(
             (
                 block.menu[level].made_again_bytes + block.menu[level].saved_bytes

@@ -7,9 +7,7 @@ simulated; so is every block at one level, and the best of them is changed a lit
 simulated step gets shorter. One invariant: a plan is a pure function of its numbers, and it fits the limit
 wherever any of the tried ones does.
 
-There are two limits. `limit_bytes` is for saved bytes and what a recompute makes again beside them.
-`saved_limit_bytes`, a part of the plan, is for saved bytes alone, which are all that an engine makes room
-for.
+The limit is for saved bytes and for what a recompute makes again beside them, which takes room of it.
 """
 
 from __future__ import annotations
@@ -55,7 +53,8 @@ class MixedPlan:
     levels: Mapping[ChunkKey, Levels]
     """For each block the place of its level in its menu."""
     saved_limit_bytes: int
-    """The engine's cap on saved bytes, to run the plan with."""
+    """The engine's cap to run the plan with, on saved bytes and what recomputes claim beside them: the limit
+    that was asked for, or that of a known plan which is the best."""
     kept_bytes: Mapping[ChunkKey, float]
     """Of the end of each chunk, what never leaves."""
     restoring_room_bytes: int
@@ -212,7 +211,7 @@ def _choose(
                 tuple(plan.levels[chunk] for chunk in search.chunks),
                 tuple(plan.kept_bytes[chunk] for chunk in search.chunks),
                 float(plan.restoring_room_bytes),
-                float(problem.limit_bytes - plan.saved_limit_bytes),
+                min(plan.saved_limit_bytes, problem.limit_bytes),
             )
         )
     search.try_ends()
@@ -237,7 +236,7 @@ def _plan(trial: Trial, search: MixedSearch, problem: MixtureProblem, bound: Mix
     state = trial.state
     return MixedPlan(
         levels=dict(zip(search.chunks, state.levels, strict=True)),
-        saved_limit_bytes=round(problem.limit_bytes - state.again_room_bytes),
+        saved_limit_bytes=state.limit_bytes,
         kept_bytes=dict(zip(search.chunks, state.kept_bytes, strict=True)),
         restoring_room_bytes=round(state.window_bytes),
         fits=trial.score[0] == 0,

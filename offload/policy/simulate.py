@@ -16,9 +16,11 @@ go on otherwise; `peak_bytes` says so.
               out is read where it is
     region    groups that a recompute reads are read one after the other, then computed: from its read on a
               group's bytes are the graph's
-    again     what a recompute makes again is on the device from the region's read to the end of its compute,
-              and with it the group that it was made from. The peak counts them; the limit, which is the
-              engine's on saved bytes, does not
+    claim     what a recompute makes again takes room within the limit from before its region is read to the
+              end of the region's compute, and with it what the region has read
+    drop      while a save, a read or a claim still does not fit, what the window holds and nobody has read
+              makes room: what is still on its way out, the oldest first, then what was fetched, the latest
+              first. It is fetched again when the window comes to it
     free      after the last read, at the end of the group's compute; if it was on its way out, when room is
               needed and the copy has ended
     halves    an I reads all and its W `w_bytes` of each group. Of what was brought back, the I leaves on the
@@ -63,7 +65,7 @@ class Simulation:
     recompute_s: float
     peak_bytes: int
     """The most saved bytes on the device at once, in any state, and what was made again beside them; above
-    the limit where one group alone did not fit, or by what was made again."""
+    the limit where one group, or one recompute, alone did not fit."""
     moved_bytes: int
     """Bytes that left the device."""
     restored_bytes: int
@@ -160,6 +162,9 @@ class _Step:
         self._half_runs = False
         self._staying: frozenset[GroupKey] = frozenset()  # from the I that runs, or ran last, to its W
         self._spills: deque[GroupKey] = deque()
+        # of what the window holds, with the places of the reads
+        self._wanted: deque[tuple[int, GroupKey]] = deque()
+        self._ahead: list[tuple[int, GroupKey]] = []
 
     def do(self, action: Action, seconds: float) -> None:
         """The next action of the step."""
@@ -201,30 +206,38 @@ class _Step:
         reads = self._reads[self._next_read : self._next_read + self._num_reads[self._num_ended]]
         own = [groups[read.group.position] for read in reads]
         spread = _spread(seconds, own, [read.nbytes for read in reads])
+        claims: Counter[int] = Counter()
+        for group in own:
+            claims[group.region] += group.again_bytes
         for read, group, read_s in zip(reads, own, spread, strict=True):
             key = read.group
             if group.region != region:
                 self.now_s += owed_s
-                region, owed_s, self._again_bytes = group.region, 0.0, 0
+                region, owed_s = group.region, 0.0
+                self._claim(claims[region])
             if self._at[key] is _At.AWAY:
                 self._make_room(read.nbytes)
                 self._restore(key, read.nbytes)
             if self._at[key] is _At.BACK:
                 self._wait(H2D, key)
             self.recompute_s += group.again_s
-            self._again_bytes += group.again_bytes
-            self._see_peak()
             if region:
                 owed_s += read_s + group.again_s
             else:
                 self.now_s += read_s + group.again_s
-                self._again_bytes = 0
             self._has_read(key, group, read.last)
             self._next_read += 1
             self._next_fetch = max(self._next_fetch, self._next_read)
             self._fetch()
         self.now_s += owed_s
-        self._again_bytes = 0
+        self._claim(0)
+
+    def _claim(self, nbytes: int) -> None:
+        """From here on a recompute has so many bytes, and what it reads from then on."""
+        self._again_bytes = nbytes
+        if nbytes:
+            self._make_room(0)
+            self._see_peak()
 
     def _end(self, chunk: ChunkKey, groups: Sequence[GroupSize]) -> None:
         """The graph of a chunk is gone."""
@@ -263,7 +276,7 @@ class _Step:
         freed_bytes = self._here[key] - left_bytes
         self._here[key] = left_bytes
         self._device_bytes -= freed_bytes
-        self._again_bytes += freed_bytes if group.region and group.again_bytes else 0
+        self._again_bytes += freed_bytes if self._again_bytes else 0
 
     def _fetch(self) -> None:
         """Bring back what the window holds, as far as there is room."""
@@ -283,10 +296,12 @@ class _Step:
             where = self._at[read.group]
             if where is _At.LEAVING:
                 self._at[read.group] = _At.WANTED
+                self._wanted.append((self._next_fetch, read.group))
             elif where is _At.AWAY:
-                if not self._make_room(read.nbytes):
+                if not self._make_room(read.nbytes, ahead=True):
                     return
                 self._restore(read.group, read.nbytes)
+                self._ahead.append((self._next_fetch, read.group))
             self._next_fetch += 1
 
     def _restore(self, key: GroupKey, nbytes: int) -> None:
@@ -296,10 +311,11 @@ class _Step:
         self.restored_bytes += nbytes
         self._link.issue(H2D, key, nbytes, self.now_s)
 
-    def _make_room(self, nbytes: int) -> bool:
+    def _make_room(self, nbytes: int, ahead: bool = False) -> bool:
         """Compute waits for the oldest spills until `nbytes` fit; False if they do not although nothing is in
-        flight."""
-        while self._device_bytes + nbytes > self._limit_bytes and self._spills:
+        flight. ahead: they are fetched ahead, for which nothing else that was is dropped."""
+        limit_bytes = self._limit_bytes - self._again_bytes
+        while self._device_bytes + nbytes > limit_bytes and self._spills:
             key = self._spills.popleft()
             where = self._at[key]
             if where is not _At.LEAVING and where is not _At.READ_LEAVING:
@@ -307,7 +323,18 @@ class _Step:
             self._wait(D2H, key)
             self._device_bytes -= self._here[key]
             self._at[key] = _At.AWAY if where is _At.LEAVING else _At.GONE
-        return self._device_bytes + nbytes <= self._limit_bytes
+        while not ahead and self._device_bytes + nbytes > limit_bytes and (self._wanted or self._ahead):
+            was, lane, (place, key) = (
+                (_At.WANTED, D2H, self._wanted.popleft())
+                if self._wanted
+                else (_At.BACK, H2D, self._ahead.pop())
+            )
+            if place >= self._next_read and self._at[key] is was:
+                self._wait(lane, key)
+                self._at[key] = _At.AWAY
+                self._device_bytes -= self._here[key]
+                self._next_fetch = min(self._next_fetch, place)
+        return self._device_bytes + nbytes <= limit_bytes
 
     def _wait(self, direction: int, key: GroupKey) -> None:
         waited_s = max(0.0, self._link.finish(direction, key) - self.now_s)

@@ -139,10 +139,7 @@ def alike_s(stage: Stage, limit_bytes: int, max_trials: int) -> dict[str, float]
             for chunk, own in stage.blocks.items()
             for block, of in zip(own, at[chunk], strict=True)
         ]
-        room = max(one.made_again_bytes for one in levels)
-        if room > limit_bytes:
-            continue
-        plan = choose_keeps(stage.actions, sizes, compute_s, H200, limit_bytes - room, max_trials=max_trials)
+        plan = choose_keeps(stage.actions, sizes, compute_s, H200, limit_bytes, max_trials=max_trials)
         if plan.predicted_peak_bytes <= limit_bytes:
             host_s = 0.0
             if stage.host is not None:
