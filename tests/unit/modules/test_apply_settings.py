@@ -1,0 +1,126 @@
+"""What `offload.apply` is given, its limits and directories, and what it reports and warns of."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload import PipelineOffloadManager
+from tests.unit.groups.stack import build_manager, installed
+from tests.unit.modules.training import Model, build, train
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_limits_are_those_of_the_process_whose_device_stays(manager: PipelineOffloadManager) -> None:
+    model = build()
+    offload.apply(model, device_limit="1 MiB", host_limit="1GB", min_numel=1)
+    changed = offload.marks.existing_manager()
+    assert changed is not None
+    assert changed.engine is manager.engine
+    config = changed.engine.config
+    assert (config.device_limit_bytes, config.host_limit_bytes) == (1 << 20, 10**9)
+    offload.apply(build(), device_limit="8B")
+    assert offload.marks.default_manager().engine.config.device_limit_bytes == 8
+
+
+def test_a_host_limit_that_ranks_share_is_changed_by_configure_alone() -> None:
+    store = torch.distributed.HashStore()
+    offload.configure(offload.OffloadConfig(host_limit_bytes=1 << 30), device="sim", store=store)
+    with pytest.raises(ValueError, match=r"share a limit of 1,073,741,824 bytes; give the new one to conf"):
+        offload.apply(build(), host_limit="2GiB")
+    offload.apply(build(), device_limit="2GiB")
+    changed = offload.marks.default_manager().engine
+    assert changed.config.device_limit_bytes == changed.arena.budget.limit_bytes * 2
+
+
+def test_the_mode_of_the_config_is_taken_where_none_is_given() -> None:
+    offload.configure(offload.OffloadConfig(activation_offloading="hidden_states"), device="sim")
+    assert offload.apply(build()).mode == "hidden_states"
+    offload.configure(offload.OffloadConfig(activation_offloading=False), device="sim")
+    model = build()
+    handle = offload.apply(model)
+    assert repr(handle) == "<offload.apply(Model, mode=False): nothing>"
+    assert not model._forward_hooks
+    with pytest.raises(ValueError, match=r"activation_offloading is 'offload_disk', must be one of False,"):
+        offload.OffloadConfig(activation_offloading="offload_disk")
+
+
+def test_the_disk_mode_uses_the_directory_for_temporary_files_where_none_is_given() -> None:
+    model = build()
+    offload.apply(model, "disk", min_numel=1)
+    train(model)
+    stats = offload.marks.default_manager().stats
+    assert 0 < stats.disk_write_bytes <= stats.spill_bytes
+
+
+def test_the_report_of_a_handle_counts_from_apply_on(manager: PipelineOffloadManager) -> None:
+    model = build()
+    with offload.activations(model, min_numel=1):
+        train(model, steps=2)
+    handle = offload.apply(model, min_numel=1)
+    assert handle.report().as_dict()["moved_bytes"] == 0
+    train(model, steps=1, microbatches=1)
+    figures = handle.report().as_dict()
+    assert figures["moved_bytes"] == manager.stats.spill_bytes > 0
+    assert figures["saved_bytes"] == figures["moved_bytes"] + figures["kept_bytes"]
+
+
+def test_the_report_of_a_model_for_which_nothing_was_asked_says_so(manager: PipelineOffloadManager) -> None:
+    handle = offload.apply(build(), False)
+    assert str(handle.report()).endswith("mode=False, as it was asked: nothing of Model leaves")
+    other = build()
+    with offload.activations(other, min_numel=1):
+        train(other, steps=1)
+    # what others moved, and that it is not this model's
+    text = str(handle.report())
+    assert "moved to the host" in text
+    assert "mode=False, as it was asked: nothing of Model leaves" in text
+
+
+def test_where_steps_are_inferred_nobody_asked_for_the_table_of_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with installed(build_manager(print_summary=True)):
+        model = build()
+        offload.apply(model, min_numel=1)
+        train(model)
+        assert capsys.readouterr().out == ""
+
+
+def test_blocks_that_are_called_by_their_forward_are_named(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model(lambda block, x: block.forward(x))
+    offload.apply(model, min_numel=1)
+    train(model)
+    assert warnings_of(caplog) == [
+        "blocks of Model did not run through their hooks in this step, 3 of 3, and nothing of them left: "
+        "layers.0, layers.1, layers.2. Call a block as a module, block(x), not block.forward(x)"
+    ]
+
+
+def test_a_model_whose_forward_is_never_called_as_a_module_is_named(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Direct(nn.Module):
+        def __init__(self, model: Model) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model.head(self.model.embed(x))
+
+    model = build()
+    offload.apply(model, min_numel=1)
+    train(Direct(model))
+    (message,) = warnings_of(caplog)
+    assert message.startswith(
+        "an optimizer steps parameters of Model, and no forward of it was seen since apply()"
+    )
