@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Ranges", "Rows", "Solution", "minimise"]
 
-Ranges = list[tuple[float, float | None]]
+Ranges = list[tuple[float | None, float | None]]
 """The least and the most of each column."""
 
 

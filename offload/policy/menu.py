@@ -49,6 +49,8 @@ class Block:
     """Device seconds of its whole backward, of a plain block."""
     weight_part: float = 0.5
     """Of `backward_s`, what the W of a split backward takes; its I takes the rest."""
+    w_reads: float = 1.0
+    """Of what the plain block saves, what that W reads again."""
     host_s: float = 0.0
     """Host seconds of the plain block, forward and backward together."""
 
@@ -56,11 +58,17 @@ class Block:
         if not self.menu:
             raise ValueError("the menu of a block has no level; give it the plain one at least")
         least = min(self.forward_s, self.backward_s, self.host_s, *(min(level[1:]) for level in self.menu))
-        if least < 0 or not 0.0 <= self.weight_part <= 1.0:
+        parts = (self.weight_part, self.w_reads)
+        if least < 0 or not all(0.0 <= part <= 1.0 for part in parts):
             raise ValueError(
-                f"a block has {least} seconds or bytes and a weight_part of {self.weight_part}; give 0 or "
-                "more, and a part in 0..1"
+                f"a block has {least} seconds or bytes, and {parts} as weight_part and w_reads; give 0 or "
+                "more, and parts in 0..1"
             )
+
+    @property
+    def w_bytes(self) -> int:
+        """What the W of a split backward reads of the plain block."""
+        return round(self.menu[0].saved_bytes * self.w_reads)
 
     def scaled(self, factor: float) -> Block:
         """The block of a chunk with `factor` times as many tokens, whose bytes and device seconds grow with

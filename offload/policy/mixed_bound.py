@@ -28,14 +28,14 @@ recompute makes again, and the second recompute of a split backward, in its W.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, Life, Rates, lives_of
 from offload.policy.linear import Ranges, Rows, Solution, minimise
-from offload.policy.menu import Block, Host
+from offload.policy.menu import Block, Host, Level
 
 __all__ = ["ChunkBlocks", "MixedBound", "action_seconds", "host_seconds", "least_mixed_step"]
 
@@ -151,28 +151,22 @@ class _Kind(NamedTuple):
     num: int
     column: int
 
-    def levels(self) -> list[tuple[int, int, float, float, int]]:
-        """Of each level but the plain one: column, bytes given up, seconds, host seconds, bytes made
-        again."""
-        plain, *others = self.block.menu
-        return [
-            (
-                self.column + at,
-                plain.saved_bytes - level.saved_bytes,
-                level.recompute_s,
-                level.host_s,
-                level.made_again_bytes,
-            )
-            for at, level in enumerate(others)
-        ]
+    def levels(self) -> Iterator[tuple[int, Level]]:
+        """Each level but the plain one, with its column."""
+        return enumerate(self.block.menu[1:], self.column)
 
 
-class _Part(NamedTuple):
-    kinds: list[_Kind]
-    given: int
-    """The column of what this part and those before it give up."""
-    saved: float
-    """What this part and those before it save if they run plain, in units of bytes."""
+@dataclass(slots=True)
+class _Prefixes:
+    """Of the parts of a chunk up to each: what they save if they run plain, in units of bytes, and the column
+    of what they give up."""
+
+    saved: list[float] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+
+    def upto(self, place: int) -> tuple[float, list[tuple[int, float]]]:
+        """Bytes and columns of the parts up to this one; of none for -1."""
+        return (0.0, []) if place < 0 else (self.saved[place], [(self.given[place], 1.0)])
 
 
 class _Program:
@@ -218,15 +212,14 @@ class _Program:
         self._used: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]  # beside plain bytes
         self._plain = [0.0] * num_slices
         self._again: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]
-        self._chunk_aways: dict[ChunkKey, list[tuple[int, int, float]]] = {}
-        self._parts: dict[ChunkKey, list[_Part]] = {}
+        self._chunk_aways: dict[ChunkKey, list[int]] = {}
+        self._parts: dict[ChunkKey, list[list[_Kind]]] = {}
         for chunk in self._lives:
             self._add_chunk(chunk)
         for at, recomputed in enumerate(self._seconds):
             if recomputed:
                 # the duration's own least is for what is computed anyway
-                least, _ = self._ranges[at]
-                self._at_most.add([(at, -1.0), *recomputed], -least)
+                self._at_most.add([(at, -1.0), *recomputed], -(self._ranges[at][0] or 0.0))
         h2d = rates.h2d_bytes_per_s / rates.d2h_bytes_per_s
         both = rates.together_bytes_per_s / rates.d2h_bytes_per_s
         for at in range(num_slices):
@@ -290,14 +283,17 @@ class _Program:
             given_of: list[float] = []
             for part, own in zip(parts, self._cuts[chunk], strict=True):
                 by_block: dict[Block, float] = {}
-                for kind in part.kinds:
-                    levels = kind.levels()
-                    by_block[kind.block] = sum(values[at] * nbytes for at, nbytes, *_ in levels) / kind.num
-                    recomputed_s += sum(values[at] * seconds for at, _, seconds, *_ in levels)
+                for kind in part:
+                    plain_bytes = kind.block.menu[0].saved_bytes
+                    by_block[kind.block] = (
+                        sum(values[at] * (plain_bytes - level.saved_bytes) for at, level in kind.levels())
+                        / kind.num
+                    )
+                    recomputed_s += sum(values[at] * level.recompute_s for at, level in kind.levels())
                 given_of += [by_block[block] for block in own]
             given[chunk] = tuple(given_of)
             total = sum(block.menu[0].saved_bytes for block in self._blocks[chunk]) - sum(given_of)
-            away = max((values[column] for column, *_ in self._chunk_aways[chunk]), default=0.0)
+            away = max((values[column] for column in self._chunk_aways[chunk]), default=0.0)
             kept[chunk] = max(0.0, total - away * self._byte_unit)
         host_s = 0.0
         if host is not None:
@@ -318,12 +314,12 @@ class _Program:
     def _host_costs(self, host: Host) -> list[tuple[int, float]]:
         """Host seconds for one unit of each column."""
         costs = [
-            (column, host_s)
+            (column, level.host_s)
             for parts in self._parts.values()
             for part in parts
-            for kind in part.kinds
-            for column, _, _, host_s, _ in kind.levels()
-            if host_s
+            for kind in part
+            for column, level in kind.levels()
+            if level.host_s
         ]
         moved_s = host.seconds_per_moved_byte * self._byte_unit
         return costs + [(out, moved_s) for outs in self._outs for out in outs if moved_s]
@@ -342,50 +338,74 @@ class _Program:
 
     def _add_chunk(self, chunk: ChunkKey) -> None:
         life, cut = self._lives[chunk], self._cuts[chunk]
-        parts: list[_Part] = []
+        parts: list[list[_Kind]] = []
+        whole, half = _Prefixes(), _Prefixes()
         for own in cut:
             kinds = [self._kind(block, count) for block, count in Counter(own).items()]
-            row = [
-                (column, nbytes / self._byte_unit) for kind in kinds for column, nbytes, *_ in kind.levels()
-            ]
-            given, saved = self._column(None), sum(block.menu[0].saved_bytes for block in own)
-            before = [(parts[-1].given, -1.0)] if parts else []
-            self._equal.add([(given, 1.0), *before, *((column, -value) for column, value in row)], 0.0)
-            parts.append(_Part(kinds, given, saved / self._byte_unit + (parts[-1].saved if parts else 0.0)))
+            parts.append(kinds)
+            self._add_prefix(whole, kinds, after_half=False)
+            if life.half_read is not None:
+                self._add_prefix(half, kinds, after_half=True)
         self._parts[chunk] = parts
         self._chunk_aways[chunk] = []
         self._add_recompute(life, parts)
         away_before: list[tuple[int, float]] = []
         last = len(cut) - 1
-        first, forward_end = self._first[life.forward], self._first[life.forward] + last
-        read = self._first[life.last_read]
-        for at in range(first, read + last + 1 if parts else first):
-            # the parts that are made and unread when the slice ends: from `low` up to `high`
-            low, high = 0, last
-            if at < forward_end:
-                high = at - first
-            elif at >= read and life.half_read is None:
-                high = last - 1 - (at - read)
-            elif at >= read:
-                low = at - read + 1
+        first, end = self._first[life.forward], self._first[life.last_read] + last
+        for at in range(first, end + 1 if parts else first):
+            live, given = self._live(at, life, last, whole, half)
             out, back = self._column(None), self._column(None)
             self._outs[at].append(out)
             self._ins[at].append(back)
             row = [(out, -1.0), (back, 1.0), *away_before]
-            if low <= high:
+            if at < end:
                 away = self._column(None)
-                live = parts[high].saved - (parts[low - 1].saved if low else 0.0)
-                given_columns = [(parts[high].given, 1.0), *([(parts[low - 1].given, -1.0)] if low else [])]
-                self._at_most.add([(away, 1.0), *given_columns], live)
+                self._at_most.add([(away, 1.0), *given], live)
                 self._aways[at].append(away)
-                self._chunk_aways[chunk].append((away, at, live))
-                self._used[at] += [(away, -1.0), *((column, -value) for column, value in given_columns)]
+                self._chunk_aways[chunk].append(away)
+                self._used[at] += [(away, -1.0), *((column, -value) for column, value in given)]
                 self._plain[at] += live
                 row.append((away, 1.0))
                 away_before = [(away, -1.0)]
             self._equal.add(row, 0.0)
 
-    def _add_recompute(self, life: Life, parts: Sequence[_Part]) -> None:
+    def _add_prefix(self, prefixes: _Prefixes, kinds: Sequence[_Kind], *, after_half: bool) -> None:
+        """One part more: what it and those before it save if they run plain, and the column of what they give
+        up of that. after_half: of what is read again after the I of a split backward."""
+        saved, row = 0.0, []
+        for kind in kinds:
+            # a recomputed block's W recomputes again, an engine's from all that it saved
+            every = kind.block.w_bytes if after_half else kind.block.menu[0].saved_bytes
+            saved += kind.num * every / self._byte_unit
+            for column, level in kind.levels():
+                left = level.saved_bytes
+                if after_half and not self._as_engine:
+                    left = min(left, every)
+                row.append((column, (left - every) / self._byte_unit))
+        column = self._column(None)
+        self._ranges[column] = (None, None)
+        self._equal.add([(column, 1.0), *((before, -1.0) for before in prefixes.given[-1:]), *row], 0.0)
+        prefixes.given.append(column)
+        prefixes.saved.append(saved + (prefixes.saved[-1] if prefixes.saved else 0.0))
+
+    def _live(
+        self, at: int, life: Life, last: int, whole: _Prefixes, half: _Prefixes
+    ) -> tuple[float, list[tuple[int, float]]]:
+        """Of a chunk, what is made and will be read when the slice ends: bytes if its parts run plain, and
+        the columns of what they give up."""
+        made, read = at - self._first[life.forward], at - self._first[life.last_read]
+        if life.half_read is None or at < self._first[life.half_read]:
+            return whole.upto(min(made, last) if read < 0 else last - 1 - read)
+        unread = last - 1 - (at - self._first[life.half_read])
+        ranges = [
+            (1.0, whole.upto(unread)),
+            (1.0, half.upto(last)),
+            (-1.0, half.upto(max(unread, read, -1))),
+        ]
+        given = [(column, sign * value) for sign, (_, own) in ranges for column, value in own]
+        return sum(sign * nbytes for sign, (nbytes, _) in ranges), given
+
+    def _add_recompute(self, life: Life, parts: Sequence[Sequence[_Kind]]) -> None:
         """The seconds of recomputing in the slices that read, and the room that an engine needs before
         them."""
         reads = [(life.last_read if life.half_read is None else life.half_read, True)]
@@ -394,12 +414,12 @@ class _Program:
         for action, backward in reads:
             for place, part in enumerate(reversed(parts) if backward else parts):
                 at = self._first[action] + place
-                for kind in part.kinds:
-                    for column, _, seconds, _, again in kind.levels():
-                        self._seconds[at].append((column, seconds / self._time_unit))
-                        if self._as_engine and again:
+                for kind in part:
+                    for column, level in kind.levels():
+                        self._seconds[at].append((column, level.recompute_s / self._time_unit))
+                        if self._as_engine and level.made_again_bytes:
                             # one block is recomputed at a time
-                            room = again / kind.num / len(part.kinds) / self._byte_unit
+                            room = level.made_again_bytes / kind.num / len(part) / self._byte_unit
                             self._again[at - 1].append((column, room))
 
     def _kind(self, block: Block, count: int) -> _Kind:

@@ -65,13 +65,15 @@ class State(NamedTuple):
     """A plan to try. The tuples go by the chunks of the problem, in the order of their forwards.
 
     kept_bytes: what stays of each chunk's end. window_bytes: how far ahead to fetch. limit_bytes: the cap
-    to run with, no more than the problem's.
+    to run with, no more than the problem's. half_room_bytes: of a chunk, what an I leaves on the device for
+    its W.
     """
 
     levels: tuple[Levels, ...]
     kept_bytes: tuple[float, ...]
     window_bytes: float
     limit_bytes: int
+    half_room_bytes: float = 0.0
 
 
 class Trial(NamedTuple):
@@ -93,18 +95,25 @@ def groups_at(blocks: Sequence[Block], levels: Levels, num_units: int) -> list[G
         level = block.menu[at]
         num = max(1, round(level.saved_bytes / unit_bytes))
         ends = [part / num for part in range(num + 1)]
+        # a recomputed block's W recomputes again, from all that it saved
+        w_bytes = level.saved_bytes if at else block.w_bytes
         groups += [
             GroupSize(
                 level.name,
-                round(level.saved_bytes * end) - round(level.saved_bytes * start),
+                _between(level.saved_bytes, start, end),
                 region=place + 1 if at else 0,
                 weight=(block.forward_s + block.backward_s) / num,
                 again_s=level.recompute_s / num,
-                again_bytes=round(level.made_again_bytes * end) - round(level.made_again_bytes * start),
+                again_bytes=_between(level.made_again_bytes, start, end),
+                half_bytes=min(_between(w_bytes, start, end), _between(level.saved_bytes, start, end)),
             )
             for start, end in pairwise(ends)
         ]
     return groups
+
+
+def _between(nbytes: int, start: float, end: float) -> int:
+    return round(nbytes * end) - round(nbytes * start)
 
 
 def units_a_chunk(num_chunks: int) -> int:
@@ -135,7 +144,7 @@ class MixedSearch:
             block: [_path(block, weight) for weight in weights] for own in self._blocks for block in set(own)
         }
         self._groups: dict[tuple[int, Levels], list[GroupSize]] = {}
-        self._tried: set[tuple[tuple[Levels, ...], Keeps, int, int]] = set()
+        self._tried: set[tuple[tuple[Levels, ...], Keeps, int, int, int]] = set()
         units = sum(len(self._groups_of(at, (0,) * len(own))) for at, own in enumerate(self._blocks))
         most = max(_FEWEST_TRIALS, min(_MOST_TRIALS, _UNIT_TRIALS // max(1, units)))
         self._most_trials = self._stop_at = most if max_trials is None else max_trials
@@ -259,7 +268,8 @@ class MixedSearch:
         room = round(min(max(state.window_bytes, 0.0), state.limit_bytes))
         kept = dict(zip(self._chunks, state.kept_bytes, strict=True))
         keeps = tail_keeps(sizes, kept)
-        key = (state.levels, keeps, room, state.limit_bytes)
+        half_room = round(state.half_room_bytes)
+        key = (state.levels, keeps, room, half_room, state.limit_bytes)
         if key in self._tried:
             return False
         self._tried.add(key)
@@ -278,6 +288,7 @@ class MixedSearch:
             limit_bytes=state.limit_bytes,
             keeps=keeps,
             restoring_room_bytes=room,
+            half_room_bytes=half_room,
         )
         over_bytes = max(0, result.peak_bytes - problem.limit_bytes)
         if problem.host_limit_bytes is not None:
@@ -303,6 +314,8 @@ class MixedSearch:
         for change in (step, -step):
             while self._try_window(change):
                 improved = True
+            while self._halves and self._try_half_room(change):
+                improved = True
             for chunks in runs:
                 while self._try_levels(chunks, change):
                     improved = True
@@ -314,6 +327,12 @@ class MixedSearch:
         state = self._state
         window = state.window_bytes + change * self._problem.limit_bytes / 2
         return self.try_state(state._replace(window_bytes=window))
+
+    def _try_half_room(self, change: float) -> bool:
+        state = self._state
+        most = max(self._saved(at, levels) for at, levels in enumerate(state.levels))
+        room = min(max(state.half_room_bytes + change * most, 0.0), float(most))
+        return self.try_state(state._replace(half_room_bytes=room))
 
     def _try_kept(self, chunks: Sequence[int], change: float) -> bool:
         state, kept = self._state, list(self._state.kept_bytes)

@@ -59,6 +59,8 @@ class MixedPlan:
     """Of the end of each chunk, what never leaves."""
     restoring_room_bytes: int
     """How far ahead to fetch, in bytes of reads."""
+    half_room_bytes: int
+    """Of a chunk with a split backward, what its I leaves on the device for its W."""
     fits: bool
     """False where no tried plan keeps within the limits."""
     predicted: Simulation
@@ -212,6 +214,7 @@ def _choose(
                 tuple(plan.kept_bytes[chunk] for chunk in search.chunks),
                 float(plan.restoring_room_bytes),
                 min(plan.saved_limit_bytes, problem.limit_bytes),
+                float(plan.half_room_bytes),
             )
         )
     search.try_ends()
@@ -239,6 +242,7 @@ def _plan(trial: Trial, search: MixedSearch, problem: MixtureProblem, bound: Mix
         saved_limit_bytes=state.limit_bytes,
         kept_bytes=dict(zip(search.chunks, state.kept_bytes, strict=True)),
         restoring_room_bytes=round(state.window_bytes),
+        half_room_bytes=round(state.half_room_bytes),
         fits=trial.score[0] == 0,
         predicted=trial.result,
         host_s=trial.host_s,

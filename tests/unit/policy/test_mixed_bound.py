@@ -4,6 +4,7 @@ figures where nothing can be moved, an independent program on tiny steps, and th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -16,8 +17,11 @@ from scipy.optimize import linprog
 
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates, one_f_one_b, work_of
 from offload.policy.bound import least_step
+from offload.policy.keeps import tail_keeps
 from offload.policy.menu import Block, Host, Level, convex
 from offload.policy.mixed_bound import action_seconds, least_mixed_step
+from offload.policy.mixed_search import groups_at
+from offload.policy.simulate import simulate
 
 GB = 10**9
 H200 = Rates(d2h_bytes_per_s=55.3 * GB, h2d_bytes_per_s=55.4 * GB, duplex_bytes_per_s=102.5 * GB)
@@ -282,3 +286,59 @@ def test_a_split_backward_recomputes_in_its_input_half() -> None:
     # torch's checkpoints recompute in both halves
     engine = least_mixed_step(actions, {(0, 0): own}, NOTHING, 0, as_engine=True)
     assert engine.step_s == pytest.approx(5.0, rel=1e-4)
+
+
+@st.composite
+def split_step(draw: st.DrawFn) -> tuple[list[Action], dict[ChunkKey, list[Block]], Rates, int]:
+    """Three chunks of two blocks whose backwards are split, in any order."""
+    own = [draw(tiny_blocks()) for _ in range(2)]
+    reads = draw(st.floats(0, 1))
+    blocks = {(0, m): [replace(block, w_reads=reads) for block in own] for m in range(3)}
+    waiting = [[Action(kind, 0, m) for kind in ("F", "I", "W")] for m in range(3)]
+    actions: list[Action] = []
+    while waiting:
+        actions.append(draw(st.sampled_from(waiting)).pop(0))
+        waiting = [left for left in waiting if left]
+    rate = st.floats(2, 30)
+    rates = Rates(d2h_bytes_per_s=draw(rate), h2d_bytes_per_s=draw(rate))
+    return actions, blocks, rates, draw(st.integers(0, 60))
+
+
+@settings(max_examples=25)
+@given(split_step(), st.data())
+def test_no_simulated_step_with_split_backwards_is_under_the_bound(
+    step: tuple[list[Action], dict[ChunkKey, list[Block]], Rates, int], data: st.DataObject
+) -> None:
+    actions, blocks, rates, limit = step
+    levels = {
+        chunk: tuple(data.draw(st.integers(0, len(block.menu) - 1)) for block in own)
+        for chunk, own in blocks.items()
+    }
+    sizes = {chunk: groups_at(own, levels[chunk], 4) for chunk, own in blocks.items()}
+    result = simulate(
+        actions,
+        sizes,
+        action_seconds(actions, blocks, {}),
+        rates,
+        limit_bytes=limit,
+        keeps=tail_keeps(sizes, {chunk: data.draw(st.integers(0, 40)) for chunk in blocks}),
+        restoring_room_bytes=data.draw(st.integers(0, 40)),
+        half_room_bytes=data.draw(st.integers(0, 20)),
+    )
+    bound = least_mixed_step(actions, blocks, rates, max(limit, result.peak_bytes))
+    assert bound.step_s <= result.step_s * (1 + 1e-5)
+
+
+def test_what_the_weight_half_does_not_read_is_free_after_the_input_half() -> None:
+    """10 bytes, of which the W reads 4: two such chunks between their halves fit 8 bytes and no fewer."""
+    own = plain_blocks(1, 10)
+    actions = [Action(kind, 0, m) for m, kinds in ((0, "FI"), (1, "FI")) for kind in kinds]
+    actions += [Action("W", 0, 0), Action("W", 0, 1)]
+    whole = {(0, m): own for m in range(2)}
+    part = {(0, m): [replace(own[0], w_reads=0.4)] for m in range(2)}
+    rates = Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=10)
+    # 20 bytes are alive after the second F and the second I; 14 and 8
+    assert least_mixed_step(actions, whole, rates, 20).moved_bytes == 0
+    assert least_mixed_step(actions, whole, rates, 14).moved_bytes == 6
+    assert least_mixed_step(actions, part, rates, 14).moved_bytes == 0
+    assert least_mixed_step(actions, part, rates, 13).moved_bytes == 1

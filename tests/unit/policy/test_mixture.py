@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
 
-from offload.policy.actions import ChunkKey, Rates, one_f_one_b
+from offload.policy.actions import ChunkKey, Rates, one_f_one_b, parse_action
 from offload.policy.keeps import all_of, kept_peak_bytes, tail_keeps
 from offload.policy.menu import Block, Level
 from offload.policy.mixed_bound import action_seconds
@@ -53,7 +53,7 @@ def chosen(stage: Stage, limit_bytes: int, max_trials: int | None = None) -> Mix
     )
 
 
-def played(stage: Stage, plan: MixedPlan) -> Simulation:
+def played(stage: Stage, plan: MixedPlan, rates: Rates = H200) -> Simulation:
     """The plan's step, from its numbers alone."""
     units = units_a_chunk(len(stage.blocks))
     sizes = {chunk: groups_at(own, plan.levels[chunk], units) for chunk, own in stage.blocks.items()}
@@ -61,10 +61,11 @@ def played(stage: Stage, plan: MixedPlan) -> Simulation:
         stage.actions,
         sizes,
         action_seconds(stage.actions, stage.blocks, {}),
-        H200,
+        rates,
         limit_bytes=plan.saved_limit_bytes,
         keeps=tail_keeps(sizes, plan.kept_bytes),
         restoring_room_bytes=plan.restoring_room_bytes,
+        half_room_bytes=plan.half_room_bytes,
     )
 
 
@@ -202,6 +203,23 @@ def test_no_plan_that_runs_all_blocks_alike_is_better(name: str, part: float) ->
 def test_no_plan_that_runs_all_blocks_alike_is_better_in_any_cell(name: str, part: float) -> None:
     """Keep all, checkpoint all, each selective level, each with what does not fit moved: 42 cells."""
     assert_no_plan_for_blocks_alike_is_better(STAGES[name], part)
+
+
+def test_a_split_backward_keeps_for_its_weight_half_what_there_is_room_for() -> None:
+    """Two chunks whose input halves run long before their weight halves, which read two fifths."""
+    block = Block(
+        menu=(Level("plain", 100, 0.0), Level("checkpoint", 10, 0.5, 0.0, 90)),
+        forward_s=1.0,
+        backward_s=2.0,
+        w_reads=0.4,
+    )
+    words = ("0F0", "0F1", "0I0", "0F2", "0I1", "0W0", "0I2", "0W1", "0W2")
+    stage = Stage(tuple(map(parse_action, words)), {(0, m): [block] * 4 for m in range(3)})
+    slow = Rates(d2h_bytes_per_s=40, h2d_bytes_per_s=40)
+    plan = choose_mixture(stage.actions, stage.blocks, slow, 700)
+    assert plan.fits
+    assert plan.bound.step_s <= plan.predicted_step_s <= 1.2 * plan.bound.step_s
+    assert plan.predicted == played(stage, plan, slow)
 
 
 def test_numbers_that_cannot_be_are_refused() -> None:
