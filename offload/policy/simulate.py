@@ -76,6 +76,10 @@ class Simulation:
     """Compute waiting for a group that it reads."""
     host_peak_bytes: int
     """The most bytes on the host at once, from where a group is queued to leave to its last read."""
+    ends_s: tuple[float, ...]
+    """When each action ended."""
+    peaks_bytes: tuple[int, ...]
+    """The most during each action, counted as `peak_bytes`."""
 
     @property
     def stall_s(self) -> float:
@@ -103,18 +107,23 @@ def simulate(
     """
     require_times(actions, compute_s)
     step = _Step(actions, sizes, rates, limit_bytes, keeps, restoring_room_bytes, half_room_bytes)
+    ends_s: list[float] = []
+    peaks_bytes: list[int] = []
     for action, seconds in zip(actions, compute_s, strict=True):
-        step.do(action, seconds)
+        peaks_bytes.append(step.do(action, seconds))
+        ends_s.append(step.now_s)
     return Simulation(
         step_s=step.now_s,
         compute_s=sum(compute_s),
         recompute_s=step.recompute_s,
-        peak_bytes=step.peak_bytes,
+        peak_bytes=max(peaks_bytes, default=0),
         moved_bytes=step.moved_bytes,
         restored_bytes=step.restored_bytes,
         spill_stall_s=step.stall_s[D2H],
         restore_stall_s=step.stall_s[H2D],
         host_peak_bytes=step.host_peak_bytes,
+        ends_s=tuple(ends_s),
+        peaks_bytes=tuple(peaks_bytes),
     )
 
 
@@ -145,7 +154,7 @@ class _Step:
     ) -> None:
         self.now_s = self.recompute_s = 0.0
         self.stall_s = [0.0, 0.0]  # by direction
-        self.peak_bytes = self.moved_bytes = self.restored_bytes = self.host_peak_bytes = 0
+        self.moved_bytes = self.restored_bytes = self.host_peak_bytes = 0
         self._sizes = sizes
         self._limit_bytes = limit_bytes
         self._keeps = keeps
@@ -156,7 +165,7 @@ class _Step:
         self._ahead_bytes = [0, *accumulate(read.nbytes for read in self._reads)]
         self._num_reads = Counter(read.action_index for read in self._reads)
         self._num_ended = self._next_read = self._next_fetch = self._device_bytes = 0
-        self._again_bytes = self._host_bytes = 0
+        self._again_bytes = self._host_bytes = self._peak_bytes = 0
         self._at: dict[GroupKey, _At] = {}
         self._here: dict[GroupKey, int] = {}  # bytes on the device, while there are any
         self._half_runs = False
@@ -166,8 +175,9 @@ class _Step:
         self._wanted: deque[tuple[int, GroupKey]] = deque()
         self._ahead: list[tuple[int, GroupKey]] = []
 
-    def do(self, action: Action, seconds: float) -> None:
-        """The next action of the step."""
+    def do(self, action: Action, seconds: float) -> int:
+        """The next action of the step. Returns the most bytes that it had on the device."""
+        self._peak_bytes = self._device_bytes
         groups = self._sizes[action.chunk]
         if action.kind == "F" and groups:
             self._forward(action.chunk, groups, _spread(seconds, groups, [group.nbytes for group in groups]))
@@ -179,6 +189,7 @@ class _Step:
             self._end(action.chunk, groups)
         self._num_ended += 1
         self._fetch()
+        return self._peak_bytes
 
     def _forward(self, chunk: ChunkKey, groups: Sequence[GroupSize], seconds: Sequence[float]) -> None:
         for index, group in enumerate(groups):
@@ -346,7 +357,7 @@ class _Step:
         self._see_peak()
 
     def _see_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self._device_bytes + self._again_bytes)
+        self._peak_bytes = max(self._peak_bytes, self._device_bytes + self._again_bytes)
 
 
 def _spread(seconds: float, groups: Sequence[GroupSize], nbytes: Sequence[int]) -> list[float]:

@@ -1,0 +1,185 @@
+"""A traced module on a named GPU: seconds of each call, and the levels at which it can be run.
+
+One invariant: seconds follow from the trace and the GPU's rates alone, so the same module costs the same in
+every job.
+
+    call        a product or an attention: its flops over the rate; a collective: its bytes over the wire;
+                every other call: the bytes that it reads and writes
+    level       how much of the forward the backward computes once more (policy/menu.py)
+    kept call   one whose outputs wait for the recompute, which then does not run it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from offload.planner.rates import Gpu
+from offload.planner.trace import Call, Trace
+from offload.policy.menu import Level, Menu, convex
+
+__all__ = ["Piece", "piece_of", "seconds_of"]
+
+CHECKPOINT_HOST, SELECTIVE_HOST = 2.9, 5.9
+"""Host time of a checkpointed block and of one under dispatch modes, in units of a plain one's (peers of
+November 2026, one H200)."""
+
+_MOST_LEVELS = 8
+_ATTENTION = "aten._scaled_dot_product"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A module of one rank in numbers: a layer, an embedding or a head."""
+
+    name: str
+    parameters: int
+    expert_parameters: int
+    """Of `parameters`, those of routed experts, which fewer ranks share."""
+    input_bytes: int
+    output_bytes: int
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    """Of `backward_s`, what the W of a split backward takes: the products that make weights' gradients."""
+    forward_host_s: float
+    backward_host_s: float
+    """Of the host, for the calls of a plain forward and of its backward."""
+    sent_bytes: int
+    """What its collectives carry, forward and backward together, over the wire of this rank."""
+    forward_working_bytes: int
+    """The most alive in its forward, saved bytes among it."""
+    backward_working_bytes: int
+    """The most alive in its backward beyond its saved bytes."""
+    moving_working_bytes: int
+    """What a plain backward needs beside the limit of an engine that moves saved bytes."""
+    parts: tuple[tuple[int, float], ...]
+    """What it saves at level 0, in forward order: (bytes, seconds of the forward that make them)."""
+    menu: Menu
+    """Level 0 is the plain module, the last one torch's checkpoint. Of one that is never recomputed, level 0
+    alone."""
+    selective: Level | None
+    """Outputs of products and attention are kept, the rest is recomputed."""
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.menu[0].saved_bytes
+
+
+def seconds_of(call: Call, gpu: Gpu, gpus_per_host: int) -> float:
+    """What one call takes of the device. A collective is counted as if nothing ran beside it."""
+    if call.ranks:
+        wire = gpu.peer_rate if call.ranks <= gpus_per_host else gpu.network_rate
+        return sent_bytes_of(call) / wire
+    touching_s = call.touched_bytes / gpu.memory_rate
+    if not call.flops:
+        return touching_s
+    rate = gpu.matmul_flops
+    if call.operator.startswith(_ATTENTION):
+        rate = gpu.attention_backward_flops if "backward" in call.operator else gpu.attention_flops
+    return max(call.flops / rate, touching_s)
+
+
+def sent_bytes_of(call: Call) -> int:
+    """Of a collective by a ring, or an exchange in equal parts."""
+    return call.touched_bytes * (call.ranks - 1) // call.ranks if call.ranks else 0
+
+
+def piece_of(
+    name: str,
+    seen: Trace,
+    gpu: Gpu,
+    *,
+    gpus_per_host: int,
+    is_layer: bool,
+    expert_parameters: int = 0,
+) -> Piece:
+    """is_layer: a block of the engine, which may be recomputed and moved."""
+    forward = [seconds_of(call, gpu, gpus_per_host) for call in seen.forward]
+    backward = [seconds_of(call, gpu, gpus_per_host) for call in seen.backward]
+    products = [
+        seconds
+        for call, seconds in zip(seen.forward, forward, strict=True)
+        if call.flops and not call.operator.startswith(_ATTENTION)
+    ]
+    forward_host_s, backward_host_s = (gpu.call_s * len(calls) for calls in (seen.forward, seen.backward))
+    host_s = forward_host_s + backward_host_s
+    plain = Level("plain", seen.saved_bytes, 0.0)
+    return Piece(
+        name=name,
+        parameters=seen.parameters,
+        expert_parameters=expert_parameters,
+        input_bytes=seen.input_bytes,
+        output_bytes=seen.output_bytes,
+        forward_s=sum(forward),
+        backward_s=sum(backward),
+        # each has as many flops as the forward's product
+        weight_s=min(sum(products), sum(backward)),
+        forward_host_s=forward_host_s,
+        backward_host_s=backward_host_s,
+        sent_bytes=sum(map(sent_bytes_of, (*seen.forward, *seen.backward))),
+        forward_working_bytes=seen.forward_working_bytes,
+        backward_working_bytes=seen.backward_working_bytes,
+        moving_working_bytes=seen.moving_working_bytes,
+        parts=_parts(seen, forward),
+        menu=_menu(seen, forward, host_s) if is_layer else (plain,),
+        selective=_selective(seen, forward, host_s) if is_layer else None,
+    )
+
+
+def _level(name: str, seen: Trace, seconds: Sequence[float], kept: Collection[int], host_s: float) -> Level:
+    """The recompute runs every call up to the last that makes something saved, but for those kept, by their
+    places."""
+    again = range(seen.last_saving_call + 1)
+    kept_calls = [seen.forward[at] for at in kept]
+    here_bytes = seen.input_bytes + sum(call.saved_bytes for call in kept_calls)
+    return Level(
+        name,
+        saved_bytes=seen.input_bytes + sum(call.made_bytes for call in kept_calls),
+        recompute_s=sum(seconds[at] for at in again if at not in kept),
+        host_s=host_s * ((SELECTIVE_HOST if kept else CHECKPOINT_HOST) - 1),
+        made_again_bytes=seen.saved_bytes - here_bytes,
+    )
+
+
+def _menu(seen: Trace, seconds: Sequence[float], host_s: float) -> Menu:
+    """Plain; then ever fewer calls kept, those that save the most seconds a byte the longest; then none.
+    Collectives are kept but at the last level, where a recompute runs them again."""
+    again = range(seen.last_saving_call + 1)
+    collectives = {at for at in again if seen.forward[at].ranks}
+    by_worth = sorted(
+        (at for at in again if at not in collectives and seen.forward[at].made_bytes),
+        key=lambda at: seconds[at] / seen.forward[at].made_bytes,
+        reverse=True,
+    )
+    levels = [Level("plain", seen.saved_bytes, 0.0), _level("checkpoint", seen, seconds, (), host_s)]
+    for count in range(1, len(by_worth)):
+        kept = collectives.union(by_worth[:count])
+        levels.append(_level(f"keep {len(kept)} calls", seen, seconds, kept, host_s))
+    found = convex(levels)
+    if len(found) > _MOST_LEVELS:
+        # evenly by what they save, the first and the last among them
+        places = [round(at * (len(found) - 1) / (_MOST_LEVELS - 1)) for at in range(_MOST_LEVELS)]
+        found = tuple(found[at] for at in places)
+    return found
+
+
+def _selective(seen: Trace, seconds: Sequence[float], host_s: float) -> Level:
+    kept = {at for at in range(seen.last_saving_call + 1) if seen.forward[at].flops}
+    return _level("selective", seen, seconds, kept, host_s)
+
+
+def _parts(seen: Trace, seconds: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    parts: list[tuple[int, float]] = []
+    passed_s = 0.0
+    if seen.input_bytes:
+        parts.append((seen.input_bytes, 0.0))
+    for call, call_s in zip(seen.forward, seconds, strict=True):
+        passed_s += call_s
+        if call.saved_bytes:
+            parts.append((call.saved_bytes, passed_s))
+            passed_s = 0.0
+    if parts:
+        nbytes, part_s = parts[-1]
+        parts[-1] = (nbytes, part_s + passed_s)
+    return tuple(parts)

@@ -1,0 +1,285 @@
+"""One rank's step at chosen levels: what each action computes, what lies on the device during it, and what
+moves.
+
+One invariant: every mode is played by the same simulation (policy/simulate.py); modes differ in the levels of
+the blocks, in what stays, and in nothing else.
+
+    fixed      what never leaves: saved bytes of the embedding and the head, and the outputs that torch's
+               stages keep for their backward
+    working    what an action has on the device beyond saved bytes and what it makes again: gradients on their
+               way, products that autograd does not save
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.planner.costs import Piece
+from offload.planner.job import Stage
+from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates, lives_of
+from offload.policy.keeps import all_of
+from offload.policy.menu import Block, Level
+from offload.policy.mixed_search import Levels, groups_at
+from offload.policy.simulate import Simulation, simulate
+
+__all__ = ["MODES", "Mode", "RankPlan", "RankStep", "StepPlay"]
+
+Mode = Literal["none", "checkpoint", "selective", "groups", "auto"]
+MODES: dict[Mode, str] = {
+    "none": "every saved tensor stays",
+    "checkpoint": "each layer is computed again from its input, which stays",
+    "selective": "outputs of products and attention leave as the limit asks, the rest is computed again",
+    "groups": "saved tensors leave as the limit asks, nothing is computed again",
+    "auto": "each layer keeps, moves or computes again what costs least",
+}
+
+_NOWHERE = -1
+"""A stage that no rank has: for waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one rank does with what it saves."""
+
+    levels: Mapping[ChunkKey, Levels]
+    """For each layer the place of its level in the mode's menu."""
+    keeps: Keeps
+    saved_limit_bytes: int
+    restoring_room_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlay:
+    """A played step of one rank, waits for other ranks included."""
+
+    result: Simulation
+    durations_s: tuple[float, ...]
+    """Of each action, with what it computes again and its stalls."""
+    peaks_bytes: tuple[int, ...]
+    """The most on the device during each action, without what is held from step to step."""
+
+
+class RankStep:
+    """The actions of one rank with their bytes and seconds, ready to be played under any plan of one mode."""
+
+    def __init__(
+        self, order: Sequence[Action], stages: Mapping[int, Stage], rates: Rates, mode: Mode
+    ) -> None:
+        self.order = tuple(order)
+        self.rates = rates
+        self._halved = {action.chunk for action in order if action.kind == "I"}
+        self._stages = stages
+        self._blocks = {
+            index: [_block(piece, mode) for piece in _layers(stage)] for index, stage in stages.items()
+        }
+        self.blocks: dict[ChunkKey, Sequence[Block]] = {
+            action.chunk: self._blocks[action.stage] for action in order if action.kind == "F"
+        }
+        self.rest_s = {action: self._rest_s(action) for action in order}
+        self.fixed_bytes = self._fixed_bytes()
+
+    def uniform(self, level: int) -> dict[ChunkKey, Levels]:
+        """Every layer at this place of its menu, or at the last one."""
+        return {
+            chunk: tuple(min(level, len(block.menu) - 1) for block in blocks)
+            for chunk, blocks in self.blocks.items()
+        }
+
+    def sizes(self, levels: Mapping[ChunkKey, Levels]) -> dict[ChunkKey, list[GroupSize]]:
+        return {chunk: groups_at(blocks, levels[chunk]) for chunk, blocks in self.blocks.items()}
+
+    def compute_s(self, levels: Mapping[ChunkKey, Levels]) -> list[float]:
+        """Of each action, without what is computed again: the device's time, or more where the host is
+        slower."""
+        found = []
+        for action in self.order:
+            blocks = self.blocks[action.chunk]
+            chosen = [block.menu[at] for block, at in zip(blocks, levels[action.chunk], strict=True)]
+            device_s = self._device_s(action)
+            again_s = sum(level.recompute_s for level in chosen) if action.kind != "F" else 0.0
+            host_s = self._host_s(action, chosen)
+            found.append(max(device_s, host_s - again_s))
+        return found
+
+    def plain_s(self) -> float:
+        """Compute of a step that keeps everything."""
+        return sum(self.compute_s(self.uniform(0)))
+
+    def room_bytes(self, limit_bytes: int, level: int) -> int:
+        """What a limit on the device leaves for saved bytes that may leave, and what is made again, with
+        every layer at this level."""
+        levels = self.uniform(level)
+        working = (self._working_bytes(action, levels[action.chunk], moves=True) for action in self.order)
+        return limit_bytes - max(map(sum, zip(self.fixed_bytes, working, strict=True)), default=0)
+
+    def play(self, plan: RankPlan, waits_s: Sequence[float] | None = None) -> StepPlay:
+        """waits_s: before each action, for other ranks."""
+        sizes = self.sizes(plan.levels)
+        compute_s = self.compute_s(plan.levels)
+        order, seconds, places = list(self.order), list(compute_s), list(range(len(compute_s)))
+        if waits_s is not None:
+            order, seconds, places = _with_waits(self.order, compute_s, waits_s)
+            sizes |= {action.chunk: [] for action in order if action.stage == _NOWHERE}
+        result = simulate(
+            order,
+            sizes,
+            seconds,
+            self.rates,
+            limit_bytes=plan.saved_limit_bytes,
+            keeps=plan.keeps,
+            restoring_room_bytes=plan.restoring_room_bytes,
+        )
+        starts = (0.0, *result.ends_s)
+        working = [
+            self._working_bytes(action, plan.levels[action.chunk], moves=result.moved_bytes > 0)
+            for action in self.order
+        ]
+        return StepPlay(
+            result=result,
+            durations_s=tuple(result.ends_s[at] - starts[at] for at in places),
+            peaks_bytes=tuple(
+                result.peaks_bytes[at] + fixed + working
+                for at, fixed, working in zip(places, self.fixed_bytes, working, strict=True)
+            ),
+        )
+
+    def keep_all(self, level: int) -> RankPlan:
+        """Every layer at one level, and nothing leaves."""
+        levels = self.uniform(level)
+        return RankPlan(
+            levels=levels, keeps=all_of(self.sizes(levels)), saved_limit_bytes=1 << 62, restoring_room_bytes=0
+        )
+
+    def move_all(self, level: int) -> RankPlan:
+        """Every layer at one level, and all leaves as fast as it can: the least that the device needs."""
+        return RankPlan(
+            levels=self.uniform(level), keeps=frozenset(), saved_limit_bytes=0, restoring_room_bytes=0
+        )
+
+    def _device_s(self, action: Action) -> float:
+        pieces = self._stages[action.stage].pieces
+        if action.kind == "F":
+            return sum(piece.forward_s for piece in pieces)
+        backward_s = sum(piece.backward_s for piece in pieces)
+        weight_s = sum(piece.weight_s for piece in pieces)
+        if action.chunk not in self._halved:
+            return backward_s
+        if action.stage == 0:
+            # its input wants no gradient: nothing runs before the W
+            return backward_s if action.kind == "W" else 0.0
+        return weight_s if action.kind == "W" else backward_s - weight_s
+
+    def _host_s(self, action: Action, levels: Sequence[Level]) -> float:
+        pieces = self._stages[action.stage].pieces
+        if action.kind == "F":
+            return sum(piece.forward_host_s for piece in pieces)
+        whole_s = sum(piece.backward_host_s for piece in pieces) + sum(level.host_s for level in levels)
+        return whole_s / 2 if action.chunk in self._halved else whole_s
+
+    def _rest_s(self, action: Action) -> float:
+        """Of an action's plain seconds, those outside the blocks; and where the host is slower, what it takes
+        more."""
+        blocks = self.blocks[action.chunk]
+        if action.kind == "F":
+            inside = sum(block.forward_s for block in blocks)
+        elif action.chunk not in self._halved:
+            inside = sum(block.backward_s for block in blocks)
+        else:
+            inside = sum(
+                block.backward_s * (block.weight_part if action.kind == "W" else 1 - block.weight_part)
+                for block in blocks
+            )
+        return max(0.0, self._device_s(action) - inside, self._host_s(action, ()) - inside)
+
+    def _fixed_bytes(self) -> list[int]:
+        level = [0] * len(self.order)
+        for chunk, life in lives_of(self.order).items():
+            stage = self._stages[chunk[0]]
+            nbytes = stage.output_bytes + sum(
+                piece.saved_bytes for piece in stage.pieces if not _is_layer(piece)
+            )
+            for at in range(life.forward, life.last_read + 1):
+                level[at] += nbytes
+        return level
+
+    def _working_bytes(self, action: Action, levels: Levels, *, moves: bool) -> int:
+        """The most that any module of the action adds to what is saved when the action begins.
+
+        Where nothing moves, what a module saved is gone when the one before it runs its backward; else that
+        room is filled by what comes back. And what comes back is counted as gone when a plain layer reads
+        it.
+        """
+        stage = self._stages[action.stage]
+        if action.kind == "F":
+            return self._forward_working_bytes(stage)
+        gone_bytes, most_bytes = 0, 0
+        places = list(levels)
+        for piece in reversed(stage.pieces):
+            most_bytes = max(most_bytes, piece.backward_working_bytes - gone_bytes)
+            if not _is_layer(piece):
+                gone_bytes += piece.saved_bytes
+                continue
+            block, at = self.blocks[action.chunk][len(places) - 1], places.pop()
+            if moves and at == 0:
+                most_bytes = max(most_bytes, piece.moving_working_bytes - gone_bytes)
+            elif not moves:
+                # what the first layer makes again is counted at the action's peak, and gone after it
+                again_bytes = 0 if places else block.menu[at].made_again_bytes
+                gone_bytes += block.menu[at].saved_bytes + again_bytes
+        return most_bytes
+
+    def _forward_working_bytes(self, stage: Stage) -> int:
+        saved_bytes, most_bytes = 0, 0
+        for piece in stage.pieces:
+            most_bytes = max(most_bytes, saved_bytes + piece.input_bytes + piece.forward_working_bytes)
+            saved_bytes += piece.saved_bytes
+        # the last output is counted with what the stage keeps
+        return max(0, most_bytes - saved_bytes - stage.output_bytes)
+
+
+def _is_layer(piece: Piece) -> bool:
+    return piece.selective is not None
+
+
+def _layers(stage: Stage) -> list[Piece]:
+    return [piece for piece in stage.pieces if _is_layer(piece)]
+
+
+def _block(piece: Piece, mode: Mode) -> Block:
+    """A layer with the levels that this mode may choose from."""
+    menu = piece.menu
+    if mode in ("none", "groups"):
+        menu = menu[:1]
+    elif mode == "checkpoint":
+        menu = (menu[0], menu[-1])
+    elif mode == "selective" and piece.selective is not None:
+        menu = (menu[0], piece.selective)
+    return Block(
+        menu=menu,
+        forward_s=piece.forward_s,
+        backward_s=piece.backward_s,
+        weight_part=min(1.0, piece.weight_s / piece.backward_s) if piece.backward_s else 0.5,
+        host_s=piece.forward_host_s + piece.backward_host_s,
+    )
+
+
+def _with_waits(
+    order: Sequence[Action], compute_s: Sequence[float], waits_s: Sequence[float]
+) -> tuple[list[Action], list[float], list[int]]:
+    """The order with an action without bytes for each wait; and where the true actions are in it."""
+    with_waits: list[Action] = []
+    seconds: list[float] = []
+    places: list[int] = []
+    num_waits = 0
+    for action, own_s, wait_s in zip(order, compute_s, waits_s, strict=True):
+        if wait_s > 0:
+            with_waits.append(Action("F", _NOWHERE, num_waits))
+            seconds.append(wait_s)
+            num_waits += 1
+        places.append(len(with_waits))
+        with_waits.append(action)
+        seconds.append(own_s)
+    ends = [Action("B", _NOWHERE, number) for number in range(num_waits)]
+    return with_waits + ends, seconds + [0.0] * num_waits, places

@@ -1,0 +1,113 @@
+"""What a GPU computes, copies and sends, in figures with their sources.
+
+One invariant: a figure that nobody measured says so in `assumed`, and every answer that uses it repeats that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from offload.policy.actions import Rates
+
+__all__ = ["GPUS", "Gpu", "gpu_named"]
+
+_TERA = 1e12
+_GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """Rates of one GPU in bfloat16. Rates are in flops or bytes per second, times in seconds."""
+
+    name: str
+    memory_bytes: int
+    """What one process can use."""
+    matmul_flops: float
+    attention_flops: float
+    """Of fused causal attention's forward, flops above the diagonal not counted."""
+    attention_backward_flops: float
+    memory_rate: float
+    """Bytes that a kernel without arithmetic reads and writes."""
+    call_s: float
+    """Host time of one operator call of eager autograd; a step takes at least that of all its calls."""
+    links: Mapping[int, Rates]
+    """The link to host memory, by the number of GPUs of a host that copy at once."""
+    peer_rate: float
+    """To a GPU of the same host, each way."""
+    network_rate: float
+    """To a GPU of another host, each way."""
+    optimizer_rate: float
+    """Parameters that fused AdamW steps in a second, state on the device."""
+    assumed: tuple[str, ...] = ()
+    """Which of these were not measured."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def link(self, gpus: int) -> tuple[Rates, str]:
+        """(rates with `gpus` of a host copying, what to say of them). Where none is known for that many, the
+        one for the most GPUs below."""
+        known = max((count for count in self.links if count <= gpus), default=min(self.links))
+        said = "" if known == gpus else f"the link was measured with {known} GPUs copying, not with {gpus}"
+        return self.links[known], said
+
+
+def _link(d2h: float, h2d: float, both: float) -> Rates:
+    return Rates(d2h_bytes_per_s=d2h * _GIGA, h2d_bytes_per_s=h2d * _GIGA, duplex_bytes_per_s=both * _GIGA)
+
+
+_SOURCES = {
+    "matmul_flops": "8192 cubed in bfloat16, one H200, November 2026",
+    "attention_flops": "solved from W2 and W3 of docs/benchmarks.md, which both are met within 3%",
+    "memory_rate": "0.96 of the nominal rate: what W2's norms, sums and products take",
+    "call_s": "host time of W5 without offload: 434 ms over 256 blocks of 48 kernels each",
+    "links": "one GPU; two: both directions with two copying; four: four H100 of one host at once",
+    "optimizer_rate": "fused AdamW in float32, one H200",
+}
+_ASSUMED = ("rates between GPUs: 0.8 of NVLink's nominal 450 GB/s in a host, 0.8 of 400 Gb/s between hosts",)
+_FOUR = _link(31, 38, 43)
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            name="h200",
+            memory_bytes=139 * (1 << 30),
+            matmul_flops=697 * _TERA,
+            attention_flops=540 * _TERA,
+            attention_backward_flops=480 * _TERA,
+            memory_rate=0.96 * 4.8 * _TERA,
+            call_s=35e-6,
+            links={1: _link(55.3, 55.4, 102.5), 2: _link(55.3, 55.4, 91.5), 4: _FOUR},
+            peer_rate=360 * _GIGA,
+            network_rate=40 * _GIGA,
+            optimizer_rate=117 * _GIGA,
+            assumed=(*_ASSUMED, "four H200 of one host share their link as four H100 do"),
+            sources=_SOURCES,
+        ),
+        Gpu(
+            name="h100",
+            memory_bytes=79 * (1 << 30),
+            matmul_flops=697 * _TERA,
+            attention_flops=540 * _TERA,
+            attention_backward_flops=480 * _TERA,
+            memory_rate=0.96 * 3.35 * _TERA,
+            call_s=35e-6,
+            links={1: _link(55, 54.7, 89), 4: _FOUR},
+            peer_rate=360 * _GIGA,
+            network_rate=40 * _GIGA,
+            optimizer_rate=82 * _GIGA,
+            assumed=(*_ASSUMED, "an H100 multiplies as fast as an H200, and its memory is 3.35 TB/s"),
+            sources=_SOURCES,
+        ),
+    )
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    found = GPUS.get(name.lower())
+    if found is None:
+        raise ValueError(
+            f"no GPU is called {name!r}; known are {', '.join(GPUS)}. On the machine itself --measure takes "
+            "its own rates"
+        )
+    return found

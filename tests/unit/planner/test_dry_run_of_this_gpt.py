@@ -1,0 +1,148 @@
+"""The dry run beside the engine: this project's GPT on the simulated device, whose clock stands for a GPU's.
+
+Bytes are the same to the byte, because both count storages that autograd saves. Times are the simulation's,
+whose tolerance is a few percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager
+from offload.device.sim import SimDevice
+from offload.groups import timed
+from offload.planner.costs import piece_of
+from offload.planner.job import Stage
+from offload.planner.rank_step import RankPlan, RankStep
+from offload.planner.rates import GPUS
+from offload.planner.trace import Trace, trace
+from offload.policy.actions import Rates, one_f_one_b
+from offload.policy.search import choose_keeps
+from parallel.transformer import PRESETS, TransformerStage, group_names
+from tests.unit.groups.stack import Driver, installed
+
+MICROBATCHES, STAGES = 5, 3
+MODEL = PRESETS["tiny"].with_(sequence=64, dim=32, ffn=96, layers=12, offload_modules=group_names("all"))
+BATCH, LAYERS = 2, 4
+ORDER = one_f_one_b(0, STAGES, MICROBATCHES)
+FORWARD_S, BACKWARD_S = 4e-6, 9e-6  # of a layer
+
+
+def build_stage() -> TransformerStage:
+    """One from the middle: layers only."""
+    stage = TransformerStage(MODEL, 1, STAGES)
+    stage.reset_parameters()
+    return stage
+
+
+def hidden() -> Tensor:
+    return torch.randn(BATCH, MODEL.sequence, MODEL.dim)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Trace:
+    return trace(build_stage(), hidden)
+
+
+class GptDriver(Driver):
+    """Feeds hidden states, and lets the clock run by what each layer computes."""
+
+    def __init__(self, stage: TransformerStage, device: SimDevice) -> None:
+        super().__init__([stage], announced=True)
+        for block in stage.blocks.values():
+            for part in (block.attn.wq, block.attn, block.mlp.gate, block.mlp):
+                part.register_forward_hook(lambda *_: device.compute_for(FORWARD_S / 4))
+                part.register_full_backward_hook(lambda *_: device.compute_for(BACKWARD_S / 4))
+
+    def _input(self, microbatch: int) -> Tensor:
+        return hidden()
+
+
+def run(config: dict[str, int | float], rates: Rates, steps: int) -> Iterator[PipelineOffloadManager]:
+    device = SimDevice(
+        executor="clock",
+        d2h_gb_s=rates.d2h_bytes_per_s / 1e9,
+        h2d_gb_s=rates.h2d_bytes_per_s / 1e9,
+    )
+    engine = OffloadEngine(
+        OffloadConfig(min_offloaded_tensor_size=1, piece_bytes=1 << 12, **config), device=device
+    )
+    with installed(PipelineOffloadManager(engine, print_summary=False)) as manager:
+        assert manager is not None
+        manager.engine.rates = rates
+        driver = GptDriver(build_stage(), device)
+        for _ in range(steps):
+            manager.set_order(ORDER)
+            driver.step(ORDER)
+            yield manager
+
+
+class OneLayer(nn.Module):
+    """A layer of the stage, called as the stage calls it."""
+
+    def __init__(self, stage: TransformerStage) -> None:
+        super().__init__()
+        self.layer = next(iter(stage.blocks.values()))
+        self.tables = (stage.rotary_cos[: MODEL.sequence], stage.rotary_sin[: MODEL.sequence])
+        self.register_buffer("cos", stage.rotary_cos)
+        self.register_buffer("sin", stage.rotary_sin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x, self.tables)
+        return made
+
+
+def rank_step(rates: Rates) -> RankStep:
+    piece = piece_of(
+        "layer", trace(OneLayer(build_stage()), hidden), GPUS["h200"], gpus_per_host=1, is_layer=True
+    )
+    known = replace(
+        piece, forward_s=FORWARD_S, backward_s=BACKWARD_S, forward_host_s=0.0, backward_host_s=0.0
+    )
+    stage = Stage(index=0, pieces=(known,) * LAYERS, layers=LAYERS, is_last=True)
+    return RankStep(ORDER, {0: stage}, rates, "groups")
+
+
+def test_saved_bytes_and_their_peak_are_those_of_a_real_run(seen: Trace) -> None:
+    rates = Rates(d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
+    for manager in run({"activation_offload_fraction": 0.0, "device_limit_bytes": 1 << 40}, rates, 3):
+        stats = manager.stats
+    assert stats.saved_bytes == MICROBATCHES * seen.saved_bytes
+    assert stats.device_bytes_peak == STAGES * seen.saved_bytes
+    step = rank_step(rates)
+    played = step.play(step.keep_all(0)).result
+    assert played.peak_bytes == stats.device_bytes_peak
+    assert (played.step_s, played.stall_s) == (pytest.approx(step.plain_s()), 0.0)
+
+
+@pytest.mark.parametrize(("chunks", "gb_s"), [(1.0, 20.0), (1.5, 10.0)])
+def test_stall_and_peak_under_a_limit_are_those_of_a_real_run(
+    seen: Trace, chunks: float, gb_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timed, "_MOST_TRIALS", 30)  # the same for both
+    rates = Rates(d2h_bytes_per_s=gb_s * 1e9, h2d_bytes_per_s=gb_s * 1e9)
+    limit_bytes = int(chunks * seen.saved_bytes)
+    for manager in run({"device_limit_bytes": limit_bytes}, rates, 7):
+        stats = manager.stats
+    step = rank_step(rates)
+    levels = step.uniform(0)
+    chosen = choose_keeps(
+        step.order, step.sizes(levels), step.compute_s(levels), rates, limit_bytes, max_trials=30
+    )
+    plan = RankPlan(
+        levels=levels,
+        keeps=chosen.keeps,
+        saved_limit_bytes=limit_bytes,
+        restoring_room_bytes=chosen.restoring_room_bytes,
+    )
+    played = step.play(plan).result
+    real_s = step.plain_s() + stats.stall_ms / 1e3
+    assert stats.stall_ms / 1e3 > 0.3 * step.plain_s(), "nothing to predict"
+    assert played.step_s == pytest.approx(real_s, rel=0.05)
+    assert played.peak_bytes == pytest.approx(stats.device_bytes_peak, rel=0.02)
+    assert stats.device_bytes_peak <= limit_bytes

@@ -1,0 +1,74 @@
+"""All ranks of a pipeline on one clock, against times that a pencil gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.planner.simulate import play_pipeline
+from offload.policy.actions import Action, one_f_one_b, parse_action
+
+F_S, B_S = 1.0, 2.0
+
+
+def timed(orders: list[list[Action]]) -> list[list[float]]:
+    each = {"F": F_S, "B": B_S, "I": 1.0, "W": 1.0}
+    return [[each[action.kind] for action in order] for order in orders]
+
+
+def neighbours(ranks: int, seconds: float) -> dict[tuple[int, int], float]:
+    pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    return dict.fromkeys(pairs, seconds)
+
+
+def read(*texts: str) -> list[list[Action]]:
+    return [[parse_action(word) for word in text.split()] for text in texts]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (4, 8)])
+def test_one_forward_one_backward_idles_for_a_forward_and_a_backward_of_each_other_rank(
+    ranks: int, microbatches: int
+) -> None:
+    orders = [list(one_f_one_b(rank, ranks, microbatches)) for rank in range(ranks)]
+    times = play_pipeline(orders, timed(orders), send_s=neighbours(ranks, 0.0))
+    for own in times:
+        assert own.step_s == (microbatches + ranks - 1) * (F_S + B_S)
+        assert own.bubble_s == (ranks - 1) * (F_S + B_S)
+
+
+def test_what_is_sent_arrives_later_and_takes_no_compute() -> None:
+    orders = read("0F0 0B0", "1F0 1B0")
+    first, second = play_pipeline(orders, timed(orders), send_s=neighbours(2, 0.5))
+    assert [played.start_s for played in second.played] == [1.5, 2.5]
+    assert [played.start_s for played in first.played] == [0.0, 5.0]
+    assert (first.busy_s, first.bubble_s, first.waits_s) == (3.0, 4.0, (0.0, 4.0))
+
+
+def test_stages_of_one_rank_hand_over_without_sending() -> None:
+    """A V of two ranks: stages 1 and 2 are both on the second."""
+    orders = read("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    times = play_pipeline(orders, timed(orders), send_s=neighbours(2, 0.25))
+    assert times[1].played[1].start_s == times[1].played[0].end_s
+    assert times[0].step_s == 4 * F_S + 4 * B_S + 4 * 0.25
+
+
+def test_a_weight_half_waits_for_nobody_and_fills_the_bubble() -> None:
+    orders = read("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1")
+    first, second = play_pipeline(orders, timed(orders), send_s=neighbours(2, 0.0))
+    assert [(str(played.action), played.start_s) for played in second.played] == [
+        ("1F0", 1.0), ("1I0", 2.0), ("1F1", 3.0), ("1I1", 4.0), ("1W0", 5.0), ("1W1", 6.0),
+    ]  # fmt: skip
+    assert [played.start_s for played in first.played] == [0.0, 1.0, 3.0, 5.0]
+
+
+def test_a_weight_half_without_an_input_half_waits_as_a_whole_backward() -> None:
+    orders = read("0F0 0W0", "1F0 1B0")
+    first, _ = play_pipeline(orders, timed(orders), send_s=neighbours(2, 0.0))
+    assert first.played[1].start_s == F_S + F_S + B_S
+
+
+def test_orders_that_wait_for_one_another_are_refused_by_name() -> None:
+    orders = read("0F0 0B0 0F1 0B1", "1F1 1F0 1B1 1B0")
+    with pytest.raises(
+        ValueError, match="2 of 2 ranks wait for ever; rank 0 for what its action 1, 0B0, reads"
+    ):
+        play_pipeline(orders, timed(orders), send_s=neighbours(2, 0.0))

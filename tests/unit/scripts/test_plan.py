@@ -1,0 +1,179 @@
+"""scripts/plan.py: what it says and prints, its exit codes, and torch's orders from numbers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plan
+from offload.planner.models import KNOWN, model_from_config
+from parallel.schedules import SCHEDULES
+from planning.orders import orders_of
+
+SMALL = {
+    "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 256,
+}  # fmt: skip
+TWO_RANKS = ["--pp", "2", "--microbatches", "4", "--sequence", "1024"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return str(path)
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = plan.main([*arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_job_that_fits_is_said_to_with_its_fullest_rank(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said, _ = asked(capsys, "--model", config, *TWO_RANKS)
+    assert code == 0
+    assert "fits: rank 0 is fullest with" in said
+    assert "on 2 h200 (pp 2 x tp 1 x dp 1), 2 stages, 4 chunks a rank and step, 1024 tokens each" in said
+    assert "not counted, or taken for granted:" in said
+
+
+def test_a_job_that_does_not_fit_is_told_the_size_and_the_modes_that_do(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, whole, _ = asked(capsys, "--model", config, *TWO_RANKS, "--json")
+    none, checkpoint = (
+        next(mode["device_bytes"] for mode in json.loads(whole)["modes"] if mode["mode"] == name) / 1e9
+        for name in ("none", "checkpoint")
+    )
+    between = str((none + checkpoint) / 2)
+    code, said, _ = asked(capsys, "--model", config, *TWO_RANKS, "--device-total-gb", between)
+    assert code == 3
+    assert "does not fit: rank 0 needs" in said
+    assert "what fits is --offload checkpoint, selective, groups, auto" in said
+    code, said, _ = asked(
+        capsys, "--model", config, *TWO_RANKS, "--device-total-gb", between, "--offload", "groups"
+    )
+    assert code == 0
+    assert "GB pinned by the 2 ranks of the fullest" in said
+    code, said, _ = asked(
+        capsys, "--model", config, *TWO_RANKS, "--device-total-gb", between, "--offload", "groups",
+        "--host-gb", "0.001",
+    )  # fmt: skip
+    assert code == 3
+    assert "DOES NOT FIT: raise --host-gb, or take a mode that moves less" in said
+
+
+def test_json_has_every_position_in_bytes_and_seconds(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said, _ = asked(capsys, "--model", config, *TWO_RANKS, "--dp", "2", "--json")
+    answer = json.loads(said)
+    assert code == 0
+    assert (answer["ranks"], len(answer["positions"])) == (4, 2)
+    first = answer["positions"][0]
+    assert first["replicas"] == 2
+    assert first["peak_bytes"] == max(first["peak_by_phase"].values())
+    assert answer["step_s"] == pytest.approx(
+        answer["pipeline_s"] + answer["gradients_s"] + answer["optimizer_s"]
+    )
+
+
+def test_the_step_is_drawn(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.png"
+    code, _, _ = asked(capsys, "--model", config, *TWO_RANKS, "--schedule", "zbv", "--plot", str(path))
+    assert code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "llama9"], "no model is called 'llama9'; there are llama3-8b, llama3-70b"),
+        (["--model", "nowhere/config.json"], "No such file or directory"),
+        (["--model", "llama3-8b", "--gpu", "abacus"], "no GPU is called 'abacus'; known are h200, h100"),
+        (["--model", "llama3-8b", "--schedule", "zigzag"], "no schedule is called 'zigzag'"),
+        (["--model", "llama3-8b", "--tp", "0"], "--tp is 0; it must be at least 1"),
+        (["--model", "llama3-8b", "--tp", "5"], "heads 32 over --tp 5 is no whole number"),
+    ],
+)
+def test_a_question_without_sense_is_one_line_and_code_2(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said, error = asked(capsys, *arguments, "--sequence", "1024")
+    assert (code, said) == (2, "")
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("layers: 3")
+    code, _, error = asked(capsys, "--model", str(path), "--sequence", "1024")
+    assert code == 2
+    assert "config.json is no JSON: Expecting value" in error
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_of_torch_gives_each_chunk_one_forward_and_one_whole_backward(name: str) -> None:
+    orders = orders_of(name, ranks=2, virtual_stages=None, microbatches=4)
+    virtual = SCHEDULES[name].default_virtual_stages
+    assert {action.stage for order in orders for action in order} == set(range(2 * virtual))
+    for order in orders:
+        made = sorted(action.chunk for action in order if action.kind == "F")
+        read = sorted(action.chunk for action in order if action.kind in "BW")
+        assert made == read
+        assert len(made) == 4 * virtual
+
+
+def test_a_transformers_config_is_read_and_what_it_does_not_describe_is_said() -> None:
+    llama = model_from_config(SMALL, "mine")
+    assert (llama.layers, llama.head_dim, llama.kv_heads, llama.experts, llama.left_out) == (8, 64, 4, 0, ())
+    windowed = model_from_config(SMALL | {"sliding_window": 256, "attention_dropout": 0.1}, "mine")
+    assert windowed.left_out == (
+        "the attention window of 256 tokens: attention is over all", "attention_dropout 0.1",
+    )  # fmt: skip
+    mixed = model_from_config(
+        SMALL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, "mine"
+    )
+    assert (mixed.experts, mixed.experts_per_token, mixed.expert_ffn) == (8, 2, 1024)
+    gpt2 = model_from_config(
+        {
+            "model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
+            "n_positions": 1024, "resid_pdrop": 0.1,
+        },
+        "gpt2",
+    )  # fmt: skip
+    assert (gpt2.ffn, gpt2.gated, gpt2.tied, gpt2.left_out) == (3072, False, True, ("resid_pdrop 0.1",))
+
+
+def test_configs_of_transformers_own_classes_are_the_known_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    deepseek = transformers.DeepseekV3Config().to_dict()  # its defaults are DeepSeek-V3's
+    read = model_from_config(deepseek, "deepseek-v3")
+    assert read.latent == KNOWN["deepseek-v3"].latent
+    for name in ("layers", "hidden", "heads", "head_dim", "ffn", "experts", "expert_ffn", "dense_layers"):
+        assert getattr(read, name) == getattr(KNOWN["deepseek-v3"], name), name
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_type": "perceiver"}, "mine: model_type is 'perceiver'; described are deepseek_v2"),
+        ({"hidden_size": None}, "mine: hidden_size is None; it must be a whole number, 1 or more"),
+        ({"num_key_value_heads": 3}, "mine: 8 query heads cannot share 3 key heads equally"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4},
+            "mine: 2 experts, 4 a token, of width 1024; give a token 1..2 experts",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_described_is_refused(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text.replace(".", r"\.")):
+        model_from_config(SMALL | change, "mine")
