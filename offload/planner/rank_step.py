@@ -21,7 +21,7 @@ from offload.planner.job import Stage
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates, lives_of
 from offload.policy.keeps import all_of
 from offload.policy.menu import Block, Level
-from offload.policy.mixed_search import Levels, groups_at
+from offload.policy.mixed_search import Levels, groups_at, units_a_chunk
 from offload.policy.simulate import Simulation, simulate
 
 __all__ = ["MODES", "Mode", "RankPlan", "RankStep", "StepPlay"]
@@ -88,7 +88,8 @@ class RankStep:
         }
 
     def sizes(self, levels: Mapping[ChunkKey, Levels]) -> dict[ChunkKey, list[GroupSize]]:
-        return {chunk: groups_at(blocks, levels[chunk]) for chunk, blocks in self.blocks.items()}
+        units = units_a_chunk(len(self.blocks))
+        return {chunk: groups_at(blocks, levels[chunk], units) for chunk, blocks in self.blocks.items()}
 
     def compute_s(self, levels: Mapping[ChunkKey, Levels]) -> list[float]:
         """Of each action, without what is computed again: the device's time, or more where the host is
