@@ -25,8 +25,9 @@ __all__ = ["DryRun", "HostNeed", "ModeNeed", "PositionNeed", "dry_run"]
 
 _ROUNDS = 4
 """Of waits and stalls in turn."""
-_CORRECTIONS = 3
-"""Choices for one position, each with what the last one was over the limit taken off its room."""
+_CORRECTIONS, _NEAR = 3, 0.015
+"""Choices for one position, each with its room corrected by what the last one was over the limit, or under it
+by more than this part of it."""
 _STEADY = 1e-3
 """Of the step: less change than this ends the rounds."""
 _MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 100, 12, 120_000
@@ -198,36 +199,35 @@ def _plan(job: Job, mode: Mode, step: RankStep, held_bytes: int, num_positions: 
         return all_here
     units = sum(map(len, step.sizes(step.uniform(0)).values()))
     max_trials = max(_FEWEST_TRIALS, min(_MOST_TRIALS, _UNIT_TRIALS // num_positions // max(1, units)))
-    chosen = step.move_all(last)
+    chosen, best = step.move_all(last), (float("inf"), 0.0)
     for _ in range(_CORRECTIONS):
         if room_bytes < 0:
-            return step.move_all(last)
-        chosen = (
+            break
+        plan = (
             _mixed(job, step, room_bytes, max_trials)
             if mode == "auto"
             else _moved(step, last, room_bytes, max_trials)
         )
-        over_bytes = held_bytes + max(step.play(chosen).peaks_bytes) - job.limit_bytes
-        if over_bytes <= 0:
+        play = step.play(plan)
+        over_bytes = held_bytes + max(play.peaks_bytes) - job.limit_bytes
+        score = (max(0.0, over_bytes), play.result.step_s)
+        if score < best:
+            chosen, best = plan, score
+        if -_NEAR * job.limit_bytes <= over_bytes <= 0:
             break
+        # as an engine's own loop does it: by what a step was seen to need
         room_bytes -= over_bytes
     return chosen
 
 
 def _moved(step: RankStep, level: int, room_bytes: int, max_trials: int) -> RankPlan:
     levels = step.uniform(level)
-    sizes = step.sizes(levels)
-    again_bytes = max((group.again_bytes for own in sizes.values() for group in own), default=0)
-    limit_bytes = max(0, room_bytes - again_bytes)
-    # what is made again lies beside the limit, which is the engine's on saved bytes
-    beside = {chunk: [group._replace(again_bytes=0) for group in own] for chunk, own in sizes.items()}
-    chosen = choose_keeps(
-        step.order, beside, step.compute_s(levels), step.rates, limit_bytes, max_trials=max_trials
-    )
+    sizes, compute_s = step.sizes(levels), step.compute_s(levels)
+    chosen = choose_keeps(step.order, sizes, compute_s, step.rates, room_bytes, max_trials=max_trials)
     return RankPlan(
         levels=levels,
         keeps=chosen.keeps,
-        saved_limit_bytes=limit_bytes,
+        saved_limit_bytes=room_bytes,
         restoring_room_bytes=chosen.restoring_room_bytes,
     )
 
