@@ -245,6 +245,16 @@ class KeptCall:
             if probe is not None:
                 self._watched.append((probe, view.size(), probe._version))
 
+    def is_written(self) -> bool:
+        """Whether an output was modified in place since."""
+        held = [(probe, version) for probe, _, version in self._watched]
+        for leaf in self._leaves:
+            if isinstance(leaf, Passed) and leaf.version is not None:
+                held.append((leaf.tensor, leaf.version))
+            elif isinstance(leaf, (Handle, WrapperHandle)) and leaf.probe is not None:
+                held.append((leaf.probe, leaf.version))
+        return any(probe._version != version for probe, version in held)
+
     def again(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], unpack: Callable[[Any], torch.Tensor]
     ) -> Any:

@@ -178,6 +178,9 @@ class _ForwardMode(CallMode):
             self._pair.__exit__()
             self._pair = self._waiting = None
         self._made.clear()
+        if self.keep.calls is not None:
+            # named after another forward, in which nothing wrote to them: the recompute makes them again
+            self.kept = {place: call for place, call in self.kept.items() if not call.is_written()}
         self._group.end()
         # in a backward an outer recompute runs this forward again
         if self.keep.names and torch._C._current_graph_task_id() == -1:

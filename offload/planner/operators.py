@@ -22,6 +22,7 @@ __all__ = [
     "communicates_in_place",
     "is_attention",
     "is_collective",
+    "may_differ",
     "never_kept",
     "writes_of",
 ]
@@ -29,6 +30,20 @@ __all__ = [
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 _IN_PLACE = "c10d"
 _MAKERS = ("empty", "zeros", "ones", "full", "new_", "arange", "eye", "scalar_tensor", "linspace")
+_DIFFERING = {
+    "bincount",
+    "cumsum",
+    "histc",
+    "index_add",
+    "index_copy",
+    "index_put",
+    "index_reduce",
+    "kthvalue",
+    "nll_loss2d_forward",
+    "put",
+    "scatter_add",
+    "scatter_reduce",
+}
 _ATTENTION = ("attention", "attn")
 
 
@@ -72,6 +87,14 @@ def collective_groups(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
         elif argument.name == "process_group":
             group = ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else value
             yield str(getattr(group, "group_name", group))
+
+
+def may_differ(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a second call on the same inputs may give other bits: what torch.use_deterministic_algorithms
+    refuses in a forward on a GPU."""
+    name = getattr(operator, "_schema", None) and operator._schema.name.removeprefix("aten::").rstrip("_")
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return name in _DIFFERING and any(tensor.device.type != "cpu" for tensor in tensors)
 
 
 def writes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -187,7 +187,10 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
         level, keep = _level(profile, [*kept, *chosen[first:]], again_s)
         levels.append(level)
         keeps[level.name] = keep
-    menu = _thinned(convex(levels))
+    menu = convex(levels)
+    if menu[0] is not plain:  # a level whose recompute costs no device seconds still costs the host's
+        menu = (plain, *menu)
+    menu = _thinned(menu)
     return menu, tuple(keeps[level.name] for level in menu)
 
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
-from offload.checkpoint.kept import UNTRACKED_VIEWS, alias_of, plain_parts, storages_of, version_probe
+from offload.checkpoint.kept import UNTRACKED_VIEWS, plain_parts, storages_of, version_probe
 from offload.checkpoint.selective import CallMode, Contexts, told_of_saves
 from offload.device import Event
 from offload.engine import OffloadEngine
@@ -39,11 +39,13 @@ from offload.planner.operators import (
     communicates_in_place,
     is_attention,
     is_collective,
+    may_differ,
     never_kept,
     writes_of,
 )
 from offload.planner.profile import BlockProfile, SeenCall, TimedCall, settled_seconds
 from offload.planner.storages import SavedBytes, can_leave, waiting_bytes
+from offload.planner.unseen import UnseenWrites
 from offload.transfer.layout import WeakStorage
 
 __all__ = ["BlockProfiler"]
@@ -54,7 +56,8 @@ class _Call:
     """One call as it is seen.
 
     made: the storages that it made, with the bytes of each that would wait. probes: tensors that count the
-        versions of its outputs, with the versions that they had. decides: it makes whole numbers of others.
+        versions of its outputs, with the versions that they had. decides: it makes whole numbers of others,
+        as a router does. makers: of its inputs.
     """
 
     operator: Any
@@ -69,6 +72,7 @@ class _Call:
     made: dict[int, int] = field(default_factory=dict)
     probes: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     decides: bool = False
+    makers: list[_Call] = field(default_factory=list)
 
 
 class BlockProfiler:
@@ -120,7 +124,7 @@ class BlockProfiler:
             host_s, plain_s = self._plain
             scale = min(1.0, plain_s / forward_s) if forward_s else 1.0
             seconds, forward_s = [found * scale for found in seconds], plain_s
-        changed = mode.changed()
+        mode.settle()
         saved = mode.saved
         calls = tuple(
             SeenCall(
@@ -132,7 +136,7 @@ class BlockProfiler:
                 call.flops,
                 sum(saved.of_storage(key) for key in call.made),
                 at < mode.last_save,
-                call.why_not or changed.get(call, ""),
+                call.why_not,
                 call.must,
                 call.together,
                 is_attention(call.operator),
@@ -173,9 +177,7 @@ class _ProfileMode(CallMode):
         self._with_grad = False
         self._depends_on_data = False
         self._outside: set[Any] = set()  # operators that hooks of the block call, and its recompute does not
-        # inside custom Functions: an output, and a hash of its bytes right after the call
-        self._hashed: list[tuple[_Call, torch.Tensor, torch.Tensor]] = []
-        self._hashes: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._unseen = UnseenWrites[_Call]()
         self._over: Event | None = None
         self._ended = False
 
@@ -195,11 +197,7 @@ class _ProfileMode(CallMode):
         self._made.clear()
         if exception[0] is not None:
             return  # never ready
-        if self._hashed:
-            before = torch.stack([found.view(torch.int64) for _, _, found in self._hashed])
-            after = torch.stack([_hash(tensor).view(torch.int64) for _, tensor, _ in self._hashed])
-            self._hashes = _to_host(before), _to_host(after)
-            self._hashed = [(call, tensor.new_empty(0), found) for call, tensor, found in self._hashed]
+        self._unseen.end()
         if self._times:
             device = self._engine.device
             self._over = device.record(device.compute)
@@ -240,17 +238,18 @@ class _ProfileMode(CallMode):
             call.flops = int(flop_registry[packet](*args, **kwargs, out_val=output))
         inputs = [part for leaf in tree_leaves((args, kwargs)) for part in plain_parts(leaf)]
         outputs = [part for leaf in tree_leaves(output) for part in plain_parts(leaf)]
-        call.touched_bytes = sum(
-            part.nbytes for part in {id(part): part for part in (*inputs, *outputs)}.values()
-        )
+        touched = {id(part): part.nbytes for part in (*inputs, *outputs)}
+        call.touched_bytes = sum(touched.values())
         self._note_collective(func, args, kwargs)
         for written in writes_of(func, args, kwargs):
             self._note_write(call, written)
         given = {part.untyped_storage()._cdata for part in inputs}
         for part in inputs:
             found = self._made.get(part.untyped_storage()._cdata)
-            if found is not None and found[1].decides and not part.is_floating_point():
-                found[1].must = True
+            if found is not None:
+                maker = found[1]
+                call.makers.append(maker)
+                maker.must |= maker.decides and not part.is_floating_point()
         if func in UNTRACKED_VIEWS:
             for key in given & self._made.keys():
                 self._probe(self._made[key][1], output)
@@ -272,15 +271,16 @@ class _ProfileMode(CallMode):
         tags = getattr(func, "tags", ())
         if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
             self._depends_on_data = True
+        whole = (not part.is_floating_point() and part.dtype is not torch.bool for part in made)
+        call.decides = any(part.is_floating_point() for part in inputs) and any(whole)
+        call.must = bool(made) and is_collective(func)
         if call.why_not:
             return
+        call.must |= may_differ(func, args, kwargs)
         self._probe(call, output)
-        call.must = is_collective(func)
-        call.decides = any(part.is_floating_point() for part in inputs) and any(
-            not part.is_floating_point() and part.dtype is not torch.bool for part in made
-        )
         if self._with_grad and not torch.is_grad_enabled():
-            self._hashed += [(call, alias_of(part), _hash(part)) for part in made]
+            for part in made:
+                self._unseen.add(call, part)
 
     def _probe(self, call: _Call, output: Any) -> None:
         for leaf in tree_leaves(output):
@@ -319,31 +319,32 @@ class _ProfileMode(CallMode):
             timed.append(TimedCall(event_s, call.host_s, call.flops, call.touched_bytes))
         return settled_seconds(timed)
 
-    def changed(self) -> dict[_Call, str]:
-        """Of calls whose output was written since in a way that no operator of the block shows."""
-        found = {}
+    def settle(self) -> None:
+        """Find out which outputs were written since in a way that no operator of the block shows, and what is
+        kept in place of a call that must be and cannot."""
+        unseen = self._unseen.written()
         for call in self.calls:
+            if call.why_not:
+                continue
             if any(probe._version != version for probe, version in call.probes):
-                found[call] = "its output is written after the block"
+                call.why_not = "its output is written after the block"
             elif call.operator in self._outside:
-                found[call] = "hooks around the block call the operator too, and not in a recompute"
-        if self._hashes is not None:
-            same = (self._hashes[0] == self._hashes[1]).tolist()
-            for (call, _, _), is_same in zip(self._hashed, same, strict=True):
-                if not is_same:
-                    found[call] = "a kernel that is no operator writes its output"
-        return found
-
-
-def _hash(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.hash_tensor(tensor.detach())
-
-
-def _to_host(values: torch.Tensor) -> torch.Tensor:
-    if values.device.type == "cpu":
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
+                call.why_not = "hooks around the block call the operator too, and not in a recompute"
+            elif call in unseen:
+                call.why_not = "a kernel that is no operator writes its output"
+        waiting = [
+            call
+            for call in self.calls
+            if call.must and call.why_not and (call.decides or is_collective(call.operator))
+        ]
+        while waiting:
+            call = waiting.pop()
+            if is_collective(call.operator):
+                self.only = self.only or f"{call.operator} communicates, and cannot be kept: {call.why_not}"
+            for maker in call.makers:  # from equal inputs the call makes equal outputs
+                if not maker.must:
+                    maker.must = True
+                    waiting += [maker] if maker.why_not else []
 
 
 _MODULE_CALL = nn.Module._call_impl.__code__

@@ -187,19 +187,37 @@ class WrittenThroughAView(nn.Module):
         return self.other(F.silu(y)).tanh().view(ROWS, WIDTH)
 
 
-@pytest.mark.parametrize("keep", [{MM}, {(MM, 0)}, {(MM, 0), (MM, 1)}], ids=["all", "that", "both"])
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_kept_product_that_is_written_through_an_untracked_view_is_an_error_not_other_bits(
-    keep: Any, leaves: bool, manager: Manager
+def test_an_operators_product_that_is_written_through_an_untracked_view_is_an_error_not_other_bits(
+    leaves: bool, manager: Manager
 ) -> None:
     """Before, the recompute wrote a second time to what it was given, silently."""
     blocks = build_blocks(WrittenThroughAView, 1)
     init_chunk_handler(None, None, 1 if leaves else 10**6)
-    loss = forward(blocks, source(), lambda block, h: kept(block, h, keep))
+    loss = forward(blocks, source(), kept)
     if leaves:
         let_go(manager)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: torch.float32 \[2, 6, 16\]"):
         loss.backward()
+    del loss
+    step_end()
+
+
+@pytest.mark.parametrize("numbers", [(0,), (0, 1)])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_call_whose_product_is_written_in_this_forward_is_recomputed(
+    numbers: tuple[int, ...], leaves: bool, manager: Manager
+) -> None:
+    """Its number was another call's in the forward that it was named after."""
+    blocks = build_blocks(WrittenThroughAView, 1)
+    expected = train(blocks, plain)
+    init_chunk_handler(None, None, 1 if leaves else 10**6)
+    x = source()
+    loss = forward(blocks, x, lambda block, h: kept(block, h, {(MM, number) for number in numbers}))
+    let_go(manager)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        assert_bits(expected, [loss.detach(), *gradients(blocks, x)])
     del loss
     step_end()
 

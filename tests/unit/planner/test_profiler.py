@@ -1,0 +1,312 @@
+"""What a profiler sees of one block, and what it finds out about its calls afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+
+from offload import PipelineOffloadManager, group_commit, group_start
+from offload.device.sim import SimDevice
+from offload.planner.kinds import kind_of, make_of
+from offload.planner.profile import BlockProfile
+from offload.planner.profiler import BlockProfiler
+from tests.unit.checkpoint.regions import FC1_BYTES, INPUT_BYTES, MM, ROWS, WIDTH, Block, assert_bits
+from tests.unit.planner.families import build, profiled, run, run_plain, seeded
+
+aten = torch.ops.aten
+Manager = PipelineOffloadManager
+
+
+def profile_of(manager: Manager, module: nn.Module, x: Tensor | None = None, **kwargs: Any) -> BlockProfile:
+    return profiled(manager, module, (seeded(ROWS, WIDTH) if x is None else x,), kwargs)[0]
+
+
+def reason(profile: BlockProfile, operator: Any, number: int = 0) -> str:
+    return profile.why_not.get(f"call {number} of {operator}", "")
+
+
+class Of(nn.Module):
+    """A block of one function over some weights."""
+
+    def __init__(self, body: Callable[..., Any], weights: int = 2) -> None:
+        super().__init__()
+        self.body = body
+        self.weights = nn.ParameterList(seeded(WIDTH, WIDTH, seed=number) / 4 for number in range(weights))
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        return self.body(x, *self.weights, **kwargs)
+
+
+# -- bytes and calls -----------------------------------------------------------------------------------------
+def test_calls_are_numbered_with_their_bytes_and_those_after_the_last_save_are_told_apart(
+    manager: Manager,
+) -> None:
+    profile = profile_of(manager, Block())
+    calls = {(call.operator, call.number): call for call in profile.calls}
+    first, last = calls[MM, 0], calls[MM, 1]
+    assert (first.nbytes, first.saved_bytes, first.again) == (FC1_BYTES, FC1_BYTES, True)
+    assert (last.nbytes, last.saved_bytes, last.again) == (INPUT_BYTES, 0, False)
+    assert first.flops == 2 * ROWS * WIDTH * 2 * WIDTH
+    assert profile.flops == 2 * first.flops
+    assert reason(profile, aten.t.default) == "it returns a view of its input"
+    # the input and its norm, with a mean and a deviation a row, fc1's output, and gelu's
+    assert profile.plain_bytes == 2 * INPUT_BYTES + 2 * 4 * ROWS + 2 * FC1_BYTES
+    assert (profile.input_bytes, profile.given_bytes) == (INPUT_BYTES, INPUT_BYTES)
+    assert profile.collectives == frozenset()
+
+
+def test_what_the_block_is_given_beside_its_input_is_not_what_it_makes(manager: Manager) -> None:
+    profile = profile_of(manager, Of(lambda x, w, v, mask: (x @ w * mask).sin()), mask=seeded(ROWS, WIDTH))
+    assert profile.input_bytes == INPUT_BYTES
+    assert profile.given_bytes == 2 * INPUT_BYTES
+    assert profile.plain_bytes == 3 * INPUT_BYTES
+    assert profile.menu[-1].made_again_bytes == INPUT_BYTES
+
+
+def test_small_tensors_wait_in_no_group(manager: Manager) -> None:
+    profiler = BlockProfiler(Block(), manager.engine, (seeded(ROWS, WIDTH),), min_elements=ROWS * WIDTH + 1)
+    run(manager, Block(), (seeded(ROWS, WIDTH),), {}, profiler.contexts)
+    profile = profiler.profile()
+    assert (profile.input_bytes, profile.plain_bytes) == (0, 2 * FC1_BYTES)
+    assert [call.nbytes for call in profile.calls if call.operator is MM] == [FC1_BYTES, 0]
+
+
+def test_what_the_engine_computes_is_no_call_of_the_block(manager: Manager) -> None:
+    """A commit inside the block copies."""
+
+    def body(x: Tensor, w: Tensor, v: Tensor, marks: bool = True) -> Tensor:
+        h = group_start(x @ w, "h") if marks else x @ w
+        h = group_commit(h.tanh(), "h") if marks else h.tanh()
+        return torch.tanh(h @ v) + x
+
+    with_marks = profile_of(manager, Of(body))
+    without = profile_of(manager, Of(body), marks=False)
+    assert [call[:3] for call in with_marks.calls] == [call[:3] for call in without.calls]
+
+
+# -- what is not kept ----------------------------------------------------------------------------------------
+def test_an_output_that_is_written_in_the_block_is_not_kept_whatever_view_it_is_written_through(
+    manager: Manager,
+) -> None:
+    def body(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        tracked = (x @ w).sin()
+        tracked[0].add_(1.0)
+        untracked = aten._unsafe_view.default(tracked.cos() @ v, [ROWS // 2, 2, WIDTH])
+        untracked.mul_(2.0)
+        return untracked.tanh().view(ROWS, WIDTH)
+
+    profile = profile_of(manager, Of(body))
+    assert reason(profile, aten.sin.default) == "its output is written by aten.add_.Tensor"
+    assert reason(profile, MM, 1) == "its output is written by aten.mul_.Tensor"
+    assert reason(profile, MM, 0) == reason(profile, aten.cos.default) == ""
+
+
+@pytest.mark.parametrize("through", ["itself", "an untracked view"])
+def test_an_output_that_is_written_after_the_block_is_found_when_the_profile_is_read(
+    through: str, manager: Manager
+) -> None:
+    def body(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        z = aten._unsafe_view.default(y, [ROWS, WIDTH]) if through == "an untracked view" else y
+        return z, (x @ v).tanh()
+
+    block = Of(body)
+    profiler = BlockProfiler(block, manager.engine, (seeded(ROWS, WIDTH),), min_elements=1)
+    x = seeded(ROWS, WIDTH).requires_grad_()
+    forward, _ = profiler.contexts()
+    with forward:
+        y, z = block(x * 1.0)
+    assert reason(profiler.profile(), MM, 0) == ""
+    y.add_(z)
+    assert reason(profiler.profile(), MM, 0) == "its output is written after the block"
+    assert reason(profiler.profile(), MM, 1) == ""
+
+
+def test_inside_a_custom_function_a_write_that_no_operator_shows_is_found_by_the_bytes(
+    manager: Manager,
+) -> None:
+    """It doubles each element, which changes the same bits in most of them."""
+    module, args, kwargs = build("custom function")
+    profile, _ = profiled(manager, module, args, kwargs)
+    unseen = "a kernel that is no operator writes its output"
+    for number in (0, 1):
+        assert reason(profile, aten.sin.default, number) == unseen
+        assert reason(profile, MM, number) == ""
+        assert reason(profile, aten.zeros_like.default, number).startswith("it only makes a tensor")
+
+
+def test_a_block_that_writes_to_its_input_is_not_recomputed(manager: Manager) -> None:
+    block = Of(lambda x, w, v: x.add_(1.0) @ w)
+    profiler = BlockProfiler(block, manager.engine, min_elements=1)
+    forward, _ = profiler.contexts()
+    h = seeded(ROWS, WIDTH).requires_grad_() * 1.0
+    with forward:
+        block(h)
+    profile = profiler.profile()
+    assert profile.only == "aten.add_.Tensor writes to what the block was given"
+    assert [level.name for level in profile.menu] == ["plain"]
+
+
+def test_a_forward_that_raises_has_no_profile(manager: Manager) -> None:
+    profiler = BlockProfiler(Block(), manager.engine)
+    forward, _ = profiler.contexts()
+    with pytest.raises(KeyError), forward:
+        raise KeyError
+    assert not profiler.ready()
+
+
+# -- routing -------------------------------------------------------------------------------------------------
+def test_a_router_that_cannot_be_kept_is_given_what_it_was_given(manager: Manager) -> None:
+    """mixtral divides the chosen weights in place; its softmax is kept instead. qwen3 does not."""
+    for family, operator in (("mixtral", aten._softmax.default), ("qwen3 moe", aten.topk.default)):
+        module, args, kwargs = build(family)
+        profile, _ = profiled(manager, module, args, kwargs)
+        assert all((operator, 0) in keep for keep in profile.keeps[1:] if keep is not None)
+    # max pooling makes whole numbers too, which nothing in the block reads
+    module, args, kwargs = build("conv")
+    assert not any(call.must for call in profiled(manager, module, args, kwargs)[0].calls)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3 moe"])
+def test_a_profile_holds_for_other_inputs_though_they_call_other_experts(
+    family: str, manager: Manager, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, args, kwargs = build(family)
+    profile, _ = profiled(manager, module, args, kwargs)
+    numbers = set()
+    for seed in (2, 3):
+        other = seeded(1, 1, WIDTH, seed=seed)
+        shorter = {"position_embeddings": tuple(part[:, :1] for part in kwargs["position_embeddings"])}
+        numbers.add(len(profiled(manager, module, (other,), shorter)[0].calls))
+        expected = run_plain(module, (other,), shorter)
+        for keep in profile.keeps:
+            assert_bits(expected, run(manager, module, (other,), shorter, keep).values)
+    assert numbers != {len(profile.calls)}
+    assert caplog.records == []
+
+
+# -- collectives ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        summed: Tensor = functional.all_reduce(x, "sum", dist.group.WORLD)
+        return summed * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_functional_collectives_are_kept_at_every_level_and_their_groups_are_named(manager: Manager) -> None:
+    block = Of(lambda x, w, v: torch.tanh(torch.tanh(_Summed.apply(torch.tanh(x @ w)) * 2.0) @ v))
+    args = (seeded(ROWS, WIDTH),)
+    expected = run_plain(block, args, {})
+    profile = profile_of(manager, block)
+    reduce = torch.ops._c10d_functional.all_reduce.default
+    assert profile.collectives == {dist.group.WORLD.group_name}
+    assert len(profile.keeps) > 1
+    for keep, level in zip(profile.keeps, profile.menu, strict=True):
+        assert keep is None or (reduce, 0) in keep
+        found = run(manager, block, args, {}, keep)
+        assert_bits(expected, found.values)
+        assert found.saved_bytes == level.saved_bytes
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_block_that_communicates_in_place_is_not_recomputed(manager: Manager) -> None:
+    def body(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        y = x @ w
+        dist.all_reduce(y.detach())
+        return torch.tanh(y)
+
+    profile = profile_of(manager, Of(body))
+    assert profile.collectives == {dist.group.WORLD.group_name}
+    assert profile.only == "c10d.allreduce_.default communicates in place, and a recompute would do it again"
+    assert profile.keeps == (None,)
+
+
+# -- seconds -------------------------------------------------------------------------------------------------
+def test_seconds_are_those_of_the_plain_forward_where_it_was_measured(manager: Manager) -> None:
+    args = (seeded(ROWS, WIDTH),)
+    profiler = BlockProfiler(Block(), manager.engine, args, min_elements=1)
+    run(manager, Block(), args, {}, profiler.contexts)
+    alone = profiler.profile()
+    assert alone.forward_s == pytest.approx(sum(call.device_s for call in alone.calls))
+    assert alone.host_s == pytest.approx(alone.forward_s)
+    profiler.note_plain(alone.host_s / 8, alone.forward_s / 4)
+    profile = profiler.profile()
+    assert profile.host_s == pytest.approx(alone.host_s / 8)
+    assert profile.forward_s == pytest.approx(alone.forward_s / 4)
+    assert [call.device_s for call in profile.calls] == pytest.approx(
+        [call.device_s / 4 for call in alone.calls]
+    )
+
+
+def test_on_a_device_seconds_are_read_from_events_without_blocking(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = manager.engine.device
+    assert isinstance(device, SimDevice)
+    monkeypatch.setattr(device, "torch_device", torch.device("meta"), raising=False)
+    monkeypatch.setattr(device, "elapsed_ms", lambda start, end: 1e6)
+    passed = [False]
+    monkeypatch.setattr(device, "poll", lambda event: passed[0])
+    args = (seeded(ROWS, WIDTH),)
+    profiler = BlockProfiler(Block(), manager.engine, args, min_elements=1)
+    forward, _ = profiler.contexts()
+    with forward:
+        Block()(args[0].requires_grad_() * 1.0)
+    assert not profiler.ready()
+    passed[0] = True
+    assert profiler.ready()
+    assert {call.device_s for call in profiler.profile().calls} == {1e3}
+
+
+# -- compiled blocks, kinds ----------------------------------------------------------------------------------
+def test_a_compiled_block_is_plain_or_recomputed_whole(manager: Manager) -> None:
+    block = Block()
+    block._compiled_call_impl = block._call_impl  # type: ignore[assignment]
+    profile = profile_of(manager, block)
+    assert profile.whole == "the block is compiled: its calls are not seen"
+    assert [level.name for level in profile.menu] == ["plain", "checkpoint"]
+    assert profile.keeps == (None, frozenset())
+
+
+class Layer(Block):
+    def __init__(self, index: int, window: int | None = None, kind: str = "full") -> None:
+        super().__init__()
+        self.index, self.window, self.kind = index, window, kind
+
+
+def test_blocks_of_one_kind_differ_in_their_index_only() -> None:
+    first, second = Layer(0), Layer(1)
+    assert kind_of(first) == kind_of(second)
+    assert len({kind_of(layer) for layer in (first, second)}) == 1
+    others = [Layer(0, window=8), Layer(0, kind="sliding"), Layer(0).eval(), Layer(0).bfloat16(), Block()]
+    others += [Layer(0).requires_grad_(False), Layer(0)]
+    others[-1]._compiled_call_impl = others[-1]._call_impl
+    assert len({kind_of(layer) for layer in (first, *others)}) == 1 + len(others)
+
+
+def test_calls_of_one_make_have_tensors_of_one_make() -> None:
+    x = seeded(ROWS, WIDTH)
+    assert make_of((x,), {"mask": None}) == make_of((x + 1.0,), {"mask": None})
+    makes = [make_of((x,), {}), make_of((x[:1],), {}), make_of((x.bfloat16(),), {}), make_of((x, x), {})]
+    makes += [make_of((x.clone().requires_grad_(),), {}), make_of((x,), {"mask": x}), make_of((x, True), {})]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        makes.append(make_of((x,), {}))
+    assert len(set(map(repr, makes))) == len(makes)
