@@ -30,8 +30,10 @@ from torch import nn
 from offload import marks
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
 from offload.groups.manager import GroupsManager
+from offload.modules.auto import Auto
 from offload.modules.blocks import Blocks, find_blocks, match_modules, without_nested
 from offload.modules.hooks import HookPair
+from offload.modules.mixed import MixedCalls
 from offload.modules.one_copy import OneCopyAtATime
 from offload.modules.recomputed import RecomputedCalls, selective_contexts_of
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
@@ -45,6 +47,7 @@ from offload.modules.settings import (
     switch_caches_off,
 )
 from offload.modules.steps import Root, Steps
+from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
 from offload.sizes import optional_bytes
 
@@ -89,6 +92,7 @@ class Applied:
         self._pairs: list[HookPair] = []
         self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
         self._checkpointing_off = False
+        self._auto: Auto | None = None
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
         self._limits_end: Callable[[], object] | None = None  # of a mode that limits transfers
 
@@ -107,6 +111,15 @@ class Applied:
             )
         peak = "" if self._root is None else self._root.peak.text()
         return replace(self._start.report(gather=gather), peak=peak)
+
+    def explain(self) -> Explanation:
+        """What mode "auto" chose for each block, what it costs, and what a larger budget would save. Blocks
+        the host: for about 0.1 s, to solve for that budget. Raises ValueError in another mode."""
+        if self._auto is None:
+            raise ValueError(
+                f"explain() on {self!r}: it is of mode='auto', which chooses; report() is of every mode"
+            )
+        return self._auto.explain()
 
     def remove(self) -> None:
         """Take every hook off: the model is as it was. A backward that is still to come finds its tensors.
@@ -162,6 +175,7 @@ def apply(
     device_limit: int | str | None = None,
     host_limit: int | str | None = None,
     min_numel: int | None = None,
+    device_total: int | str | None = None,
 ) -> Applied:
     """Offload what `model` saves for its backward, from its next forward on.
 
@@ -170,7 +184,10 @@ def apply(
         "hidden_states": blocks are recomputed in the backward; their input waits on the host.
         "selective": outputs of matrix products and attention wait there as well, and are not recomputed;
             as in "groups", a plan may keep some.
-            Both set `use_cache` of a transformers config to False, as its own checkpoints do.
+        "auto": each block of each forward is kept, moved or recomputed, in whole or in part, whichever makes
+            the step shortest within `device_total`. The first steps measure; `handle.explain()` says what was
+            chosen.
+            These three set `use_cache` of a transformers config to False, as its own checkpoints do.
         True: every saved tensor, but for the output head's. "legacy": the same, each copy waited for.
         "disk": as True, and on from host memory to a file in the config's `disk_directory`; without one, in
         the directory for temporary files.
@@ -180,10 +197,14 @@ def apply(
     modules: patterns of modules inside blocks, such as ["*.self_attn", "*.mlp.act_fn"]: each is a group of
         its own, and the rest of its block stays. For mode "groups".
     device_limit, host_limit: bytes, or text such as "8GB" or "500 MiB"; device_limit also "60%" of the GPU.
-        As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups"
-        and "selective" keep tensors on the device because a limit leaves room for them.
+        As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups",
+        "selective" and "auto" keep tensors on the device because a limit leaves room for them.
     min_numel: elements; a smaller tensor stays. None takes min_offloaded_tensor_size of the config, 1 Mi by
         default; where every tensor leaves (True, "legacy", "disk") it is 512.
+    device_total: for mode "auto": all active bytes on the GPU, weights, gradients and working set included;
+        bytes, text or a share of it. None: what makes a step at most a hundredth longer and frees most. The
+        optimizer's step is not lowered by it. Memory peaks of torch.cuda are reset at the begin of the steps
+        that are still planned for.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, modules that are
     applied already, a mode beside another that it excludes, a directory that cannot be written. Nothing has
@@ -203,6 +224,7 @@ def apply(
     whole = {} if mode in ALL_TENSORS or modules is None else _blocks_of(model, blocks)
     hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]
     _check_free(model, mode, hooked)
+    total_bytes = _total_of(model, mode, device_total, device_limit)
     limited = _config_for(config, mode, device_limit, host_limit)
     if limited != config:
         _check_nothing_waits(before)
@@ -219,12 +241,18 @@ def apply(
     _steps.add(root)
     handle._hook(model, root)
     contexts = selective_contexts_of(root) if mode == "selective" else None
+    auto = handle._auto = Auto(root, total_bytes) if mode == "auto" else None
+    if auto is not None:
+        handle._limits_end = ends = weakref.finalize(model, auto.end)
+        ends.atexit = False
     for named in whole.values():
         for name, module in named.items():
             handle._hook(module, GroupCalls(root, name, None, block=True))
     for group, named in groups.items():
         for name, module in named.items():
-            if mode in RECOMPUTING:
+            if auto is not None:
+                handle._hook(module, MixedCalls(root, module, name, auto))
+            elif mode in RECOMPUTING:
                 handle._hook(module, RecomputedCalls(root, module, name, contexts))
             else:
                 handle._hook(module, GroupCalls(root, name, group, block=not whole))
@@ -326,6 +354,35 @@ def _check_nothing_waits(manager: GroupsManager | None) -> None:
             "saved bytes of an earlier forward wait for their backward, which would not find them; call "
             "apply() before the forward, or after its backward"
         )
+
+
+def _total_of(
+    model: nn.Module, mode: Mode, device_total: int | str | None, device_limit: int | str | None
+) -> int | None:
+    """Bytes of the device for mode "auto". Raises ValueError for a limit that goes with another mode."""
+    if mode != "auto":
+        if device_total is not None:
+            raise ValueError(
+                f"device_total={device_total!r} with mode={mode!r}: only mode='auto' keeps within a total; "
+                "device_limit is for saved tensors alone, in any mode"
+            )
+        return None
+    if device_limit is not None:
+        raise ValueError(
+            f"device_limit={device_limit!r} with mode='auto', which finds the room for saved tensors itself; "
+            "give device_total, of everything on the device"
+        )
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} checkpoints its layers itself, and mode='auto' chooses what to "
+            "recompute; call gradient_checkpointing_disable() on the model first"
+        )
+    total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
+    if total is None and isinstance(device_total, str) and device_total.strip().endswith("%"):
+        raise ValueError(
+            f"device_total is {device_total!r}: there is no GPU here to take it of; write bytes, as in '8GB'"
+        )
+    return optional_bytes(device_total, name="device_total", of_bytes=total)
 
 
 def _config_for(

@@ -27,7 +27,7 @@ __all__ = [
 MIB = 1 << 20
 
 Mode = bool | str
-MODES: tuple[Mode, ...] = (False, "groups", True, "legacy", "disk", "hidden_states", "selective")
+MODES: tuple[Mode, ...] = (False, "groups", True, "legacy", "disk", "hidden_states", "selective", "auto")
 """What `offload.apply` can do to a model; its docstring has their meaning."""
 
 
@@ -81,7 +81,7 @@ class OffloadConfig:
 
     activation_offloading: Mode = "groups"
     """What `offload.apply` does to a model where no `mode` is given: False, "groups", True (all saved
-    tensors), "legacy", "disk", "hidden_states" or "selective". Marks do what they say whatever stands
+    tensors), "legacy", "disk", "hidden_states", "selective" or "auto". Marks do what they say whatever stands
     here."""
 
     activation_offload_fraction: float = 1.0

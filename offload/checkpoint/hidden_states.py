@@ -55,7 +55,7 @@ class InputGroup(Protocol):
 class Manager(Protocol):
     """The groups' manager, as far as a call asks it."""
 
-    def input_group(self, name: str, *, alone: bool = True) -> InputGroup: ...
+    def input_group(self, name: str, *, alone: bool = True, cost: Any = None) -> InputGroup: ...
 
 
 class _Due(threading.local):
@@ -103,7 +103,7 @@ class RecomputedCall:
         other objects they stay with the graph. context_fn: as of torch's checkpoint; `contexts_for` makes one
         that keeps some outputs.
     may_stay: a plan may keep the input on the device; None where outputs are kept. before_again: called at
-        the begin of each recompute.
+        the begin of each recompute. cost: of the block, for the plan.
     Without gradients, or where neither a tensor argument nor a parameter requires one, the call is as without
     hooks: there is nothing to recompute for.
     The one tensor that leaves is the first argument that may, by position and then by keyword, in a group
@@ -122,10 +122,12 @@ class RecomputedCall:
         *,
         may_stay: bool | None = None,
         before_again: Callable[[], None] | None = None,
+        cost: Any = None,
     ) -> None:
         self._manager = manager
         self._alone = context_fn is None if may_stay is None else not may_stay
         self._before_again = before_again
+        self._cost = cost
         self._module = module
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._context_fn = context_fn if context_fn is not None else noop_context_fn
@@ -149,7 +151,7 @@ class RecomputedCall:
             return
         again.refuse_caches()
         again.before = self._before_again
-        group = self._manager.input_group(HIDDEN_STATES, alone=self._alone)
+        group = self._manager.input_group(HIDDEN_STATES, alone=self._alone, cost=self._cost)
         buffers = again.buffers = BuffersBefore(self._module)
         again.members = MembersBefore(self._module)
         run = _checkpoint_without_reentrant_generator(

@@ -19,7 +19,7 @@ import torch
 from offload.config import check_min_elements
 from offload.engine import OffloadEngine
 from offload.errors import GroupOrderError
-from offload.groups.group import Group
+from offload.groups.group import Cost, Group
 from offload.groups.release import release
 from offload.ids import ChunkId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
@@ -88,9 +88,9 @@ class ChunkGroups:
     def _new_group(self, name: str) -> Group:
         return Group(name)
 
-    def on_group_start_forward(self, name: str, *, required: bool = False) -> Group:
+    def on_group_start_forward(self, name: str, *, required: bool = False, cost: Cost | None = None) -> Group:
         """Open the next group. Its tensors may leave from now on; `close` and `send` end it. required: no
-        plan keeps it on the device."""
+        plan keeps it on the device. cost: of its block, where it is known."""
         with self.engine.lock:
             index = self._index
             if index < len(self.groups) and self.groups[index].name == name:
@@ -102,6 +102,7 @@ class ChunkGroups:
             self._index = index + 1
             self.begun = True
             group.required = required
+            group.cost = cost
             group.stays = index in self.stays and not required
             group.committed = group.sent = group.hooked = group.encloses = False
             outer = self.innermost_open()

@@ -6,9 +6,22 @@ One invariant: a group object is recorded once and used again in every step; wha
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from offload.saved.chunk import SavedGroup
 
-__all__ = ["Group"]
+__all__ = ["Cost", "Group"]
+
+
+class Cost(NamedTuple):
+    """What the block computes that a group is of, for a plan.
+
+    weight: its part of its chunk's compute, its recompute included, in any unit that the groups of a chunk
+    share. again_bytes: what its recompute makes, where this group is the input of one.
+    """
+
+    weight: float
+    again_bytes: int = 0
 
 
 class Group:
@@ -21,15 +34,17 @@ class Group:
     regions: by slot, the number of the checkpoint region whose recompute reads it. since: autograd's number
     of the first node after its start. replayed: of saved tensors that stay because CUDA graphs of
     torch.compile own their memory, bytes by address.
-    stays: the plan keeps it on the device. required: it leaves whatever the plan would keep. hooked: its
-    saves were asked for since its start. encloses: another group was started in it. committed: its end was
-    marked. sent: what it saved until then has been sent, which a delayed commit does later.
+    stays: the plan keeps it on the device. required: it leaves whatever the plan would keep. cost: None where
+    it is not known. hooked: its saves were asked for since its start. encloses: another group was started in
+    it. committed: its end was marked. sent: what it saved until then has been sent, which a delayed commit
+    does later.
     """
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"a group's name is {name!r}, must be a non-empty string such as 'core_attn'")
         self.name = name
+        self.cost: Cost | None = None
         self.stays = False
         self.required = False
         self.hooked = False

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import Group
+from offload.groups.group import Cost, Group
 from offload.saved.chunk import SavedChunk
 from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper
 from offload.saved.hooks import InstalledScope, inside_checkpoint
@@ -40,13 +40,26 @@ class InputGroup:
     itself.
     """
 
-    __slots__ = ("_chunk", "_group", "_handler", "_installed", "_manager", "_name", "_required", "_stays")
+    __slots__ = (
+        "_chunk",
+        "_cost",
+        "_group",
+        "_handler",
+        "_installed",
+        "_manager",
+        "_name",
+        "_required",
+        "_stays",
+    )
 
-    def __init__(self, manager: _Manager, handler: ChunkGroups | None, name: str, *, required: bool) -> None:
+    def __init__(
+        self, manager: _Manager, handler: ChunkGroups | None, name: str, *, required: bool, cost: Cost | None
+    ) -> None:
         self._manager = manager
         self._handler = None if inside_checkpoint() else handler
         self._name = name
         self._required = required
+        self._cost = cost
         self._chunk: SavedChunk | None = None
         self._group: Group | None = None
         self._installed: InstalledScope | None = None
@@ -61,7 +74,7 @@ class InputGroup:
         handler.engine.transfers.check_capture(f"group {self._name!r}")
         chosen = next((tensor for tensor in arguments if _can_leave(handler, tensor)), None)
         self._chunk = handler.saved
-        self._group = handler.on_group_start_forward(self._name, required=self._required)
+        self._group = handler.on_group_start_forward(self._name, required=self._required, cost=self._cost)
         self._stays = _AllButOne(arguments, chosen)
         # none is chosen: each is judged, so that a report knows why it stays
         self._installed = self._manager.open_scope(None if chosen is None else self._stays)

@@ -20,7 +20,7 @@ from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import PoolError
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import Group
+from offload.groups.group import Cost, Group
 from offload.groups.inputs import InputGroup
 from offload.groups.leaving import LeavingGroups
 from offload.groups.open_scopes import OpenScopes
@@ -210,18 +210,19 @@ class GroupsManager(OpenScopes, Client):
         belong to where none is open."""
         return KeptGroup(self, self.active_handler(), name)
 
-    def input_group(self, name: str, *, alone: bool = True) -> InputGroup:
+    def input_group(self, name: str, *, alone: bool = True, cost: Cost | None = None) -> InputGroup:
         """For the input of a call that is recomputed, which is called now. name: of its group.
 
         alone: nothing else of the call leaves. Then no plan keeps the input. And its block computes longer
             than its bytes are copied: so two such copies out are under way at most, and one input is fetched
             ahead, unless the config says otherwise; more would only hold memory.
+        cost: of its block, where it is known.
         """
         if alone:
             self._leaving.input_names.add(name)
         if self.needs_chunk() and torch.is_grad_enabled():
             self.mark_report.not_announced(name)
-        return InputGroup(self, self.active_handler(), name, required=alone)
+        return InputGroup(self, self.active_handler(), name, required=alone, cost=cost)
 
     def _send(self, handler: ChunkGroups, group: Group, forced: list[torch.Tensor]) -> None:
         handler.send(group, forced)

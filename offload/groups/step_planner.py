@@ -186,7 +186,12 @@ class StepPlanner:
         spilling = limits.max_spilling_bytes
         if spilling is None:
             spilling = limits.device_limit_bytes // 4
-        return limit_keeps(known, sizes, limits.device_limit_bytes, spilling, limits.max_restoring_bytes)
+        again_bytes = max(
+            (group.cost.again_bytes for chunk in seen.chunks for group in chunk.groups if group.cost),
+            default=0,
+        )
+        room_bytes = max(0, limits.device_limit_bytes - again_bytes)  # one recompute is under way at most
+        return limit_keeps(known, sizes, room_bytes, spilling, limits.max_restoring_bytes)
 
     def _fit_windows(self, live_peak_bytes: int) -> None:
         """Where caps were left to the engine and there is no device limit: an eighth of what is live at once

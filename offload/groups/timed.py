@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import Group
+from offload.groups.group import Cost, Group
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.search import Plan, choose_keeps
 
@@ -174,25 +174,54 @@ def timed_plans(
 
 def cut_into_units(groups: Sequence[Group], least_bytes: int) -> list[Unit]:
     """The groups in order, each cut after tensors that reach `least_bytes`, or a 64th of the chunk if that is
-    more, and at the ends of checkpoint regions, whose tensors are read together."""
+    more, and at the ends of checkpoint regions, whose tensors are read together. A region's input is read
+    with the outputs that it kept."""
     least_bytes = max(least_bytes, sum(group.total_offload_bytes for group in groups) // _UNITS_A_CHUNK)
     units: list[Unit] = []
     for position, group in enumerate(groups):
-        first_slot, nbytes, region = 0, 0, 0
+        first_slot, nbytes, region = 0, 0, _region_of_input(groups, position)
+        own: list[Unit] = []
         # counted by hand: in one
         for slot, slot_bytes in group.slot_bytes or ((0, group.total_offload_bytes),):
-            if group.regions.get(slot, 0) != region:
+            of_slot = group.regions.get(slot, region if not group.regions else 0)
+            if of_slot != region:
                 if nbytes:
-                    units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
+                    own.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
                     first_slot, nbytes = slot, 0
-                region = group.regions.get(slot, 0)
+                region = of_slot
             nbytes += slot_bytes
             if nbytes >= least_bytes:
-                units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
+                own.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
                 first_slot, nbytes = slot + 1, 0
         if nbytes or first_slot == 0:  # the rest, or a group without bytes
-            units.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
+            own.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
+        units += own if group.cost is None else _with_cost(own, group.cost)
     return units
+
+
+def _region_of_input(groups: Sequence[Group], position: int) -> int:
+    """Of the group of an input that a recompute starts from: the region of what that keeps, else one of its
+    own; 0 for any other group."""
+    cost = groups[position].cost
+    if cost is None or not cost.again_bytes:
+        return 0
+    if position + 1 < len(groups) and groups[position + 1].cost is None and groups[position + 1].regions:
+        return next(iter(groups[position + 1].regions.values()))
+    return -position - 1
+
+
+def _with_cost(units: list[Unit], cost: Cost) -> list[Unit]:
+    """The units of one group, each with its part of the compute; what a recompute makes is counted once."""
+    total_bytes = sum(unit.size.nbytes for unit in units)
+    return [
+        unit._replace(
+            size=unit.size._replace(
+                weight=cost.weight * (unit.size.nbytes / total_bytes if total_bytes else 1 / len(units)),
+                again_bytes=0 if at else cost.again_bytes,
+            )
+        )
+        for at, unit in enumerate(units)
+    ]
 
 
 def stays_of(units: Sequence[Unit], kept: Collection[int]) -> Stays:

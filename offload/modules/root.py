@@ -31,7 +31,7 @@ from torch import nn
 
 from offload.errors import GroupOrderError
 from offload.groups.chunk import ChunkGroups
-from offload.groups.group import Group
+from offload.groups.group import Cost, Group
 from offload.groups.manager import GroupsManager
 from offload.groups.scope import GroupScope
 from offload.modules.blocks import Blocks
@@ -251,15 +251,17 @@ class ModelRoot:
         """The output head begins: what is saved from here on is read back at once."""
         self.takes = False
 
-    def open_group(self, name: str, *, between: bool = False, required: bool = False) -> GroupCall | None:
+    def open_group(
+        self, name: str, *, between: bool = False, required: bool = False, cost: Cost | None = None
+    ) -> GroupCall | None:
         """Open a group in the current chunk, and install hooks; None where nothing may leave. between: it
-        takes only while `takes` is set. required: no plan keeps it on the device."""
+        takes only while `takes` is set. required: no plan keeps it on the device. cost: of its block."""
         manager = self.manager()
         handler = manager.active_handler()
         if handler is None:
             return None
         manager.engine.transfers.check_capture(f"group {name!r}")
-        group = handler.on_group_start_forward(name, required=required)
+        group = handler.on_group_start_forward(name, required=required, cost=cost)
         group.hooked = True
         owner = _Between(handler, group, self) if between else GroupScope(handler, group)
         return GroupCall(manager, handler, group, manager.engine.hooks.push(owner))

@@ -28,7 +28,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ALL_TENSORS: Final = (True, "legacy", "disk")
-RECOMPUTING: Final = ("hidden_states", "selective")
+RECOMPUTING: Final = ("hidden_states", "selective", "auto")
 
 _HEADS = ("lm_head", "output", "output_layer", "head", "embed_out", "score", "classifier")
 _ADAPTER = ("lora_", "adapter")

@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,7 +235,8 @@ class _ProfileMode(CallMode):
         func = call.operator
         packet = getattr(func, "_overloadpacket", func)
         if packet in flop_registry:
-            call.flops = int(flop_registry[packet](*args, **kwargs, out_val=output))
+            with suppress(AssertionError):  # torch 2.11 knows no attention with fewer heads of keys
+                call.flops = int(flop_registry[packet](*args, **kwargs, out_val=output))
         inputs = [part for leaf in tree_leaves((args, kwargs)) for part in plain_parts(leaf)]
         outputs = [part for leaf in tree_leaves(output) for part in plain_parts(leaf)]
         touched = {id(part): part.nbytes for part in (*inputs, *outputs)}

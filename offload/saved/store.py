@@ -298,6 +298,8 @@ class TensorStore:
             storage = self._transfers.ready(block)
             if block.unread == 0:
                 self._transfers.drop(block)
+                if self._transfers.claimed_bytes:  # a recompute's graph holds them from here on
+                    self._transfers.claimed_bytes += block.nbytes
         gathered = record.gathered
         tensor = view_of(storage, layout, block.base) if gathered is None else _scattered(storage, gathered)
         shared = probe.detach()

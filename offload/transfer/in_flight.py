@@ -144,11 +144,16 @@ class InFlight:
     def claim(self, nbytes: int) -> None:
         """From here on so many bytes of the device limit are for tensors that no block has, such as those
         that a recompute makes again; room is made for them. The next claim takes the place of this one, and a
-        step's end ends it. Blocks the host: never."""
+        step's end ends it. What is restored and read for the last time meanwhile adds to it: a recompute
+        holds that until its backward is over. Blocks the host: never."""
         self.claimed_bytes = nbytes
         if nbytes:
+            if self.freed_blocks:
+                self.reclaim_freed()
+            counts = self.counts
+            counts.largest_bytes = max(counts.largest_bytes, nbytes)
             self._make_room(0)
-            self.counts.device_bytes_peak = max(self.counts.device_bytes_peak, self.device_bytes)
+            counts.device_bytes_peak = max(counts.device_bytes_peak, self.device_bytes)
 
     def resize(self, block: DeviceBlock, start: int, stop: int) -> None:
         """A RESIDENT block has these bytes of its storage from here on; room is made for what it grew."""

@@ -42,6 +42,7 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "ours_inputs": ours.OursBlockInputs,
     "ours_hidden_states": ours.OursHiddenStates,
     "ours_selective": ours.OursSelective,
+    "ours_auto": ours.OursAuto,
     "transformers_inputs": rows.SaveInputsOnCpu,
     "trl": peers.TrlRow,
     "trl_inputs": peers.TrlCheckpointRow,
@@ -81,7 +82,7 @@ DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
         "megatron_all",
     ),
 }
-LIMITED_ROWS = ("ours_all", "ours_selective")
+LIMITED_ROWS = ("ours_all", "ours_selective", "ours_auto")
 """Rows that run once for each device limit."""
 _SLOW_ROWS = ("save_on_cpu",)
 """Rows whose step takes several times the baseline: five samples tell enough."""
@@ -173,7 +174,7 @@ def _measure(request: RowRequest) -> dict[str, Any]:
 def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     work = row.context.workload
     samples = request.samples or (min(5, work.samples) if request.row in _SLOW_ROWS else work.samples)
-    warmup = request.warmup if request.warmup is not None else work.warmup
+    warmup = request.warmup if request.warmup is not None else max(work.warmup, row.settling_steps)
     first = timed_step(row, clock)
     for _ in range(warmup):
         timed_step(row, clock)
@@ -181,6 +182,7 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     result["pinned"] = result["pinned_held"]
     if len(work.actions) == 2:
         result["forward_active_bytes"] = forward_active_bytes(row, clock)
+    result["own_bound_ms"] = getattr(row, "bound_ms", None)
     if work.host_samples:
         drained = [host_step(row, clock) for _ in range(work.host_samples)]
         timed = [(sample["host_ms"], sample["collector_ms"]) for sample in result["samples"]]

@@ -269,6 +269,46 @@ class OursSelective(OursBlockInputs):
         return self.marks.commit(y, BLOCK_INPUT)
 
 
+class OursAuto(Ours):
+    """What a user writes: offload.apply(model, mode="auto", device_total=...), in steps that are announced as
+    a pipeline stage does.
+
+    bound_ms: of the mixture, with the rates, the compute and the working set that the mode has measured.
+    """
+
+    settling_steps = 14
+    """It measures, plans, and tries plans, a few steps each."""
+
+    def __init__(self, context: RowContext) -> None:
+        super().__init__(context, ())
+        import offload
+
+        self.moves_all_groups = False
+        self._handle = offload.apply(
+            context.stack, mode="auto", device_total=context.options.total_limit_bytes
+        )
+
+    def _saved_limit_bytes(self) -> int | None:
+        return None  # it finds what the total leaves
+
+    def _mark_stack(self) -> None:
+        self.context.stack.mark(None, ())
+
+    def _given(self) -> dict[str, Any]:
+        options = self.context.options
+        return {"host_limit_bytes": options.host_limit_bytes, **options.engine}
+
+    @property
+    def bound_ms(self) -> float | None:
+        plan = self._handle.explain().plan
+        return None if plan is None else plan.bound.step_s * 1e3
+
+    def close(self) -> None:
+        self.notes["explained"] = str(self._handle.explain())
+        self._handle.remove()
+        super().close()
+
+
 class _KeptBytes(TorchDispatchMode):
     """Counts outputs of `operators` after which autograd still saves something: those that a recompute
     reads."""

@@ -66,6 +66,8 @@ class Pinned:
 class Row:
     """One way to run the step. This base runs it with nothing offloaded."""
 
+    settling_steps = 0
+    """Steps between the first and the timed ones that it needs at least."""
     moves_all_groups = False
     """Whether every saved byte leaves, so that the copy limit of W1 applies to the row."""
 

@@ -1,0 +1,465 @@
+"""Mode "auto": which blocks of which chunks are kept, moved or recomputed, so that a step fits a total of
+device memory and takes the least time.
+
+    step 1      every block is recomputed whole, so the total holds from the start; one block of each kind is
+                profiled in its forward
+    step 2      the same, without profiles: what a step needs beside saved tensors is measured
+    its end     a linear program and a simulation (policy/mixture.py) choose a level for each block of each
+                chunk. What waits for the backward under these levels is kept or moved by the groups' own plan
+    later       times and memory are measured under the plan, and it is made anew where they differ
+
+One invariant: a plan changes what is kept, moved and computed again, never a result. It changes between steps
+only, and a step that is unlike the planned one runs all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.checkpoint.selective import Contexts, contexts_for
+from offload.client import Client
+from offload.device import Device, Event
+from offload.engine import OffloadEngine
+from offload.groups.group import Cost
+from offload.groups.manager import GroupsManager
+from offload.ids import ChunkId
+from offload.modules.root import ModelRoot
+from offload.planner.explained import Explanation
+from offload.planner.kinds import kind_of
+from offload.planner.profile import BlockProfile
+from offload.planner.profiler import BlockProfiler
+from offload.planner.total import TotalMemory
+from offload.planner.work import Ran, StepWork
+from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
+from offload.policy.keeps import all_of, kept_peak_bytes
+from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture
+from offload.telemetry.records import StepStats
+from offload.telemetry.summary import bytes_text
+from offload.transfer.link import LINK_TEST_BYTES
+
+__all__ = ["Auto", "Chosen", "Timing"]
+
+logger = logging.getLogger(__name__)
+
+_KEPT = "kept"
+"""The group of outputs that a recompute does not compute again."""
+
+Kept = frozenset[tuple[Any, int]]
+"""Calls of a block whose outputs are kept: operators and numbers."""
+
+_PLANS = 3
+"""Plans of one shape of step: the first from the profile, the others from what was measured under the one
+before."""
+
+
+_NO_LINK = Rates(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15)
+"""Of the simulated device, which has no link to measure."""
+
+
+_PASSES = 3
+"""A block's forward and backward together, in forwards."""
+
+
+class Timing:
+    """One forward of a block, on both clocks, for what is measured without a profile's dispatch mode."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._began_s = time.perf_counter()
+        self._events: tuple[Event, Event] | None = None
+        self._start = device.record(device.compute, timed=True)
+        self.host_s = 0.0
+
+    def end(self) -> None:
+        """The forward is over."""
+        self.host_s = time.perf_counter() - self._began_s
+        self._events = self._start, self._device.record(self._device.compute, timed=True)
+
+    def device_s(self) -> float | None:
+        """None for a forward that raised. The device must have passed its end. Where compute is on the host,
+        the host's time."""
+        if self._events is None:
+            return None
+        return self._device.elapsed_ms(*self._events) / 1e3 if self._device.pins else self.host_s
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How one call of a block runs.
+
+    is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: for
+    the begin of its recompute. cost: None where it is not known. timing: begins a measurement of its forward,
+    None where none is wanted.
+    """
+
+    is_plain: bool
+    contexts: Callable[[], Contexts] | None
+    before_again: Callable[[], None] | None
+    cost: Cost | None
+    timing: Callable[[], Timing] | None = None
+
+
+class _First(NamedTuple):
+    """A call of a block that has no profile yet."""
+
+    kind: Hashable
+    input_bytes: int
+
+
+class Auto(Client):
+    """Of one model. total_bytes: of device memory; None: whatever makes a step at most a hundredth longer and
+    frees most.
+
+    Steps that it still plans for reset torch's memory peaks at their begin.
+    """
+
+    name = "auto"
+    listens_only = True
+
+    def __init__(self, root: ModelRoot, total_bytes: int | None) -> None:
+        self.total = None if total_bytes is None else TotalMemory(total_bytes)
+        self.plan: MixedPlan | None = None
+        self.profiles: dict[Hashable, BlockProfile] = {}
+        self._manager = root.manager
+        self._min_elements = root.min_elements
+        self._timings: dict[Hashable, Timing] = {}  # of a second block of each kind, in step 1
+        self._engine: weakref.ref[OffloadEngine] | None = None
+        self._names: dict[str, None] = {}  # of blocks, in the order of their first calls
+        self._kinds: dict[tuple[str, bool], Hashable] = {}
+        self._profilers: dict[Hashable, BlockProfiler] = {}
+        self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
+        self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
+        self._contexts: dict[Kept, Callable[[], Contexts]] = {}
+        self._levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
+        self._ran: dict[ChunkId, tuple[object, list[Ran | _First]]] = {}
+        self._ran_before: dict[ChunkKey, list[Ran]] = {}  # in the step before
+        self._steps = 0  # whole ones, since the shape changed
+        self._plans_left = _PLANS
+        self._said: set[str] = set()
+        self._measures = self.total is not None
+        self._since_plan = 1
+        self._fitted = False  # the step before, in its forwards and backwards
+        self._limited = False
+        self._limit_before: int | None = None
+        self._planned_shape: object = None
+        self._shape_before: object = None
+
+    # -- a forward -------------------------------------------------------------------------------------------
+    def choose(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
+        """How this call of block `name` runs. Blocks the host: never."""
+        manager = self._manager()
+        self._follow(manager)
+        engine = manager.engine
+        engine.transfers.claim(0)
+        kind = self._kinds.get((name, module.training))
+        if kind is None:
+            kind = self._kinds[name, module.training] = kind_of(module)
+            self._names.setdefault(name)
+        handler = manager.active_handler()
+        chunk = ChunkId(0, 0) if handler is None else handler.id
+        begun, ran = self._ran.get(chunk, (None, []))
+        if begun is not (None if handler is None else handler.saved):
+            ran = []
+            self._ran[chunk] = (None if handler is None else handler.saved, ran)
+        if kind not in self.profiles:
+            ran.append(_First(kind, _input_bytes(args, kwargs)))
+            return self._profiled(kind, module, args, kwargs, engine)
+        profile = self._profile_for(kind, _input_bytes(args, kwargs) / self._input_bytes[kind])
+        level = last = len(profile.menu) - 1
+        if self._levels is not None:
+            planned = self._levels.get(chunk, ())
+            level = min(planned[len(ran)], last) if len(ran) < len(planned) else last
+        ran.append(Ran(profile, level))
+        chosen, keeps = profile.menu[level], profile.keeps[level]
+
+        def before_again() -> None:
+            with engine.lock:
+                engine.transfers.claim(chosen.made_again_bytes)
+
+        return Chosen(
+            is_plain=keeps is None,
+            contexts=self._contexts_for(keeps) if keeps else None,
+            before_again=before_again,
+            cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
+        )
+
+    def _known(self, call: Ran | _First) -> Ran:
+        """A call of the first step, once its block has a profile."""
+        if isinstance(call, Ran):
+            return call
+        if call.kind not in self.profiles:
+            return Ran(None, -1)
+        return Ran(self._profile_for(call.kind, call.input_bytes / self._input_bytes[call.kind]), -1)
+
+    def _profile_for(self, kind: Hashable, factor: float) -> BlockProfile:
+        if factor == 1.0:
+            return self.profiles[kind]
+        profile = self._scaled.get((kind, factor))
+        if profile is None:
+            profile = self._scaled[kind, factor] = self.profiles[kind].scaled(factor)
+        return profile
+
+    def _profiled(
+        self,
+        kind: Hashable,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        engine: OffloadEngine,
+    ) -> Chosen:
+        """A call of step 1: the first of a kind is profiled, the others are timed."""
+        profiler = self._profilers.get(kind)
+        first = profiler is None
+        if profiler is None:
+            profiler = self._profilers[kind] = BlockProfiler(
+                module, engine, args, kwargs, min_elements=self._min_elements
+            )
+            self._input_bytes[kind] = max(1, _input_bytes(args, kwargs))
+
+        def timing() -> Timing:
+            self._timings[kind] = Timing(engine.device)
+            return self._timings[kind]
+
+        return Chosen(
+            is_plain=False,
+            contexts=profiler.contexts if first else None,
+            before_again=None,
+            cost=None,
+            timing=None if first else timing,
+        )
+
+    def _contexts_for(self, keeps: Kept) -> Callable[[], Contexts]:
+        contexts = self._contexts.get(keeps)
+        if contexts is None:
+            contexts = self._contexts[keeps] = contexts_for(keeps, _KEPT, self._manager)
+        return contexts
+
+    def plain_is_read(self, gradients: object) -> None:
+        """The backward has come to a block that makes nothing again."""
+        engine = None if self._engine is None else self._engine()
+        if engine is not None:
+            with engine.lock:
+                engine.transfers.claim(0)
+
+    def end(self) -> None:
+        """The hooks are gone: the engine has the limit again that its config had before."""
+        engine = None if self._engine is None else self._engine()
+        if engine is not None:
+            engine.detach(self)
+            engine.transfers.claim(0)
+            if self._limited:
+                self._set_limit(engine, self._limit_before)
+
+    # -- steps -----------------------------------------------------------------------------------------------
+    def _follow(self, manager: GroupsManager) -> None:
+        """Attach to the engine that is used now, after the groups: their step has ended before this one."""
+        engine = manager.engine
+        if self._engine is None or self._engine() is not engine:
+            self._engine = weakref.ref(engine)
+            engine.attach(self)
+            self.begin_step()
+
+    def begin_step(self) -> None:
+        """As Client."""
+        engine = None if self._engine is None else self._engine()
+        if engine is None or self.total is None or engine.device.is_capturing():
+            return
+        found = engine.device.allocator_bytes()
+        if found is None:
+            return
+        if found[1] > self.total.total_bytes and self._measures and self._fitted:
+            self._say_once(
+                "optimizer",
+                "active memory was at most %s between the end of a step's backward and the next forward, "
+                "and device_total is %s: mode='auto' does not lower the optimizer's step. Give a larger "
+                "total, or use a HybridDeviceOptimizer",
+                bytes_text(found[1]),
+                bytes_text(self.total.total_bytes),
+            )
+        elif found[1] > self.total.total_bytes and not self._measures:
+            self._measures = True  # a step has passed it although the plan was settled
+            self.total.restart()
+        if self._measures:
+            engine.device.reset_allocator_peak()
+
+    def step_ended(self, stats: StepStats) -> None:
+        """As Client: plan, once enough is known. Blocks the host at the end of the first step, until the
+        device is done with what was profiled, and where host memory has to be pinned for a new plan."""
+        manager = self._manager()
+        seen, engine = manager.last_step, manager.engine
+        self._take_profiles(engine)
+        ran: dict[ChunkKey, list[Ran]] = {
+            chunk: [self._known(call) for call in calls] for chunk, (_, calls) in self._ran.items()
+        }
+        self._ran = {}
+        before, self._ran_before = self._ran_before, ran
+        if seen is None or not seen.backward_order or not any(ran.values()):
+            return
+        self._steps += 1
+        self._since_plan += 1
+        if self._steps > 1:
+            self._see_memory(manager, stats)
+        known, _ = seen.schedule()
+        self._look_at_shape(known, ran)
+        if (
+            self._plans_left == 0
+            or self._since_plan < 2
+            or seen.seconds is None
+            or any(action not in seen.seconds for action in known)
+        ):
+            return
+        work = StepWork.of(known, seen.seconds, before)
+        if work is not None and all(len(ran[chunk]) == len(calls) for chunk, calls in before.items()):
+            self._make_plan(engine, work)
+
+    def _take_profiles(self, engine: OffloadEngine) -> None:
+        waiting = [kind for kind in self._profilers if kind not in self.profiles]
+        if not waiting:
+            return
+        device = engine.device
+        device.synchronize(device.record(device.compute))
+        for kind in waiting:
+            profiler = self._profilers[kind]
+            timing = self._timings.pop(kind, None)
+            device_s = None if timing is None else timing.device_s()
+            if timing is not None and device_s is not None:
+                profiler.note_plain(timing.host_s, device_s)
+            if profiler.ready():
+                profile = self.profiles[kind] = profiler.profile()
+                for call, why in profile.why_not.items():
+                    logger.debug("auto: %s is not kept: %s", call, why)
+
+    def _look_at_shape(self, known: list[Action], ran: Mapping[ChunkKey, list[Ran]]) -> None:
+        """A shape that comes twice in a row is planned for."""
+        shape = tuple(known), tuple((chunk, len(calls)) for chunk, calls in ran.items())
+        if shape not in (self._planned_shape, None) and shape == self._shape_before:
+            self._planned_shape = shape
+            self._plans_left, self._measures = _PLANS, self.total is not None
+        self._shape_before = shape
+
+    def _make_plan(self, engine: OffloadEngine, work: StepWork) -> None:
+        """Choose the levels of the next steps."""
+        self._plans_left -= 1
+        self._since_plan = 0
+        if engine.rates is None and engine.device.pins:
+            engine.reserve_host(max(LINK_TEST_BYTES, engine.config.host_reserve_bytes))
+        rates = engine.rates if engine.rates is not None else _NO_LINK
+        began_s = time.perf_counter()
+        if self.total is None:
+            plan = cheapest_mixture(work.actions, work.blocks, rates, rest_s=work.rest_s)
+        else:
+            plan = choose_mixture(work.actions, work.blocks, rates, self._limit_bytes(), rest_s=work.rest_s)
+        logger.info(
+            "auto: planned in %.0f ms: step %.1f ms, of which %.1f plain compute; bound %.1f ms",
+            (time.perf_counter() - began_s) * 1e3,
+            plan.predicted.step_s * 1e3,
+            plan.bound.compute_s * 1e3,
+            plan.bound.step_s * 1e3,
+        )
+        self.plan, self._levels = plan, plan.levels
+        if self.total is not None:
+            self.total.restart()
+        self._set_limit(engine, plan.problem.limit_bytes)
+        self._reserve(engine, work, plan)
+
+    def _reserve(self, engine: OffloadEngine, work: StepWork, plan: MixedPlan) -> None:
+        """Pin what may wait on the host under the plan, as far as the budget goes: a block that is missing
+        stays on the device, beyond the limit."""
+        sizes = {
+            chunk: [
+                GroupSize("", block.menu[level].saved_bytes)
+                for block, level in zip(blocks, plan.levels[chunk], strict=True)
+            ]
+            for chunk, blocks in work.blocks.items()
+        }
+        live_bytes = kept_peak_bytes(work.actions, sizes, all_of(sizes))
+        if engine.device.pins and live_bytes > engine.arena.held_bytes:
+            engine.reserve_host(min(live_bytes, engine.arena.budget.limit_bytes))
+
+    # -- memory ----------------------------------------------------------------------------------------------
+    def _limit_bytes(self) -> int:
+        """What the total leaves for saved tensors and recomputes."""
+        assert self.total is not None
+        limit_bytes = self.total.limit_bytes
+        if limit_bytes <= 0:
+            assert self.total.rest_bytes is not None
+            self._say_once(
+                "no room",
+                "device_total is %s, and %s are in use beside saved tensors: weights, gradients and what the "
+                "largest block needs while it runs. Every block is recomputed; give %s or more",
+                bytes_text(self.total.total_bytes),
+                bytes_text(self.total.rest_bytes),
+                bytes_text(self.total.total_bytes - limit_bytes),
+            )
+        return max(limit_bytes, 0)
+
+    def _see_memory(self, manager: GroupsManager, stats: StepStats) -> None:
+        """Correct the limit by the peaks of the step that ended."""
+        if self.total is None or not self._measures:
+            return
+        engine, total = manager.engine, self.total
+        counted_bytes = stats.device_bytes_peak
+        found = engine.device.allocator_bytes()
+        peak_bytes = counted_bytes if found is None else found[1]  # of the simulated device: no more is known
+        limit_bytes = engine.limits.device_limit_bytes
+        logger.info(
+            "auto: active peak %s of %s, %s of it saved or made again, under a limit of %s",
+            bytes_text(peak_bytes),
+            bytes_text(total.total_bytes),
+            bytes_text(counted_bytes),
+            limit_bytes if limit_bytes is None else bytes_text(limit_bytes),
+        )
+        self._fitted = peak_bytes <= total.total_bytes
+        if self._levels is None or limit_bytes is None:
+            total.measured(peak_bytes, counted_bytes)
+        elif total.followed(peak_bytes, counted_bytes, limit_bytes):
+            self._set_limit(engine, self._limit_bytes())
+            manager.limits_changed()
+        elif self._plans_left == 0:
+            self._measures = not total.is_settled
+
+    def _set_limit(self, engine: OffloadEngine, limit_bytes: int | None) -> None:
+        if not self._limited:
+            self._limited, self._limit_before = True, engine.config.device_limit_bytes
+        engine.follow(replace(engine.config, device_limit_bytes=limit_bytes))
+
+    def explain(self) -> Explanation:
+        """What is followed now."""
+        engine = None if self._engine is None else self._engine()
+        if self.plan is None:
+            state = (
+                f"no plan yet: {self._steps} of the 2 steps that it is made from have ended; every block is "
+                "recomputed meanwhile"
+            )
+        else:
+            state = "the plan is settled" if self._plans_left == 0 else "planned; it is still measured"
+        return Explanation(
+            state=state,
+            names=tuple(self._names),
+            total_bytes=None if self.total is None else self.total.total_bytes,
+            rest_bytes=None if self.total is None else self.total.rest_bytes,
+            limit_bytes=None if engine is None else engine.limits.device_limit_bytes,
+            plan=self.plan,
+            rates=None if engine is None else engine.rates,
+        )
+
+    def _say_once(self, what: str, text: str, *values: object) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning(text, *values)
+
+
+def _input_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of the first tensor that a call is given: the measure of its tokens."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.numel() * value.element_size()
+    return 1

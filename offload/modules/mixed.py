@@ -1,0 +1,86 @@
+"""The hooks of a block that mode "auto" keeps, moves or recomputes, each chunk as the plan says.
+
+One invariant: whatever the plan says of a call, its gradients, random numbers and buffers are those of a
+block that runs once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from offload.checkpoint.hidden_states import RecomputedCall
+from offload.modules.auto import Auto, Timing
+from offload.modules.hooks import output_tensors
+from offload.modules.recomputed import RecomputedCalls
+from offload.modules.root import GroupCall, ModelRoot
+
+__all__ = ["MixedCalls"]
+
+
+class _Call(NamedTuple):
+    """One forward of the block. timing: of a forward that is measured."""
+
+    call: RecomputedCall | GroupCall | None
+    timing: Timing | None
+
+
+class MixedCalls(RecomputedCalls):
+    """name: of the block."""
+
+    def __init__(self, root: ModelRoot, module: nn.Module, name: str, auto: Auto) -> None:
+        super().__init__(root, module, name, None)
+        self._auto = auto
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or not _has_backward(module, args, kwargs):
+            return None
+        self._refuse_compiled(module)
+        root, auto = self._root, self._auto
+        manager = root.manager()
+        chosen = auto.choose(self._name, module, args, kwargs)
+        if chosen.is_plain:
+            group = root.open_group(self._name, cost=chosen.cost)
+            return _Call(group, None)
+        call = RecomputedCall(
+            manager,
+            module,
+            args,
+            kwargs,
+            chosen.contexts,
+            may_stay=True,
+            before_again=chosen.before_again,
+            cost=chosen.cost,
+        )
+        timing = None if chosen.timing is None else chosen.timing()
+        call.begin()
+        return _Call(call, timing)
+
+    def _checkpointed(self, module: nn.Module) -> GroupCall | None:
+        self._root.say_once(
+            "auto",
+            "%s checkpoints its layers itself: mode='auto' moves their inputs, and chooses nothing. Call "
+            "gradient_checkpointing_disable() on the model before apply()",
+        )
+        return super()._checkpointed(module)
+
+    def leave(self, state: Any, output: Any, failed: bool) -> None:
+        call, timing = state if isinstance(state, _Call) else (state, None)
+        super().leave(call, output, failed)
+        if timing is not None and not failed:
+            timing.end()
+        if isinstance(state, _Call) and isinstance(call, GroupCall) and not failed:
+            for made in output_tensors(output):
+                assert made.grad_fn is not None
+                made.grad_fn.register_prehook(self._auto.plain_is_read)
+                break
+
+
+def _has_backward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether anything of a call needs a gradient."""
+    return any(parameter.requires_grad for parameter in module.parameters()) or any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
+    )

@@ -1,0 +1,195 @@
+"""What mode "auto" chose, and why: `print(handle.explain())`.
+
+One invariant: every figure is of the plan that is followed now, or of its bound; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+from offload.policy.actions import ChunkKey, Rates
+from offload.policy.menu import Level
+from offload.policy.mixed_bound import least_mixed_step
+from offload.policy.mixture import MixedPlan
+from offload.telemetry.summary import bytes_text
+
+__all__ = ["BlockShare", "Explanation"]
+
+_MORE = 0.1
+"""Of the total: how much larger the budget is of which the gain is told."""
+
+
+class BlockShare(NamedTuple):
+    """What becomes of one block's saved tensors, over all chunks of a step. Bytes, and device milliseconds of
+    recompute. levels: how often each was chosen."""
+
+    name: str
+    saved_bytes: int
+    kept_bytes: int
+    moved_bytes: int
+    recomputed_bytes: int
+    recompute_ms: float
+    levels: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """names: of the blocks, in the order of a chunk's calls. total_bytes: None where none was asked for.
+    rest_bytes: weights, gradients and working set. plan, rates: None before the plan was made; state
+    says what is waited for then."""
+
+    state: str
+    names: tuple[str, ...] = ()
+    total_bytes: int | None = None
+    rest_bytes: int | None = None
+    limit_bytes: int | None = None
+    plan: MixedPlan | None = None
+    rates: Rates | None = None
+
+    @property
+    def shares(self) -> list[BlockShare]:
+        """By block, in forward order; [] before there is a plan."""
+        if self.plan is None:
+            return []
+        rows: dict[str, BlockShare] = {}
+        for chunk, blocks in self.plan.problem.blocks.items():
+            for place, (block, level, kept) in enumerate(
+                zip(blocks, self.plan.levels[chunk], self._kept(chunk, blocks), strict=True)
+            ):
+                name = self.names[place] if place < len(self.names) else f"call {place}"
+                chosen = block.menu[level]
+                before = rows.get(name, BlockShare(name, 0, 0, 0, 0, 0.0, {}))
+                rows[name] = BlockShare(
+                    name,
+                    before.saved_bytes + block.menu[0].saved_bytes,
+                    before.kept_bytes + kept,
+                    before.moved_bytes + chosen.saved_bytes - kept,
+                    before.recomputed_bytes + block.menu[0].saved_bytes - chosen.saved_bytes,
+                    before.recompute_ms + chosen.recompute_s * 1e3,
+                    {**before.levels, chosen.name: before.levels.get(chosen.name, 0) + 1},
+                )
+        return list(rows.values())
+
+    def _kept(self, chunk: ChunkKey, blocks: Any) -> list[int]:
+        """What stays of each block: a plan keeps from the end of a chunk."""
+        assert self.plan is not None
+        left = int(self.plan.kept_bytes.get(chunk, 0))
+        kept: list[int] = []
+        for block, level in zip(reversed(blocks), reversed(self.plan.levels[chunk]), strict=True):
+            kept.append(min(left, block.menu[level].saved_bytes))
+            left -= kept[-1]
+        return kept[::-1]
+
+    @property
+    def ms_per_gb(self) -> float:
+        """Milliseconds of the step that one more GB (1e9 bytes) of budget would save, by the bound; 0 before
+        there is a plan."""
+        return 0.0 if self.plan is None else self.plan.bound.seconds_per_byte * 1e12
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        plan = self.plan
+        found: dict[str, Any] = {
+            "state": self.state,
+            "device_total_bytes": self.total_bytes,
+            "rest_bytes": self.rest_bytes,
+            "limit_bytes": self.limit_bytes,
+            "blocks": [share._asdict() for share in self.shares],
+        }
+        if plan is not None:
+            found |= {
+                "plain_ms": plan.bound.compute_s * 1e3,
+                "predicted_ms": plan.predicted_step_s * 1e3,
+                "bound_ms": plan.bound.step_s * 1e3,
+                "stall_ms": plan.predicted.stall_s * 1e3,
+                "peak_bytes": plan.predicted_peak_bytes,
+                "ms_per_gb": self.ms_per_gb,
+            }
+        return found
+
+    def __str__(self) -> str:
+        plan = self.plan
+        if plan is None:
+            return f"auto: {self.state}"
+        plain_ms = plan.bound.compute_s * 1e3
+        again_ms = sum(share.recompute_ms for share in self.shares)
+        lines = [
+            f"auto: {self.state}",
+            f"A step of plain blocks computes {plain_ms:.1f} ms. Planned: "
+            f"{plan.predicted_step_s * 1e3:.1f} ms, {plan.predicted_step_s * 1e3 / plain_ms:.3f} of it, of "
+            f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms wait for copies. "
+            f"No plan can take less than {plan.bound.step_s * 1e3:.1f} ms "
+            f"({plan.bound.step_s * 1e3 / plain_ms:.3f}).",
+        ]
+        if self.total_bytes is not None and self.rest_bytes is not None and self.limit_bytes is not None:
+            lines.append(
+                f"Of {bytes_text(self.total_bytes)} on the device, {bytes_text(self.rest_bytes)} are "
+                f"weights, gradients and working set; {bytes_text(self.limit_bytes)} are left for saved "
+                "tensors and what recomputes make again, and the plan takes "
+                f"{bytes_text(plan.predicted_peak_bytes)} of them."
+            )
+        table = tabulate(
+            [
+                (
+                    share.name,
+                    *(f"{nbytes / 1e9:.2f}" for nbytes in share[1:5]),
+                    f"{share.recompute_ms:.1f}",
+                    ", ".join(f"{count} {level}" for level, count in share.levels.items()),
+                )
+                for share in self.shares
+            ],
+            headers=("block", "saves GB", "kept", "moved", "recomputed", "ms", "forwards"),
+            colalign=("left", *["right"] * 5, "left"),
+        )
+        return "\n".join([*lines, "", table, "", *self._margins()])
+
+    def _margins(self) -> list[str]:
+        """What a little more or less memory would change."""
+        assert self.plan is not None
+        lines = [f"At this budget 1 GB more would save {self.ms_per_gb:.2f} ms of the step, by the bound."]
+        found = self._given_up_next()
+        if found is not None:
+            chunk, name, now, then = found
+            lines.append(
+                f"Given up next: {name} in microbatch {chunk[1]} of stage {chunk[0]}, from '{now.name}' to "
+                f"'{then.name}': {bytes_text(now.saved_bytes - then.saved_bytes)} for "
+                f"{(then.recompute_s - now.recompute_s) * 1e3:.2f} ms."
+            )
+        more = self._larger_budget()
+        if more is not None:
+            nbytes, saved_ms = more
+            lines.append(f"A budget larger by {bytes_text(nbytes)} would save {saved_ms:.1f} ms a step.")
+        return lines
+
+    def _given_up_next(self) -> tuple[ChunkKey, str, Level, Level] | None:
+        """The cheapest step down that is left, by seconds for a byte."""
+        assert self.plan is not None
+        best: tuple[float, tuple[ChunkKey, str, Level, Level]] | None = None
+        for chunk, blocks in self.plan.problem.blocks.items():
+            for place, (block, level) in enumerate(zip(blocks, self.plan.levels[chunk], strict=True)):
+                if level + 1 >= len(block.menu):
+                    continue
+                now, then = block.menu[level], block.menu[level + 1]
+                rate = (then.recompute_s - now.recompute_s) / max(now.saved_bytes - then.saved_bytes, 1)
+                if best is None or rate < best[0]:
+                    name = self.names[place] if place < len(self.names) else f"call {place}"
+                    best = rate, (chunk, name, now, then)
+        return None if best is None else best[1]
+
+    def _larger_budget(self) -> tuple[int, float] | None:
+        if self.total_bytes is None or self.limit_bytes is None or self.rates is None:
+            return None
+        assert self.plan is not None
+        more = round(self.total_bytes * _MORE)
+        bound = least_mixed_step(
+            self.plan.problem.actions,
+            self.plan.problem.blocks,
+            self.rates,
+            self.limit_bytes + more,
+            rest_s=self.plan.problem.rest_s,
+        )
+        return more, (self.plan.bound.step_s - bound.step_s) * 1e3

@@ -1,0 +1,79 @@
+"""Which limit on saved tensors keeps a step within a total of device memory.
+
+# Note: [The total]
+# active bytes = saved tensors on the device + what recomputes hold beside them + the rest: weights,
+# gradients, the working set. The engine counts the first two (`TransferEngine.claim`), torch's allocator the
+# sum. So the rest is the difference of their peaks, and the engine's limit is the total less the rest. The
+# two peaks need not come at one moment, and the rest is larger in one block than in another. So the limit is
+# lowered as soon as a step has passed the total, and raised once several have stayed well below it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["TotalMemory"]
+
+_AIM = 0.99
+"""Of the total: the allocator rounds sizes up, and the order of two lanes is not the same in every step."""
+
+_WELL_BELOW = 0.985
+"""Of the total: a plan whose peaks stay below it has room for more, if the limit holds it back."""
+
+_CALM_STEPS = 5
+"""Steps under one limit before it is raised: the groups' plan tries two plans in the first of them."""
+
+_SETTLED_STEPS = 8
+"""Steps under one limit after which memory need not be measured any more."""
+
+_BINDS = 0.97
+"""Of the limit: a step that takes less was not held back by it."""
+
+
+class TotalMemory:
+    """rest_bytes: None before a step was measured."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.rest_bytes: int | None = None
+        self._calm = 0  # steps under this limit
+        self._highest_bytes = 0  # peak of these
+        self._bound = False  # the limit held one of them back
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the total leaves for saved tensors and recomputes; 0 or less where nothing is left."""
+        assert self.rest_bytes is not None
+        return round(self.total_bytes * _AIM) - self.rest_bytes
+
+    @property
+    def is_settled(self) -> bool:
+        return self._calm >= _SETTLED_STEPS
+
+    def measured(self, peak_bytes: int, counted_bytes: int) -> None:
+        """A step without a limit has ended. peak_bytes: active at most; counted_bytes: of them, what the
+        engine counted at most."""
+        self.rest_bytes = peak_bytes - counted_bytes
+
+    def restart(self) -> None:
+        """Another plan is followed from here on."""
+        self._calm = self._highest_bytes = 0
+        self._bound = False
+
+    def followed(self, peak_bytes: int, counted_bytes: int, limit_bytes: int) -> bool:
+        """A step under `limit_bytes` has ended. Returns whether the limit is another one now."""
+        assert self.rest_bytes is not None
+        self._calm += 1
+        self._highest_bytes = max(self._highest_bytes, peak_bytes)
+        self._bound = self._bound or counted_bytes > _BINDS * limit_bytes
+        missed_bytes = round(self.total_bytes * _AIM) - self._highest_bytes
+        over = peak_bytes > self.total_bytes
+        under = (
+            self._calm >= _CALM_STEPS
+            and self._bound
+            and self._highest_bytes < _WELL_BELOW * self.total_bytes
+            and not self.is_settled
+        )
+        if not (over or under):
+            return False
+        self.rest_bytes -= missed_bytes
+        self.restart()
+        return True

@@ -1,0 +1,106 @@
+"""A step that was seen, as the mixture's program wants it: blocks with menus, and seconds of what is around
+them.
+
+One invariant: nothing here depends on the levels that the step ran at. What its backward computed again is
+taken off, by the profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from offload.policy.actions import Action, ChunkKey
+from offload.policy.menu import Block, Menu
+
+__all__ = ["Profile", "Ran", "StepWork"]
+
+
+_BACKWARD = 2.0
+"""Seconds of a backward over those of its forward, where neither was measured."""
+
+
+class Profile(Protocol):
+    """Of one kind of block, for one number of tokens."""
+
+    @property
+    def forward_s(self) -> float: ...
+
+    @property
+    def host_s(self) -> float: ...
+
+    @property
+    def menu(self) -> Menu: ...
+
+
+class Ran(NamedTuple):
+    """One call of a block. profile: for its number of tokens; None in the step that profiles. level: its
+    place in the menu."""
+
+    profile: Profile | None
+    level: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """actions: of the rank, in order. blocks: of each chunk, in forward order. rest_s: device seconds of each
+    action outside of its blocks."""
+
+    actions: Sequence[Action]
+    blocks: Mapping[ChunkKey, Sequence[Block]]
+    rest_s: Mapping[Action, float]
+
+    @classmethod
+    def of(
+        cls,
+        actions: Sequence[Action],
+        seconds: Mapping[Action, float],
+        ran: Mapping[ChunkKey, Sequence[Ran]],
+    ) -> StepWork | None:
+        """actions, seconds: of one step. ran: what it called. None where a chunk's blocks are not known.
+
+        The profile's seconds say how the blocks share a forward; how long it takes is what was measured. In a
+        backward each block has its share of what is left when its recompute is taken off.
+        """
+        blocks: dict[ChunkKey, list[Block]] = {}
+        rest_s: dict[Action, float] = {}
+        forward_s = {action.chunk: seconds[action] for action in actions if action.kind == "F"}
+        backward_s: dict[ChunkKey, float] = {}
+        for action in actions:
+            if action.kind != "F":
+                backward_s[action.chunk] = backward_s.get(action.chunk, 0.0) + seconds[action]
+        for chunk, measured_s in forward_s.items():
+            profiles = [call.profile for call in ran.get(chunk, ()) if call.profile is not None]
+            if not profiles or len(profiles) < len(ran[chunk]):
+                return None
+            inside_s = sum(profile.forward_s for profile in profiles)
+            if inside_s == 0:
+                return None
+            if measured_s == 0 or backward_s[chunk] == 0:  # of a device without a clock
+                measured_s = inside_s
+                backward_s[chunk] = _BACKWARD * inside_s
+            # a profile's events may count gaps between launches, which a whole forward has not
+            scale = min(1.0, measured_s / inside_s)
+            menus = [_timed(profile.menu, scale) for profile in profiles]
+            again_s = sum(menu[call.level].recompute_s for menu, call in zip(menus, ran[chunk], strict=True))
+            ratio = max((backward_s[chunk] - again_s) / measured_s, 1.0)
+            blocks[chunk] = [
+                Block(
+                    menu=menu,
+                    forward_s=profile.forward_s * scale,
+                    backward_s=profile.forward_s * scale * ratio,
+                    host_s=profile.host_s,
+                )
+                for menu, profile in zip(menus, profiles, strict=True)
+            ]
+            outside_s = measured_s - inside_s * scale
+            for action in actions:
+                if action.chunk == chunk:
+                    part = 1.0 if action.kind == "F" else ratio * seconds[action] / backward_s[chunk]
+                    rest_s[action] = outside_s * part
+        return cls(actions=tuple(actions), blocks=blocks, rest_s=rest_s)
+
+
+def _timed(menu: Menu, scale: float) -> Menu:
+    return tuple(level._replace(recompute_s=level.recompute_s * scale) for level in menu)

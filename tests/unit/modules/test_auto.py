@@ -1,0 +1,143 @@
+"""Mode "auto": whatever is kept, moved or recomputed, and however the plan changes from step to step, a model
+computes what it computed before; and the plan follows what was measured."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload import PipelineOffloadManager
+from offload.policy.actions import Rates
+from tests.unit.modules.training import CALLS, Model, build, equal, train
+
+SLOW_LINK = Rates(d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3)
+"""So slow that moving what these small blocks save costs more than computing it again."""
+LAYERS = 4
+
+
+def train_auto(model: nn.Module, total: Any, *, steps: int = 5, **options: Any) -> tuple[list[Tensor], Any]:
+    with offload.activations(model, "auto", min_numel=1, device_total=total) as handle:
+        seen = train(model, steps=steps, **options)
+        return seen, handle.explain()
+
+
+@pytest.mark.parametrize(
+    ("call", "total"),
+    [
+        *((call, 12_000) for call in sorted(set(CALLS) - {"in place"})),
+        ("plain", 2_000),
+        ("plain", None),
+        ("called twice", None),
+    ],
+)
+def test_gradients_and_weights_have_the_bits_of_a_run_without(
+    call: str, total: int | None, manager: PipelineOffloadManager
+) -> None:
+    manager.engine.rates = SLOW_LINK
+    plain = train(build(call, blocks=LAYERS), steps=5)
+    ours, explained = train_auto(build(call, blocks=LAYERS), total)
+    assert equal(ours, plain)
+    assert explained.plan is not None or "checkpoint" in call
+    assert len(list(manager.living_blocks())) == 0
+
+
+def test_a_total_that_is_too_small_for_all_recomputes_and_enough_of_it_recomputes_nothing(
+    manager: PipelineOffloadManager,
+) -> None:
+    manager.engine.rates = SLOW_LINK
+    again = []
+    for total in (12_000, 1_000_000):
+        _, explained = train_auto(build(blocks=LAYERS), total)
+        again.append(sum(share.recomputed_bytes for share in explained.shares))
+    assert again[0] > again[1] == 0
+
+
+def test_saved_tensors_and_what_is_made_again_keep_within_the_total(manager: PipelineOffloadManager) -> None:
+    manager.engine.rates = SLOW_LINK
+    model = build(blocks=LAYERS)
+    total = 20_000
+    peaks: list[int] = []
+    with offload.activations(model, "auto", min_numel=1, device_total=total):
+        for _ in range(8):
+            train(model, steps=1, microbatches=2)
+            peaks.append(manager.stats.device_bytes_peak)
+    assert max(peaks[3:]) <= total
+
+
+def test_the_first_steps_recompute_every_block_and_say_that_no_plan_is_made_yet(
+    manager: PipelineOffloadManager,
+) -> None:
+    model = build(blocks=LAYERS)
+    handle = offload.apply(model, "auto", min_numel=1, device_total=20_000)
+    train(model, steps=1)
+    assert "no plan yet: 1 of the 2 steps" in str(handle.explain())
+    assert handle.explain().shares == []
+    handle.remove()
+
+
+def test_it_says_what_it_chose(manager: PipelineOffloadManager) -> None:
+    manager.engine.rates = SLOW_LINK
+    _, explained = train_auto(build(blocks=LAYERS), 20_000)
+    text = str(explained)
+    for name in ("layers.0", "layers.3", "recompute", "Given up next", "A budget larger by"):
+        assert name in text
+    figures = explained.as_dict()
+    assert [row["name"] for row in figures["blocks"]] == [f"layers.{at}" for at in range(LAYERS)]
+    for share in explained.shares:
+        assert share.saved_bytes == share.kept_bytes + share.moved_bytes + share.recomputed_bytes
+    assert figures["bound_ms"] <= figures["predicted_ms"] * (1 + 1e-6)
+
+
+def test_a_total_that_leaves_nothing_is_one_warning_with_both_numbers(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.engine.rates = SLOW_LINK
+    monkeypatch.setattr(manager.engine.device, "allocator_bytes", lambda: (10_000_000, 10_000_000))
+    with caplog.at_level(logging.WARNING):
+        train_auto(build(blocks=LAYERS), "1MB")
+    said = [text for text in caplog.messages if text.startswith("device_total is")]
+    assert len(said) == 1
+    assert "device_total is 1.00 MB, and 9.9" in said[0]
+
+
+def test_removing_it_gives_the_engine_its_own_limit_back(manager: PipelineOffloadManager) -> None:
+    manager.engine.rates = SLOW_LINK
+    before = manager.engine.limits.device_limit_bytes
+    train_auto(build(blocks=LAYERS), 20_000)
+    assert manager.engine.limits.device_limit_bytes == before
+    assert manager.engine.config.device_limit_bytes == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mode": "groups", "device_total": "1GB"}, "only mode='auto' keeps within a total"),
+        ({"mode": "auto", "device_limit": "1GB"}, "give device_total, of everything on the device"),
+        ({"mode": "auto", "device_total": "60%"}, "there is no GPU here to take it of"),
+        ({"mode": "auto", "modules": "layers.*.fc1"}, "recomputes whole blocks"),
+    ],
+)
+def test_what_cannot_be_is_an_error_with_the_way_out(arguments: dict[str, Any], text: str) -> None:
+    if torch.cuda.is_available() and "60%" in arguments.values():
+        pytest.skip("there is a GPU to take a share of")
+    with pytest.raises(ValueError, match=text):
+        offload.apply(Model(), **arguments)
+
+
+def test_a_model_that_checkpoints_its_layers_is_refused() -> None:
+    model = Model()
+    model.layers[0].gradient_checkpointing = True
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        offload.apply(model, "auto")
+
+
+def test_explain_is_of_mode_auto_alone() -> None:
+    handle = offload.apply(Model(), "groups")
+    with pytest.raises(ValueError, match="it is of mode='auto'"):
+        handle.explain()
+    handle.remove()
