@@ -35,7 +35,6 @@ from offload.compat.interface import (
     FineGrainedActivationOffloadingInterface as FineGrainedActivationOffloadingInterface,
 )
 from offload.compat.manager import PipelineOffloadManager
-from offload.compat.size_class_pool import CPUSpillBackend as CPUSpillBackend
 from offload.compat.tensor_pool import GPUTensorPool as GPUTensorPool
 from offload.compat.tensor_pool import TensorPool as TensorPool
 from offload.config import OffloadConfig
@@ -69,6 +68,9 @@ from offload.plot import Trace as Trace
 from offload.plot import plot, tracing
 from offload.report import Report as Report
 from offload.report import report
+from offload.spill.backend_cpu import CPUSpillBackend as CPUSpillBackend
+from offload.spill.config import ActivationConfig
+from offload.spill.runtime import ActivationRuntime
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table as print_offload_summary_table
 from offload.transfer.captures import CapturedRegion as CapturedRegion
@@ -80,6 +82,8 @@ DeviceLimitError = torch.OutOfMemoryError  # what is raised where the device has
 process.manager_type = PipelineOffloadManager
 
 __all__ = [
+    "ActivationConfig",
+    "ActivationRuntime",
     "FSDPGPUOptimizerWrapper",
     "HostBudgetError",
     "HybridDeviceOptimizer",

@@ -308,6 +308,7 @@ class OffloadEngine:
             stall_count=total.stall_count,
             refused=counts.refused,
             refused_bytes=counts.refused_bytes,
+            retries=counts.retries,
             device_bytes_peak=counts.device_bytes_peak,
             host_bytes_lent_peak=arena.lent_peak_bytes,
             host_bytes_wanted_peak=max(arena.lent_peak_bytes, counts.wanted_peak_bytes),
@@ -356,13 +357,14 @@ class OffloadEngine:
                 f"{leftover_bytes:,}",
                 ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else ""),
             )
-        self._saves, stall_ms = self.transfers.end_step()
+        counts, stall_ms = self.transfers.end_step()
+        self._saves += counts  # of whoever ends first all that has moved: the copies are one engine's
         return ClientStats(
             lent_bytes=sum(region.host_bytes for region in self.regions),
             stall_ms=stall_ms,
-            stall_count=self._saves.stall_count,
-            refused=self._saves.refused,
-            refused_bytes=self._saves.refused_bytes,
+            stall_count=counts.stall_count,
+            refused=counts.refused,
+            refused_bytes=counts.refused_bytes,
         )
 
     def close_unused(self) -> None:

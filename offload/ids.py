@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["ChunkId", "GroupId", "Owner", "SlotId", "owner_of"]
+__all__ = ["ChunkId", "ForwardId", "GroupId", "Owner", "SlotId", "owner_of"]
 
 
 class Owner(NamedTuple):
@@ -34,12 +34,22 @@ class ChunkId(NamedTuple):
         return f"s{self.stage}m{self.microbatch}"
 
 
+class ForwardId(ChunkId):
+    """A forward of a client that knows no stages: its stage is below 0, so it is no chunk of the groups."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"forward {self.microbatch}"
+
+
 class GroupId(NamedTuple):
-    """One group of a chunk, by the order in which it was started."""
+    """One group of a chunk, by the order in which it was started. client: whose it is."""
 
     chunk: ChunkId
     place: int
     name: str
+    client: str = "groups"
 
     def __str__(self) -> str:
         return f"{self.chunk}/{self.name}#{self.place}"
@@ -58,4 +68,4 @@ class SlotId(NamedTuple):
 @lru_cache(maxsize=4096)
 def owner_of(group: GroupId) -> Owner:
     """The owner of a group's copies. One object for each group of a step, since a copy asks for it."""
-    return Owner("groups", f"{group.chunk}/{group.name}")
+    return Owner(group.client, f"{group.chunk}/{group.name}")

@@ -224,7 +224,9 @@ class CudaDevice:
 
     # -- state -----------------------------------------------------------------------------------------------
     def active_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.torch_device)
+        # what torch.cuda.memory_allocated asks, without making one flat table of all counts first
+        counts = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        return int(counts["allocated_bytes"]["all"]["current"]) if counts else 0
 
     def allocator_bytes(self) -> tuple[int, int]:
         stats = torch.cuda.memory_stats(self.torch_device)

@@ -22,9 +22,9 @@ from offload.device.base import Device
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.budget import HostBudget
 from offload.memory.growth import PAGE_BYTES, Growth
-from offload.memory.loans import ArenaStats, Block, Lender
+from offload.memory.loans import ArenaStats, Block, HostLender, Lender
 
-__all__ = ["ArenaStats", "Block", "HostArena"]
+__all__ = ["ArenaStats", "Block", "HostArena", "HostLender"]
 
 logger = logging.getLogger(__name__)
 

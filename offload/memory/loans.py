@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 import torch
 
@@ -34,7 +35,7 @@ from offload.memory.free_ranges import (
 )
 from offload.memory.growth import Growth
 
-__all__ = ["ArenaStats", "Block", "Lender"]
+__all__ = ["ArenaStats", "Block", "HostLender", "Lender"]
 
 ALIGN_BYTES = 512
 """Where extents start, as torch's device allocator does."""
@@ -57,6 +58,16 @@ class Block:
     ranges: tuple[Range, ...] = field(repr=False)
     """The arena's own bookkeeping, as is the next."""
     pending: tuple[PendingEvent, ...] = field(repr=False)
+    lender: HostLender | None = field(default=None, repr=False)
+    """Who gets it back, if not the arena."""
+
+
+class HostLender(Protocol):
+    """Lends host bytes that copies go to, as the arena does, from memory of its own."""
+
+    def take(self, nbytes: int) -> Block | None: ...
+
+    def give_back(self, block: Block, after: Event | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

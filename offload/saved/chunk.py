@@ -31,11 +31,12 @@ class SavedGroup:
     None if all leave. first_kept: the two as one number. kept: the record that the next storages that stay
     join. unwritten_until: autograd's number while an operator runs of whose saves one has no gradient: rrelu
     saves its noise, and then draws it, unseen by any version. Its saves leave with the next one, or at the
-    commit.
+    commit. waits: nothing leaves by itself; whoever owns the group spills its blocks.
     """
 
     id: GroupId
     leaves: bool = field(kw_only=True)
+    waits: bool = field(default=False, kw_only=True)
     stays_from: int | None = field(default=None, kw_only=True)
     first_kept: int = field(init=False)
     blocks: list[DeviceBlock] = field(default_factory=list)

@@ -202,8 +202,7 @@ class SavedTensorHooks:
             verdict = judge(tensor, self._device, self._externals, scope.min_elements)
             if verdict is Verdict.ELIGIBLE:
                 handle = scope.take(tensor)
-                if handle is not None:
-                    return handle
+                return handle if handle is not None else self._pack_judged(tensor, scopes[:-1], verdict)
             return self._pack_judged(tensor, scopes, verdict)
 
     def _observed_pack(self, tensor: torch.Tensor) -> Any:

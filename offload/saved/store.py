@@ -100,7 +100,11 @@ class TensorStore:
             chunk.blocks.append(block)
             chunk.table[key] = weakref.ref(record)
             self._transfers.adopt(block)
-            if whole or (block.nbytes == storage_bytes and nbytes >= GATHER_BELOW * storage_bytes):
+            if (
+                whole
+                or group.waits
+                or (block.nbytes == storage_bytes and nbytes >= GATHER_BELOW * storage_bytes)
+            ):
                 self._enqueue(block, block.nbytes, group)
             else:
                 group.deferred.append(weakref.ref(record))
@@ -192,7 +196,7 @@ class TensorStore:
         slot = block.slot
         group.nbytes += nbytes
         group.slot_bytes[slot] = nbytes
-        if slot >= group.first_kept:
+        if slot >= group.first_kept or group.waits:
             return
         group.pending.append(block)
         group.pending_bytes += nbytes

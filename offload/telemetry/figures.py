@@ -223,6 +223,7 @@ def figures_of(
 ) -> Figures:
     """The figures of a step with offload. groups: of all that it committed."""
     by_plan = sum(group.by_plan_bytes for group in groups.values())
+    by_plan += sum(client.kept_bytes for client in stats.clients.values())
     no_host = sum(group.no_host_bytes for group in groups.values())
     came_back = sum(group.came_back_bytes for group in groups.values())
     read_here = sum(group.read_here_bytes for group in groups.values())

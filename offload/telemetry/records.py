@@ -45,6 +45,9 @@ class ClientStats:
     refused_bytes: int = 0
     """Bytes of those tensors."""
 
+    kept_bytes: int = 0
+    """Saved bytes that it chose to leave on the device. The groups' own are in their figures."""
+
     denied: int = 0
     """Pieces that admission denied, those included that were REQUIRED and copied all the same."""
 
@@ -99,6 +102,10 @@ class StepStats:
 
     refused: int = 0
     """Records that should have left and stayed: no host block was there, or the budget had no room."""
+
+    retries: int = 0
+    """Allocations of the engine that the device had no room for: saved bytes were released, and they were
+    tried again."""
 
     refused_bytes: int = 0
     """Bytes of the refused records. More than a warm-up's worth means that the host reservation is too

@@ -79,22 +79,25 @@ class Admission(Protocol):
 class Limits:
     """Caps of one engine, in bytes; they may change between steps. None: no cap of that kind.
 
-    names_window: the config names max_restoring_bytes.
+    names_window: the config names max_restoring_bytes. bounded_elsewhere: what is in flight is bounded by a
+    client that measures the device's memory, so no cap is derived for spills.
     """
 
     device_limit_bytes: int | None
     max_spilling_bytes: int | None
     max_restoring_bytes: int
     names_window: bool
+    bounded_elsewhere: bool
 
     def __init__(self, config: OffloadConfig) -> None:
+        self.bounded_elsewhere = False
         self.follow(config)
 
     def follow(self, config: OffloadConfig) -> None:
         """Take the caps that `config` has, or leaves to be derived."""
         limit = config.device_limit_bytes
         spilling, restoring = config.max_spilling_bytes, config.max_restoring_bytes
-        if spilling is None and limit is None:
+        if spilling is None and limit is None and not self.bounded_elsewhere:
             spilling = DEFAULT_IN_FLIGHT_BYTES
         self.names_window = restoring is not None
         if restoring is None:

@@ -55,7 +55,15 @@ class Buffers(CaptureSide):
             )
         if not required:
             return None
+        self.counts.retries += 1
+        self._release_all()
+        return [empty(block.nbytes) for block in blocks]
+
+    def _release_all(self) -> None:
+        """Release whatever can be: sources of spills, what was fetched ahead, and what clients keep that
+        could leave."""
+        for relieve in self.relievers:
+            relieve()
         while self._spilling:
             self.settle_spill(self._spilling[0])
-        self._drop_furthest(self.restoring_bytes)
-        return [empty(block.nbytes) for block in blocks]
+        self.drop_furthest(self.restoring_bytes)

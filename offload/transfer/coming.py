@@ -14,7 +14,8 @@ nothing while what is read next is on the device anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -147,9 +148,14 @@ class Prefetcher:
     stride_bytes: how much is to be read before looking again is worth its host time: a piece, or a quarter of
         a small window. As of the last `pump`. most_bytes: a window that is enough for what this step saves,
         None where that is not known; it holds unless the config names one.
+    room: bytes that the device has room for, asked before each piece; then the window is as wide as the room,
+        unless the config names one.
     """
 
-    def __init__(self, transfers: TransferEngine, *, piece_bytes: int) -> None:
+    def __init__(
+        self, transfers: TransferEngine, *, piece_bytes: int, room: Callable[[], int] | None = None
+    ) -> None:
+        self._room = room
         self._transfers = transfers
         self.piece_bytes = piece_bytes
         self.stride_bytes = min(piece_bytes, transfers.limits.max_restoring_bytes // 4)
@@ -174,8 +180,11 @@ class Prefetcher:
         transfers = self._transfers
         limits = transfers.limits
         window, most_bytes = limits.max_restoring_bytes, self.most_bytes
-        if most_bytes is not None and most_bytes < window and not limits.names_window:
-            window = most_bytes
+        if not limits.names_window:
+            if self._room is not None:
+                window = sys.maxsize
+            elif most_bytes is not None and most_bytes < window:
+                window = most_bytes
         self.stride_bytes = min(self.piece_bytes, window // 4)
         if not transfers.counts.spilled:
             return  # all that was saved in this step is on the device
@@ -186,9 +195,14 @@ class Prefetcher:
                 return  # what is read after one that is not known is further away than a window
             while (found := coming.look(window, self.piece_bytes)) is not None:
                 fetch, keep, sizes = found
+                # above the mark what is on its way out leaves, and is looked at again
+                if keep and self._room is not None and self._room() <= 0:
+                    return
                 for block in keep:
                     transfers.reclaim(block)
                 if fetch:
+                    if self._room is not None and sum(block.nbytes for block in fetch) > self._room():
+                        return
                     later = partial(_read_later, chunks, rank, fetch[-1].touch)
                     if transfers.restore(fetch, Priority.SPECULATIVE, later) is None:
                         return

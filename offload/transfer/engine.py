@@ -64,7 +64,7 @@ import torch
 from offload.device import CopyPair
 from offload.errors import OffloadError
 from offload.ids import owner_of
-from offload.memory.arena import Block, HostArena
+from offload.memory.arena import Block, HostArena, HostLender
 from offload.transfer.admission import Direction, Limits, Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.buffers import Buffers
@@ -89,13 +89,14 @@ class TransferEngine(Buffers):
         self.audit = audit
 
     # -- out -------------------------------------------------------------------------------------------------
-    def spill(self, blocks: Sequence[DeviceBlock]) -> Transfer | None:
+    def spill(self, blocks: Sequence[DeviceBlock], hosts: HostLender | None = None) -> Transfer | None:
         """Send the blocks' bytes to the host, as one piece under one event. Blocks the host: never.
 
         blocks: saved on one lane, which need not be the current one. RESIDENT ones leave; others are passed
             over. One that gets no host block stays RESIDENT and is counted as refused; so do all of a piece
             that admission denies, and one saved on the other side of a capture's boundary: a graph copies
             what was computed in it.
+        hosts: whose host bytes they go to; None for the arena's. Others do not go on to a disk.
         Returns the transfer in flight, None if nothing left. Raises CaptureError in a capture that no region
         watches.
         Order: [Order: spill], [Order: reuse].
@@ -122,26 +123,26 @@ class TransferEngine(Buffers):
             nbytes += block.nbytes
         if not due:
             return None
-        owner = owner_of(due[0].group)
+        owner, lender = owner_of(due[0].group), self.arena if hosts is None else hosts
         lease = self.copier.ask(nbytes, Direction.D2H, owner, Priority.BACKGROUND)
         if lease is None:
             self._refuse(*due)
             return None
         compute, d2h, copying = due[0].lane or device.compute, device.d2h, self._sources
         leaving: list[DeviceBlock] = []
-        hosts: list[Block] = []
+        taken: list[Block] = []
         sources: list[torch.Tensor] = []
         pairs: list[CopyPair] = []
         waited: set[int] = set()
         nbytes = 0
         try:
             for block, storage in zip(due, storages, strict=True):
-                host = self.arena.take(block.nbytes)
+                host = lender.take(block.nbytes)
                 if host is None:
                     self._refuse(block)
                     self._note_wanted(block)
                     continue
-                hosts.append(host)
+                taken.append(host)
                 if capture is not None:
                     capture.host_blocks.append(host)
                 leaving.append(block)
@@ -158,7 +159,7 @@ class TransferEngine(Buffers):
                 capture.forked[d2h] = None
                 self._captured.extend(leaving)
             device.wait(d2h, device.record(compute), "spill")
-            for source, host in zip(sources, hosts, strict=True):
+            for source, host in zip(sources, taken, strict=True):
                 for last_use in host.after:
                     if id(last_use) not in waited:
                         waited.add(id(last_use))
@@ -171,19 +172,19 @@ class TransferEngine(Buffers):
         except BaseException:
             # all blocks stay; some copies may have been issued. In a capture the region has the host blocks
             broken_off = None
-            if hosts and capture is None:
-                for host in hosts:
+            if taken and capture is None:
+                for host in taken:
                     for last_use in host.after:
                         device.wait(d2h, last_use, "reuse")
                 broken_off = device.record(d2h)
                 device.wait(compute, broken_off, "settle")
-                for host in hosts:
-                    self.arena.give_back(host, broken_off)
+                for host in taken:
+                    lender.give_back(host, broken_off)
             lease.done(broken_off)
             raise
         transfer = Transfer(tuple(leaving), tuple(sources), compute, event, nbytes, capture)
         del source, sources, parts, pairs  # the transfer's alone: it may be settled below
-        for block, host in zip(leaving, hosts, strict=True):
+        for block, host in zip(leaving, taken, strict=True):
             block.state = BlockState.SPILLING  # it was RESIDENT above
             block.device_bytes = None
             block.host, block.event, block.transfer, block.copies = host, event, transfer, 1
@@ -191,7 +192,7 @@ class TransferEngine(Buffers):
             if self.audit and capture is None:  # every replay writes other bytes
                 device.synchronize(event)
                 block.checksum = _checksum(host)
-        if self.disk is not None and capture is None:
+        if self.disk is not None and capture is None and hosts is None:
             self.disk.put(leaving)
         self._spilling.append(transfer)
         self.resident_bytes -= nbytes

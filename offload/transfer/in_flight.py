@@ -35,8 +35,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Self
 
 from offload.device import Device, Lane
 from offload.ids import ChunkId
@@ -66,10 +66,18 @@ class TransferCounts:
     refused_bytes: int = 0
     wanted_peak_bytes: int = 0  # lent and refused together, at a refusal: what the host would have to hold
     stall_count: int = 0
+    retries: int = 0  # allocations of ours that failed, for which room was made
     device_bytes_peak: int = 0
     largest_bytes: int = 0  # of the storages so far, when they were saved
     replays: int = 0
     replayed_bytes: int = 0
+
+    def __add__(self, other: Self) -> Self:
+        """Of two clients whose saves a step ended one after the other: sums, and peaks."""
+        found = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        for name in ("wanted_peak_bytes", "device_bytes_peak", "largest_bytes"):
+            found[name] = max(getattr(self, name), getattr(other, name))
+        return type(self)(**found)
 
 
 class InFlight:
@@ -101,6 +109,8 @@ class InFlight:
         self.stalls: list[Stall] = []  # of this step
         self._stalls_before: list[Stall] = []
         self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
+        # of clients that keep what could leave: send it, and release it
+        self.relievers: list[Callable[[], None]] = []
 
     # -- counts ----------------------------------------------------------------------------------------------
     @property
@@ -197,7 +207,7 @@ class InFlight:
                 host = None
             block.host = block.event = block.transfer = None  # its chunk keeps the block to the step's end
             if host is not None and block.capture is None:  # else its region holds it
-                self.arena.give_back(host, event)
+                (host.lender or self.arena).give_back(host, event)
 
     # -- room ------------------------------------------------------------------------------------------------
     def _make_room(self, nbytes: int, may_settle: Callable[[Transfer], bool] | None = None) -> bool:
@@ -225,7 +235,7 @@ class InFlight:
         if device_cap is None or over_bytes <= 0 or may_settle is not None:
             return over_bytes <= 0
         self._release_reclaimed(device_cap - nbytes)
-        return self._drop_furthest(self.device_bytes + nbytes - device_cap)
+        return self.drop_furthest(self.device_bytes + nbytes - device_cap)
 
     def _release_reclaimed(self, device_bytes: int) -> None:
         """Settle spills whose blocks were reclaimed and have not been read, the oldest first, until no more
@@ -244,7 +254,14 @@ class InFlight:
             if transfer.nbytes > bytes_before:
                 self.settle_spill(transfer)
 
-    def _drop_furthest(self, nbytes: int) -> bool:
+    def settle_oldest(self) -> bool:
+        """Settle the oldest spill in flight, whosever it is; False if there is none."""
+        if not self._spilling:
+            return False
+        self.settle_spill(self._spilling[0])
+        return True
+
+    def drop_furthest(self, nbytes: int) -> bool:
         """Drop at least `nbytes` of what was fetched ahead, the latest fetched first, as it is read last.
         Returns False if fewer bytes were fetched ahead."""
         while nbytes > 0 and self._ahead:
@@ -307,7 +324,7 @@ class InFlight:
                 if self.disk is not None and block.stored is not None:
                     self.disk.forget(block)
                 elif block.host is not None:
-                    self.arena.give_back(block.host, block.event)
+                    (block.host.lender or self.arena).give_back(block.host, block.event)
                 block.host = None
         transfer.blocks = transfer.keepalive = ()
 

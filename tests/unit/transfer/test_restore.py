@@ -268,7 +268,7 @@ def test_what_was_fetched_ahead_and_not_read_is_forgotten_with_its_step() -> Non
     y = gone(4, rig)
     first, second, *_ = rig.blocks()
     rig.transfers.restore([first], Priority.SPECULATIVE)
-    rig.transfers._drop_furthest(KIB)
+    rig.transfers.drop_furthest(KIB)
     rig.transfers.restore([second], Priority.SPECULATIVE)
     assert rig.transfers.dropped
     assert rig.transfers._ahead

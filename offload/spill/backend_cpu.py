@@ -1,11 +1,11 @@
-"""Host buffers in a few fixed sizes: the pool of the watermark runtime (S0-19 to S0-34). The engine borrows
-blocks from the arena and does not use it; it serves callers who know it.
+"""Host buffers in a few fixed sizes: where order="reactive" of the watermark runtime puts what it spills.
 
-It serves what the exact-shape pool cannot, tensors whose sizes vary: any buffer of a class serves any request
-that fits. One invariant: a slab goes back to the class it was made for, whatever it served. The pool never
-grows beyond its slab counts.
+It serves tensors whose sizes vary: any buffer of a class serves any request that fits. One invariant: a slab
+goes back to the class it was made for, whatever it served. The pool never grows beyond its slab counts;
+order="forecast" takes its host bytes from the arena, which grows.
 
-Slabs are backed when first used, or all at once by `reserve`; after that nothing is pinned in a step.
+Slabs are backed when first used, or all at once by `reserve`; after that nothing is pinned in a step. The
+transfer engine borrows from it by `take` and `give_back`, as it does from the arena.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import suppress
 
 import torch
 
-from offload.compat.tensor_pool import SubPool
 from offload.device.base import Device, Event
 from offload.errors import HostBudgetError, PoolError
-from offload.memory.arena import HostArena
+from offload.memory.arena import Block, HostArena
+from offload.memory.sub_pool import SubPool
 
 __all__ = ["CPUSpillBackend"]
 
@@ -66,6 +66,7 @@ class CPUSpillBackend:
         # by data pointer: slabs are the pool's own and never move
         self._lent: dict[int, tuple[SubPool, torch.Tensor]] = {}
         self._unpooled: dict[int, torch.Tensor] = {}
+        self._unpooled_in_use: list[tuple[torch.Tensor, Event]] = []  # released; a copy may still read them
         self._lock = threading.Lock()
         self.pool_hits = self.pool_misses = 0
 
@@ -103,19 +104,44 @@ class CPUSpillBackend:
                     self._lent[slab.data_ptr()] = pool, slab
                     return slab[:nbytes]
             self.pool_misses += 1
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            buffer = self._plain(nbytes)
             self._unpooled[buffer.data_ptr()] = buffer
             return buffer
+
+    def _plain(self, nbytes: int) -> torch.Tensor:
+        """Unpinned memory. The simulated device knows host memory by having given it."""
+        device = self._event_device
+        self._unpooled_in_use = [
+            (old, event) for old, event in self._unpooled_in_use if not self._over(event)
+        ]
+        if device is not None and not device.pins:
+            return device.host_memory(nbytes, nbytes).pieces[0]
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _over(self, event: Event) -> bool:
+        return self._event_device is not None and self._event_device.poll(event)
+
+    def take(self, nbytes: int) -> Block:
+        """As HostLender: `allocate`, for the transfer engine. Blocks the host: as `allocate`."""
+        return Block(nbytes, (self.allocate(nbytes),), (), (), (), self)
+
+    def give_back(self, block: Block, after: Event | None) -> None:
+        """As HostLender: `release`."""
+        self.release(block.extents[0], after=after)
 
     def release(self, buffer: torch.Tensor, *, after: Event | None = None) -> None:
         """End the loan, by the buffer's data pointer. Order: [Order: reuse of a pinned block].
 
         after: the last copy that was issued from or to the buffer; its slab is not lent again before that has
-        passed. Raises PoolError for a buffer that is not on loan. An unpinned one is dropped.
+        passed. Raises PoolError for a buffer that is not on loan. An unpinned one is dropped, once that copy
+        has passed.
         """
         pointer = buffer.data_ptr()
         with self._lock:
-            if self._unpooled.pop(pointer, None) is not None:
+            unpooled = self._unpooled.pop(pointer, None)
+            if unpooled is not None:
+                if after is not None and not self._over(after):
+                    self._unpooled_in_use.append((unpooled, after))
                 return
             if pointer not in self._lent:
                 nbytes = buffer.numel() * buffer.element_size()
@@ -153,6 +179,7 @@ class CPUSpillBackend:
                     f"{len(self._lent)} slabs of {lent_bytes:,} bytes are lent, of {self.total_bytes:,}; "
                     "release them before clear"
                 )
+            self._unpooled_in_use.clear()
             for pool, _ in self._classes:
                 pool.release_free()
 

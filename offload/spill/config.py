@@ -1,0 +1,156 @@
+"""What the watermark runtime can be told, checked before anything is built.
+
+One invariant: a config that exists is valid. Names and defaults are the source system's; `_mb` means MiB
+(1,048,576 bytes).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from offload.described import described
+from offload.sizes import is_count
+
+__all__ = ["MIB", "ActivationConfig", "Order"]
+
+MIB = 1 << 20
+
+Order = Literal["forecast", "reactive"]
+
+_WAY = ("memory", "stagehand", "activation_stagehand")
+"""Where the fields lie in a config file of the source system."""
+
+
+@described
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationConfig:
+    """Marks, caps and telemetry of one `ActivationRuntime`."""
+
+    enabled: bool = True
+    """False: no hook is installed, and nothing is counted or written."""
+
+    order: Order = "forecast"
+    """What leaves, and when. "forecast": the oldest saved tensors, as early as the allocation curve of
+    earlier steps says that they will have to; they come back ahead of their reader, the device waits and the
+    host does not, host memory grows. "reactive": the source's letter: the tensor that is being saved, once
+    the high mark is reached; one copy in flight, finalized on the host; a fixed pool."""
+
+    vram_high_watermark_mb: float = 20000
+    """MiB. Spilling starts at this much allocated device memory. It bounds what is allocated when a tensor is
+    saved or read; what an operator uses for itself comes on top."""
+
+    vram_low_watermark_mb: float = 16000
+    """MiB. Spilling that has started stops below it. Equal marks are the plain rule: at the mark or above a
+    tensor leaves, below it none does."""
+
+    pinned_pool_classes_mb: tuple[int, ...] = (1, 4, 16, 64, 256)
+    """MiB, ascending: sizes of the slabs of the fixed pool. order="reactive" only."""
+
+    slabs_per_class: int | tuple[int, ...] = (512, 2, 2, 2, 2)
+    """How many slabs of each size; one number counts for every size. order="reactive" only."""
+
+    max_inflight_d2h: int = 1
+    """Spills in flight, with order="reactive". 0: nothing leaves. With "forecast" the mark bounds them, or
+    `max_spilling_bytes` of the engine's config where that names a cap."""
+
+    max_inflight_h2d: int = 1
+    """Restores in flight, with order="reactive", 1 or more: each is fetched when it is read, and its reader
+    waits for it, so there is never a second one. With "forecast" see `restore_ahead`."""
+
+    inline_finalize: bool = True
+    """With order="reactive", a spill past the cap waits for those in flight. False: it is kept instead; for
+    measuring what that costs."""
+
+    restore_ahead: bool = True
+    """With order="forecast": fetch what is read next in the room below the high mark. False: each tensor
+    comes back when it is read; for measuring what that costs."""
+
+    debug_checksums: bool = False
+    """Compare the CRC32 of each host copy at its spill and at its restore; a mismatch is an error. Blocks the
+    host, and holds for all clients of the engine."""
+
+    telemetry_enabled: bool = True
+    """Write one JSON line a step, and start torch's peak of allocated memory anew with each step."""
+
+    telemetry_file: str = "activation_telemetry.jsonl"
+    """Where to; lines are appended."""
+
+    recompute_threshold_bytes: int = 0
+    """Bytes. A smaller tensor is kept, or recomputed where a checkpoint does that; it is never spilled."""
+
+    min_numel: int | None = None
+    """Elements. A smaller tensor is not looked at. None: 1 with order="reactive", else 512."""
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(Order):
+            raise ValueError(
+                f"order is {self.order!r}, must be one of {', '.join(map(repr, get_args(Order)))}"
+            )
+        high, low = self.vram_high_watermark_mb, self.vram_low_watermark_mb
+        for name, value in (("vram_high_watermark_mb", high), ("vram_low_watermark_mb", low)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{name} is {value!r}, must be a number of MiB above 0")
+        if high < low:
+            raise ValueError(
+                f"vram_high_watermark_mb is {high:g} and vram_low_watermark_mb {low:g}: spilling would stop "
+                "above where it starts; lower the low mark, or give both the same value for one plain mark"
+            )
+        for name in ("max_inflight_d2h", "recompute_threshold_bytes"):
+            _check_count(name, getattr(self, name), 0)
+        _check_count("max_inflight_h2d", self.max_inflight_h2d, 1)
+        if self.min_numel is not None:
+            _check_count("min_numel", self.min_numel, 0)
+        for name in ("pinned_pool_classes_mb", "slabs_per_class"):
+            value = getattr(self, name)
+            if isinstance(value, list):  # as JSON has it
+                object.__setattr__(self, name, tuple(value))
+
+    @property
+    def high_bytes(self) -> int:
+        return int(self.vram_high_watermark_mb * MIB)
+
+    @property
+    def low_bytes(self) -> int:
+        return int(self.vram_low_watermark_mb * MIB)
+
+    @property
+    def min_elements(self) -> int:
+        """Of a tensor that is looked at."""
+        if self.min_numel is not None:
+            return self.min_numel
+        return 1 if self.order == "reactive" else 512
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any]) -> Self:
+        """From a JSON file of the source system, or from what such a file holds:
+        {"memory": {"strategy": "stagehand", "stagehand": {"activation_stagehand": {...}}}}. Lists count as
+        tuples; fields that are left out have their defaults. Raises ValueError for another strategy, a field
+        that is not known, or a value that cannot be."""
+        where = "the config" if isinstance(source, Mapping) else f"{source}"
+        found: Any = source if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+        for depth, name in enumerate(_WAY):
+            if not isinstance(found, Mapping) or name not in found:
+                raise ValueError(
+                    f"{where} has no {'.'.join(_WAY[: depth + 1])}; the fields of the watermark runtime are "
+                    f"expected in {'.'.join(_WAY)}"
+                )
+            found = found[name]
+            if name == "memory" and (strategy := found.get("strategy", "stagehand")) != "stagehand":
+                raise ValueError(f"{where} has memory.strategy {strategy!r}, must be 'stagehand'")
+        known = {one.name for one in fields(cls)}
+        unknown = sorted(found.keys() - known)
+        if unknown:
+            raise ValueError(
+                f"{where} has fields that are not known: {', '.join(unknown)}; known are "
+                f"{', '.join(sorted(known))}"
+            )
+        return cls(**found)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not is_count(value, least):
+        raise ValueError(f"{name} is {value!r}, must be a whole number, {least} or more")

@@ -1,0 +1,78 @@
+"""One managed forward: what it saved, how much of that may leave now, and where its reads stand.
+
+One invariant: no block leaves while the operator that saved it may still write it. rrelu saves its noise and
+draws it afterwards; such an operator saves a tensor that requires no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.ids import ForwardId, GroupId
+from offload.saved.chunk import SavedChunk, SavedGroup
+from offload.spill.curve import CurveRecorder, Forecast
+from offload.transfer.block import DeviceBlock
+
+__all__ = ["CLIENT", "Forward"]
+
+CLIENT = "watermark"
+
+_sequence_nr = torch._C._autograd._get_sequence_nr
+
+
+class Forward:
+    """number: of the forwards of its step that saved something; None until this one has. running: inside
+    `managed_forward`. being_read: its backward has begun. spilled: blocks that left and were not read so far.
+    next: position of the first block that may still have to leave. ends: step ends that it has outlived."""
+
+    __slots__ = (
+        "_complete",
+        "_operator",
+        "_unwritten",
+        "being_read",
+        "chunk",
+        "ends",
+        "forecast",
+        "group",
+        "next",
+        "number",
+        "recorder",
+        "running",
+        "spilled",
+    )
+
+    def __init__(self, chunk_id: ForwardId, levels: list[int]) -> None:
+        self.chunk = SavedChunk(chunk_id)
+        self.group = SavedGroup(GroupId(chunk_id, 0, "saved", CLIENT), leaves=True, waits=True)
+        self.number: int | None = None
+        self.recorder = CurveRecorder(levels)
+        self.forecast = Forecast(())
+        self.running = True
+        self.being_read = False
+        self.spilled: set[DeviceBlock] = set()
+        self.next = 0
+        self.ends = 0
+        self._operator = -1  # autograd's number of the one that saves
+        self._unwritten = False
+        self._complete = 0  # blocks of operators before it
+
+    def note_save(self, tensor: torch.Tensor) -> None:
+        """An operator is about to save `tensor`."""
+        operator = _sequence_nr()
+        if operator != self._operator:
+            self._operator, self._unwritten = operator, False
+            self._complete = len(self.chunk.blocks)
+        if not tensor.requires_grad:
+            self._unwritten = True
+
+    @property
+    def written(self) -> int:
+        """How many of its blocks, from the first on, have the bytes that they will be read with."""
+        if self.running and self._unwritten and _sequence_nr() == self._operator:
+            return self._complete
+        return len(self.chunk.blocks)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it can be read any more."""
+        return not self.running and next(self.chunk.living(), None) is None

@@ -1,0 +1,81 @@
+"""The scope of one managed forward: autograd's saves inside go to the runtime's scheduler.
+
+One invariant: leaving the context removes exactly what entering it installed, also after an exception. The
+hooks are the engine's one pair: a group's scope inside is asked first, and what it does not take comes here;
+inside a checkpoint, torch's own hooks get all tensors.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from offload.compile.untraced import untraced
+from offload.engine import OffloadEngine
+from offload.saved.handles import Handle
+from offload.saved.hooks import InstalledScope
+from offload.spill.forward import Forward
+from offload.spill.scheduler import ActivationScheduler
+
+__all__ = ["ActivationHookContext", "ManagedForwards"]
+
+
+class ManagedForwards(Protocol):
+    """Who begins and ends forwards."""
+
+    engine: OffloadEngine
+    scheduler: ActivationScheduler
+    min_elements: int
+
+    def begin_forward(self) -> Forward: ...
+
+    def end_forward(self, forward: Forward) -> None: ...
+
+    def explain(self, error: torch.OutOfMemoryError) -> None: ...
+
+
+class _SpillScope:
+    """As Scope: takes every eligible tensor that the scheduler wants."""
+
+    __slots__ = ("_forward", "_scheduler", "min_elements")
+
+    def __init__(self, scheduler: ActivationScheduler, forward: Forward, min_elements: int) -> None:
+        self._scheduler = scheduler
+        self._forward = forward
+        self.min_elements = min_elements
+
+    def take(self, tensor: torch.Tensor) -> Handle | None:
+        return self._scheduler.take(self._forward, tensor)
+
+    def note_replayed(self, tensor: torch.Tensor) -> None:
+        """As Scope: memory of CUDA graphs that torch.compile records never leaves."""
+
+
+class ActivationHookContext:
+    """What `managed_forward` returns. It may be entered again, nested too: each time is a forward of its own.
+
+    An out-of-memory error of an operator inside gets a note of what was spilled, and what could have been.
+    """
+
+    def __init__(self, runtime: ManagedForwards) -> None:
+        self._runtime = runtime
+        self._entered: list[tuple[Forward, InstalledScope]] = []
+
+    @untraced
+    def __enter__(self) -> None:
+        runtime = self._runtime
+        forward = runtime.begin_forward()
+        scope = _SpillScope(runtime.scheduler, forward, runtime.min_elements)
+        self._entered.append((forward, runtime.engine.hooks.push(scope)))
+
+    @untraced
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        forward, installed = self._entered.pop()
+        self._runtime.engine.hooks.pop(installed)
+        self._runtime.end_forward(forward)
+        if isinstance(error, torch.OutOfMemoryError):
+            self._runtime.explain(error)

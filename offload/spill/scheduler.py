@@ -1,0 +1,147 @@
+"""What leaves the device and when: what both orders have in common.
+
+One invariant: a scheduler decides; `transfer.py` asks the engine to move. All calls are made under the
+engine's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.engine import OffloadEngine
+from offload.saved.handles import Handle
+from offload.spill.budget import ActivationBudgetManager
+from offload.spill.checkpoint import CheckpointCoordinator
+from offload.spill.forward import Forward
+from offload.spill.registry import ActivationRegistry
+from offload.spill.transfer import ActivationTransfer
+from offload.transfer.block import BlockState, DeviceBlock
+
+__all__ = ["ActivationScheduler", "Parts", "SpillCounts"]
+
+_RESIDENT = BlockState.RESIDENT
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a scheduler works with."""
+
+    engine: OffloadEngine
+    budget: ActivationBudgetManager
+    transfer: ActivationTransfer
+    registry: ActivationRegistry
+    coordinator: CheckpointCoordinator
+
+
+@dataclass(slots=True)
+class SpillCounts:
+    """Of one step; the fields are those of the metrics."""
+
+    kept: int = 0  # reactive: saves that made no record
+    saved: int = 0  # records
+    spilled: int = 0
+    restored: int = 0
+    spill_bytes: int = 0
+    restore_bytes: int = 0
+    logical_bytes: int = 0
+    storage_bytes: int = 0
+    released_bytes: int = 0
+    forecast_bytes: int = 0
+    latched_bytes: int = 0
+    forwards_lost: int = 0
+    times_over: int = 0
+
+
+class ActivationScheduler:
+    """forwards: those of this step, and earlier ones of which something can still be read."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.engine = parts.engine
+        self.budget = parts.budget
+        self.transfer = parts.transfer
+        self.registry = parts.registry
+        self.coordinator = parts.coordinator
+        self.counts = SpillCounts()
+        self.forwards: list[Forward] = []
+        self.levels: list[int] = []
+        self._numbered = 0
+
+    # -- what happens ----------------------------------------------------------------------------------------
+    def take(self, forward: Forward, tensor: torch.Tensor) -> Handle | None:
+        """An eligible tensor is being saved. None: it stays, without a record."""
+        raise NotImplementedError
+
+    def read(self, forward: Forward, handle: Handle) -> None:
+        """A saved tensor has been read."""
+        block = handle.record.block
+        if block in forward.spilled:
+            forward.spilled.discard(block)
+            self.counts.restored += 1
+            self.counts.restore_bytes += block.nbytes
+
+    def forward_ends(self, forward: Forward) -> None:
+        """Nothing more is saved in it."""
+        forward.running = False
+        forward.chunk.complete()
+
+    def relieve(self) -> None:
+        """An allocation of the engine has failed: send what can leave. Its caller settles the copies."""
+
+    def end_step(self, ending: Sequence[Forward]) -> SpillCounts:
+        """ending: forwards that are over. Returns the step's counts."""
+        self.forwards = [forward for forward in self.forwards if forward not in ending]
+        counts, self.counts = self.counts, SpillCounts()
+        self._numbered = 0
+        self.levels = []
+        return counts
+
+    # -- for both --------------------------------------------------------------------------------------------
+    def can_take(self) -> bool:
+        """False in a capture: a graph's memory is never given back, so nothing of it has to leave."""
+        transfers = self.engine.transfers
+        return transfers.capture is None and not transfers.device.is_capturing()
+
+    def save(self, forward: Forward, tensor: torch.Tensor) -> tuple[Handle, bool]:
+        """A record of the tensor, whose bytes stay for now; and whether it is a new one."""
+        if forward.number is None:
+            forward.number = self._numbered
+            self._numbered += 1
+            self.begins(forward)
+        forward.note_save(tensor)
+        records = len(forward.group.blocks)
+        handle = self.engine.store.save(tensor, forward.chunk, forward.group)
+        self.registry.create(handle, tensor.device)
+        counts = self.counts
+        counts.logical_bytes += tensor.nbytes
+        is_new = len(forward.group.blocks) > records
+        if is_new:
+            counts.saved += 1
+            counts.storage_bytes += tensor.untyped_storage().nbytes()
+        return handle, is_new
+
+    def begins(self, forward: Forward) -> None:
+        """It has a number, and is about to make its first save."""
+
+    def may_leave(self, block: DeviceBlock) -> bool:
+        """Whether its bytes are here, are to be read, and have no copy on the host."""
+        return (
+            block.state is _RESIDENT
+            and not block.is_freed
+            and block.unread > 0
+            and block.host is None
+            and block.stored is None
+            and block.device_bytes is not None
+            and self.coordinator.may_spill(block.nbytes)
+        )
+
+    def send(self, forward: Forward, blocks: Sequence[DeviceBlock]) -> int:
+        """Spill these, of one forward; the bytes that do leave."""
+        left = self.transfer.spill(blocks)
+        nbytes = sum(block.nbytes for block in left)
+        forward.spilled.update(left)
+        self.counts.spilled += len(left)
+        self.counts.spill_bytes += nbytes
+        return nbytes
