@@ -27,6 +27,7 @@ recompute makes again, and the second recompute of a split backward, in its W.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,16 +38,16 @@ from offload.policy.actions import Action, ChunkKey, Life, Rates, lives_of
 from offload.policy.linear import Ranges, Rows, Solution, minimise
 from offload.policy.menu import Block, Host, Level
 
-__all__ = ["ChunkBlocks", "MixedBound", "action_seconds", "host_seconds", "least_mixed_step"]
+__all__ = ["ChunkBlocks", "MixedBound", "action_seconds", "host_seconds", "least_mixed_step", "num_flows"]
 
 ChunkBlocks = Mapping[ChunkKey, Sequence[Block]]
 """Each chunk's blocks in forward order."""
 
 _MOST_SLICES = 16
 """Of one action: with a slice for each block the program sees where in a chunk it gives up what."""
-_MOST_FLOWS = 2500
-"""Chunks times slices of their lives, about: the time to solve grows faster than they do, and is about 0.1 s
-for so many."""
+_MOST_FLOWS = 1500
+"""Chunks times slices of their lives: the time to solve grows faster than they do, and is about 0.3 s for so
+many. In a longer step neighbouring actions are one slice, of which less is asked."""
 _MOVED_COST = 1e-4
 """Of a byte that leaves, beside the time in which it does: of equal plans, that which moves least."""
 
@@ -93,6 +94,11 @@ def action_seconds(
     ]
 
 
+def num_flows(actions: Sequence[Action]) -> int:
+    """How large the program is with a slice for each action: chunks times actions of their lives."""
+    return sum(life.last_read - life.forward + 1 for life in lives_of(actions).values())
+
+
 def host_seconds(actions: Sequence[Action], blocks: ChunkBlocks, host: Host) -> float:
     """What the host takes for a step of plain blocks that moves nothing."""
     chunks = (action.chunk for action in actions if action.kind == "F")
@@ -115,8 +121,8 @@ def least_mixed_step(
 
     cap_bytes: what saved activations may take on the device. rest_s: device seconds of each action outside
         the blocks. host: None for a host that is never late. host_limit_bytes: what may be away at once.
-    slices: parts of an action at most; None for as many as stay affordable. More are nearer to the truth,
-        from below.
+    slices: parts of an action at most, as far as they stay affordable; None for one for each block. More are
+        nearer to the truth, from below.
     as_engine: count what only an engine needs, too; no lower bound then.
 
     Raises ValueError for an order, a cap or a host limit that cannot be, ImportError without scipy.
@@ -129,9 +135,7 @@ def least_mixed_step(
     if slices is not None and slices < 1:
         raise ValueError(f"slices is {slices}; give 1 or more, or None")
     action_s = action_seconds(actions, blocks, rest_s)
-    program = _Program(
-        actions, blocks, rates, rest_s, slices or _affordable_slices(actions, blocks), as_engine
-    )
+    program = _Program(actions, blocks, rates, rest_s, slices or _MOST_SLICES, as_engine)
     program.limit(cap_bytes, host_limit_bytes)
     if host is not None:
         program.limit_host(host, host_seconds(actions, blocks, host))
@@ -194,18 +198,23 @@ class _Program:
         self._as_engine = as_engine
         self._ranges: Ranges = []
         self._at_most, self._equal = Rows(), Rows()
+        flows = num_flows(actions)
+        slices = max(1, min(slices, _MOST_FLOWS // max(1, flows)))
         self._cuts = {chunk: _cut(own, slices) for chunk, own in self._blocks.items()}
         counts = [max(1, len(self._cuts[action.chunk])) for action in actions]
-        self._first = [0, *accumulate(counts)]
-        self._seconds: list[list[tuple[int, float]]] = []  # recompute seconds of each slice, by column
-        for action, count in zip(actions, counts, strict=True):
+        merged = math.ceil(flows / _MOST_FLOWS) or 1
+        self._first = [at // merged for at in range(len(actions))] if merged > 1 else [0, *accumulate(counts)]
+        self._num_slices = num_slices = self._first[-1] + (merged > 1)
+        compute_s = [0.0] * num_slices
+        for action, first, count in zip(actions, self._first, counts, strict=False):
             cut = self._slices_of(action)
             for place in range(count):
                 own = cut[place] if cut else []
                 seconds = sum(_block_seconds(block, action, self._lives[action.chunk]) for block in own)
-                self._ranges.append(((seconds + rest_s.get(action, 0.0) / count) / self._time_unit, None))
-                self._seconds.append([])
-        num_slices = self._first[-1]
+                compute_s[first + place] += seconds + rest_s.get(action, 0.0) / count
+        self._ranges += [(seconds / self._time_unit, None) for seconds in compute_s]
+        # recompute seconds of each slice, by column
+        self._seconds: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]
         self._outs: list[list[int]] = [[] for _ in range(num_slices)]
         self._ins: list[list[int]] = [[] for _ in range(num_slices)]
         self._aways: list[list[int]] = [[] for _ in range(num_slices)]
@@ -244,12 +253,12 @@ class _Program:
                     self._at_most.add([(away, 1.0) for away in aways], limit)
 
     def limit_host(self, host: Host, plain_s: float) -> None:
-        row = [(column, -1.0) for column in range(self._first[-1])]
+        row = [(column, -1.0) for column in range(self._num_slices)]
         row += [(column, seconds / self._time_unit) for column, seconds in self._host_costs(host)]
         self._at_most.add(row, -plain_s / self._time_unit)
 
     def solve(self, compute_s: float, host: Host | None, host_plain_s: float) -> MixedBound | None:
-        durations = range(self._first[-1])
+        durations = range(self._num_slices)
         costs = dict.fromkeys(durations, 1.0)
         leaving = [out for outs in self._outs for out in outs]
         if self._as_engine:  # no bound: one program for both aims is near enough
@@ -417,7 +426,7 @@ class _Program:
                 for kind in part:
                     for column, level in kind.levels():
                         self._seconds[at].append((column, level.recompute_s / self._time_unit))
-                        if self._as_engine and level.made_again_bytes:
+                        if self._as_engine and level.made_again_bytes and at:
                             # one block is recomputed at a time
                             room = level.made_again_bytes / kind.num / len(part) / self._byte_unit
                             self._again[at - 1].append((column, room))
@@ -433,13 +442,6 @@ def _cut(blocks: Sequence[Block], slices: int) -> list[Sequence[Block]]:
     """The blocks in at most so many parts of about as many each."""
     count = min(slices, len(blocks))
     return [blocks[len(blocks) * at // count : len(blocks) * (at + 1) // count] for at in range(count)]
-
-
-def _affordable_slices(actions: Sequence[Action], blocks: ChunkBlocks) -> int:
-    # an action of every chunk's life has about as many slices as its own
-    lifetime = sum(life.last_read - life.forward + 1 for life in lives_of(actions).values())
-    most = max((len(blocks[action.chunk]) for action in actions), default=1)
-    return max(1, min(_MOST_SLICES, most, _MOST_FLOWS // max(1, lifetime)))
 
 
 def _block_seconds(block: Block, action: Action, life: Life) -> float:

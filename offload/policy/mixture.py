@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, Rates
 from offload.policy.menu import Host
-from offload.policy.mixed_bound import ChunkBlocks, MixedBound, least_mixed_step
+from offload.policy.mixed_bound import ChunkBlocks, MixedBound, least_mixed_step, num_flows
 from offload.policy.mixed_search import Levels, MixedSearch, MixtureProblem, State, Trial
 from offload.policy.simulate import Simulation
 
@@ -40,6 +40,8 @@ class _Start(NamedTuple):
 
 
 _STARTS = tuple(_Start(*start) for start in ((0.8, 0.85), (0.8, 0.7), (1.0, 0.7), (0.6, 1.0), (1.0, 0.9)))
+_FEW_FLOWS = 1000
+"""Of a longer step one start is solved: a program takes as long as many trials."""
 _SCALED_STARTS = (_Start(0.8, 0.8),)
 _SCALED_TRIALS = 8
 _BOUND_SLICES = 1
@@ -219,7 +221,8 @@ def _choose(
         )
     search.try_ends()
     if not search.is_over:
-        for start in starts:
+        few = num_flows(problem.actions) > _FEW_FLOWS
+        for start in starts[:1] if few else starts:
             search.try_bound(bound_of(start, slices=_BOUND_SLICES, as_engine=True))
         for levels in search.uniform():
             search.try_equal_amounts(levels)

@@ -19,7 +19,7 @@ from offload.policy.actions import Action, ChunkKey, GroupSize, Rates, one_f_one
 from offload.policy.bound import least_step
 from offload.policy.keeps import tail_keeps
 from offload.policy.menu import Block, Host, Level, convex
-from offload.policy.mixed_bound import action_seconds, least_mixed_step
+from offload.policy.mixed_bound import action_seconds, least_mixed_step, num_flows
 from offload.policy.mixed_search import groups_at
 from offload.policy.simulate import simulate
 
@@ -342,3 +342,21 @@ def test_what_the_weight_half_does_not_read_is_free_after_the_input_half() -> No
     assert least_mixed_step(actions, whole, rates, 14).moved_bytes == 6
     assert least_mixed_step(actions, part, rates, 14).moved_bytes == 0
     assert least_mixed_step(actions, part, rates, 13).moved_bytes == 1
+
+
+def test_a_long_steps_program_merges_actions_and_stays_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    menu = (Level("plain", 100, 0.0), Level("selective", 60, 0.2), Level("checkpoint", 10, 1.0))
+    own = [Block(menu=menu, forward_s=1.0, backward_s=2.0)] * 2
+    actions = one_f_one_b(0, 4, 12)
+    blocks = {(0, m): own for m in range(12)}
+    rates = Rates(d2h_bytes_per_s=20, h2d_bytes_per_s=20)
+    whole = least_mixed_step(actions, blocks, rates, 200)
+    assert num_flows(actions) == 2 * (5 + 6 + 7) + 6 * 8  # lives of 5 actions at both ends, 8 between
+    for most_flows in (60, 30, 10):
+        monkeypatch.setattr("offload.policy.mixed_bound._MOST_FLOWS", most_flows)
+        merged = least_mixed_step(actions, blocks, rates, 200)
+        assert merged.compute_s == whole.compute_s
+        assert whole.compute_s <= merged.step_s <= whole.step_s * (1 + 1e-6)
+        assert least_mixed_step(actions, blocks, rates, 200, as_engine=True).step_s >= merged.step_s * (
+            1 - 1e-6
+        )
