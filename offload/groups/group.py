@@ -31,7 +31,8 @@ class Group:
     logical_bytes: the same, one count a saved tensor, so that it does not depend on what shared a copy: a
         partial view does only while its storage has not left.
     slot_bytes: the same tensor by tensor, as (slot, bytes) in the order in which they were saved.
-    regions: by slot, the number of the checkpoint region whose recompute reads it. since: autograd's number
+    regions: by slot, the number of the checkpoint region whose recompute reads it. half_slots: those that the
+    weight half of a split backward reads, None where none was seen. since: autograd's number
     of the first node after its start. replayed: of saved tensors that stay because CUDA graphs of
     torch.compile own their memory, bytes by address.
     stays: the plan keeps it on the device. required: it leaves whatever the plan would keep. cost: None where
@@ -54,6 +55,7 @@ class Group:
         self.logical_bytes = 0
         self.slot_bytes: tuple[tuple[int, int], ...] = ()
         self.regions: dict[int, int] = {}
+        self.half_slots: frozenset[int] | None = None
         self.saved: SavedGroup | None = None
         self.since = 0
         self.replayed: dict[int, int] = {}

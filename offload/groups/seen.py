@@ -7,17 +7,18 @@ blocks the host: a step's times are read when a later step ends, and only if all
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.config import OffloadConfig
 from offload.device import Event
 from offload.groups.chunk import ChunkGroups
+from offload.groups.group import Group
 from offload.policy.actions import Action, ChunkKey, GroupSize
 from offload.transfer.engine import TransferEngine
 from offload.transfer.stalls import Stall, all_passed
 
-__all__ = ["SeenStep", "StepClock", "sizes_of"]
+__all__ = ["SeenStep", "StepClock", "half_bytes_of", "sizes_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,8 @@ class SeenStep:
 
     chunks: all that were begun. forward_order, backward_order: in the order of their begin. actions: as they
         were announced.
-    seconds: compute by action of an earlier step of this kind, where it was timed.
+    seconds: compute by action of an earlier step of this kind, where it was timed. idle: stages whose I reads
+    nothing.
     """
 
     chunks: Sequence[ChunkGroups]
@@ -34,6 +36,7 @@ class SeenStep:
     backward_order: Sequence[ChunkGroups]
     actions: Sequence[Action]
     seconds: dict[Action, float] | None
+    idle: Collection[int] = ()
 
     def sizes_in_backward_order(self) -> list[tuple[ChunkKey, list[GroupSize]]]:
         return [(chunk.id, sizes_of(chunk)) for chunk in self.backward_order]
@@ -50,14 +53,14 @@ class SeenStep:
     def schedule(self) -> tuple[list[Action], dict[ChunkKey, list[GroupSize]]]:
         """The actions of the chunks that were read, and their sizes."""
         sizes = dict(self.sizes_in_backward_order())
-        known = _once_each(self.actions, sizes)
+        known = _once_each(self.actions, sizes, self.idle)
         return known, {action.chunk: sizes[action.chunk] for action in known}
 
 
-def _once_each(seen: Sequence[Action], sizes: Collection[ChunkKey]) -> list[Action]:
+def _once_each(seen: Sequence[Action], sizes: Collection[ChunkKey], idle: Collection[int]) -> list[Action]:
     """What was seen, as a schedule: of a chunk the forward that its backward read, and that backward. A
     forward that was run again, a backward that was taken up twice and a chunk that was never read would only
-    confuse a plan."""
+    confuse a plan, and so would an I that reads nothing. idle: stages of those."""
     forwards: dict[ChunkKey, int] = {}
     reads: dict[ChunkKey, dict[str, int]] = {}
     for at, action in enumerate(seen):
@@ -69,7 +72,8 @@ def _once_each(seen: Sequence[Action], sizes: Collection[ChunkKey]) -> list[Acti
             reads.setdefault(chunk, {}).setdefault(action.kind, at)
     places: list[int] = []
     for chunk, kinds in reads.items():
-        wanted = ("B",) if "B" in kinds else ("I", "W")
+        halves = ("W",) if chunk[0] in idle else ("I", "W")
+        wanted = ("B",) if "B" in kinds else halves
         if chunk in sizes and all(kind in kinds for kind in wanted):
             places += [forwards[chunk], *(kinds[kind] for kind in wanted)]
     return [seen[at] for at in sorted(places)]
@@ -78,9 +82,19 @@ def _once_each(seen: Sequence[Action], sizes: Collection[ChunkKey]) -> list[Acti
 def sizes_of(chunk: ChunkGroups, part_bytes: Mapping[int, int] = {}) -> list[GroupSize]:
     """The groups' eligible bytes. part_bytes: by position, what stays of those that leave in part."""
     return [
-        GroupSize(group.name, group.total_offload_bytes - part_bytes.get(at, 0))
+        GroupSize(
+            group.name,
+            group.total_offload_bytes - part_bytes.get(at, 0),
+            half_bytes=half_bytes_of(group, group.slot_bytes),
+        )
         for at, group in enumerate(chunk.groups)
     ]
+
+
+def half_bytes_of(group: Group, slot_bytes: Iterable[tuple[int, int]]) -> int | None:
+    """Of these (slot, bytes) of a group what a weight half was seen to read; None where none was seen."""
+    slots = group.half_slots
+    return None if slots is None else sum(nbytes for slot, nbytes in slot_bytes if slot in slots)
 
 
 @dataclass(slots=True)

@@ -227,4 +227,5 @@ class StepPlanner:
     def _follow(self, seen: SeenStep, plan: TimedPlan) -> None:
         if self._engine.config.max_restoring_bytes is None:
             self._engine.limits.max_restoring_bytes = plan.restoring_room_bytes
+            self._engine.limits.half_room_bytes = plan.half_room_bytes
         self._install(seen, plan.keeps, plan.parts)

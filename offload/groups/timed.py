@@ -14,12 +14,14 @@ invariant: a trial changes what stays and how far ahead to fetch, never a result
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
+from offload.groups.seen import half_bytes_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.search import Plan, choose_keeps
 
@@ -60,11 +62,12 @@ NO_PART = Stays(frozenset(), {}, {})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPlan:
     """keeps: whole groups that stay. parts: what stays of the others, by chunk. restoring_room_bytes: how far
-    ahead to fetch."""
+    ahead to fetch. half_room_bytes: what stays between the halves of a split backward."""
 
     keeps: Keeps
     parts: Mapping[ChunkKey, Stays]
     restoring_room_bytes: int
+    half_room_bytes: int = 0
 
 
 class Trial:
@@ -148,7 +151,12 @@ def timed_plans(
             kept[key.chunk].add(key.position)
         parts = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
         whole = frozenset(GroupKey(chunk, at) for chunk, stays in parts.items() for at in stays.whole)
-        plan = TimedPlan(keeps=whole, parts=parts, restoring_room_bytes=chosen.restoring_room_bytes)
+        plan = TimedPlan(
+            keeps=whole,
+            parts=parts,
+            restoring_room_bytes=chosen.restoring_room_bytes,
+            half_room_bytes=chosen.half_room_bytes,
+        )
         logger.info(
             "plan: %d of %d units stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
             len(chosen.keeps),
@@ -195,8 +203,19 @@ def cut_into_units(groups: Sequence[Group], least_bytes: int) -> list[Unit]:
                 first_slot, nbytes = slot + 1, 0
         if nbytes or first_slot == 0:  # the rest, or a group without bytes
             own.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
+        own = own if group.half_slots is None else _with_halves(own, group)
         units += own if group.cost is None else _with_cost(own, group.cost)
     return units
+
+
+def _with_halves(units: list[Unit], group: Group) -> list[Unit]:
+    """The units of one group, each with what a weight half was seen to read of it."""
+    starts = [*(unit.first_slot for unit in units), sys.maxsize]
+    found: list[Unit] = []
+    for unit, start, stop in zip(units, starts[:-1], starts[1:], strict=True):
+        own = [(slot, nbytes) for slot, nbytes in group.slot_bytes if start <= slot < stop]
+        found.append(unit._replace(size=unit.size._replace(half_bytes=half_bytes_of(group, own))))
+    return found
 
 
 def _region_of_input(groups: Sequence[Group], position: int) -> int:

@@ -20,6 +20,7 @@ import torch
 from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
 from offload.groups.chunk import ChunkGroups
+from offload.groups.halves import HalfReads
 from offload.groups.reports import FORWARDS_WITHOUT_END, MarkReport
 from offload.groups.seen import SeenStep, StepClock
 from offload.ids import ChunkId
@@ -27,7 +28,7 @@ from offload.policy.actions import Action, Kind
 from offload.policy.lookahead import Lookahead
 from offload.saved.chunk import SavedChunk
 from offload.saved.handles import Handle
-from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads
 
 __all__ = ["ChunkTracker"]
@@ -69,9 +70,9 @@ class ChunkTracker:
         self._backward_order: list[ChunkGroups] = []
         self._reads = 0
         self._read_bytes = 0  # since the prefetch was pumped last
-        self._input_half_reads: dict[int, bool] = {}
-        self._weight_log: list[tuple[int, int]] = []
-        self._weight_reads: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._halves: defaultdict[int, HalfReads] = defaultdict(HalfReads)  # by stage
+        self._weight_log: list[DeviceBlock] = []
+        self._weight_half_waits = False  # for something that the I under way will not leave there
 
     def set_order(self, actions: Sequence[tuple[str, int, int]] | None) -> None:
         """This rank's step as ("F"|"B"|"I"|"W", virtual stage, microbatch); None goes back to what the last
@@ -111,7 +112,7 @@ class ChunkTracker:
             self._clock.stop(Action("F", stage, microbatch))
             if handler is not None:
                 handler.saved.complete()
-                if self._input_half_reads.get(stage) is False:
+                if self._halves[stage].input_reads is False:
                     # its input half reads nothing: fetch for the weight half, when the input half is over
                     handler.saved.expect(())
                 self._look_ahead()
@@ -131,6 +132,10 @@ class ChunkTracker:
             self._lookahead.advance(action)
             self._clock.start(action)
             if handler is not None and handler.begun:
+                if kind == "I":
+                    self._leave_for_weight_half(handler)
+                elif kind == "W":
+                    handler.saved.ends_here()
                 self._start_reading(handler, kind)
                 self.pump()
 
@@ -142,17 +147,15 @@ class ChunkTracker:
             self._clock.stop(Action(cast(Kind, kind), stage, microbatch))
             if handler is None or not handler.begun:
                 return
-            if kind == "I":
-                self._input_half_reads[stage] = self._reads > 0
-                if self._reads > 0:
-                    for block in handler.saved.living():
-                        if block.state is BlockState.RESTORED:
-                            self.engine.transfers.drop(block)
-                    handler.saved.expect(self._weight_reads.get(stage, ()))
-                else:
-                    handler.saved.expect_reverse()
-            elif kind == "W" and self._weight_log:
-                self._weight_reads[stage] = tuple(self._weight_log)
+            halves = self._halves[stage]
+            if kind == "I" and self._reads > 0:
+                halves.input_half_ended(handler.saved, self.engine.transfers)
+            elif kind == "I":
+                halves.input_reads = False
+                handler.saved.expect_reverse()
+            elif kind == "W":
+                halves.weight_half_ended(self._weight_log, handler.groups)
+                self._weight_log.clear()
             self._backward = None
             self._look_ahead()
             self.pump()
@@ -288,6 +291,17 @@ class ChunkTracker:
                 self._start_reading(handler, "B")
             self.pump()
 
+    def _leave_for_weight_half(self, handler: ChunkGroups) -> None:
+        """An I of this chunk begins: mark what it will leave on the device for its W."""
+        limits, room_bytes = self.engine.limits, self.engine.limits.half_room_bytes
+        following = next(self._lookahead.coming(), None)
+        is_next = following is not None and following.kind == "W" and following.chunk == handler.id
+        if room_bytes is None:
+            room_bytes = limits.max_restoring_bytes if is_next else 0
+        halves = self._halves[handler.id.stage]
+        leaves_all = halves.leave_for_weight_half(handler.saved, room_bytes)
+        self._weight_half_waits = is_next and halves.is_known and not leaves_all
+
     def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
         handler.saved.complete()
         self._backward = handler
@@ -308,8 +322,8 @@ class ChunkTracker:
             if handler is not self._backward:
                 self.reading(handler)
         self._reads += 1
-        if self._kind == "W" and block.host is not None:
-            self._weight_log.append((block.group.place, block.slot))
+        if self._kind == "W":
+            self._weight_log.append(block)
         if block.unread == 0:
             self._read_bytes += block.nbytes
             # less cannot have made room for a piece
@@ -320,7 +334,9 @@ class ChunkTracker:
         """The chunks that backwards will read next, soonest first; one whose forward runs is among them
         before it has saved anything."""
         coming = [] if self._backward is None else [self._backward.saved.coming]
-        for action in self._lookahead.coming():
+        # behind an I whose W fetches, what is read later would be fetched first
+        behind = self._kind == "I" and self._backward is not None and self._weight_half_waits
+        for action in () if behind else self._lookahead.coming():
             handler = self._handlers.get(ChunkId(*action.chunk))
             if (
                 handler is not None
@@ -359,6 +375,7 @@ class ChunkTracker:
             backward_order=[handler for handler in self._backward_order if handler not in left_out],
             actions=self._lookahead.seen,
             seconds=seconds,
+            idle=[stage for stage, halves in self._halves.items() if halves.input_reads is False],
         )
 
     def _drop_step(self) -> None:

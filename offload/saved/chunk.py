@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from offload.ids import ChunkId, GroupId
@@ -113,13 +113,22 @@ class SavedChunk:
             self.touches += 1
             block.touch = self.touches
 
+    def ends_here(self) -> None:
+        """The last pass over the graph begins: nothing stays for another one."""
+        for block in self.blocks:
+            block.reread_soon = False
+
     def expect_reverse(self) -> None:
         """The coming reads are the saves in reverse of their latest touch: a whole backward, or an input
         half."""
         self.coming.expect(sorted(self.living(), key=lambda block: -block.touch))
 
-    def expect(self, reads: Sequence[tuple[int, int]]) -> None:
+    def expect(self, reads: Iterable[tuple[int, int]]) -> None:
         """The coming reads are these (group, slot) pairs, as an earlier microbatch was seen to read them;
         none for ()."""
+        self.coming.expect(self.at(reads))
+
+    def at(self, places: Iterable[tuple[int, int]]) -> list[DeviceBlock]:
+        """The living blocks at these (group, slot) pairs, in their order, each once."""
         by_place = {(block.group.place, block.slot): block for block in self.living()}
-        self.coming.expect([by_place[place] for place in dict.fromkeys(reads) if place in by_place])
+        return [by_place[place] for place in dict.fromkeys(places) if place in by_place]

@@ -300,7 +300,7 @@ class TensorStore:
                 self._transfers.restore([block], Priority.REQUIRED)
         if storage is None:
             storage = self._transfers.ready(block)
-            if block.unread == 0:
+            if block.unread == 0 and not block.reread_soon:
                 self._transfers.drop(block)
                 if self._transfers.claimed_bytes:  # a recompute's graph holds them from here on
                     self._transfers.claimed_bytes += block.nbytes

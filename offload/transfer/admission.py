@@ -80,7 +80,9 @@ class Limits:
     """Caps of one engine, in bytes; they may change between steps. None: no cap of that kind.
 
     names_window: the config names max_restoring_bytes. bounded_elsewhere: what is in flight is bounded by a
-    client that measures the device's memory, so no cap is derived for spills.
+    client that measures the device's memory, so no cap is derived for spills. half_room_bytes: what stays of
+    a chunk between the I and the W of a split backward, of what the I brought back; None: as much as
+    max_restoring_bytes where the W is the next read, else nothing.
     """
 
     device_limit_bytes: int | None
@@ -88,6 +90,7 @@ class Limits:
     max_restoring_bytes: int
     names_window: bool
     bounded_elsewhere: bool
+    half_room_bytes: int | None
 
     def __init__(self, config: OffloadConfig) -> None:
         self.bounded_elsewhere = False
@@ -105,6 +108,7 @@ class Limits:
         self.device_limit_bytes = limit
         self.max_spilling_bytes = spilling
         self.max_restoring_bytes = restoring
+        self.half_room_bytes = None
 
 
 class _Uncounted:

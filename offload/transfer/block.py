@@ -103,6 +103,7 @@ class DeviceBlock(WeakStorage):
     readers: how many times it was saved. unread: how many of these saves have not been read in the current
         pass of a backward. pass_no: the number of that pass.
     touch: the order of its latest save, so of its first read in a backward.
+    reread_soon: a second pass follows, for which its restored bytes stay once the first has read them all.
     external: written from outside autograd; that the storage lives does not mean that its bytes are the saved
         ones.
     capture: the graph in which it was saved, and whose replays write its host block; None outside of
@@ -132,6 +133,7 @@ class DeviceBlock(WeakStorage):
     unread: int = 0
     pass_no: int = 0
     touch: int = 0
+    reread_soon: bool = False
     holders: list[Callable[[], Holder | None]] | None = None
     storages: int = 1
     checksum: int | None = None

@@ -245,12 +245,8 @@ class InFlight:
                 return
             bytes_before = transfer.nbytes
             for block in living(transfer.blocks):
-                if _is_reclaimed(block, transfer) and block.unread == block.readers:
-                    block.move_to(BlockState.SPILLING)
-                    block.device_bytes = None
-                    transfer.nbytes += block.nbytes
-                    self.spilling_bytes += block.nbytes
-                    self.resident_bytes -= block.nbytes
+                if block.unread == block.readers:
+                    self.unreclaim(block)
             if transfer.nbytes > bytes_before:
                 self.settle_spill(transfer)
 
@@ -296,6 +292,18 @@ class InFlight:
         self.resident_bytes += block.nbytes
         if block.capture is not None:
             block.host = None  # each replay writes it all the same
+
+    def unreclaim(self, block: DeviceBlock) -> None:
+        """Let a block go after all that was reclaimed and whose spill is not settled: its bytes leave the
+        device when that is. Any other block is passed over."""
+        transfer = block.transfer
+        if transfer is None or transfer.settled or block.is_freed or not _is_reclaimed(block, transfer):
+            return
+        block.move_to(BlockState.SPILLING)
+        block.device_bytes = None
+        transfer.nbytes += block.nbytes
+        self.spilling_bytes += block.nbytes
+        self.resident_bytes -= block.nbytes
 
     # -- settling --------------------------------------------------------------------------------------------
     def settle_spill(self, transfer: Transfer) -> None:

@@ -1,0 +1,86 @@
+"""What the two halves of a split backward read, as an earlier microbatch of the virtual stage was seen to.
+
+torch's I runs the nodes between a stage's output and its input, and each reads all that it has saved. Its W
+runs once more the nodes that a weight hangs on, about two fifths of the bytes of a transformer block. All
+nodes live until the W has ended, and so do their handles. One invariant: this is a hint. A tensor that is
+read although no W was seen to read it comes back like any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from offload.groups.group import Group
+from offload.saved.chunk import SavedChunk
+from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.engine import TransferEngine
+
+__all__ = ["HalfReads"]
+
+
+class HalfReads:
+    """Of one virtual stage.
+
+    input_reads: whether its I reads anything, None before one was seen. On stage 0 it does not, and the W is
+        the whole reverse read.
+    """
+
+    def __init__(self) -> None:
+        self.input_reads: bool | None = None
+        self._weight: Mapping[tuple[int, int], int] = {}
+        self._slots: Mapping[int, frozenset[int]] = {}
+        self._shape: Sequence[int] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a W was seen."""
+        return bool(self._weight)
+
+    def leave_for_weight_half(self, saved: SavedChunk, room_bytes: int) -> bool:
+        """An I begins: of what it brings back, the bytes that its W reads first, and it reads last, are to
+        stay, up to `room_bytes`. Returns whether that is all that the W reads."""
+        for block in saved.at(self._weight):
+            room_bytes -= block.nbytes
+            if room_bytes < 0:
+                return False
+            block.reread_soon = True
+        return self.is_known
+
+    def input_half_ended(self, saved: SavedChunk, transfers: TransferEngine) -> None:
+        """An I has ended: what it did not leave for its W is dropped, as the host has it, and the coming
+        reads are those of the W."""
+        self.input_reads = True
+        for block in saved.living():
+            reads = self._weight.get((block.group.place, block.slot), 0)
+            if block.state is BlockState.RESTORED and not block.reread_soon:
+                transfers.drop(block)
+            if block.holders is None and reads:
+                block.readers = reads
+            elif self.is_known:
+                transfers.unreclaim(block)
+        saved.expect(self._weight)
+
+    def weight_half_ended(self, log: Iterable[DeviceBlock], groups: Sequence[Group]) -> None:
+        """A W has ended. log: the block of each of its reads. groups: of its chunk, which learn what it
+        read."""
+        if self.input_reads:
+            self._learn(list(log), [group.total_tensor_count for group in groups])
+            for place, group in enumerate(groups):
+                group.half_slots = self._slots.get(place, frozenset())
+
+    def _learn(self, log: Sequence[DeviceBlock], shape: Sequence[int]) -> None:
+        """What was seen first holds, until a chunk of another shape, or more than that, is read: of what a
+        plan keeps, the reads of single tensors are not seen."""
+        reads = Counter((block.group.place, block.slot) for block in log if block.holders is None)
+        if shape == self._shape and reads.keys() <= self._weight.keys():
+            return
+        for block in log:
+            if block.holders is not None:
+                for slot in range(block.slot, block.slot + block.storages):
+                    reads.setdefault((block.group.place, slot), 1)
+        slots: defaultdict[int, set[int]] = defaultdict(set)
+        for place, slot in reads:
+            slots[place].add(slot)
+        self._weight, self._shape = reads, shape
+        self._slots = {place: frozenset(own) for place, own in slots.items()}
