@@ -238,14 +238,14 @@ class InFlight:
         return self.drop_furthest(self.device_bytes + nbytes - device_cap)
 
     def _release_reclaimed(self, device_bytes: int) -> None:
-        """Settle spills whose blocks were reclaimed and have not been read, the oldest first, until no more
+        """Settle spills whose blocks were reclaimed and are not read in part, the oldest first, until no more
         than `device_bytes` are left. Their copies were never stopped, so the host has the bytes."""
         for transfer in [*self._spilling]:
             if self.device_bytes <= device_bytes:
                 return
             bytes_before = transfer.nbytes
             for block in living(transfer.blocks):
-                if block.unread == block.readers:
+                if block.unread == block.readers or not block.unread:
                     self.unreclaim(block)
             if transfer.nbytes > bytes_before:
                 self.settle_spill(transfer)
@@ -275,8 +275,8 @@ class InFlight:
 
         Its copy runs on unused: the spill holds the source until it is settled, and the block holds its host
         bytes as long. Until then `_release_reclaimed` can still release the device bytes. Nothing is kept if
-        less of the device limit would be left than the largest block takes: RESIDENT bytes cannot make room,
-        not even between the input half of a backward and its weight half, and the next read needs room.
+        less of the device limit would be left than the largest block takes: RESIDENT bytes cannot make room
+        while they are read, and the next read needs room.
         """
         storage = block.storage()
         transfer = block.transfer
