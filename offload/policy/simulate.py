@@ -20,7 +20,7 @@ go on otherwise; `peak_bytes` says so.
               end of the region's compute, and with it what the region has read
     drop      while a save, a read or a claim still does not fit, what the window holds and nobody has read
               makes room: what is still on its way out, the oldest first, then what was fetched, the latest
-              first. It is fetched again when the window comes to it
+              first. It is fetched ahead again only in the chunk that the backward reads
     free      after the last read, at the end of the group's compute; if it was on its way out, when room is
               needed and the copy has ended
     halves    an I reads all and its W `w_bytes` of each group. Of what was brought back, the I leaves on the
@@ -174,6 +174,8 @@ class _Step:
         # of what the window holds, with the places of the reads
         self._wanted: deque[tuple[int, GroupKey]] = deque()
         self._ahead: list[tuple[int, GroupKey]] = []
+        self._dropped: dict[ChunkKey, int] = {}  # the first of those of each chunk that made room
+        self._reading: ChunkKey | None = None
 
     def do(self, action: Action, seconds: float) -> int:
         """The next action of the step. Returns the most bytes that it had on the device."""
@@ -212,7 +214,7 @@ class _Step:
     def _read(self, action: Action, groups: Sequence[GroupSize], seconds: float) -> None:
         # of the region that is being read, the compute that its reads come before
         region, owed_s = 0, 0.0
-        self._half_runs = action.kind == "I"
+        self._half_runs, self._reading = action.kind == "I", action.chunk
         self._staying = self._stays_between(action.chunk, groups) if self._half_runs else frozenset()
         reads = self._reads[self._next_read : self._next_read + self._num_reads[self._num_ended]]
         own = [groups[read.group.position] for read in reads]
@@ -242,6 +244,7 @@ class _Step:
             self._fetch()
         self.now_s += owed_s
         self._claim(0)
+        self._reading = None
 
     def _claim(self, nbytes: int) -> None:
         """From here on a recompute has so many bytes, and what it reads from then on."""
@@ -291,6 +294,8 @@ class _Step:
 
     def _fetch(self) -> None:
         """Bring back what the window holds, as far as there is room."""
+        if self._reading is not None and self._reading in self._dropped:
+            self._next_fetch = max(self._next_read, min(self._next_fetch, self._dropped.pop(self._reading)))
         while self._next_fetch < len(self._reads):
             read = self._reads[self._next_fetch]
             if (
@@ -344,7 +349,7 @@ class _Step:
                 self._wait(lane, key)
                 self._at[key] = _At.AWAY
                 self._device_bytes -= self._here[key]
-                self._next_fetch = min(self._next_fetch, place)
+                self._dropped[key.chunk] = min(place, self._dropped.get(key.chunk, place))
         return self._device_bytes + nbytes <= limit_bytes
 
     def _wait(self, direction: int, key: GroupKey) -> None:
