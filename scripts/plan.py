@@ -24,14 +24,17 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
 
+import torch  # noqa: E402
+
 from offload.planner.dry_run import dry_run  # noqa: E402
 from offload.planner.job import Job  # noqa: E402
 from offload.planner.models import KNOWN, ModelShape, known_model, model_from_config  # noqa: E402
 from offload.planner.rank_step import MODES  # noqa: E402
-from offload.planner.rates import GPUS, gpu_named  # noqa: E402
+from offload.planner.rates import GPUS, Gpu, gpu_named  # noqa: E402
 from offload.planner.reference import Cut  # noqa: E402
 from parallel.schedules import SCHEDULES  # noqa: E402
 from planning import picture, report  # noqa: E402
+from planning.measure import measured  # noqa: E402
 from planning.orders import orders_of  # noqa: E402
 
 GB = 1e9
@@ -58,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help=f"{', '.join(KNOWN)}, or the path of a transformers config.json")
     add("--gpu", default="h200", help=f"{', '.join(GPUS)} (%(default)s)")
+    add("--measure", action="store_true", help="take the rates of the GPU that is here")
     add("--pp", type=int, default=1, help="ranks of the pipeline")
     add("--vpp", type=int, help="virtual stages of a rank; what the schedule usually has")
     add("--tp", type=int, default=1, help="ranks that share a layer, sequence parallelism included")
@@ -86,7 +90,7 @@ def _job(given: argparse.Namespace) -> Job:
             raise ValueError(f"--{name} is {getattr(given, name)}; it must be at least 1")
     return Job(
         model=_model(given.model),
-        gpu=gpu_named(given.gpu),
+        gpu=_gpu(given),
         cut=Cut(sequence=given.sequence, batch=given.batch, tp=given.tp, ep=given.ep),
         orders=orders_of(
             given.schedule, ranks=given.pp, virtual_stages=given.vpp, microbatches=given.microbatches
@@ -100,6 +104,15 @@ def _job(given: argparse.Namespace) -> Job:
         device_total_bytes=_bytes(given.device_total_gb),
         host_bytes=_bytes(given.host_gb),
     )
+
+
+def _gpu(given: argparse.Namespace) -> Gpu:
+    named = gpu_named(given.gpu)
+    if not given.measure:
+        return named
+    if not torch.cuda.is_available():
+        raise ValueError("--measure needs a GPU here; without one give --gpu")
+    return measured(named, torch.device("cuda"))
 
 
 def _model(name: str) -> ModelShape:

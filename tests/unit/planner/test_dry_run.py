@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from offload.planner.dry_run import DryRun, dry_run
-from offload.planner.job import Job, held_by, layers_of, stages_of_job
+from offload.planner.job import Job, Stage, held_by, layers_of, stages_of_job
 from offload.planner.models import KNOWN, ModelShape
 from offload.planner.rank_step import RankPlan, RankStep
 from offload.planner.rates import GPUS
 from offload.planner.reference import Cut
+from offload.planner.simulate import play_pipeline
 from offload.policy.actions import Action, Rates, one_f_one_b
 from offload.policy.search import choose_keeps
+from planning.orders import orders_of
 
 GB = 1e9
 W2 = ModelShape(
@@ -233,3 +235,40 @@ def test_an_expert_is_as_many_replicas_as_ranks_do_not_share_it() -> None:
 def test_a_job_that_cannot_be_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         job(**changes)
+
+
+# -- two H200s, as docs/benchmarks.md has them: layers only --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "step_ms", "within", "active_gb"),
+    [
+        ("1f1b", 6, 629, 0.03, None),
+        ("1f1b", 22, 2373, 0.05, (138.43, 107.87)),
+        ("interleaved1f1b", 6, 601, 0.08, None),
+        ("zbv", 6, 561, 0.08, None),
+        ("dualpipev", 6, 568, 0.08, None),
+    ],
+)
+def test_pipelines_of_two_gpus_are_predicted(
+    name: str, layers: int, step_ms: float, within: float, active_gb: tuple[float, float] | None
+) -> None:
+    layer = stages_of_job(job(model=W2, cut=Cut(sequence=8192), orders=pipeline(3, 8)))[1].pieces[0]
+    orders = orders_of(name, ranks=2, virtual_stages=None, microbatches=4)
+    num = 1 + max(action.stage for order in orders for action in order)
+    each = 2 * layers // num
+    stages = {
+        stage: Stage(index=stage, pieces=(layer,) * each, layers=each, is_last=stage == num - 1)
+        for stage in range(num)
+    }
+    plays = []
+    for order in orders:
+        step = RankStep(order, stages, LINK, "none")
+        plays.append(step.play(step.keep_all(0)))
+    sent_s = layer.output_bytes / GPUS["h200"].peer_rate
+    send_s = {(0, 1): sent_s, (1, 0): sent_s}
+    times = play_pipeline(orders, [play.durations_s for play in plays], send_s=send_s)
+    assert times[0].step_s * 1e3 == pytest.approx(step_ms, rel=within)
+    held = layers * layer.parameters * (2 + 2 + 12)
+    for play, active in zip(plays, active_gb or (), strict=active_gb is not None):
+        assert (held + max(play.peaks_bytes)) / GB == pytest.approx(active, rel=0.01)

@@ -12,12 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
 from offload.groups import timed
 from offload.planner.costs import piece_of
 from offload.planner.job import Stage
+from offload.planner.profiler import BlockProfiler
 from offload.planner.rank_step import RankPlan, RankStep
 from offload.planner.rates import GPUS
 from offload.planner.trace import Trace, trace
@@ -146,3 +148,25 @@ def test_stall_and_peak_under_a_limit_are_those_of_a_real_run(
     assert played.step_s == pytest.approx(real_s, rel=0.05)
     assert played.peak_bytes == pytest.approx(stats.device_bytes_peak, rel=0.02)
     assert stats.device_bytes_peak <= limit_bytes
+
+
+def test_a_trace_counts_what_the_profile_of_a_real_call_counts() -> None:
+    """Of the same layer: BlockProfiler watches a call that a device computes, `trace` may have none."""
+    layer, x = OneLayer(build_stage()), hidden().requires_grad_()
+    engine = OffloadEngine(OffloadConfig(), device=SimDevice())
+    profiler = BlockProfiler(layer, engine, (x,), min_elements=1)
+    checkpoint(layer, x, use_reentrant=False, context_fn=profiler.contexts)
+    profile = profiler.profile()
+    engine.close()
+    traced = trace(layer, hidden)
+    # the model's own tables, which all chunks share, are no chunk's bytes in a dry run
+    tables = sum(table.nbytes for table in layer.tables)
+    assert profile.given_bytes == profile.input_bytes + tables
+    assert (profile.plain_bytes - tables, profile.input_bytes) == (traced.saved_bytes, traced.input_bytes)
+    of_profile = {
+        (str(c.operator), c.number): (c.nbytes, c.saved_bytes) for c in profile.calls if c.saved_bytes
+    }
+    of_trace = {call.key: (call.made_bytes, call.saved_bytes) for call in traced.forward if call.saved_bytes}
+    assert of_profile == of_trace
+    products = [call for call in traced.forward if "mm" in call.operator]
+    assert sum(c.flops for c in profile.calls if "mm" in str(c.operator)) == sum(c.flops for c in products)

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import plan
+from bench.links import SIMULATED
 from offload.planner.models import KNOWN, model_from_config
+from offload.planner.rates import GPUS
 from parallel.schedules import SCHEDULES
+from planning.measure import Sizes, measured
 from planning.orders import orders_of
 
 SMALL = {
@@ -110,6 +114,25 @@ def test_a_question_without_sense_is_one_line_and_code_2(
     assert (code, said) == (2, "")
     assert text in error
     assert error.count("\n") == 1
+
+
+def test_rates_are_measured_on_the_device_that_is_here() -> None:
+    """On a CPU, small: the arithmetic, not the figures."""
+    sizes = Sizes(side=64, tokens=64, heads=2, channels=16, elements=1 << 12, calls=20)
+    found = measured(GPUS["h200"], torch.device("cpu"), sizes, SIMULATED)
+    known = GPUS["h200"]
+    for name in ("matmul_flops", "attention_flops", "attention_backward_flops", "memory_rate", "call_s"):
+        assert 0 < getattr(found, name) != getattr(known, name)
+    rates, said = found.link(8)
+    assert (rates.d2h_bytes_per_s, rates.together_bytes_per_s) == (55e9, 100e9)
+    assert said == "the link was measured with 1 GPUs copying, not with 8"
+    assert found.peer_rate == known.peer_rate
+
+
+@pytest.mark.skipif("torch.cuda.is_available()", reason="there is a GPU")
+def test_rates_cannot_be_measured_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = asked(capsys, "--model", "llama3-8b", "--sequence", "1024", "--measure")
+    assert (code, error) == (2, "--measure needs a GPU here; without one give --gpu\n")
 
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
