@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
@@ -242,6 +243,9 @@ class _ProfileMode(CallMode):
         touched = {id(part): part.nbytes for part in (*inputs, *outputs)}
         call.touched_bytes = sum(touched.values())
         self._note_collective(func, args, kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, DTensor):  # its operators communicate below what a mode sees
+                self.collectives.update(group.group_name for group in leaf.device_mesh.get_all_groups())
         for written in writes_of(func, args, kwargs):
             self._note_write(call, written)
         given = {part.untyped_storage()._cdata for part in inputs}

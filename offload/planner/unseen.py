@@ -29,6 +29,8 @@ class UnseenWrites(Generic[Key]):
 
     def add(self, key: Key, output: torch.Tensor) -> None:
         """output: what the call `key` has just made."""
+        if output.numel() == 0 or output.is_meta:
+            return
         self._keys.append(key)
         self._outputs.append(alias_of(output))
         self._before.append(_digest(output))
@@ -55,6 +57,8 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
+    elif tensor.is_floating_point() and tensor.element_size() == 1:  # float8 has no reductions
+        tensor = tensor.view(torch.uint8)
     folded = torch.hash_tensor(tensor).view(torch.int64)
     return torch.stack([folded, tensor.sum(dtype=torch.float64).view(torch.int64)])
 

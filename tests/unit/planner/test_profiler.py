@@ -227,6 +227,19 @@ def test_functional_collectives_are_kept_at_every_level_and_their_groups_are_nam
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_of_dtensors_the_groups_of_their_mesh_are_named_because_collectives_run_below_their_operators(
+    manager: Manager,
+) -> None:
+    block = Block()
+    mesh = init_device_mesh("cpu", (1,))
+    parallelize_module(block, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
+    profile = profile_of(manager, block)
+    assert profile.collectives == {mesh.get_group().group_name}
+    assert profile.plain_bytes == 2 * INPUT_BYTES + 2 * 4 * ROWS + 2 * FC1_BYTES
+    assert run(manager, block, (seeded(ROWS, WIDTH),), {}, None).saved_bytes == profile.plain_bytes
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_block_that_communicates_in_place_is_not_recomputed(manager: Manager) -> None:
     def body(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         y = x @ w
