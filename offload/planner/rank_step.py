@@ -20,8 +20,8 @@ from offload.planner.costs import Piece
 from offload.planner.job import Stage
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates, lives_of
 from offload.policy.keeps import all_of
+from offload.policy.levels import Levels, groups_at, units_a_chunk
 from offload.policy.menu import Block, Level
-from offload.policy.mixed_search import Levels, groups_at, units_a_chunk
 from offload.policy.simulate import Simulation, simulate
 
 __all__ = ["MODES", "Mode", "RankPlan", "RankStep", "StepPlay"]

@@ -51,6 +51,8 @@ def minimise(costs: Mapping[int, float], ranges: Ranges, at_most: Rows, equal: R
 
     costs: by column, 0 where it is not named. Raises ImportError without scipy (extra `bench`).
     """
+    if not ranges:
+        return Solution([], [0.0] * len(at_most.limits))
     try:
         from scipy import optimize, sparse
     except ImportError as error:

@@ -1,79 +1,23 @@
 """The least step time of any engine that may keep, move or recompute every byte: the bound of `bound`, with
 one more way out.
 
-What is given up is never made in the forward, and costs seconds where the backward reads it. One invariant:
-as there, each simplification lets the program do more than an engine can, so it is a lower bound. Words
-beside those of `bound`:
-
-    part        neighbouring blocks of a chunk; an action has a slice for each part of its chunk
-    x[b, l]     the share of block b that runs at level l of its menu; what is left of 1 runs plain
-    given[b]    bytes of block b that are given up: what its levels save less than the plain one
-    moved       flows are of a whole chunk: out[c, s], in[c, s], away[c, s]
-
-    minimise    sum t
-    such that   t[s] >= compute of s, and of what is recomputed in s
-                out, in and away within what the link carries; away only of what is made, not given up, unread
-                made - read - given - away <= cap at the end of each slice
-                away of all chunks <= host limit
-                host seconds of blocks, levels, moved bytes and the rest <= sum t                    the host
-
-A chunk's backward reads last what its forward made first. So of a chunk the bytes that are away can always be
-those made first, and one flow says as much as one for each block. Shares of a block may run at several
-levels, so a menu need not be convex. The host is one lane that no wait of the device holds up.
-
-What only engines need is left out of the bound. `as_engine` counts it, to make a plan from: room for what a
-recompute makes again, and the second recompute of a split backward, in its W.
+What is given up is never made in the forward, and costs seconds where the backward reads it. The program is
+in `mixed_program`. One invariant: each of its simplifications lets it do more than an engine can, so the
+answer is a lower bound; `as_engine` counts what only engines need, to make a plan from.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-from offload.policy.actions import Action, ChunkKey, Life, Rates, lives_of
-from offload.policy.linear import Ranges, Rows, Solution, minimise
-from offload.policy.menu import Block, Host, Level
+from offload.policy.actions import Action, Rates, lives_of
+from offload.policy.menu import Host
+from offload.policy.mixed_program import ChunkBlocks, MixedBound, MixedProgram, block_seconds
 
-__all__ = ["ChunkBlocks", "MixedBound", "action_seconds", "host_seconds", "least_mixed_step", "num_flows"]
-
-ChunkBlocks = Mapping[ChunkKey, Sequence[Block]]
-"""Each chunk's blocks in forward order."""
+__all__ = ["action_seconds", "host_seconds", "least_mixed_step"]
 
 _MOST_SLICES = 16
 """Of one action: with a slice for each block the program sees where in a chunk it gives up what."""
-_MOST_FLOWS = 1500
-"""Chunks times slices of their lives: the time to solve grows faster than they do, and is about 0.3 s for so
-many. In a longer step neighbouring actions are one slice, of which less is asked."""
-_MOVED_COST = 1e-4
-"""Of a byte that leaves, beside the time in which it does: of equal plans, that which moves least."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedBound:
-    """The answer of the program."""
-
-    step_s: float
-    """Least time of the step."""
-    compute_s: float
-    """Compute alone: the step with nothing given up or moved."""
-    moved_bytes: int
-    """Bytes that leave the device, the fewest of a step of that time."""
-    recomputed_s: float
-    """Device seconds of recomputing."""
-    recomputed_bytes: int
-    """Bytes that were never made in a forward."""
-    host_s: float
-    """Host seconds of the step; 0 where no host was given."""
-    given_bytes: Mapping[ChunkKey, tuple[float, ...]]
-    """What each block gives up."""
-    kept_bytes: Mapping[ChunkKey, float]
-    """Of what each chunk saves, what is never away."""
-    seconds_per_byte: float
-    """What one more byte of cap would save, as long as the same things bind."""
 
 
 def action_seconds(
@@ -88,15 +32,10 @@ def action_seconds(
                 "list if it has none"
             )
     return [
-        sum(_block_seconds(block, action, lives[action.chunk]) for block in blocks[action.chunk])
+        sum(block_seconds(block, action, lives[action.chunk]) for block in blocks[action.chunk])
         + rest_s.get(action, 0.0)
         for action in actions
     ]
-
-
-def num_flows(actions: Sequence[Action]) -> int:
-    """How large the program is with a slice for each action: chunks times actions of their lives."""
-    return sum(life.last_read - life.forward + 1 for life in lives_of(actions).values())
 
 
 def host_seconds(actions: Sequence[Action], blocks: ChunkBlocks, host: Host) -> float:
@@ -135,7 +74,7 @@ def least_mixed_step(
     if slices is not None and slices < 1:
         raise ValueError(f"slices is {slices}; give 1 or more, or None")
     action_s = action_seconds(actions, blocks, rest_s)
-    program = _Program(actions, blocks, rates, rest_s, slices or _MOST_SLICES, as_engine)
+    program = MixedProgram(actions, blocks, rates, rest_s, slices or _MOST_SLICES, as_engine)
     program.limit(cap_bytes, host_limit_bytes)
     if host is not None:
         program.limit_host(host, host_seconds(actions, blocks, host))
@@ -146,309 +85,3 @@ def least_mixed_step(
             "it recomputes; raise one of them"
         )
     return bound
-
-
-class _Kind(NamedTuple):
-    """`num` equal blocks of one part. column: of the first level after the plain one; the others follow."""
-
-    block: Block
-    num: int
-    column: int
-
-    def levels(self) -> Iterator[tuple[int, Level]]:
-        """Each level but the plain one, with its column."""
-        return enumerate(self.block.menu[1:], self.column)
-
-
-@dataclass(slots=True)
-class _Prefixes:
-    """Of the parts of a chunk up to each: what they save if they run plain, in units of bytes, and the column
-    of what they give up."""
-
-    saved: list[float] = field(default_factory=list)
-    given: list[int] = field(default_factory=list)
-
-    def upto(self, place: int) -> tuple[float, list[tuple[int, float]]]:
-        """Bytes and columns of the parts up to this one; of none for -1."""
-        return (0.0, []) if place < 0 else (self.saved[place], [(self.given[place], 1.0)])
-
-
-class _Program:
-    """The rows and columns, in units of the largest chunk's bytes and of the seconds in which they leave.
-
-    The first columns are the slices' durations.
-    """
-
-    def __init__(
-        self,
-        actions: Sequence[Action],
-        blocks: ChunkBlocks,
-        rates: Rates,
-        rest_s: Mapping[Action, float],
-        slices: int,
-        as_engine: bool,
-    ) -> None:
-        self._lives = lives_of(actions)
-        self._blocks = {chunk: blocks[chunk] for chunk in self._lives}
-        plain = {
-            chunk: sum(block.menu[0].saved_bytes for block in own) for chunk, own in self._blocks.items()
-        }
-        self._byte_unit = max(1, *plain.values()) if plain else 1
-        self._time_unit = self._byte_unit / rates.d2h_bytes_per_s
-        self._as_engine = as_engine
-        self._ranges: Ranges = []
-        self._at_most, self._equal = Rows(), Rows()
-        flows = num_flows(actions)
-        slices = max(1, min(slices, _MOST_FLOWS // max(1, flows)))
-        self._cuts = {chunk: _cut(own, slices) for chunk, own in self._blocks.items()}
-        counts = [max(1, len(self._cuts[action.chunk])) for action in actions]
-        merged = math.ceil(flows / _MOST_FLOWS) or 1
-        self._first = [at // merged for at in range(len(actions))] if merged > 1 else [0, *accumulate(counts)]
-        self._num_slices = num_slices = self._first[-1] + (merged > 1)
-        compute_s = [0.0] * num_slices
-        for action, first, count in zip(actions, self._first, counts, strict=False):
-            cut = self._slices_of(action)
-            for place in range(count):
-                own = cut[place] if cut else []
-                seconds = sum(_block_seconds(block, action, self._lives[action.chunk]) for block in own)
-                compute_s[first + place] += seconds + rest_s.get(action, 0.0) / count
-        self._ranges += [(seconds / self._time_unit, None) for seconds in compute_s]
-        # recompute seconds of each slice, by column
-        self._seconds: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]
-        self._outs: list[list[int]] = [[] for _ in range(num_slices)]
-        self._ins: list[list[int]] = [[] for _ in range(num_slices)]
-        self._aways: list[list[int]] = [[] for _ in range(num_slices)]
-        self._used: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]  # beside plain bytes
-        self._plain = [0.0] * num_slices
-        self._again: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]
-        self._chunk_aways: dict[ChunkKey, list[int]] = {}
-        self._parts: dict[ChunkKey, list[list[_Kind]]] = {}
-        for chunk in self._lives:
-            self._add_chunk(chunk)
-        for at, recomputed in enumerate(self._seconds):
-            if recomputed:
-                # the duration's own least is for what is computed anyway
-                self._at_most.add([(at, -1.0), *recomputed], -(self._ranges[at][0] or 0.0))
-        h2d = rates.h2d_bytes_per_s / rates.d2h_bytes_per_s
-        both = rates.together_bytes_per_s / rates.d2h_bytes_per_s
-        for at in range(num_slices):
-            outs, ins = self._outs[at], self._ins[at]
-            for columns, rate in ((outs, 1.0), (ins, h2d), ([*outs, *ins], both)):
-                if columns:
-                    self._at_most.add([*((moved, 1.0) for moved in columns), (at, -rate)], 0.0)
-        self._cap_rows = range(0)
-
-    def limit(self, cap_bytes: int, host_limit_bytes: int | None) -> None:
-        """The rows of the device and of host memory."""
-        cap, first = cap_bytes / self._byte_unit, len(self._at_most.limits)
-        for at, plain in enumerate(self._plain):
-            again = self._again[at]
-            if plain > cap or (again and plain + 1 > cap):
-                self._at_most.add([*self._used[at], *again], cap - plain)
-        self._cap_rows = range(first, len(self._at_most.limits))
-        if host_limit_bytes is not None:
-            for aways in self._aways:
-                if aways:
-                    limit = host_limit_bytes / self._byte_unit
-                    self._at_most.add([(away, 1.0) for away in aways], limit)
-
-    def limit_host(self, host: Host, plain_s: float) -> None:
-        row = [(column, -1.0) for column in range(self._num_slices)]
-        row += [(column, seconds / self._time_unit) for column, seconds in self._host_costs(host)]
-        self._at_most.add(row, -plain_s / self._time_unit)
-
-    def solve(self, compute_s: float, host: Host | None, host_plain_s: float) -> MixedBound | None:
-        durations = range(self._num_slices)
-        costs = dict.fromkeys(durations, 1.0)
-        leaving = [out for outs in self._outs for out in outs]
-        if self._as_engine:  # no bound: one program for both aims is near enough
-            costs.update(dict.fromkeys(leaving, _MOVED_COST))
-        least = minimise(costs, self._ranges, self._at_most, self._equal)
-        if least is None:
-            return None
-        step = sum(least.values[at] for at in durations)
-        per_limit = sum(least.per_limit[row] for row in self._cap_rows)
-        if not self._as_engine:
-            # more than the least by less than can be measured, or rounding leaves the second no solution
-            self._at_most.add([(at, 1.0) for at in durations], step * (1 + 1e-7) + 1e-7)
-            fewest = dict.fromkeys(leaving, 1.0)
-            least = minimise(fewest, self._ranges, self._at_most, self._equal) or least
-        return self._answer(least, step, -per_limit, compute_s, host, host_plain_s)
-
-    def _answer(
-        self,
-        solution: Solution,
-        step: float,
-        per_byte: float,
-        compute_s: float,
-        host: Host | None,
-        host_plain_s: float,
-    ) -> MixedBound:
-        values = solution.values
-        given: dict[ChunkKey, tuple[float, ...]] = {}
-        kept: dict[ChunkKey, float] = {}
-        recomputed_s = 0.0
-        for chunk, parts in self._parts.items():
-            given_of: list[float] = []
-            for part, own in zip(parts, self._cuts[chunk], strict=True):
-                by_block: dict[Block, float] = {}
-                for kind in part:
-                    plain_bytes = kind.block.menu[0].saved_bytes
-                    by_block[kind.block] = (
-                        sum(values[at] * (plain_bytes - level.saved_bytes) for at, level in kind.levels())
-                        / kind.num
-                    )
-                    recomputed_s += sum(values[at] * level.recompute_s for at, level in kind.levels())
-                given_of += [by_block[block] for block in own]
-            given[chunk] = tuple(given_of)
-            total = sum(block.menu[0].saved_bytes for block in self._blocks[chunk]) - sum(given_of)
-            away = max((values[column] for column in self._chunk_aways[chunk]), default=0.0)
-            kept[chunk] = max(0.0, total - away * self._byte_unit)
-        host_s = 0.0
-        if host is not None:
-            host_s = host_plain_s + sum(values[at] * seconds for at, seconds in self._host_costs(host))
-        return MixedBound(
-            # the solver's tolerance may leave the sum a hair under the compute
-            step_s=max(step * self._time_unit, compute_s),
-            compute_s=compute_s,
-            moved_bytes=round(sum(values[out] for outs in self._outs for out in outs) * self._byte_unit),
-            recomputed_s=recomputed_s,
-            recomputed_bytes=round(sum(map(sum, given.values()))),
-            host_s=host_s,
-            given_bytes=given,
-            kept_bytes=kept,
-            seconds_per_byte=max(0.0, per_byte) * self._time_unit / self._byte_unit,
-        )
-
-    def _host_costs(self, host: Host) -> list[tuple[int, float]]:
-        """Host seconds for one unit of each column."""
-        costs = [
-            (column, level.host_s)
-            for parts in self._parts.values()
-            for part in parts
-            for kind in part
-            for column, level in kind.levels()
-            if level.host_s
-        ]
-        moved_s = host.seconds_per_moved_byte * self._byte_unit
-        return costs + [(out, moved_s) for outs in self._outs for out in outs if moved_s]
-
-    def _slices_of(self, action: Action) -> list[Sequence[Block]]:
-        """The parts of the action's chunk in the order in which it computes them."""
-        cut = self._cuts[action.chunk]
-        forward = action.kind == "F" or (
-            action.kind == "W" and self._lives[action.chunk].half_read is not None
-        )
-        return cut if forward else cut[::-1]
-
-    def _column(self, most: float | None) -> int:
-        self._ranges.append((0.0, most))
-        return len(self._ranges) - 1
-
-    def _add_chunk(self, chunk: ChunkKey) -> None:
-        life, cut = self._lives[chunk], self._cuts[chunk]
-        parts: list[list[_Kind]] = []
-        whole, half = _Prefixes(), _Prefixes()
-        for own in cut:
-            kinds = [self._kind(block, count) for block, count in Counter(own).items()]
-            parts.append(kinds)
-            self._add_prefix(whole, kinds, after_half=False)
-            if life.half_read is not None:
-                self._add_prefix(half, kinds, after_half=True)
-        self._parts[chunk] = parts
-        self._chunk_aways[chunk] = []
-        self._add_recompute(life, parts)
-        away_before: list[tuple[int, float]] = []
-        last = len(cut) - 1
-        first, end = self._first[life.forward], self._first[life.last_read] + last
-        for at in range(first, end + 1 if parts else first):
-            live, given = self._live(at, life, last, whole, half)
-            out, back = self._column(None), self._column(None)
-            self._outs[at].append(out)
-            self._ins[at].append(back)
-            row = [(out, -1.0), (back, 1.0), *away_before]
-            if at < end:
-                away = self._column(None)
-                self._at_most.add([(away, 1.0), *given], live)
-                self._aways[at].append(away)
-                self._chunk_aways[chunk].append(away)
-                self._used[at] += [(away, -1.0), *((column, -value) for column, value in given)]
-                self._plain[at] += live
-                row.append((away, 1.0))
-                away_before = [(away, -1.0)]
-            self._equal.add(row, 0.0)
-
-    def _add_prefix(self, prefixes: _Prefixes, kinds: Sequence[_Kind], *, after_half: bool) -> None:
-        """One part more: what it and those before it save if they run plain, and the column of what they give
-        up of that. after_half: of what is read again after the I of a split backward."""
-        saved, row = 0.0, []
-        for kind in kinds:
-            # a recomputed block's W recomputes again, an engine's from all that it saved
-            every = kind.block.w_bytes if after_half else kind.block.menu[0].saved_bytes
-            saved += kind.num * every / self._byte_unit
-            for column, level in kind.levels():
-                left = level.saved_bytes
-                if after_half and not self._as_engine:
-                    left = min(left, every)
-                row.append((column, (left - every) / self._byte_unit))
-        column = self._column(None)
-        self._ranges[column] = (None, None)
-        self._equal.add([(column, 1.0), *((before, -1.0) for before in prefixes.given[-1:]), *row], 0.0)
-        prefixes.given.append(column)
-        prefixes.saved.append(saved + (prefixes.saved[-1] if prefixes.saved else 0.0))
-
-    def _live(
-        self, at: int, life: Life, last: int, whole: _Prefixes, half: _Prefixes
-    ) -> tuple[float, list[tuple[int, float]]]:
-        """Of a chunk, what is made and will be read when the slice ends: bytes if its parts run plain, and
-        the columns of what they give up."""
-        made, read = at - self._first[life.forward], at - self._first[life.last_read]
-        if life.half_read is None or at < self._first[life.half_read]:
-            return whole.upto(min(made, last) if read < 0 else last - 1 - read)
-        unread = last - 1 - (at - self._first[life.half_read])
-        ranges = [
-            (1.0, whole.upto(unread)),
-            (1.0, half.upto(last)),
-            (-1.0, half.upto(max(unread, read, -1))),
-        ]
-        given = [(column, sign * value) for sign, (_, own) in ranges for column, value in own]
-        return sum(sign * nbytes for sign, (nbytes, _) in ranges), given
-
-    def _add_recompute(self, life: Life, parts: Sequence[Sequence[_Kind]]) -> None:
-        """The seconds of recomputing in the slices that read, and the room that an engine needs before
-        them."""
-        reads = [(life.last_read if life.half_read is None else life.half_read, True)]
-        if life.half_read is not None and self._as_engine:
-            reads.append((life.last_read, False))
-        for action, backward in reads:
-            for place, part in enumerate(reversed(parts) if backward else parts):
-                at = self._first[action] + place
-                for kind in part:
-                    for column, level in kind.levels():
-                        self._seconds[at].append((column, level.recompute_s / self._time_unit))
-                        if self._as_engine and level.made_again_bytes and at:
-                            # one block is recomputed at a time
-                            room = level.made_again_bytes / kind.num / len(part) / self._byte_unit
-                            self._again[at - 1].append((column, room))
-
-    def _kind(self, block: Block, count: int) -> _Kind:
-        columns = [self._column(float(count)) for _ in block.menu[1:]]
-        if len(columns) > 1:
-            self._at_most.add([(column, 1.0) for column in columns], float(count))
-        return _Kind(block, count, columns[0] if columns else 0)
-
-
-def _cut(blocks: Sequence[Block], slices: int) -> list[Sequence[Block]]:
-    """The blocks in at most so many parts of about as many each."""
-    count = min(slices, len(blocks))
-    return [blocks[len(blocks) * at // count : len(blocks) * (at + 1) // count] for at in range(count)]
-
-
-def _block_seconds(block: Block, action: Action, life: Life) -> float:
-    """What the plain block computes in this action."""
-    if action.kind == "F":
-        return block.forward_s
-    if life.half_read is None:
-        return block.backward_s
-    part = block.weight_part if action.kind == "W" else 1 - block.weight_part
-    return block.backward_s * part

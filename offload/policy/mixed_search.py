@@ -12,23 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates
 from offload.policy.keeps import kept_peak_bytes, limit_keeps, tail_keeps
-from offload.policy.menu import Block, Host, convex
-from offload.policy.mixed_bound import ChunkBlocks, MixedBound, action_seconds, host_seconds
+from offload.policy.levels import Levels, alike, groups_at, most_steps, moved, path_of, rounded, units_a_chunk
+from offload.policy.menu import Block, Host
+from offload.policy.mixed_bound import action_seconds, host_seconds
+from offload.policy.mixed_program import ChunkBlocks, MixedBound
 from offload.policy.simulate import Simulation, simulate
 
-__all__ = ["Levels", "MixedSearch", "MixtureProblem", "State", "Trial", "groups_at", "units_a_chunk"]
+__all__ = ["MixedSearch", "MixtureProblem", "State", "Trial"]
 
-Levels = tuple[int, ...]
-"""Of one chunk: for each block the place of its level in its menu."""
-
-_MOST_UNITS_A_CHUNK, _UNITS = 32, 256
-"""What a block saves can stay in part: in units of about so many to a chunk, and to all chunks, of plain
-blocks."""
 _MOST_RUNS = 8
 """Of chunks that a climb changes together."""
 _MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 250, 30, 65_000
@@ -42,8 +38,6 @@ _WINDOW_STARTS = (0.18, 0.32)
 """Restoring windows to start from, of the limit."""
 _WINDOW_REGIONS = 1.25
 """Another one, of what the largest recompute reads: less would fetch the next one's while it waits."""
-_BETWEEN = 4
-"""Mixtures of two neighbouring levels, of which the same blocks of all chunks have the further one."""
 _STEPS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """Changes tried around the best: of a chunk's bytes and blocks, of half the limit; coarse to fine."""
 
@@ -86,41 +80,6 @@ class Trial(NamedTuple):
     host_s: float
 
 
-def groups_at(blocks: Sequence[Block], levels: Levels, num_units: int) -> list[GroupSize]:
-    """One chunk's groups with each block at its level, in units: those of a recomputed block are one
-    region. num_units: about so many, were all blocks plain."""
-    unit_bytes = max(1, sum(block.menu[0].saved_bytes for block in blocks) // num_units)
-    groups: list[GroupSize] = []
-    for place, (block, at) in enumerate(zip(blocks, levels, strict=True)):
-        level = block.menu[at]
-        num = max(1, round(level.saved_bytes / unit_bytes))
-        ends = [part / num for part in range(num + 1)]
-        # a recomputed block's W recomputes again, from all that it saved
-        w_bytes = level.saved_bytes if at else block.w_bytes
-        groups += [
-            GroupSize(
-                level.name,
-                _between(level.saved_bytes, start, end),
-                region=place + 1 if at else 0,
-                weight=(block.forward_s + block.backward_s) / num,
-                again_s=level.recompute_s / num,
-                again_bytes=_between(level.made_again_bytes, start, end),
-                half_bytes=min(_between(w_bytes, start, end), _between(level.saved_bytes, start, end)),
-            )
-            for start, end in pairwise(ends)
-        ]
-    return groups
-
-
-def _between(nbytes: int, start: float, end: float) -> int:
-    return round(nbytes * end) - round(nbytes * start)
-
-
-def units_a_chunk(num_chunks: int) -> int:
-    """About how many units a plan cuts a chunk into."""
-    return max(1, min(_MOST_UNITS_A_CHUNK, _UNITS // max(1, num_chunks)))
-
-
 class MixedSearch:
     """The best state so far, and the best of each choice of levels."""
 
@@ -141,7 +100,9 @@ class MixedSearch:
         weights = (0.0,) if problem.host is None else (0.0, 1.0)
         self._num_paths = len(weights)
         self._paths = {
-            block: [_path(block, weight) for weight in weights] for own in self._blocks for block in set(own)
+            block: [path_of(block, weight) for weight in weights]
+            for own in self._blocks
+            for block in set(own)
         }
         self._groups: dict[tuple[int, Levels], list[GroupSize]] = {}
         self._tried: set[tuple[tuple[Levels, ...], Keeps, int, int, int]] = set()
@@ -153,44 +114,28 @@ class MixedSearch:
     def is_over(self) -> bool:
         """Whether nothing can be better: everything stays, nothing is computed again."""
         best = self.best
-        return best is not None and (best.score[0], best.result.moved_bytes, best.result.recompute_s) == (
-            0,
-            0,
-            0,
-        )
+        if best is None or best.score[0] > 0:
+            return False
+        return best.result.moved_bytes == 0 and best.result.recompute_s == 0.0
 
     @property
     def chunks(self) -> Sequence[ChunkKey]:
         return self._chunks
 
-    def rounded(self, bound: MixedBound) -> tuple[Levels, ...]:
-        """Each block's level that gives up about what the bound does; what it gives up more or less is for
-        the next block of the chunk to make good."""
-        return tuple(
-            _rounded(own, bound.given_bytes[chunk])
-            for chunk, own in zip(self._chunks, self._blocks, strict=True)
-        )
-
     def uniform(self) -> Iterator[tuple[Levels, ...]]:
         """All chunks alike, from the last level to plain: every block at one level, and between two levels a
         part of the blocks at the further one."""
         for path in range(self._num_paths):
-            most = max((len(self._paths[block][path]) for own in self._blocks for block in own), default=1)
-            for step in range((most - 1) * _BETWEEN, -1, -1):
-                yield tuple(
-                    tuple(
-                        _along(
-                            self._paths[block][path],
-                            (place + 1) * step // _BETWEEN - place * step // _BETWEEN,
-                        )
-                        for place, block in enumerate(own)
-                    )
-                    for own in self._blocks
-                )
+            paths = [[self._paths[block][path] for block in own] for own in self._blocks]
+            for step in range(most_steps(chain.from_iterable(paths)), -1, -1):
+                yield tuple(alike(own, step) for own in paths)
 
     def try_bound(self, bound: MixedBound) -> None:
         """The bound's levels, rounded, keeping what it keeps."""
-        levels = self.rounded(bound)
+        levels = tuple(
+            rounded(own, bound.given_bytes[chunk])
+            for chunk, own in zip(self._chunks, self._blocks, strict=True)
+        )
         for part in _BOUND_PARTS:
             kept = tuple(part * bound.kept_bytes[chunk] for chunk in self._chunks)
             for window in self._windows(levels):
@@ -244,9 +189,9 @@ class MixedSearch:
         # a long step's chunks in runs: one alone changes little
         run = math.ceil(len(every) / _MOST_RUNS) or 1
         found = sorted(self.by_levels.values(), key=lambda trial: trial.score)
-        alike = [trial for trial in found if len({level for own in trial.state.levels for level in own}) < 2]
+        one_level = [trial for trial in found if len({at for own in trial.state.levels for at in own}) < 2]
         # a mixture is to be no worse than any plan that has all blocks at one level
-        starts = [*dict.fromkeys([*found[: _CLIMBS - 1], *alike[:1], *found[_CLIMBS - 1 :]])][:_CLIMBS]
+        starts = [*dict.fromkeys([*found[: _CLIMBS - 1], *one_level[:1], *found[_CLIMBS - 1 :]])][:_CLIMBS]
         for left, start in zip(range(len(starts), 0, -1), starts, strict=True):
             self._here = start
             self._stop_at = self.num_trials + (self._most_trials - self.num_trials) // left
@@ -350,7 +295,7 @@ class MixedSearch:
         state, levels = self._state, list(self._state.levels)
         for at in chunks:
             paths = [self._paths[block][path] for block in self._blocks[at]]
-            levels[at] = _moved(paths, levels[at], change)
+            levels[at] = moved(paths, levels[at], change)
         changed = tuple(levels)
         if changed == state.levels:
             return False
@@ -402,48 +347,3 @@ class MixedSearch:
             ),
             default=0,
         )
-
-
-def _rounded(blocks: Sequence[Block], given_bytes: Sequence[float]) -> Levels:
-    levels: list[int] = []
-    carried = 0.0
-    for block, wanted in zip(blocks, given_bytes, strict=True):
-        wanted += carried
-        plain_bytes = block.menu[0].saved_bytes
-        off = [abs(wanted - (plain_bytes - level.saved_bytes)) for level in block.menu]
-        level = off.index(min(off))
-        carried = wanted - (plain_bytes - block.menu[level].saved_bytes)
-        levels.append(level)
-    return tuple(levels)
-
-
-def _path(block: Block, host_weight: float) -> Levels:
-    """The places of the levels that a mixture could want if a host second costs `host_weight` device
-    seconds."""
-    priced = [
-        level._replace(name=str(at), recompute_s=level.recompute_s + host_weight * level.host_s)
-        for at, level in enumerate(block.menu)
-    ]
-    return tuple(int(level.name) for level in convex(priced))
-
-
-def _along(path: Levels, number: int) -> int:
-    """The level at this place of the path, the last one where the path is shorter."""
-    return path[min(number, len(path) - 1)]
-
-
-def _moved(paths: Sequence[Levels], levels: Levels, change: float) -> Levels:
-    """`abs(change)` of the blocks, one at least, at the next level of their paths away from plain, or nearer
-    to it."""
-    further = change > 0
-    reached: dict[int, int] = {}
-    for at, (path, level) in enumerate(zip(paths, levels, strict=True)):
-        ahead = [other for other in path if (other > level if further else other < level)]
-        if ahead:
-            reached[at] = min(ahead) if further else max(ahead)
-    # those that have given up least, and among them the first: their bytes wait longest
-    order = sorted(reached, key=lambda at: (levels[at], at), reverse=not further)
-    moved = list(levels)
-    for at in order[: max(1, round(abs(change) * len(levels)))]:
-        moved[at] = reached[at]
-    return tuple(moved)

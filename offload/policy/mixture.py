@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, Rates
+from offload.policy.levels import Levels
 from offload.policy.menu import Host
-from offload.policy.mixed_bound import ChunkBlocks, MixedBound, least_mixed_step, num_flows
-from offload.policy.mixed_search import Levels, MixedSearch, MixtureProblem, State, Trial
+from offload.policy.mixed_bound import least_mixed_step
+from offload.policy.mixed_program import ChunkBlocks, MixedBound, num_flows
+from offload.policy.mixed_search import MixedSearch, MixtureProblem, State, Trial
 from offload.policy.simulate import Simulation
 
 __all__ = ["MixedPlan", "cheapest_mixture", "choose_mixture", "scaled"]

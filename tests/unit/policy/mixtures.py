@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, Rates, one_f_one_b
+from offload.policy.levels import groups_at, units_a_chunk
 from offload.policy.menu import Block, Host, Level, Menu, convex
 from offload.policy.mixed_bound import action_seconds, host_seconds
-from offload.policy.mixed_search import groups_at, units_a_chunk
 from offload.policy.search import choose_keeps
 
 GB, MB = 10**9, 10**6

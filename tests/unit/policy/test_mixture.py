@@ -11,9 +11,9 @@ pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline
 
 from offload.policy.actions import ChunkKey, Rates, one_f_one_b, parse_action
 from offload.policy.keeps import all_of, kept_peak_bytes, tail_keeps
+from offload.policy.levels import groups_at, units_a_chunk
 from offload.policy.menu import Block, Level
 from offload.policy.mixed_bound import action_seconds
-from offload.policy.mixed_search import groups_at, units_a_chunk
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.policy.simulate import Simulation, simulate
 from tests.unit.policy.mixtures import (
@@ -220,6 +220,15 @@ def test_a_split_backward_keeps_for_its_weight_half_what_there_is_room_for() -> 
     assert plan.fits
     assert plan.bound.step_s <= plan.predicted_step_s <= 1.2 * plan.bound.step_s
     assert plan.predicted == played(stage, plan, slow)
+
+
+def test_a_step_without_actions_or_blocks_has_a_plan() -> None:
+    plan = choose_mixture([], {}, H200, 0)
+    assert (plan.levels, plan.predicted_step_s, plan.fits) == ({}, 0.0, True)
+    actions = one_f_one_b(0, 2, 3)
+    rest_s = {action: 1.0 for action in actions}
+    bare = choose_mixture(actions, {(0, m): [] for m in range(3)}, H200, 0, rest_s=rest_s)
+    assert (bare.predicted_step_s, bare.bound.step_s, bare.fits) == (6.0, 6.0, True)
 
 
 def test_numbers_that_cannot_be_are_refused() -> None:

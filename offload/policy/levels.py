@@ -1,0 +1,117 @@
+"""The levels of one chunk's blocks: the groups that they make, and the next levels to try.
+
+    levels  for each block of a chunk, in forward order, the place of its level in its menu
+    path    the levels of one block that a mixture could want, from plain to the last
+
+One invariant: pure functions of one chunk's blocks; what a step costs is asked elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from offload.policy.actions import GroupSize
+from offload.policy.menu import Block, convex
+
+__all__ = ["Levels", "alike", "groups_at", "most_steps", "moved", "path_of", "rounded", "units_a_chunk"]
+
+Levels = tuple[int, ...]
+"""Of one chunk: for each block the place of its level in its menu."""
+
+_MOST_UNITS_A_CHUNK, _UNITS = 32, 256
+"""What a block saves can stay in part: in units of about so many to a chunk, and to all chunks, of plain
+blocks."""
+_BETWEEN = 4
+"""Mixtures of two neighbouring levels, of which the same blocks of all chunks have the further one."""
+
+
+def groups_at(blocks: Sequence[Block], levels: Levels, num_units: int) -> list[GroupSize]:
+    """One chunk's groups with each block at its level, in units: those of a recomputed block are one
+    region. num_units: about so many, were all blocks plain."""
+    unit_bytes = max(1, sum(block.menu[0].saved_bytes for block in blocks) // num_units)
+    groups: list[GroupSize] = []
+    for place, (block, at) in enumerate(zip(blocks, levels, strict=True)):
+        level = block.menu[at]
+        num = max(1, round(level.saved_bytes / unit_bytes))
+        ends = [part / num for part in range(num + 1)]
+        # a recomputed block's W recomputes again, from all that it saved
+        w_bytes = level.saved_bytes if at else block.w_bytes
+        groups += [
+            GroupSize(
+                level.name,
+                _between(level.saved_bytes, start, end),
+                region=place + 1 if at else 0,
+                weight=(block.forward_s + block.backward_s) / num,
+                again_s=level.recompute_s / num,
+                again_bytes=_between(level.made_again_bytes, start, end),
+                half_bytes=min(_between(w_bytes, start, end), _between(level.saved_bytes, start, end)),
+            )
+            for start, end in pairwise(ends)
+        ]
+    return groups
+
+
+def _between(nbytes: int, start: float, end: float) -> int:
+    return round(nbytes * end) - round(nbytes * start)
+
+
+def units_a_chunk(num_chunks: int) -> int:
+    """About how many units a plan cuts a chunk into."""
+    return max(1, min(_MOST_UNITS_A_CHUNK, _UNITS // max(1, num_chunks)))
+
+
+def rounded(blocks: Sequence[Block], given_bytes: Sequence[float]) -> Levels:
+    """Each block's level that gives up about so many bytes; what it gives up more or less is for the next
+    block to make good."""
+    levels: list[int] = []
+    carried = 0.0
+    for block, wanted in zip(blocks, given_bytes, strict=True):
+        wanted += carried
+        plain_bytes = block.menu[0].saved_bytes
+        off = [abs(wanted - (plain_bytes - level.saved_bytes)) for level in block.menu]
+        level = off.index(min(off))
+        carried = wanted - (plain_bytes - block.menu[level].saved_bytes)
+        levels.append(level)
+    return tuple(levels)
+
+
+def path_of(block: Block, host_weight: float) -> Levels:
+    """The places of the levels that a mixture could want if a host second costs `host_weight` device
+    seconds."""
+    priced = [
+        level._replace(name=str(at), recompute_s=level.recompute_s + host_weight * level.host_s)
+        for at, level in enumerate(block.menu)
+    ]
+    return tuple(int(level.name) for level in convex(priced))
+
+
+def alike(paths: Sequence[Levels], step: int) -> Levels:
+    """Levels of a chunk's blocks along their paths: `_BETWEEN` steps are one level for all blocks, and each
+    step between is one level for a part of them. A block whose path is shorter is at its end."""
+    return tuple(
+        path[min((place + 1) * step // _BETWEEN - place * step // _BETWEEN, len(path) - 1)]
+        for place, path in enumerate(paths)
+    )
+
+
+def most_steps(paths: Iterable[Levels]) -> int:
+    """The step at which every block is at the end of its path."""
+    return _BETWEEN * (max(map(len, paths), default=1) - 1)
+
+
+def moved(paths: Sequence[Levels], levels: Levels, change: float) -> Levels:
+    """`abs(change)` of the blocks, one at least, at the next level of their paths away from plain, or nearer
+    to it."""
+    further = change > 0
+    reached: dict[int, int] = {}
+    for at, (path, level) in enumerate(zip(paths, levels, strict=True)):
+        ahead = [other for other in path if (other > level if further else other < level)]
+        if ahead:
+            reached[at] = min(ahead) if further else max(ahead)
+    # those that have given up least, and among them the first: their bytes wait longest
+    order = sorted(reached, key=lambda at: (levels[at], at), reverse=not further)
+    changed = list(levels)
+    for at in order[: max(1, round(abs(change) * len(levels)))]:
+        changed[at] = reached[at]
+    return tuple(changed)
