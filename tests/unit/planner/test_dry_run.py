@@ -198,7 +198,7 @@ def test_a_thousand_ranks_take_seconds_because_replicas_are_one_position() -> No
     big = job(
         model=KNOWN["llama3-70b"],
         cut=Cut(sequence=8192, tp=8),
-        orders=pipeline(8, 32),
+        orders=pipeline(8, 16),
         dp=16,
         device_total_bytes=round(30 * GB),
     )

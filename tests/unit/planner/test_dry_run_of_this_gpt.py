@@ -122,7 +122,10 @@ def test_saved_bytes_and_their_peak_are_those_of_a_real_run(seen: Trace) -> None
     assert (played.step_s, played.stall_s) == (pytest.approx(step.plain_s()), 0.0)
 
 
-@pytest.mark.parametrize(("chunks", "gb_s"), [(1.0, 20.0), (1.5, 10.0)])
+@pytest.mark.parametrize(
+    ("chunks", "gb_s"),
+    [(1.0, 20.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1.5, 10.0), (1.5, 20.0)))],
+)
 def test_stall_and_peak_under_a_limit_are_those_of_a_real_run(
     seen: Trace, chunks: float, gb_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
