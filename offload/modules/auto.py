@@ -354,9 +354,14 @@ class Auto(Client):
         rates = engine.rates if engine.rates is not None else _NO_LINK
         began_s = time.perf_counter()
         if self.total is None:
-            plan = cheapest_mixture(work.actions, work.blocks, rates, rest_s=work.rest_s)
+            plan = cheapest_mixture(work.actions, work.blocks, rates, rest_s=work.rest_s, host=work.host)
         else:
-            plan = choose_mixture(work.actions, work.blocks, rates, self._limit_bytes(), rest_s=work.rest_s)
+            limit_bytes = self._limit_bytes()
+            if limit_bytes <= 0:
+                return
+            plan = choose_mixture(
+                work.actions, work.blocks, rates, limit_bytes, rest_s=work.rest_s, host=work.host
+            )
         logger.info(
             "auto: planned in %.0f ms: step %.1f ms, of which %.1f plain compute; bound %.1f ms",
             (time.perf_counter() - began_s) * 1e3,
@@ -399,7 +404,7 @@ class Auto(Client):
                 bytes_text(self.total.rest_bytes),
                 bytes_text(self.total.total_bytes - limit_bytes),
             )
-        return max(limit_bytes, 0)
+        return limit_bytes
 
     def _see_memory(self, manager: GroupsManager, stats: StepStats) -> None:
         """Correct the limit by the peaks of the step that ended."""
@@ -421,7 +426,7 @@ class Auto(Client):
         if self._levels is None or limit_bytes is None:
             total.measured(peak_bytes, counted_bytes)
         elif total.followed(peak_bytes, counted_bytes, limit_bytes):
-            self._set_limit(engine, self._limit_bytes())
+            self._set_limit(engine, max(self._limit_bytes(), 0))
             manager.limits_changed()
         elif self._plans_left == 0:
             self._measures = not total.is_settled
@@ -434,7 +439,9 @@ class Auto(Client):
     def explain(self) -> Explanation:
         """What is followed now."""
         engine = None if self._engine is None else self._engine()
-        if self.plan is None:
+        if "no room" in self._said:
+            state = "device_total leaves nothing for saved tensors: every block is recomputed"
+        elif self.plan is None:
             state = (
                 f"no plan yet: {self._steps} of the 2 steps that it is made from have ended; every block is "
                 "recomputed meanwhile"

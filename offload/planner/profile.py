@@ -109,6 +109,12 @@ class BlockProfile:
         return sum(call.flops for call in self.calls)
 
     @property
+    def num_saves(self) -> int:
+        """Tensors that autograd saves in the plain block and that may leave, about: one for each call whose
+        output it saves, and the input."""
+        return 1 + sum(call.saved_bytes > 0 for call in self.calls)
+
+    @property
     def why_not(self) -> dict[str, str]:
         """By call, why it is not kept at any level."""
         return {f"call {c.number} of {c.operator}": c.why_not for c in self.calls if c.why_not}

@@ -51,6 +51,9 @@ from offload.transfer.layout import WeakStorage
 
 __all__ = ["BlockProfiler"]
 
+_WAITS = 1.25
+"""A forward's device seconds over its host seconds, below which the device waits for launches."""
+
 
 @dataclass(slots=True, eq=False)
 class _Call:
@@ -123,6 +126,8 @@ class BlockProfiler:
         forward_s = sum(seconds)
         if self._plain is not None:
             host_s, plain_s = self._plain
+            if plain_s < _WAITS * host_s:  # the device has waited for the host
+                plain_s = min(plain_s, forward_s)
             scale = min(1.0, plain_s / forward_s) if forward_s else 1.0
             seconds, forward_s = [found * scale for found in seconds], plain_s
         mode.settle()

@@ -12,13 +12,22 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from offload.policy.actions import Action, ChunkKey
-from offload.policy.menu import Block, Menu
+from offload.policy.menu import Block, Host, Menu
 
 __all__ = ["Profile", "Ran", "StepWork"]
 
 
 _BACKWARD = 2.0
 """Seconds of a backward over those of its forward, where neither was measured."""
+
+_HOST_BOUND = 0.7
+"""Of a forward's time: if the host takes so much of it to issue it, the device waits for the host."""
+
+_PASSES_OF_HOST = 2.0
+"""Host seconds of a block's forward and backward, in those of its forward."""
+
+_SECONDS_A_SAVE = 190e-6
+"""Host time of a saved tensor that is moved, out and back. Source: W5 of the benchmarks, one H200."""
 
 
 class Profile(Protocol):
@@ -32,6 +41,9 @@ class Profile(Protocol):
 
     @property
     def menu(self) -> Menu: ...
+
+    @property
+    def num_saves(self) -> int: ...
 
 
 class Ran(NamedTuple):
@@ -50,6 +62,7 @@ class StepWork:
     actions: Sequence[Action]
     blocks: Mapping[ChunkKey, Sequence[Block]]
     rest_s: Mapping[Action, float]
+    host: Host
 
     @classmethod
     def of(
@@ -61,7 +74,8 @@ class StepWork:
         """actions, seconds: of one step. ran: what it called. None where a chunk's blocks are not known.
 
         The profile's seconds say how the blocks share a forward; how long it takes is what was measured. In a
-        backward each block has its share of what is left when its recompute is taken off.
+        backward each block has its share of what is left when its recompute is taken off. Where the host was
+        the slower one, what was measured is the host's time: then the profile's device seconds are taken.
         """
         blocks: dict[ChunkKey, list[Block]] = {}
         rest_s: dict[Action, float] = {}
@@ -77,9 +91,14 @@ class StepWork:
             inside_s = sum(profile.forward_s for profile in profiles)
             if inside_s == 0:
                 return None
-            if measured_s == 0 or backward_s[chunk] == 0:  # of a device without a clock
+            host_s = sum(profile.host_s for profile in profiles)
+            # the first: of a device without a clock
+            if measured_s == 0 or backward_s[chunk] == 0 or host_s > max(_HOST_BOUND * measured_s, inside_s):
                 measured_s = inside_s
-                backward_s[chunk] = _BACKWARD * inside_s
+                again_s = sum(
+                    call.profile.menu[call.level].recompute_s for call in ran[chunk] if call.profile
+                )
+                backward_s[chunk] = _BACKWARD * inside_s + again_s
             # a profile's events may count gaps between launches, which a whole forward has not
             scale = min(1.0, measured_s / inside_s)
             menus = [_timed(profile.menu, scale) for profile in profiles]
@@ -90,16 +109,22 @@ class StepWork:
                     menu=menu,
                     forward_s=profile.forward_s * scale,
                     backward_s=profile.forward_s * scale * ratio,
-                    host_s=profile.host_s,
+                    host_s=_PASSES_OF_HOST * profile.host_s,
                 )
                 for menu, profile in zip(menus, profiles, strict=True)
             ]
             outside_s = measured_s - inside_s * scale
             for action in actions:
                 if action.chunk == chunk:
-                    part = 1.0 if action.kind == "F" else ratio * seconds[action] / backward_s[chunk]
+                    part = (
+                        1.0 if action.kind == "F" else ratio * seconds[action] / max(backward_s[chunk], 1e-12)
+                    )
                     rest_s[action] = outside_s * part
-        return cls(actions=tuple(actions), blocks=blocks, rest_s=rest_s)
+        called = [call.profile for calls in ran.values() for call in calls if call.profile is not None]
+        saves = sum(profile.num_saves for profile in called)
+        saved_bytes = sum(profile.menu[0].saved_bytes for profile in called)
+        host = Host(seconds_per_moved_byte=_SECONDS_A_SAVE * saves / max(saved_bytes, 1))
+        return cls(actions=tuple(actions), blocks=blocks, rest_s=rest_s, host=host)
 
 
 def _timed(menu: Menu, scale: float) -> Menu:

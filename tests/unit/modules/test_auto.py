@@ -99,10 +99,11 @@ def test_a_total_that_leaves_nothing_is_one_warning_with_both_numbers(
     manager.engine.rates = SLOW_LINK
     monkeypatch.setattr(manager.engine.device, "allocator_bytes", lambda: (10_000_000, 10_000_000))
     with caplog.at_level(logging.WARNING):
-        train_auto(build(blocks=LAYERS), "1MB")
+        _, explained = train_auto(build(blocks=LAYERS), "1MB")
     said = [text for text in caplog.messages if text.startswith("device_total is")]
     assert len(said) == 1
     assert "device_total is 1.00 MB, and 9.9" in said[0]
+    assert str(explained) == "auto: device_total leaves nothing for saved tensors: every block is recomputed"
 
 
 def test_removing_it_gives_the_engine_its_own_limit_back(manager: PipelineOffloadManager) -> None:

@@ -1,0 +1,39 @@
+"""The limit that keeps a step within a total of device memory: lowered at once, raised late."""
+
+from __future__ import annotations
+
+from offload.planner.total import TotalMemory
+
+
+def measured(total_bytes: int = 1000) -> TotalMemory:
+    total = TotalMemory(total_bytes)
+    total.measured(400, 100)  # 300 are no saved tensors
+    return total
+
+
+def test_the_limit_is_what_the_total_leaves_but_a_hundredth() -> None:
+    assert measured().limit_bytes == 990 - 300
+
+
+def test_a_step_over_the_total_lowers_the_limit_by_what_it_was_over() -> None:
+    total = measured()
+    assert total.followed(1040, 690, 690)
+    assert total.limit_bytes == 690 - 50
+
+
+def test_several_steps_well_below_the_total_raise_it_if_it_held_them_back() -> None:
+    total = measured()
+    assert [total.followed(950, 690, 690) for _ in range(5)] == [False] * 4 + [True]
+    assert total.limit_bytes == 690 + 40
+    # a step that takes less than its limit was held back by something else
+    idle = measured()
+    assert not any(idle.followed(500, 200, 690) for _ in range(10))
+    assert idle.is_settled
+
+
+def test_it_is_settled_after_steps_that_fit_and_not_after_a_change() -> None:
+    total = measured()
+    assert not any(total.followed(988, 690, 690) for _ in range(8))
+    assert total.is_settled
+    assert total.followed(1001, 690, 690)
+    assert not total.is_settled

@@ -1,0 +1,64 @@
+"""A step that was seen, as numbers for a plan; every expected figure is derived here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from offload.planner.work import Ran, StepWork
+from offload.policy.actions import Action
+from offload.policy.menu import Level, Menu
+
+F, B = Action("F", 0, 0), Action("B", 0, 0)
+MENU = (Level("plain", 100, 0.0), Level("checkpoint", 10, 1.0, 0.5, 90))
+
+
+@dataclass(frozen=True)
+class Profiled:
+    forward_s: float = 1.0
+    host_s: float = 0.0
+    menu: Menu = MENU
+    num_saves: int = 4
+
+
+def work_of(
+    forward_s: float, backward_s: float, levels: tuple[int, ...], profile: Profiled = Profiled()
+) -> StepWork:
+    ran = {(0, 0): [Ran(profile, level) for level in levels]}
+    work = StepWork.of((F, B), {F: forward_s, B: backward_s}, ran)
+    assert work is not None
+    return work
+
+
+def test_what_blocks_do_not_explain_is_around_them_and_a_recompute_is_taken_off() -> None:
+    # two blocks of 1 s and 0.5 s around them; a backward twice as long, and one recompute
+    work = work_of(2.5, 5.0 + 1.0, (1, 0))
+    blocks = work.blocks[0, 0]
+    assert [block.forward_s for block in blocks] == [1.0, 1.0]
+    assert [block.backward_s for block in blocks] == [pytest.approx(2.0)] * 2
+    assert work.rest_s == {F: pytest.approx(0.5), B: pytest.approx(1.0)}
+
+
+def test_a_profile_that_counts_gaps_is_scaled_to_the_forward_that_was_measured() -> None:
+    work = work_of(1.0, 2.0, (0, 0))
+    blocks = work.blocks[0, 0]
+    assert [block.forward_s for block in blocks] == [0.5, 0.5]
+    assert [block.menu[1].recompute_s for block in blocks] == [0.5, 0.5]
+    assert work.rest_s == {F: 0.0, B: 0.0}
+
+
+def test_where_the_device_waits_for_the_host_the_profile_tells_its_seconds() -> None:
+    work = work_of(10.0, 20.0, (0, 0), Profiled(host_s=5.0))
+    blocks = work.blocks[0, 0]
+    assert [block.forward_s for block in blocks] == [1.0, 1.0]
+    assert [block.backward_s for block in blocks] == [2.0, 2.0]
+    assert [block.host_s for block in blocks] == [10.0, 10.0]
+    assert work.rest_s == {F: 0.0, B: 0.0}
+    # 4 saves of a block's 100 bytes at 190 us each
+    assert work.host.seconds_per_moved_byte == pytest.approx(4 * 190e-6 / 100)
+
+
+def test_a_chunk_of_blocks_without_a_profile_cannot_be_planned_for() -> None:
+    ran = {(0, 0): [Ran(None, -1)]}
+    assert StepWork.of((F, B), {F: 1.0, B: 2.0}, ran) is None
