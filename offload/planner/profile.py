@@ -32,9 +32,9 @@ Keeps = tuple[Keep, ...]
 
 MOST_LEVELS = 8
 CHECKPOINT_HOST, SELECTIVE_HOST = 2.9, 5.9
-"""Host seconds of a block's forward and recompute, in those of a plain forward. Measured on blocks of small
-operators (issue 13): a step of 461 ms of such blocks took 881 ms with every block checkpointed, so a
-checkpoint adds about 1.9 forwards."""
+"""Host seconds of a block's forward and recompute, in those of a plain forward. W5, small operators whose
+launches set the pace, one H200: 461 ms a step plain and 881 with every block checkpointed. With a forward and
+a backward of equal host time a checkpoint adds 1.9 forwards."""
 
 _HOST_BOUND = 0.9  # of a forward's device seconds: from here on the device is taken to wait for the host
 
@@ -120,8 +120,7 @@ class BlockProfile:
         return {f"call {c.number} of {c.operator}": c.why_not for c in self.calls if c.why_not}
 
     def scaled(self, factor: float, *, sequence: float | None = None) -> BlockProfile:
-        """The same block for `factor` times as many tokens. Takes well below a millisecond for a hundred
-        calls.
+        """The same block for `factor` times as many tokens. Takes about a millisecond for a hundred calls.
 
         sequence: by what a single sequence is longer; None where all of the factor is. Bytes and seconds grow
             with the tokens, those of attention also with the length.
@@ -168,12 +167,14 @@ def _seconds(calls: Iterable[SeenCall]) -> float:
 
 # -- the menu ------------------------------------------------------------------------------------------------
 class _Class(NamedTuple):
-    """Calls that are kept together."""
+    """Calls that are kept together, those that a recompute comes past."""
 
-    calls: tuple[SeenCall, ...]
     names: frozenset[tuple[Any, int]]
+    num_calls: int
     nbytes: int
+    saved_bytes: int
     seconds: float
+    must: bool
 
 
 def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
@@ -181,37 +182,39 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
     if profile.only:
         return (plain,), (None,)
     classes = [] if profile.whole else _classes(profile.calls)
-    kept = [found for found in classes if any(call.must for call in found.calls)]
-    chosen = [found for found in classes if found not in kept and found.seconds > 0.0]
-    chosen.sort(key=lambda found: found.seconds / max(found.nbytes, 1))
+    must = [found for found in classes if found.must]
+    may = [found for found in classes if not found.must and found.seconds > 0.0]
+    may.sort(key=lambda found: found.seconds / max(found.nbytes, 1), reverse=True)
+    entering = [*must, *may]
     again_s = _seconds(call for call in profile.calls if call.again)
     if profile.host_s < _HOST_BOUND * profile.forward_s:
         # kernels that no operator launches; where the device waits for the host, they are gaps
         again_s += max(0.0, profile.forward_s - _seconds(profile.calls))
-    levels, keeps = [plain], dict[str, Keep]({plain.name: None})
-    for first in range(len(chosen) + 1):
-        level, keep = _level(profile, [*kept, *chosen[first:]], again_s)
-        levels.append(level)
-        keeps[level.name] = keep
+    made_bytes = profile.plain_bytes - profile.given_bytes
+    checkpoint_s, selective_s = (max(0.0, cost - 1.0) * profile.host_s for cost in profile.host_costs)
+    levels, num_kept = [plain], dict[str, int]()
+    waiting, num_calls = profile.input_bytes, 0
+    for number in range(len(entering) + 1):
+        if number >= len(must):
+            name = f"keep {num_calls} calls" if num_calls else "checkpoint"
+            host_s = selective_s if num_calls else checkpoint_s
+            levels.append(Level(name, waiting, max(0.0, again_s), host_s, max(0, made_bytes)))
+            num_kept[name] = number
+        if number < len(entering):
+            found = entering[number]
+            waiting += found.nbytes
+            num_calls += found.num_calls
+            made_bytes -= found.saved_bytes
+            again_s -= found.seconds
     menu = convex(levels)
     if menu[0] is not plain:  # a level whose recompute costs no device seconds still costs the host's
         menu = (plain, *menu)
     menu = _thinned(menu)
-    return menu, tuple(keeps[level.name] for level in menu)
-
-
-def _level(profile: BlockProfile, kept: Sequence[_Class], again_s: float) -> tuple[Level, Keep]:
-    keep = frozenset[tuple[Any, int]]().union(*(found.names for found in kept))
-    checkpoint, selective = profile.host_costs
-    calls = [call for found in kept for call in found.calls if call.again]
-    level = Level(
-        f"keep {len(calls)} calls" if keep else "checkpoint",
-        profile.input_bytes + sum(found.nbytes for found in kept),
-        max(0.0, again_s - sum(found.seconds for found in kept)),
-        max(0.0, (selective if keep else checkpoint) - 1.0) * profile.host_s,
-        max(0, profile.plain_bytes - profile.given_bytes - sum(call.saved_bytes for call in calls)),
+    nothing = frozenset[tuple[Any, int]]()
+    return menu, (
+        None,
+        *(nothing.union(*(found.names for found in entering[: num_kept[level.name]])) for level in menu[1:]),
     )
-    return level, keep
 
 
 def _classes(calls: Sequence[SeenCall]) -> list[_Class]:
@@ -229,9 +232,16 @@ def _classes(calls: Sequence[SeenCall]) -> list[_Class]:
         numbers = {call.number for call in together}
         if together[0].together is not None:  # another forward may call it more often
             numbers |= set(range(min(numbers), 2 * max(numbers) + 2))
-        names = frozenset((together[0].operator, number) for number in numbers)
-        nbytes = sum(call.nbytes for call in again)
-        found.append(_Class(tuple(together), names, nbytes, _seconds(again)))
+        found.append(
+            _Class(
+                frozenset((together[0].operator, number) for number in numbers),
+                len(again),
+                sum(call.nbytes for call in again),
+                sum(call.saved_bytes for call in again),
+                _seconds(again),
+                any(call.must for call in together),
+            )
+        )
     return found
 
 
