@@ -49,13 +49,13 @@ class Piece:
     sent_bytes: int
     """What its collectives carry, forward and backward together, over the wire of this rank."""
     forward_working_bytes: int
-    """The most alive in its forward, saved bytes among it."""
+    """The most alive in its forward of what it made, saved bytes among it."""
+    checkpointed_working_bytes: int
+    """The same under torch's checkpoint, where nothing that is made is saved."""
     backward_working_bytes: int
     """The most alive in its backward beyond its saved bytes."""
     moving_working_bytes: int
     """What a plain backward needs beside the limit of an engine that moves saved bytes."""
-    parts: tuple[tuple[int, float], ...]
-    """What it saves at level 0, in forward order: (bytes, seconds of the forward that make them)."""
     menu: Menu
     """Level 0 is the plain module, the last one torch's checkpoint. Of one that is never recomputed, level 0
     alone."""
@@ -65,6 +65,12 @@ class Piece:
     @property
     def saved_bytes(self) -> int:
         return self.menu[0].saved_bytes
+
+    def forward_bytes(self, level: Level) -> int:
+        """The most alive in its forward at this level, its input included."""
+        kept_bytes = level.saved_bytes - self.input_bytes
+        recomputed_bytes = self.checkpointed_working_bytes + kept_bytes
+        return self.input_bytes + min(self.forward_working_bytes, recomputed_bytes)
 
 
 def seconds_of(call: Call, gpu: Gpu, gpus_per_host: int) -> float:
@@ -89,13 +95,15 @@ def sent_bytes_of(call: Call) -> int:
 def piece_of(
     name: str,
     seen: Trace,
+    checkpointed: Trace | None,
     gpu: Gpu,
     *,
     gpus_per_host: int,
-    is_layer: bool,
     expert_parameters: int = 0,
 ) -> Piece:
-    """is_layer: a block of the engine, which may be recomputed and moved."""
+    """checkpointed: the same module under torch's checkpoint; None for one that is no block of the engine, so
+    never recomputed or moved."""
+    is_layer = checkpointed is not None
     forward = [seconds_of(call, gpu, gpus_per_host) for call in seen.forward]
     backward = [seconds_of(call, gpu, gpus_per_host) for call in seen.backward]
     products = [
@@ -120,9 +128,9 @@ def piece_of(
         backward_host_s=backward_host_s,
         sent_bytes=sum(map(sent_bytes_of, (*seen.forward, *seen.backward))),
         forward_working_bytes=seen.forward_working_bytes,
+        checkpointed_working_bytes=(checkpointed or seen).forward_working_bytes,
         backward_working_bytes=seen.backward_working_bytes,
         moving_working_bytes=seen.moving_working_bytes,
-        parts=_parts(seen, forward),
         menu=_menu(seen, forward, host_s) if is_layer else (plain,),
         selective=_selective(seen, forward, host_s) if is_layer else None,
     )
@@ -168,19 +176,3 @@ def _menu(seen: Trace, seconds: Sequence[float], host_s: float) -> Menu:
 def _selective(seen: Trace, seconds: Sequence[float], host_s: float) -> Level:
     kept = {at for at in range(seen.last_saving_call + 1) if seen.forward[at].flops}
     return _level("selective", seen, seconds, kept, host_s)
-
-
-def _parts(seen: Trace, seconds: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    parts: list[tuple[int, float]] = []
-    passed_s = 0.0
-    if seen.input_bytes:
-        parts.append((seen.input_bytes, 0.0))
-    for call, call_s in zip(seen.forward, seconds, strict=True):
-        passed_s += call_s
-        if call.saved_bytes:
-            parts.append((call.saved_bytes, passed_s))
-            passed_s = 0.0
-    if parts:
-        nbytes, part_s = parts[-1]
-        parts[-1] = (nbytes, part_s + passed_s)
-    return tuple(parts)

@@ -172,9 +172,9 @@ def stages_of_job(job: Job) -> tuple[Stage, ...]:
         return piece_of(
             name,
             trace(module, make_input),
+            trace(module, make_input, recompute=True) if is_layer else None,
             job.gpu,
             gpus_per_host=job.gpus_per_host,
-            is_layer=is_layer,
             expert_parameters=routed,
         )
 

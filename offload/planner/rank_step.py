@@ -214,7 +214,7 @@ class RankStep:
         """
         stage = self._stages[action.stage]
         if action.kind == "F":
-            return self._forward_working_bytes(stage)
+            return self._forward_working_bytes(action, levels)
         gone_bytes, most_bytes = 0, 0
         places = list(levels)
         for piece in reversed(stage.pieces):
@@ -231,11 +231,16 @@ class RankStep:
                 gone_bytes += block.menu[at].saved_bytes + again_bytes
         return most_bytes
 
-    def _forward_working_bytes(self, stage: Stage) -> int:
-        saved_bytes, most_bytes = 0, 0
+    def _forward_working_bytes(self, action: Action, levels: Levels) -> int:
+        stage = self._stages[action.stage]
+        saved_bytes, most_bytes, place = 0, 0, 0
         for piece in stage.pieces:
-            most_bytes = max(most_bytes, saved_bytes + piece.input_bytes + piece.forward_working_bytes)
-            saved_bytes += piece.saved_bytes
+            level = piece.menu[0]
+            if _is_layer(piece):
+                level = self.blocks[action.chunk][place].menu[levels[place]]
+                place += 1
+            most_bytes = max(most_bytes, saved_bytes + piece.forward_bytes(level))
+            saved_bytes += level.saved_bytes
         # the last output is counted with what the stage keeps
         return max(0, most_bytes - saved_bytes - stage.output_bytes)
 

@@ -100,9 +100,9 @@ class OneLayer(nn.Module):
 
 
 def rank_step(rates: Rates) -> RankStep:
-    piece = piece_of(
-        "layer", trace(OneLayer(build_stage()), hidden), GPUS["h200"], gpus_per_host=1, is_layer=True
-    )
+    layer = OneLayer(build_stage())
+    plain, checkpointed = (trace(layer, hidden, recompute=again) for again in (False, True))
+    piece = piece_of("layer", plain, checkpointed, GPUS["h200"], gpus_per_host=1)
     known = replace(
         piece, forward_s=FORWARD_S, backward_s=BACKWARD_S, forward_host_s=0.0, backward_host_s=0.0
     )

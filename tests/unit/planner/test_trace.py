@@ -30,8 +30,8 @@ def rows(tokens: int, width: int) -> Tensor:
 
 
 def piece(model: ModelShape, cut: Cut, kind: Any = "dense") -> Piece:
-    seen = trace(Layer(model, cut, kind), partial(rows, cut.tokens // cut.tp, model.hidden))
-    return piece_of(kind, seen, H200, gpus_per_host=8, is_layer=True)
+    layer, make = Layer(model, cut, kind), partial(rows, cut.tokens // cut.tp, model.hidden)
+    return piece_of(kind, trace(layer, make), trace(layer, make, recompute=True), H200, gpus_per_host=8)
 
 
 def test_a_layer_saves_what_a_pencil_says() -> None:
@@ -93,6 +93,11 @@ def test_a_selective_level_saves_and_needs_what_torchs_own_selective_checkpoint_
     # torch's keeps the last product's output too, which a recompute never comes to
     needs = level.made_again_bytes + plain.backward_working_bytes
     assert torchs.backward_working_bytes == pytest.approx(needs, rel=0.15)
+    known = piece(W2, Cut(sequence=T))
+    assert torchs.forward_working_bytes == pytest.approx(
+        known.forward_bytes(level) - plain.input_bytes, rel=0.1
+    )
+    assert known.forward_bytes(known.menu[0]) == plain.forward_working_bytes + plain.input_bytes
 
 
 def test_each_level_saves_less_than_the_one_before_and_costs_more_for_a_byte() -> None:
