@@ -11,11 +11,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from offload import PipelineOffloadManager, group_commit, group_start
 from offload.device.sim import SimDevice
 from offload.planner.kinds import kind_of, make_of
+from offload.planner.operators import may_differ
 from offload.planner.profile import BlockProfile
 from offload.planner.profiler import BlockProfiler
 from tests.unit.checkpoint.regions import FC1_BYTES, INPUT_BYTES, MM, ROWS, WIDTH, Block, assert_bits
@@ -239,6 +241,35 @@ def test_of_dtensors_the_groups_of_their_mesh_are_named_because_collectives_run_
     assert profile.collectives == {mesh.get_group().group_name}
     assert profile.plain_bytes == 2 * INPUT_BYTES + 2 * 4 * ROWS + 2 * FC1_BYTES
     assert run(manager, block, (seeded(ROWS, WIDTH),), {}, None).saved_bytes == profile.plain_bytes
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_fsdp_gathers_around_a_block_is_no_call_of_it_and_no_reason_not_to_recompute(
+    manager: Manager,
+) -> None:
+    """A recompute finds the parameters gathered."""
+    args = (seeded(ROWS, WIDTH),)
+    alone = profile_of(manager, Block())
+    block = Block()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64)
+    fully_shard(block, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    expected = run_plain(block, args, {})
+    profile, observed = profiled(manager, block, args, {})
+    assert_bits(expected, observed.values)
+    assert (profile.only, profile.collectives) == ("", frozenset())
+    assert [call[:2] for call in profile.calls] == [call[:2] for call in alone.calls]
+    kept = {(MM, 0), (aten.gelu.default, 0)}
+    for keep in (*profile.keeps, kept):
+        assert_bits(expected, run(manager, block, args, {}, keep).values)
+
+
+def test_on_a_gpu_what_may_give_other_bits_in_a_second_call_is_kept() -> None:
+    cpu, elsewhere = torch.ones(4), torch.ones(4, device="meta")
+    assert may_differ(aten.cumsum.default, (elsewhere, 0), {})
+    assert may_differ(aten.index_add_.default, (elsewhere, 0, elsewhere, elsewhere), {})
+    assert not may_differ(aten.cumsum.default, (cpu, 0), {})
+    assert not may_differ(aten.mm.default, (elsewhere, elsewhere), {})
+    assert not may_differ(torch.ops.higher_order.flex_attention, (elsewhere,), {})
 
 
 @pytest.mark.usefixtures("one_rank")
