@@ -30,6 +30,7 @@ __all__ = [
     "leaving_bytes",
     "limit_keeps",
     "margin_keeps",
+    "short_lives_bytes",
     "summary_bytes",
     "tail_keeps",
 ]
@@ -143,6 +144,27 @@ def tail_keeps(sizes: ChunkSizes, kept_bytes: Mapping[ChunkKey, float]) -> Keeps
         first = len(groups) - sum(nbytes <= kept_bytes.get(chunk, 0) for nbytes in ends)
         keeps += [GroupKey(chunk, index) for index in range(first, len(groups))]
     return frozenset(keeps)
+
+
+def short_lives_bytes(
+    actions: Sequence[Action], sizes: ChunkSizes, budget_bytes: float
+) -> dict[ChunkKey, int]:
+    """Of each chunk what may stay of its end, the chunk with the fewest actions from its F to its last read
+    first, so that kept bytes never pass the budget: what is read soon would come back before long.
+
+    Under a V-shaped schedule the last stage's chunks are read at once, and the first stage's wait a round.
+    """
+    lives = lives_of(actions)
+    require_sizes(actions, sizes)
+    level_bytes = [0] * len(actions)
+    kept_bytes: dict[ChunkKey, int] = {}
+    for chunk in sorted(lives, key=lambda chunk: lives[chunk].last_read - lives[chunk].forward):
+        life = slice(lives[chunk].forward, lives[chunk].last_read)
+        room_bytes = budget_bytes - max(level_bytes[life])
+        ends = accumulate(group.nbytes for group in reversed(sizes[chunk]))
+        kept_bytes[chunk] = max((end for end in ends if end <= room_bytes), default=0)
+        level_bytes[life] = [level + kept_bytes[chunk] for level in level_bytes[life]]
+    return kept_bytes
 
 
 def all_of(sizes: ChunkSizes) -> Keeps:

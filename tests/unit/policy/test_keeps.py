@@ -15,6 +15,7 @@ from offload.policy.keeps import (
     kept_peak_bytes,
     limit_keeps,
     margin_keeps,
+    short_lives_bytes,
     summary_bytes,
     tail_keeps,
 )
@@ -210,3 +211,16 @@ def test_a_schedule_with_split_backwards_keeps_until_the_weight_half() -> None:
     actions = [Action("F", 0, 0), Action("I", 0, 0), Action("F", 0, 1), Action("W", 0, 0), Action("B", 0, 1)]
     sizes = dict(chunk(m, "a") for m in range(2))
     assert kept_peak_bytes(actions, sizes, frozenset({key(0, 0), key(1, 0)})) == 20
+
+
+def test_the_chunks_that_live_shortest_keep_their_ends_first() -> None:
+    # chunk 1 is read at once and keeps all of its 30; what is left of the budget is chunk 2's, which is read
+    # before chunk 0
+    actions = [
+        Action(kind, 0, m)
+        for kind, m in (("F", 0), ("F", 2), ("F", 1), ("I", 1), ("W", 1), ("B", 2), ("B", 0))
+    ]
+    sizes = {(0, m): [GroupSize(name, 10) for name in "abc"] for m in range(3)}
+    assert short_lives_bytes(actions, sizes, 49) == {(0, 1): 30, (0, 2): 10, (0, 0): 0}
+    assert short_lives_bytes(actions, sizes, 50) == {(0, 1): 30, (0, 2): 20, (0, 0): 0}
+    assert short_lives_bytes(actions, sizes, 9) == dict.fromkeys(sizes, 0)
