@@ -40,6 +40,7 @@ from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
 from offload.modules.settings import (
     ALL_TENSORS,
     RECOMPUTING,
+    WITHOUT_BLOCKS,
     call_if_there,
     forget_compiled,
     heads_of,
@@ -47,6 +48,7 @@ from offload.modules.settings import (
     switch_caches_off,
 )
 from offload.modules.steps import Root, Steps
+from offload.modules.watermark import WatermarkRoot, marks_of
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
 from offload.sizes import optional_bytes
@@ -65,6 +67,8 @@ _steps = Steps(marks.default_manager)
 _one_copy = OneCopyAtATime()
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 """By module that has hooks of a handle: the handle."""
+_watermarked: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+"""The same of mode "watermark", which goes around others: it takes what they leave."""
 _declined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models of which somebody said that nothing is to leave."""
 
@@ -141,8 +145,9 @@ class Applied:
         _steps.discard(root)
         if self._limits_end is not None:
             self._limits_end()
-        for module in [module for module, handle in _applied.items() if handle is self]:
-            del _applied[module]
+        taken = self._taken
+        for module in [module for module, handle in taken.items() if handle is self]:
+            del taken[module]
         model = self._model()
         if model is not None:
             forget_compiled(model)
@@ -154,7 +159,11 @@ class Applied:
     def _hook(self, module: nn.Module, calls: Calls) -> None:
         assert self._root is not None
         self._pairs.append(HookPair(module, calls.enter, calls.leave, self._root.calls))
-        _applied[module] = self
+        self._taken[module] = self
+
+    @property
+    def _taken(self) -> weakref.WeakKeyDictionary[nn.Module, Applied]:
+        return _watermarked if self.mode == "watermark" else _applied
 
     def __repr__(self) -> str:
         state = "" if self._root is not None or self.mode is False else ", removed"
@@ -176,6 +185,8 @@ def apply(
     host_limit: int | str | None = None,
     min_numel: int | None = None,
     device_total: int | str | None = None,
+    high: int | str | None = None,
+    low: int | str | None = None,
 ) -> Applied:
     """Offload what `model` saves for its backward, from its next forward on.
 
@@ -191,6 +202,8 @@ def apply(
         True: every saved tensor, but for the output head's. "legacy": the same, each copy waited for.
         "disk": as True, and on from host memory to a file in the config's `disk_directory`; without one, in
         the directory for temporary files.
+        "watermark": what has to, once the device's memory reaches `high`, or is seen to come to it; the
+        oldest first. It goes around other modes, and takes what they leave.
         False: nothing.
     blocks: patterns of module names (fnmatch), such as "model.layers.*". None finds them: neighbours of one
         class in a ModuleList or Sequential.
@@ -200,11 +213,14 @@ def apply(
         As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups",
         "selective" and "auto" keep tensors on the device because a limit leaves room for them.
     min_numel: elements; a smaller tensor stays. None takes min_offloaded_tensor_size of the config, 1 Mi by
-        default; where every tensor leaves (True, "legacy", "disk") it is 512.
+        default; where every tensor may leave (True, "legacy", "disk", "watermark") it is 512.
     device_total: for mode "auto": all active bytes on the GPU, weights, gradients and working set included;
         bytes, text or a share of it. None: what makes a step at most a hundredth longer and frees most. The
         optimizer's step is not lowered by it. Memory peaks of torch.cuda are reset at the begin of the steps
         that are still planned for.
+    high, low: marks of mode "watermark": allocated device memory, of whatever it is, as bytes, text or a
+        share of the GPU. None for high: "90%"; for low, below which spilling that has started stops: 15/16 of
+        high. They hold for the process.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, modules that are
     applied already, a mode beside another that it excludes, a directory that cannot be written. Nothing has
@@ -220,8 +236,9 @@ def apply(
         return Applied(model, mode, {}, None)
     if min_numel is not None:
         check_min_elements(min_numel, "min_numel")
+    watermark = marks_of(mode, high, low)
     groups = _groups_of(model, mode, blocks, modules)
-    whole = {} if mode in ALL_TENSORS or modules is None else _blocks_of(model, blocks)
+    whole = {} if mode in WITHOUT_BLOCKS or modules is None else _blocks_of(model, blocks)
     hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]
     _check_free(model, mode, hooked)
     total_bytes = _total_of(model, mode, device_total, device_limit)
@@ -234,8 +251,17 @@ def apply(
     everything = "all tensors" if mode in ALL_TENSORS else None
     if min_numel is None and everything:
         min_numel = _LEAST_OF_ALL
-    root = ModelRoot(
-        model, whole or groups, _steps, marks.default_manager, min_elements=min_numel, everything=everything
+    root = (
+        WatermarkRoot(model, _steps, marks.default_manager, watermark, min_numel)
+        if watermark is not None
+        else ModelRoot(
+            model,
+            whole or groups,
+            _steps,
+            marks.default_manager,
+            min_elements=min_numel,
+            everything=everything,
+        )
     )
     handle = Applied(model, mode, groups, root)
     _steps.add(root)
@@ -295,7 +321,7 @@ def _groups_of(
     modules: str | Sequence[str] | None,
 ) -> Blocks:
     """What gets groups of its own."""
-    if mode in ALL_TENSORS:
+    if mode in WITHOUT_BLOCKS:
         for argument, given in (("blocks", blocks), ("modules", modules)):
             if given is not None:
                 raise ValueError(
@@ -319,14 +345,15 @@ def _blocks_of(model: nn.Module, blocks: str | Sequence[str] | None) -> Blocks:
 
 def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> None:
     """ValueError if a module has hooks of another handle, or a mode lies inside another that excludes it."""
+    taken = _watermarked if mode == "watermark" else _applied
     for module in [model, *hooked]:
-        if module in _applied:
+        if module in taken:
             raise ValueError(
                 f"a {type(module).__name__} of this {type(model).__name__} is offloaded already, by "
-                f"{_applied[module]!r}; call remove() on that handle first"
+                f"{taken[module]!r}; call remove() on that handle first"
             )
     inside = set(model.modules())
-    for module, handle in _applied.items():
+    for module, handle in [*_applied.items(), *_watermarked.items()]:
         if (mode in ALL_TENSORS and module in inside) or (
             handle.mode in ALL_TENSORS and model in set(module.modules())
         ):

@@ -27,7 +27,17 @@ __all__ = [
 MIB = 1 << 20
 
 Mode = bool | str
-MODES: tuple[Mode, ...] = (False, "groups", True, "legacy", "disk", "hidden_states", "selective", "auto")
+MODES: tuple[Mode, ...] = (
+    False,
+    "groups",
+    True,
+    "legacy",
+    "disk",
+    "hidden_states",
+    "selective",
+    "auto",
+    "watermark",
+)
 """What `offload.apply` can do to a model; its docstring has their meaning."""
 
 
@@ -81,8 +91,8 @@ class OffloadConfig:
 
     activation_offloading: Mode = "groups"
     """What `offload.apply` does to a model where no `mode` is given: False, "groups", True (all saved
-    tensors), "legacy", "disk", "hidden_states", "selective" or "auto". Marks do what they say whatever stands
-    here."""
+    tensors), "legacy", "disk", "hidden_states", "selective", "auto" or "watermark". Marks do what they say
+    whatever stands here."""
 
     activation_offload_fraction: float = 1.0
     """Share of the eligible groups of a chunk, in forward order, that leave after warm-up; the rest stay."""

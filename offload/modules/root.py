@@ -24,7 +24,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -49,8 +49,14 @@ INPUTS = "inputs"
 """The group of what is saved between the blocks."""
 
 
+class OpenCall(Protocol):
+    """What a forward has opened."""
+
+    def close(self, output: Any, failed: bool) -> None: ...
+
+
 class GroupCall(NamedTuple):
-    """A group that a forward has opened."""
+    """A group that a forward has opened, as OpenCall."""
 
     manager: GroupsManager
     handler: ChunkGroups
@@ -154,9 +160,7 @@ class ModelRoot:
                 watched = self.manager().engine.hooks.push(self.peak)
             if self._everything or self._checkpoints():
                 try:
-                    call = self.open_group(
-                        self._everything or INPUTS, between=True, required=bool(self._everything)
-                    )
+                    call = self.open_own()
                 except BaseException:
                     self.manager().close_scope(watched)
                     raise
@@ -251,6 +255,10 @@ class ModelRoot:
         """The output head begins: what is saved from here on is read back at once."""
         self.takes = False
 
+    def open_own(self) -> OpenCall | None:
+        """What the model's own forward opens, for what is saved in no block."""
+        return self.open_group(self._everything or INPUTS, between=True, required=bool(self._everything))
+
     def open_group(
         self, name: str, *, between: bool = False, required: bool = False, cost: Cost | None = None
     ) -> GroupCall | None:
@@ -315,7 +323,7 @@ class _Forward(NamedTuple):
     """A forward of the root. call: its group, watched: the scope that watches its saves; None where there is
     none."""
 
-    call: GroupCall | None
+    call: OpenCall | None
     watched: InstalledScope | None
 
 

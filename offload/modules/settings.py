@@ -18,6 +18,7 @@ from offload.config import Mode
 __all__ = [
     "ALL_TENSORS",
     "RECOMPUTING",
+    "WITHOUT_BLOCKS",
     "call_if_there",
     "forget_compiled",
     "heads_of",
@@ -28,6 +29,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 ALL_TENSORS: Final = (True, "legacy", "disk")
+WITHOUT_BLOCKS: Final = (*ALL_TENSORS, "watermark")
 RECOMPUTING: Final = ("hidden_states", "selective", "auto")
 
 _HEADS = ("lm_head", "output", "output_layer", "head", "embed_out", "score", "classifier")

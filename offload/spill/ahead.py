@@ -18,6 +18,7 @@ of this is decided in program order, on the host: whether a copy has ended is ne
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
@@ -67,8 +68,11 @@ class ForecastOrder(ActivationScheduler):
         self._rise = self._rise_before = (
             0  # of the level, from one reading of a backward to the next, at most
         )
-        self._reads: list[int] = []  # numbers of the forwards whose backward has begun
-        self._reads_before: dict[int, int] = {}  # of the step before, with their rank
+        self._places = itertools.count()
+        # by the number of a forward, where in the step it began, and where its backward did
+        self._began: dict[int, int] = {}
+        self._read_at: dict[int, int] = {}
+        self._before: dict[int, tuple[int, int]] = {}  # both, of the step before
         self._current: Forward | None = None  # being read
         self._coming: list[ComingReads] = []
         self._held_when_full = -1  # host bytes held when they were too few
@@ -86,6 +90,7 @@ class ForecastOrder(ActivationScheduler):
     def begins(self, forward: Forward) -> None:
         assert forward.number is not None
         forward.forecast = self._curves.forecast(forward.number)
+        self._began[forward.number] = next(self._places)
 
     def _saved(self, forward: Forward, block: DeviceBlock) -> None:
         self._saved_bytes += block.nbytes
@@ -156,6 +161,8 @@ class ForecastOrder(ActivationScheduler):
         """Spill what is read last, until `nbytes` have been sent; returns the bytes. must: host memory is
         pinned for it now if there is none, which blocks the host."""
         sent = 0
+        if not self.transfer.can_spill():
+            return 0  # max_spilling_bytes is 0
         if not must and self.engine.arena.held_bytes == self._held_when_full:
             return 0  # nothing was pinned since
         for forward, blocks in self._pieces(nbytes, must=must):
@@ -203,21 +210,23 @@ class ForecastOrder(ActivationScheduler):
     def _to_come_and_read_later(self, forward: Forward) -> int:
         """Bytes that forwards are expected to save from here on of which the backward comes after that of
         `forward`, by what the step before was seen to do."""
-        ranks = self._reads_before
-        rank = ranks.get(forward.number or 0, -1)
+        seen = self._before
+        if forward.number not in seen:
+            return 0
+        read_at = seen[forward.number][1]
         made = {other.number: sum(other.recorder.sizes) for other in self.forwards}
         return sum(
             max(0, self._curves.saved_bytes(number) - made.get(number, 0))
-            for number, other_rank in ranks.items()
-            if other_rank > rank
+            for number, (began, other_read_at) in seen.items()
+            if began < read_at < other_read_at
         )
 
     def _read_last_first(self) -> list[Forward]:
         """By what the step before was seen to do; else the last forward is read first."""
-        ranks = self._reads_before
+        seen = self._before
         return sorted(
             (forward for forward in self.forwards if forward.number is not None),
-            key=lambda forward: -ranks.get(forward.number or 0, -1),
+            key=lambda forward: -seen.get(forward.number or 0, (0, -1))[1],
         )
 
     def _pin(self, nbytes: int) -> bool:
@@ -264,7 +273,7 @@ class ForecastOrder(ActivationScheduler):
             forward.being_read = True
             forward.chunk.complete()
             if forward.number is not None:
-                self._reads.append(forward.number)
+                self._read_at.setdefault(forward.number, next(self._places))
             curve = forward.forecast.curve
             if curve is not None and curve.reads:
                 forward.chunk.expect([(0, slot) for slot in curve.reads])
@@ -314,8 +323,11 @@ class ForecastOrder(ActivationScheduler):
             for forward in ending
             if forward.being_read and forward.number is not None
         )
-        self._reads_before = {number: rank for rank, number in enumerate(self._reads)}
-        self._reads = []
+        read_at = self._read_at
+        self._before = {
+            number: (began, read_at[number]) for number, began in self._began.items() if number in read_at
+        }
+        self._began, self._read_at = {}, {}
         self._rise_before, self._rise = self._rise, 0
         self._current = None
         self._coming = []

@@ -111,11 +111,11 @@ class ActivationConfig:
 
     @property
     def high_bytes(self) -> int:
-        return int(self.vram_high_watermark_mb * MIB)
+        return round(self.vram_high_watermark_mb * MIB)
 
     @property
     def low_bytes(self) -> int:
-        return int(self.vram_low_watermark_mb * MIB)
+        return round(self.vram_low_watermark_mb * MIB)
 
     @property
     def min_elements(self) -> int:

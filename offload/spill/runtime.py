@@ -169,6 +169,12 @@ class ActivationRuntime(Client):
             self._ends_by_hand = False
         return self.last_metrics
 
+    @property
+    def holds(self) -> bool:
+        """Whether something that was saved can still be read."""
+        with self.engine.lock:
+            return any(not forward.is_over for forward in self.scheduler.forwards)
+
     def register_parameters(self, module: torch.nn.Module) -> None:
         """Parameters and buffers of `module` never leave, recognised even behind `detach()`."""
         self.engine.register_parameters(module)

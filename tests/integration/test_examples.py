@@ -53,6 +53,15 @@ def test_a_loop_of_ones_own_moves_what_its_blocks_save(capsys: pytest.CaptureFix
     assert figures["peak_bytes"] <= 20_000_000
 
 
+def test_images_of_several_sizes_leave_only_above_the_mark(capsys: pytest.CaptureFixture[str]) -> None:
+    run("watermark", high_mb=1000.0)
+    assert capsys.readouterr().out.count(" 0.00 MB left in 0 of 50") == 6
+    run("watermark")
+    left = [float(found) for found in re.findall(r"(\d+\.\d\d) MB left", capsys.readouterr().out)]
+    assert left[0::3] < left[2::3], "40 pixels save more than 32"
+    assert all(small == 0 for small in left[1::3]), "24 pixels fit"
+
+
 def test_a_transformers_model_recomputes_its_layers_and_their_inputs_move(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -197,3 +197,18 @@ def test_growing_gradients_are_seen_in_the_backward_and_the_mark_holds() -> None
         with runtime_of(engine=engine, high=high, low=high, memory_allocated=meter.allocated) as runtime:
             train(model, runtime, rows=lambda step: rows)
         assert meter.peak <= high + 4 * (4 * 64 * 64)
+
+
+def test_a_forward_that_begins_after_a_backward_makes_no_room_for_it() -> None:
+    """Gradient accumulation: forward and backward in turn. Each forward's own tensors leave ahead."""
+    with runtime_of(high=6 * TENSOR, low=4 * TENSOR) as runtime:
+        model = blocks(8)
+        for _ in range(3):
+            for at in range(2):
+                with runtime.managed_forward():
+                    loss = model(batch(at)).square().mean()
+                loss.backward()
+                del loss
+            runtime.step_end()
+        assert runtime.last_details.latched_bytes == 0
+        assert runtime.last_details.forecast_bytes >= 2 * 11 * TENSOR, "of 17 each, six stay below the mark"

@@ -1,0 +1,148 @@
+"""mode="watermark" of `offload.apply`: the model's forwards are managed ones of an `ActivationRuntime`.
+
+One invariant: the models of a process share one runtime, so one pair of marks. What is oldest leaves first,
+whichever model saved it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.config import Mode
+from offload.engine import OffloadEngine
+from offload.groups.manager import GroupsManager
+from offload.modules.root import ModelRoot
+from offload.modules.steps import Steps
+from offload.sizes import optional_bytes
+from offload.spill.config import MIB, ActivationConfig
+from offload.spill.runtime import ActivationRuntime
+
+__all__ = ["Marks", "WatermarkRoot", "marks_of"]
+
+_HIGH_PERCENT = 90  # of a GPU, where no mark is given: the rest is for what operators use for themselves
+_LOW_SHARE = 15 / 16  # of the high mark
+
+
+_shared: weakref.WeakKeyDictionary[OffloadEngine, weakref.ref[ActivationRuntime]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Marks(NamedTuple):
+    """In bytes of allocated device memory."""
+
+    high: int
+    low: int
+
+
+def marks_of(mode: Mode, high: int | str | None, low: int | str | None) -> Marks | None:
+    """The marks of mode="watermark"; None for another mode. Raises ValueError for marks that cannot be, or
+    that go with no such mode."""
+    if mode != "watermark":
+        for name, given in (("high", high), ("low", low)):
+            if given is not None:
+                raise ValueError(
+                    f"{name}={given!r} with mode={mode!r}: marks go with mode='watermark'; device_limit "
+                    "limits the saved tensors of the other modes"
+                )
+        return None
+    total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
+    high_bytes = optional_bytes(high, name="high", of_bytes=total)
+    low_bytes = optional_bytes(low, name="low", of_bytes=total)
+    if high_bytes is None:
+        if total is None:
+            raise ValueError(
+                "mode='watermark' without high=: there is no GPU here to take a share of; give the bytes of "
+                "saved tensors at which they begin to leave, as in high='8GB'"
+            )
+        high_bytes = total * _HIGH_PERCENT // 100
+    if low_bytes is None:
+        low_bytes = int(high_bytes * _LOW_SHARE)
+    if not 0 < low_bytes <= high_bytes:
+        raise ValueError(
+            f"high is {high_bytes:,} bytes and low {low_bytes:,}: spilling would stop above where it starts; "
+            "give a low mark above 0 and not above the high one"
+        )
+    marks = Marks(high_bytes, low_bytes)
+    for reference in _shared.values():
+        runtime = reference()
+        if runtime is None or runtime.engine.closed:
+            continue
+        if (runtime.budget.high_bytes, runtime.budget.low_bytes) != marks:
+            other = runtime.budget
+            raise ValueError(
+                f"high is {high_bytes:,} bytes and low {low_bytes:,}, and another model has "
+                f"{other.high_bytes:,} and {other.low_bytes:,}: the marks are the device's, and one pair "
+                "holds for the process; give the same ones, or call remove() on that model's handle"
+            )
+    return marks
+
+
+def _runtime(engine: OffloadEngine, marks: Marks, min_numel: int | None) -> ActivationRuntime:
+    """The one of this engine."""
+    found = _shared.get(engine)
+    runtime = None if found is None else found()
+    if runtime is None:
+        config = ActivationConfig(
+            vram_high_watermark_mb=marks.high / MIB,
+            vram_low_watermark_mb=marks.low / MIB,
+            telemetry_enabled=False,
+            min_numel=min_numel,
+        )
+        runtime = ActivationRuntime(config, engine=engine)
+        _shared[engine] = weakref.ref(runtime)
+    return runtime
+
+
+class _ManagedCall(NamedTuple):
+    """The model's forward, inside `managed_forward`."""
+
+    context: AbstractContextManager[None]
+
+    def close(self, output: Any, failed: bool) -> None:
+        """It is over."""
+        self.context.__exit__(*(sys.exc_info() if failed else (None, None, None)))
+
+
+class WatermarkRoot(ModelRoot):
+    """A model whose forwards are managed. min_numel: elements of a tensor that is looked at; None for the
+    runtime's default."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: Steps,
+        manager: Callable[[], GroupsManager],
+        marks: Marks,
+        min_numel: int | None,
+    ) -> None:
+        super().__init__(model, {}, steps, manager, min_elements=None, everything="watermark")
+        self._marks = marks
+        self._min_numel = min_numel
+        self._runtime = _runtime(manager().engine, marks, min_numel)
+
+    @property
+    def runtime(self) -> ActivationRuntime:
+        """Of the process's engine, which `configure` may have replaced."""
+        engine = self.manager().engine
+        if self._runtime.engine is not engine:
+            self._runtime = _runtime(engine, self._marks, self._min_numel)
+        return self._runtime
+
+    def open_own(self) -> _ManagedCall | None:
+        """As ModelRoot: a managed forward. None where nothing is saved."""
+        if not (torch.is_grad_enabled() and self.manager().do_offload):
+            return None
+        context = self.runtime.managed_forward()
+        context.__enter__()
+        return _ManagedCall(context)
+
+    def _begin_chunk(self, *, may_end: bool = True) -> None:
+        super()._begin_chunk(may_end=may_end and not self.runtime.holds)
