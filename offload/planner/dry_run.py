@@ -13,31 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.planner.job import Held, Job, Stage, held_by, stages_of_job
+from offload.planner.rank_plan import LAST_LEVEL, MOVING, plan_rank
 from offload.planner.rank_step import MODES, Mode, RankPlan, RankStep, StepPlay
 from offload.planner.simulate import Played, RankTimes, play_pipeline
 from offload.policy.actions import Action, Rates
-from offload.policy.keeps import tail_keeps
-from offload.policy.menu import Host
-from offload.policy.mixture import choose_mixture
-from offload.policy.search import choose_keeps
 
 __all__ = ["DryRun", "HostNeed", "ModeNeed", "PositionNeed", "dry_run"]
 
 _ROUNDS = 4
 """Of waits and stalls in turn."""
-_CORRECTIONS, _NEAR = 3, 0.015
-"""Choices for one position, each with its room corrected by what the last one was over the limit, or under it
-by more than this part of it."""
+_SHARINGS = 2
+"""Times that positions are planned again, after it was seen which GPUs of a host copy."""
 _STEADY = 1e-3
 """Of the step: less change than this ends the rounds."""
-_MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 100, 12, 120_000
-"""Simulated steps of one position's choice; and groups times steps of all positions, about 2 s of host
-time."""
-_LAST = 1 << 16
-"""Past the last level of every menu."""
-_MOVING: frozenset[Mode] = frozenset({"selective", "groups", "auto"})
-_HOST_S_PER_MOVED_BYTE = 60e-6 / (1 << 26)
-"""A moved tensor costs the host 60 microseconds; one of 64 MiB is taken for typical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +51,8 @@ class PositionNeed:
     """Pinned, the most at once."""
     levels: Mapping[str, int]
     """How many layers of how many microbatches run at which level."""
+    rates: Rates
+    """Of its link, beside the other GPUs of its host that copy."""
     fits: bool
     played: tuple[Played, ...]
     peaks_bytes: tuple[int, ...]
@@ -103,7 +93,6 @@ class DryRun:
 
     job: Job
     mode: Mode
-    rates: Rates
     parameters: int
     """Of the whole model."""
     positions: tuple[PositionNeed, ...]
@@ -137,32 +126,42 @@ class DryRun:
 def dry_run(job: Job, mode: Mode) -> DryRun:
     """Trace, plan and play one step. Takes seconds of host time and no GPU. Raises ValueError for a job that
     cannot be, ImportError without scipy for "auto" (extra `bench`)."""
-    rates, said = job.gpu.link(job.ranks_of_host)
     stages = stages_of_job(job)
     own = [{stage: stages[stage] for stage in {action.stage for action in order}} for order in job.orders]
     held = [held_by(job, [*mine.values()]) for mine in own]
     send_s = _sends(job)
     positions = range(job.pp)
 
-    def steps_in(wanted: Mode) -> list[RankStep]:
-        return [RankStep(job.orders[rank], own[rank], rates, wanted) for rank in positions]
+    def step_of(rank: int, wanted: Mode, rates: Rates) -> RankStep:
+        return RankStep(job.orders[rank], own[rank], rates, wanted)
 
-    steps = steps_in(mode)
-    plans = [_plan(job, mode, step, held[rank].total, job.pp) for rank, step in enumerate(steps)]
-    plays, times = _played_together(job, steps, plans, send_s)
+    def planned(rank: int, rates: Rates) -> tuple[RankStep, RankPlan]:
+        step = step_of(rank, mode, rates)
+        return step, plan_rank(job, mode, step, held[rank].total)
+
+    all_copy, said = job.gpu.link(job.ranks_of_host)
+    pairs = [planned(rank, all_copy) for rank in positions]
+    plays, times = _played_together(job, pairs, send_s)
+    for _ in range(_SHARINGS):
+        links = [job.gpu.link(gpus)[0] for gpus in _copying(job, plays)]
+        changed = [rank for rank in positions if links[rank] != pairs[rank][0].rates]
+        if not changed or mode not in MOVING:
+            break
+        for rank in changed:
+            pairs[rank] = planned(rank, links[rank])
+        plays, times = _played_together(job, pairs, send_s)
+    steps = [step for step, _ in pairs]
     plain = play_pipeline(job.orders, [step.compute_s(step.uniform(0)) for step in steps], send_s=send_s)
-    plain_steps = steps_in("none")
     found = tuple(
         _position(
             job,
             rank,
             own[rank],
             held[rank],
-            steps[rank],
-            plans[rank],
+            *pairs[rank],
             plays[rank],
             times[rank],
-            plain_steps[rank],
+            step_of(rank, "none", all_copy),
         )
         for rank in positions
     )
@@ -171,7 +170,6 @@ def dry_run(job: Job, mode: Mode) -> DryRun:
     return DryRun(
         job=job,
         mode=mode,
-        rates=rates,
         parameters=sum(_parameters(job, stage) for stage in stages),
         positions=found,
         pipeline_s=times[0].step_s,
@@ -179,7 +177,10 @@ def dry_run(job: Job, mode: Mode) -> DryRun:
         gradients_s=gradients_s,
         optimizer_s=optimizer_s,
         host=_host(job, found, step_s),
-        modes=tuple(_least(job, wanted, steps_in(wanted), held) for wanted in MODES),
+        modes=tuple(
+            _least(job, wanted, [step_of(rank, wanted, all_copy) for rank in positions], held)
+            for wanted in MODES
+        ),
         left_out=_left_out(job, said),
     )
 
@@ -190,80 +191,29 @@ def _parameters(job: Job, stage: Stage) -> int:
     return (stage.parameters - experts) * job.cut.tp + experts * shared_by
 
 
-def _plan(job: Job, mode: Mode, step: RankStep, held_bytes: int, num_positions: int) -> RankPlan:
-    last = 0 if mode in ("none", "groups") else _LAST
-    # a mixture has plain layers too
-    room_bytes = step.room_bytes(job.limit_bytes - held_bytes, 0 if mode == "auto" else last)
-    all_here = step.keep_all(0 if mode == "auto" else last)
-    if mode not in _MOVING or held_bytes + max(step.play(all_here).peaks_bytes) <= job.limit_bytes:
-        return all_here
-    units = sum(map(len, step.sizes(step.uniform(0)).values()))
-    max_trials = max(_FEWEST_TRIALS, min(_MOST_TRIALS, _UNIT_TRIALS // num_positions // max(1, units)))
-    chosen, best = step.move_all(last), (float("inf"), 0.0)
-    for _ in range(_CORRECTIONS):
-        if room_bytes < 0:
-            break
-        plan = (
-            _mixed(job, step, room_bytes, max_trials)
-            if mode == "auto"
-            else _moved(step, last, room_bytes, max_trials)
-        )
-        play = step.play(plan)
-        over_bytes = held_bytes + max(play.peaks_bytes) - job.limit_bytes
-        score = (max(0.0, over_bytes), play.result.step_s)
-        if score < best:
-            chosen, best = plan, score
-        if -_NEAR * job.limit_bytes <= over_bytes <= 0:
-            break
-        # as an engine's own loop does it: by what a step was seen to need
-        room_bytes -= over_bytes
-    return chosen
-
-
-def _moved(step: RankStep, level: int, room_bytes: int, max_trials: int) -> RankPlan:
-    levels = step.uniform(level)
-    sizes, compute_s = step.sizes(levels), step.compute_s(levels)
-    chosen = choose_keeps(step.order, sizes, compute_s, step.rates, room_bytes, max_trials=max_trials)
-    return RankPlan(
-        levels=levels,
-        keeps=chosen.keeps,
-        saved_limit_bytes=room_bytes,
-        restoring_room_bytes=chosen.restoring_room_bytes,
-    )
-
-
-def _mixed(job: Job, step: RankStep, room_bytes: int, max_trials: int) -> RankPlan:
-    share = None if job.host_bytes is None else job.host_bytes // job.ranks_of_host
-    plan = choose_mixture(
-        step.order,
-        step.blocks,
-        step.rates,
-        room_bytes,
-        rest_s=step.rest_s,
-        host=Host(seconds_per_moved_byte=_HOST_S_PER_MOVED_BYTE),
-        host_limit_bytes=share,
-        max_trials=max_trials,
-    )
-    return RankPlan(
-        levels=plan.levels,
-        keeps=tail_keeps(step.sizes(plan.levels), plan.kept_bytes),
-        saved_limit_bytes=plan.saved_limit_bytes,
-        restoring_room_bytes=plan.restoring_room_bytes,
-    )
-
-
 def _played_together(
-    job: Job, steps: Sequence[RankStep], plans: Sequence[RankPlan], send_s: Mapping[tuple[int, int], float]
+    job: Job, pairs: Sequence[tuple[RankStep, RankPlan]], send_s: Mapping[tuple[int, int], float]
 ) -> tuple[list[StepPlay], tuple[RankTimes, ...]]:
-    plays = [step.play(plan) for step, plan in zip(steps, plans, strict=True)]
+    plays = [step.play(plan) for step, plan in pairs]
     times = play_pipeline(job.orders, [play.durations_s for play in plays], send_s=send_s)
     for _ in range(_ROUNDS if any(play.result.moved_bytes for play in plays) else 0):
         before_s = times[0].step_s
-        plays = [step.play(plan, own.waits_s) for step, plan, own in zip(steps, plans, times, strict=True)]
+        plays = [step.play(plan, own.waits_s) for (step, plan), own in zip(pairs, times, strict=True)]
         times = play_pipeline(job.orders, [play.durations_s for play in plays], send_s=send_s)
         if abs(times[0].step_s - before_s) < _STEADY * before_s:
             break
     return plays, times
+
+
+def _copying(job: Job, plays: Sequence[StepPlay]) -> list[float]:
+    """For each position, how many GPUs of its host copy as much as the one that copies most."""
+    found = []
+    for rank in range(job.pp):
+        counts = job.positions_of_host(rank)
+        moved = {other: plays[other].result.moved_bytes for other in counts}
+        most = max(moved.values())
+        found.append(sum(moved[other] * count for other, count in counts.items()) / most if most else 1.0)
+    return found
 
 
 def _position(
@@ -304,6 +254,7 @@ def _position(
         moved_bytes=result.moved_bytes,
         host_bytes=result.host_peak_bytes,
         levels=dict(names),
+        rates=step.rates,
         fits=max(peaks) <= job.limit_bytes,
         played=times.played,
         peaks_bytes=peaks,
@@ -324,10 +275,10 @@ def _peak_by_phase(order: Sequence[Action], peaks: Sequence[int]) -> dict[str, i
 def _least(job: Job, mode: Mode, steps: Sequence[RankStep], held: Sequence[Held]) -> ModeNeed:
     """The least device on which every position can run: for a mode that moves, with all of it moved; auto at
     the last level."""
-    level = 0 if mode in ("none", "groups") else _LAST
+    level = 0 if mode in ("none", "groups") else LAST_LEVEL
     most_bytes = 0
     for step, own in zip(steps, held, strict=True):
-        plan = step.move_all(level) if mode in _MOVING else step.keep_all(level)
+        plan = step.move_all(level) if mode in MOVING else step.keep_all(level)
         most_bytes = max(most_bytes, own.total + max(step.play(plan).peaks_bytes))
     return ModeNeed(mode, most_bytes, most_bytes <= job.limit_bytes)
 

@@ -32,7 +32,8 @@ class Gpu:
     call_s: float
     """Host time of one operator call of eager autograd; a step takes at least that of all its calls."""
     links: Mapping[int, Rates]
-    """The link to host memory, by the number of GPUs of a host that copy at once."""
+    """The link to host memory of each GPU, by the number of GPUs of a host that copy at once; 1 among
+    them."""
     peer_rate: float
     """To a GPU of the same host, each way."""
     network_rate: float
@@ -43,12 +44,25 @@ class Gpu:
     """Which of these were not measured."""
     sources: Mapping[str, str] = field(default_factory=dict)
 
-    def link(self, gpus: int) -> tuple[Rates, str]:
-        """(rates with `gpus` of a host copying, what to say of them). Where none is known for that many, the
-        one for the most GPUs below."""
-        known = max((count for count in self.links if count <= gpus), default=min(self.links))
-        said = "" if known == gpus else f"the link was measured with {known} GPUs copying, not with {gpus}"
-        return self.links[known], said
+    def link(self, gpus: float) -> tuple[Rates, str]:
+        """(rates of one GPU while so many of its host copy, what to say of them).
+
+        Between two measured counts the host carries what it does for the larger one, shared by those that
+        copy, and no GPU gets more than it does with the smaller one. Beyond the largest count its rates are
+        taken.
+        """
+        below = max(count for count in self.links if count <= max(1.0, gpus))
+        above = min((count for count in self.links if count >= gpus), default=None)
+        fewer = self.links[below]
+        if above is None:
+            return fewer, f"the link was measured with {below} GPUs copying, not with {gpus:g}"
+        more, part = self.links[above], above / max(1.0, gpus)
+        shared = Rates(
+            d2h_bytes_per_s=min(fewer.d2h_bytes_per_s, more.d2h_bytes_per_s * part),
+            h2d_bytes_per_s=min(fewer.h2d_bytes_per_s, more.h2d_bytes_per_s * part),
+            duplex_bytes_per_s=min(fewer.together_bytes_per_s, more.together_bytes_per_s * part),
+        )
+        return shared, ""
 
 
 def _link(d2h: float, h2d: float, both: float) -> Rates:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from offload.planner.dry_run import DryRun, PositionNeed
+from offload.policy.actions import Rates
 
 __all__ = ["as_json", "lines"]
 
@@ -42,7 +43,6 @@ def as_json(answer: DryRun) -> dict[str, Any]:
         "gradients_s": answer.gradients_s,
         "optimizer_s": answer.optimizer_s,
         "tokens_per_s": answer.tokens_per_s,
-        "link": asdict(answer.rates),
         "host": asdict(answer.host) | {"fits": answer.host.fits},
         "modes": [asdict(mode) for mode in answer.modes],
         "positions": [_position_json(answer, position) for position in answer.positions],
@@ -152,12 +152,26 @@ def _up(nbytes: int) -> str:
 
 
 def _notes(answer: DryRun) -> list[str]:
-    rates = answer.rates
-    out, back, both = (
-        rate / GB for rate in (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, rates.together_bytes_per_s)
-    )
     return [
-        f"link: {out:.1f} out, {back:.1f} in, {both:.1f} GB/s both",
+        *_links(answer),
         "not counted, or taken for granted:",
         *(f"- {text}" for text in answer.left_out),
     ]
+
+
+def _links(answer: DryRun) -> list[str]:
+    """Rates of the GPUs that copy."""
+    ranks_of: dict[Rates, list[int]] = {}
+    for position in answer.positions:
+        if position.moved_bytes:
+            ranks_of.setdefault(position.rates, []).append(position.rank)
+    said = []
+    for rates, ranks in ranks_of.items():
+        out, back, both = (
+            rate / GB for rate in (rates.d2h_bytes_per_s, rates.h2d_bytes_per_s, rates.together_bytes_per_s)
+        )
+        said.append(
+            f"link of rank {_ranks(ranks)}, beside what else copies on its host: {out:.1f} out, {back:.1f} "
+            f"in, {both:.1f} GB/s both"
+        )
+    return said
