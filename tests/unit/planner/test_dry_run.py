@@ -274,7 +274,7 @@ def test_pipelines_of_two_gpus_are_predicted(
         assert (held + max(play.peaks_bytes)) / GB == pytest.approx(active, rel=0.01)
 
 
-# -- four H100s of one host, 1F1B and 8 layers a rank: measured 1926 ms, 73.3 GB; with 51.5 GB 1.088 ----------
+# -- four H100s of one host, 1F1B, 8 layers a rank: measured 1926 ms and 73.3 GB; with 51.5 GB 1.088 of it --
 
 
 @pytest.mark.parametrize(
