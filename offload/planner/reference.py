@@ -57,7 +57,9 @@ class Cut:
                 )
         if self.tp > model.kv_heads and self.tp % model.kv_heads:
             raise ValueError(f"{model.name}: {model.kv_heads} key heads over --tp {self.tp} ranks")
-        if self.ep > 1 and (not model.experts or model.experts % self.ep):
+        if self.ep > 1 and not model.experts:
+            raise ValueError(f"{model.name} has no experts; leave --ep {self.ep} out")
+        if self.ep > 1 and model.experts % self.ep:
             raise ValueError(
                 f"{model.name}: {model.experts} experts over --ep {self.ep} ranks; take an --ep that divides "
                 "them"

@@ -225,7 +225,7 @@ def test_an_expert_is_as_many_replicas_as_ranks_do_not_share_it() -> None:
     ("changes", "text"),
     [
         ({"cut": Cut(sequence=1024, tp=3)}, "heads 8 over --tp 3 is no whole number"),
-        ({"cut": Cut(sequence=1024, ep=2)}, "0 experts over --ep 2 ranks"),
+        ({"cut": Cut(sequence=1024, ep=2)}, "small has no experts; leave --ep 2 out"),
         ({"zero": 3}, "--zero is 3; 0 and 1 are described"),
         ({"gradient_bytes": 3}, "gradients of 3 bytes; give 2 or 4"),
         ({"orders": pipeline(9, 16)}, "8 layers cannot be cut into 9 stages"),
