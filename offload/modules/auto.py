@@ -36,11 +36,13 @@ from offload.planner.explained import Explanation
 from offload.planner.kinds import kind_of
 from offload.planner.profile import BlockProfile
 from offload.planner.profiler import BlockProfiler
+from offload.planner.recent import RecentSteps
 from offload.planner.total import TotalMemory
 from offload.planner.work import Ran, StepWork
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
 from offload.policy.keeps import all_of, kept_peak_bytes
-from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture
+from offload.policy.lengths import nearest
+from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import bytes_text
 from offload.transfer.link import LINK_TEST_BYTES
@@ -58,6 +60,10 @@ Kept = frozenset[tuple[Any, int]]
 _PLANS = 3
 """Plans of one shape of step: the first from the profile, the others from what was measured under the one
 before."""
+
+
+_MOST_LENGTHS = 1024
+"""Of which profiles are at hand; another one takes well below a millisecond."""
 
 
 _NO_LINK = Rates(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15)
@@ -140,7 +146,7 @@ class Auto(Client):
         self._contexts: dict[Kept, Callable[[], Contexts]] = {}
         self._levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
         self._ran: dict[ChunkId, tuple[object, list[Ran | _First]]] = {}
-        self._ran_before: dict[ChunkKey, list[Ran]] = {}  # in the step before
+        self._recent = RecentSteps()
         self._steps = 0  # whole ones, since the shape changed
         self._plans_left = _PLANS
         self._said: set[str] = set()
@@ -149,8 +155,9 @@ class Auto(Client):
         self._fitted = False  # the step before, in its forwards and backwards
         self._limited = False
         self._limit_before: int | None = None
-        self._planned_shape: object = None
+        self._planned_shape: object = ()
         self._shape_before: object = None
+        self._planned_lengths: Mapping[int, float] = {}
 
     # -- a forward -------------------------------------------------------------------------------------------
     def choose(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
@@ -172,12 +179,14 @@ class Auto(Client):
         if kind not in self.profiles:
             ran.append(_First(kind, _input_bytes(args, kwargs)))
             return self._profiled(kind, module, args, kwargs, engine)
-        profile = self._profile_for(kind, _input_bytes(args, kwargs) / self._input_bytes[kind])
+        input_bytes = _input_bytes(args, kwargs)
+        profile = self._profile_for(kind, input_bytes / self._input_bytes[kind])
         level = last = len(profile.menu) - 1
         if self._levels is not None:
-            planned = self._levels.get(chunk, ())
+            followed = nearest(chunk, self._levels)
+            planned = () if followed is None else self._levels[followed]
             level = min(planned[len(ran)], last) if len(ran) < len(planned) else last
-        ran.append(Ran(profile, level))
+        ran.append(Ran(profile, level, input_bytes))
         chosen, keeps = profile.menu[level], profile.keeps[level]
 
         def before_again() -> None:
@@ -196,14 +205,17 @@ class Auto(Client):
         if isinstance(call, Ran):
             return call
         if call.kind not in self.profiles:
-            return Ran(None, -1)
-        return Ran(self._profile_for(call.kind, call.input_bytes / self._input_bytes[call.kind]), -1)
+            return Ran(None, -1, call.input_bytes)
+        profile = self._profile_for(call.kind, call.input_bytes / self._input_bytes[call.kind])
+        return Ran(profile, -1, call.input_bytes)
 
     def _profile_for(self, kind: Hashable, factor: float) -> BlockProfile:
         if factor == 1.0:
             return self.profiles[kind]
         profile = self._scaled.get((kind, factor))
         if profile is None:
+            if len(self._scaled) >= _MOST_LENGTHS:
+                self._scaled.clear()
             profile = self._scaled[kind, factor] = self.profiles[kind].scaled(factor)
         return profile
 
@@ -300,7 +312,6 @@ class Auto(Client):
             chunk: [self._known(call) for call in calls] for chunk, (_, calls) in self._ran.items()
         }
         self._ran = {}
-        before, self._ran_before = self._ran_before, ran
         if seen is None or not seen.backward_order or not any(ran.values()):
             return
         self._steps += 1
@@ -308,17 +319,9 @@ class Auto(Client):
         if self._steps > 1:
             self._see_memory(manager, stats)
         known, _ = seen.schedule()
-        self._look_at_shape(known, ran)
-        if (
-            self._plans_left == 0
-            or self._since_plan < 2
-            or seen.seconds is None
-            or any(action not in seen.seconds for action in known)
-        ):
-            return
-        work = StepWork.of(known, seen.seconds, before)
-        if work is not None and all(len(ran[chunk]) == len(calls) for chunk, calls in before.items()):
-            self._make_plan(engine, work)
+        self._recent.ended(known, ran, seen.seconds)
+        self._look_at_shape(known)
+        self._plan_if_wanted(engine)
 
     def _take_profiles(self, engine: OffloadEngine) -> None:
         waiting = [kind for kind in self._profilers if kind not in self.profiles]
@@ -337,13 +340,44 @@ class Auto(Client):
                 for call, why in profile.why_not.items():
                     logger.debug("auto: %s is not kept: %s", call, why)
 
-    def _look_at_shape(self, known: list[Action], ran: Mapping[ChunkKey, list[Ran]]) -> None:
-        """A shape that comes twice in a row is planned for."""
-        shape = tuple(known), tuple((chunk, len(calls)) for chunk, calls in ran.items())
-        if shape not in (self._planned_shape, None) and shape == self._shape_before:
+    def _look_at_shape(self, known: list[Action]) -> None:
+        """A shape that comes twice in a row is planned for, and so are steps that vary."""
+        lengths = self._recent.lengths
+        shape = None if lengths.vary else (tuple(known), tuple(lengths.last.items()))
+        if shape != self._planned_shape and (shape is None or shape == self._shape_before):
             self._planned_shape = shape
             self._plans_left, self._measures = _PLANS, self.total is not None
         self._shape_before = shape
+
+    def _plan_if_wanted(self, engine: OffloadEngine) -> None:
+        if self._since_plan < 2:
+            return
+        lengths = self._recent.lengths
+        if self._plans_left:
+            work = self._recent.step()
+        elif not lengths.vary or self.plan is None or not lengths.drifted(self._planned_lengths):
+            return
+        else:
+            work = self._recent.step()
+            if work is not None and len(work.actions) <= len(self.plan.problem.actions):
+                self._scale_plan(engine, self.plan, work)
+                return
+            self._plans_left = 1
+        if work is not None:
+            self._make_plan(engine, work)
+
+    def _scale_plan(self, engine: OffloadEngine, plan: MixedPlan, work: StepWork) -> None:
+        """The steps that come are longer or shorter than the planned one was, for long enough."""
+        typical = self._recent.lengths.typical()
+        problem = plan.problem
+        if self.total is not None:
+            problem = replace(problem, limit_bytes=max(self._limit_bytes(), 1))
+        factors = {
+            chunk: typical[chunk[0]] / self._planned_lengths[chunk[0]]
+            for chunk in problem.blocks
+            if chunk[0] in typical and chunk[0] in self._planned_lengths
+        }
+        self._follow_plan(engine, scaled(replace(plan, problem=problem), factors))
 
     def _make_plan(self, engine: OffloadEngine, work: StepWork) -> None:
         """Choose the levels of the next steps."""
@@ -369,13 +403,18 @@ class Auto(Client):
             plan.bound.compute_s * 1e3,
             plan.bound.step_s * 1e3,
         )
+        self._follow_plan(engine, plan)
+
+    def _follow_plan(self, engine: OffloadEngine, plan: MixedPlan) -> None:
+        self._since_plan = 0
+        self._planned_lengths = self._recent.lengths.typical()
         self.plan, self._levels = plan, plan.levels
         if self.total is not None:
             self.total.restart()
         self._set_limit(engine, plan.problem.limit_bytes)
-        self._reserve(engine, work, plan)
+        self._reserve(engine, plan)
 
-    def _reserve(self, engine: OffloadEngine, work: StepWork, plan: MixedPlan) -> None:
+    def _reserve(self, engine: OffloadEngine, plan: MixedPlan) -> None:
         """Pin what may wait on the host under the plan, as far as the budget goes: a block that is missing
         stays on the device, beyond the limit."""
         sizes = {
@@ -383,9 +422,9 @@ class Auto(Client):
                 GroupSize("", block.menu[level].saved_bytes)
                 for block, level in zip(blocks, plan.levels[chunk], strict=True)
             ]
-            for chunk, blocks in work.blocks.items()
+            for chunk, blocks in plan.problem.blocks.items()
         }
-        live_bytes = kept_peak_bytes(work.actions, sizes, all_of(sizes))
+        live_bytes = kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
         if engine.device.pins and live_bytes > engine.arena.held_bytes:
             engine.reserve_host(min(live_bytes, engine.arena.budget.limit_bytes))
 
@@ -428,8 +467,8 @@ class Auto(Client):
         elif total.followed(peak_bytes, counted_bytes, limit_bytes):
             self._set_limit(engine, max(self._limit_bytes(), 0))
             manager.limits_changed()
-        elif self._plans_left == 0:
-            self._measures = not total.is_settled
+        elif self._plans_left == 0:  # a step of lengths that vary may be the highest so far
+            self._measures = not total.is_settled or self._recent.lengths.vary
 
     def _set_limit(self, engine: OffloadEngine, limit_bytes: int | None) -> None:
         if not self._limited:

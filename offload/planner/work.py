@@ -8,7 +8,7 @@ taken off, by the profile.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from offload.policy.actions import Action, ChunkKey
@@ -48,10 +48,11 @@ class Profile(Protocol):
 
 class Ran(NamedTuple):
     """One call of a block. profile: for its number of tokens; None in the step that profiles. level: its
-    place in the menu."""
+    place in the menu. input_bytes: the measure of its tokens."""
 
     profile: Profile | None
     level: int
+    input_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,17 @@ class StepWork:
         saved_bytes = sum(profile.menu[0].saved_bytes for profile in called)
         host = Host(seconds_per_moved_byte=_SECONDS_A_SAVE * saves / max(saved_bytes, 1))
         return cls(actions=tuple(actions), blocks=blocks, rest_s=rest_s, host=host)
+
+    def scaled(self, factors: Mapping[ChunkKey, float]) -> StepWork:
+        """The same step with so many times as many tokens in each chunk."""
+        return replace(
+            self,
+            blocks={
+                chunk: own if factors[chunk] == 1.0 else [block.scaled(factors[chunk]) for block in own]
+                for chunk, own in self.blocks.items()
+            },
+            rest_s={action: seconds * factors[action.chunk] for action, seconds in self.rest_s.items()},
+        )
 
 
 def _timed(menu: Menu, scale: float) -> Menu:

@@ -175,6 +175,21 @@ def test_other_numbers_of_tokens_scale_bytes_and_seconds_and_attention_by_the_sq
     assert profile.scaled(1.0) == profile
 
 
+def test_a_place_in_the_menu_keeps_the_same_calls_at_every_length() -> None:
+    """Of a long sequence attention is dearer for its bytes than a product, of a short one cheaper."""
+    calls = [product(0, 100, 4.0), SeenCall("attention", 0, 50, 1.5, squared=True), product(1, 20, 1.0)]
+    profile = profile_of(calls, forward_s=6.5)
+    for factor in (0.25, 0.5, 2.0, 4.0):
+        other = profile.scaled(factor)
+        assert other.keeps == profile.keeps
+        for level, keep in zip(other.menu[1:], other.keeps[1:], strict=True):
+            assert keep is not None
+            kept = [call for call in other.calls if (call.operator, call.number) in keep]
+            assert level.saved_bytes == other.input_bytes + sum(call.nbytes for call in kept)
+            again_s = other.forward_s - sum(call.device_s for call in kept)
+            assert level.recompute_s == pytest.approx(again_s)
+
+
 def test_seconds_of_short_calls_follow_from_the_rates_of_long_ones() -> None:
     """Long ones compute 100 flops and touch 50 bytes a second. A short call takes what its work says, within
     what its pair of events allows."""
