@@ -241,9 +241,14 @@ class ActivationRuntime(Client):
             outlives = not self._ends_by_hand and forward.ends <= _ENDS_OUTLIVED
             if not (outlives and (forward.running or not forward.is_over)):
                 ending.append(forward)
-        kept_bytes = sum(
-            block.nbytes for forward in ending for block in forward.chunk.blocks if block.transfer is None
-        )
+        kept = came_back = read_here = 0
+        for block in (block for forward in ending for block in forward.chunk.blocks):
+            if block.copies == 0:
+                kept += block.nbytes
+            elif block.copies > 1:
+                came_back += block.nbytes
+            elif block.unread < block.readers:
+                read_here += block.nbytes
         counts = self._forget(ending)
         figures = self.engine.end_saves([forward.chunk for forward in ending])
         self.registry.clear()
@@ -255,7 +260,9 @@ class ActivationRuntime(Client):
             stall_count=figures.stall_count,
             refused=figures.refused,
             refused_bytes=figures.refused_bytes,
-            kept_bytes=kept_bytes,
+            kept_bytes=kept,
+            came_back_bytes=came_back,
+            read_here_bytes=read_here,
         )
 
     def step_ended(self, stats: StepStats) -> None:

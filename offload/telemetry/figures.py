@@ -223,10 +223,13 @@ def figures_of(
 ) -> Figures:
     """The figures of a step with offload. groups: of all that it committed."""
     by_plan = sum(group.by_plan_bytes for group in groups.values())
-    by_plan += sum(client.kept_bytes for client in stats.clients.values())
+    by_plan += sum(one.kept_bytes for one in stats.clients.values())
     no_host = sum(group.no_host_bytes for group in groups.values())
+    clients = stats.clients.values()
     came_back = sum(group.came_back_bytes for group in groups.values())
+    came_back += sum(client.came_back_bytes for client in clients)
     read_here = sum(group.read_here_bytes for group in groups.values())
+    read_here += sum(client.read_here_bytes for client in clients)
     left = stats.kept_bytes - by_plan - no_host
     denied = max(0, min(left, stats.refused_bytes - no_host))
     limit = device_limit_bytes

@@ -46,7 +46,14 @@ class ClientStats:
     """Bytes of those tensors."""
 
     kept_bytes: int = 0
-    """Saved bytes that it chose to leave on the device. The groups' own are in their figures."""
+    """Saved bytes that it chose to leave on the device. The groups' own are in their figures, as are the next
+    two."""
+
+    came_back_bytes: int = 0
+    """Bytes that it sent and that came back, one count a record."""
+
+    read_here_bytes: int = 0
+    """Bytes that it sent and that were read before they had left the device."""
 
     denied: int = 0
     """Pieces that admission denied, those included that were REQUIRED and copied all the same."""

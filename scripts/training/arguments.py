@@ -52,6 +52,7 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
             raise ValueError(
                 f"--{name.replace('_', '-')} is {value}; it must be at least {least:,} and at most {most:,}"
             )
+    _check_marks(given)
     if given.lr is not None and not 0 < given.lr < 10:
         raise ValueError(f"--lr is {given.lr}; it must be above 0, and usually is below 0.01")
     if not given.offload_modules.replace(",", " ").strip():
@@ -73,6 +74,20 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     if given.plot is not None:
         _check_plot(given.plot, given.data)
     return given
+
+
+def _check_marks(given: argparse.Namespace) -> None:
+    if given.offload == "groups":
+        for option, value in (("--high-gb", given.high_gb), ("--low-gb", given.low_gb)):
+            if value is not None:
+                raise ValueError(f"{option} {value} goes with --offload watermark")
+    elif given.high_gb is None:
+        raise ValueError("--offload watermark needs --high-gb, in GB of 1e9 bytes")
+    elif not 0 < (given.high_gb if given.low_gb is None else given.low_gb) <= given.high_gb:
+        raise ValueError(
+            f"--high-gb {given.high_gb} and --low-gb {given.low_gb}: the low mark must be above 0, and not "
+            "above the high one"
+        )
 
 
 def _check_plot(path: Path, data: list[Path]) -> None:
@@ -200,6 +215,18 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     offload = parser.add_argument_group("offload")
+    offload.add_argument(
+        "--offload",
+        choices=["groups", "watermark"],
+        default="groups",
+        help="groups: what marks name; watermark: what has to, above --high-gb (default: groups)",
+    )
+    offload.add_argument(
+        "--high-gb", type=float, metavar="GB", help="allocated device memory at which tensors begin to leave"
+    )
+    offload.add_argument(
+        "--low-gb", type=float, metavar="GB", help="below which they stop (default: 15/16 of --high-gb)"
+    )
     offload.add_argument(
         "--offload-modules",
         default="all",

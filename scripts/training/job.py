@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload import HybridDeviceOptimizer, Report, Trace, configure, report, tracing
+from offload import HybridDeviceOptimizer, Report, Trace, apply, configure, report, tracing
 from parallel.host import reserve_host_together
 from parallel.launch import Rank
 from parallel.order import actions_of, peak_chunks
@@ -60,6 +60,10 @@ class Job:
         )
         for module in self.modules.values():
             self.manager.register_parameters(module)
+        if options.marks is not None:
+            high, low = options.marks
+            for module in self.modules.values():
+                apply(module, mode="watermark", high=high, low=low, min_numel=options.min_elements)
         self.stages = [self._stage(index, module) for index, module in self.modules.items()]
         self.schedule = build_schedule(spec, self.stages, microbatches=options.microbatches, loss_fn=_loss)
         self.actions = actions_of(self.schedule, ranks.rank)

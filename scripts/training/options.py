@@ -75,6 +75,8 @@ class Options:
     min_elements: int
     fraction: float
     device_limit_bytes: int | None
+    marks: tuple[int, int | None] | None
+    """High and low mark in bytes, None for the low one to be derived; None without --offload watermark."""
     optimizer_fraction: float | Literal["auto"] | None
     """Share of the optimizer's state that lives on the host; None is torch's own optimizer, on the device."""
     verify: bool
@@ -89,8 +91,8 @@ class Options:
 
     @property
     def offloads(self) -> bool:
-        """Whether any mark is set."""
-        return bool(self.model.offload_modules)
+        """Whether anything may leave."""
+        return bool(self.model.offload_modules) or self.marks is not None
 
     @property
     def tokens(self) -> int:
@@ -138,7 +140,7 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
     check_counts(schedule, ranks=ranks.world, virtual_stages=virtual_stages, microbatches=microbatches)
     layers_of_stage(model, 0, ranks.world * virtual_stages)
     for name in ("verify", "plot"):
-        if getattr(given, name) and not model.offload_modules:
+        if getattr(given, name) and not (model.offload_modules or given.offload == "watermark"):
             raise ValueError(f"--{name} needs something that is offloaded; --offload-modules is none")
     options = Options(
         preset=given.preset,
@@ -157,6 +159,9 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         min_elements=_or(given.min_offloaded_tensor_size, recipe.min_elements),
         fraction=given.offload_fraction,
         device_limit_bytes=None if given.device_limit_mb is None else given.device_limit_mb * MIB,
+        marks=None
+        if given.high_gb is None
+        else (int(given.high_gb * 1e9), None if given.low_gb is None else int(given.low_gb * 1e9)),
         optimizer_fraction=given.optimizer_offload_fraction,
         verify=given.verify,
         compare=given.compare,
@@ -173,9 +178,8 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
 def _model(given: argparse.Namespace) -> TransformerConfig:
     sizes = {name: getattr(given, name) for name in ("layers", "dim", "heads", "kv_heads", "ffn", "sequence")}
     changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    return PRESETS[given.preset].with_(
-        **changes, seed=given.seed, offload_modules=group_names(given.offload_modules)
-    )
+    modules = "none" if given.offload == "watermark" else given.offload_modules
+    return PRESETS[given.preset].with_(**changes, seed=given.seed, offload_modules=group_names(modules))
 
 
 def fraction_without_room(*, state_bytes: int, other_bytes: int, device_bytes: int) -> float:

@@ -129,6 +129,19 @@ def lines_of(telemetry: Path) -> list[dict[str, Any]]:
 # ---- it trains ----
 
 
+def test_above_a_mark_it_trains_with_every_gradient_verified(tmp_path: Path) -> None:
+    telemetry = tmp_path / "steps.jsonl"
+    marks = ["--offload", "watermark", "--high-gb", "0.0005", "--low-gb", "0.0004"]
+    code, output, errors = run(
+        ["--steps", "2", "--verify", "--telemetry", str(telemetry), *marks, *SMALL], ranks=None
+    )
+    assert code == 0, errors
+    assert "every gradient of all 2 steps is bit for bit what it is without offload" in output
+    for step in lines_of(telemetry):
+        (rank,) = step["ranks"]
+        assert rank["engine"]["clients"]["watermark"]["out_bytes"] == rank["engine"]["spill_bytes"] > 0
+
+
 def test_two_ranks_train_with_every_gradient_verified(tmp_path: Path) -> None:
     telemetry = tmp_path / "steps.jsonl"
     code, output, errors = run(

@@ -59,8 +59,11 @@ def test_a_step_ends_with_the_optimizer_and_the_next_one_is_foreseen(
     assert metrics.activations_spilled == metrics.activations_restored > 0
     assert details.forecast_bytes > details.latched_bytes
     assert details.forwards_lost == 0
-    text = str(handle.report())
-    assert "offload report" in text
+    figures = handle.report().as_dict()["last_step"]
+    assert figures["moved_bytes"] == metrics.spill_bytes
+    assert figures["came_back_bytes"] + figures["read_here_bytes"] == metrics.restore_bytes
+    assert figures["by_plan_bytes"] == figures["kept_bytes"] > 0
+    assert figures["unread_bytes"] == figures["freed_first_bytes"] == figures["again_bytes"] == 0
     handle.remove()
 
 

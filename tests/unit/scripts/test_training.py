@@ -75,6 +75,13 @@ TWO = Ranks(0, 2, 0, 2)
         (["--plot", "step.png", "--offload-modules", "none"], "--plot needs something that is offloaded"),
         (["--plot", "step.jpg"], "--plot step.jpg must end in .png, .svg, .pdf"),
         (["--plot", "no/such/folder/step.png"], "--plot .*: there is no folder .*no/such/folder"),
+        (["--high-gb", "8"], "--high-gb 8.0 goes with --offload watermark"),
+        (["--offload", "watermark"], "--offload watermark needs --high-gb, in GB of 1e9 bytes"),
+        (
+            ["--offload", "watermark", "--high-gb", "8", "--low-gb", "9"],
+            "--high-gb 8.0 and --low-gb 9.0: the low mark must be above 0, and not above the high one",
+        ),
+        (["--offload", "watermark", "--high-gb", "nan"], "--high-gb nan and --low-gb None"),
         (["--check-end", "-1"], "--check-end is -1; it must be at least 0"),
     ],
 )

@@ -1,0 +1,223 @@
+"""What the rows of scripts/bench_watermark.py run: the models, and a step of each with the runtime or
+without.
+
+One invariant: every row of a workload makes the same steps on the same values. A row that cannot fit ends in
+an out-of-memory error, which is its result.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from bench.workload import Inputs, Stack, StackShape
+from offload import ActivationRuntime, OffloadConfig, OffloadEngine
+
+GB = 1e9
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSpec:
+    """One row. order: of the runtime; None for none. checkpoints: every block is recomputed. high_bytes: the
+    mark, if the row has one."""
+
+    name: str
+    order: str | None = None
+    restore_ahead: bool = True
+    checkpoints: bool = False
+    high_bytes: int = 0
+
+
+@dataclass(slots=True)
+class RowResult:
+    """status: "ok", or why the row ended. Bytes, unless the name says otherwise."""
+
+    name: str
+    status: str = "ok"
+    ms: list[float] = field(default_factory=list)
+    active_bytes: int = 0
+    reserved_bytes: int = 0
+    pinned_bytes: int = 0
+    moved_bytes: int = 0
+    stall_ms: float = 0.0
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.ms) if self.ms else float("nan")
+
+
+class Stage(nn.Module):
+    """Of the diffusion-like model: a convolution, attention over all pixels, a convolution."""
+
+    def __init__(self, width: int, heads: int, where: dict[str, Any]) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.GroupNorm(8, width, **where)
+        self.conv = nn.Conv2d(width, width, 3, padding=1, **where)
+        self.qkv = nn.Conv2d(width, 3 * width, 1, **where)
+        self.out = nn.Conv2d(width, width, 1, **where)
+        self.last = nn.Conv2d(width, width, 3, padding=1, **where)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + functional.silu(self.conv(self.norm(x)))
+        batch, width, rows, columns = x.shape
+        q, k, v = self.qkv(x).view(batch, 3, self.heads, width // self.heads, rows * columns).unbind(1)
+        q, k, v = (part.transpose(2, 3) for part in (q, k, v))
+        seen = functional.scaled_dot_product_attention(q, k, v).transpose(2, 3)
+        x = x + self.out(seen.reshape(x.shape))
+        return x + functional.silu(self.last(x))
+
+
+class Denoiser(nn.Module):
+    """Down, middle and up, with a skip connection at each size."""
+
+    def __init__(self, width: int, stages: int, heads: int, where: dict[str, Any]) -> None:
+        super().__init__()
+        self.into = nn.Conv2d(4, width, 3, padding=1, **where)
+        self.down = nn.ModuleList(Stage(width, heads, where) for _ in range(stages))
+        self.middle = Stage(width, heads, where)
+        self.up = nn.ModuleList(Stage(width, heads, where) for _ in range(stages))
+        self.out = nn.Conv2d(width, 4, 3, padding=1, **where)
+        self.checkpoints = False
+
+    def _run(self, stage: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(stage, x, use_reentrant=False) if self.checkpoints else stage(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, skips = self.into(x), []
+        for at, stage in enumerate(self.down):
+            x = self._run(stage, x)
+            skips.append(x)
+            if at % 2:
+                x = functional.avg_pool2d(x, 2)
+        x = self._run(self.middle, x)
+        for at, stage in reversed(list(enumerate(self.up))):
+            if at % 2:
+                x = functional.interpolate(x, scale_factor=2.0)
+            x = self._run(stage, x + skips.pop())
+        return self.out(x)
+
+
+class Work:
+    """A model and its steps. loss_of(step): the loss of that step's batch."""
+
+    def __init__(self, model: nn.Module, loss_of: Callable[[int], torch.Tensor]) -> None:
+        self.model = model
+        self.loss_of = loss_of
+
+
+def stack_work(shape: StackShape, device: torch.device, dtype: torch.dtype, *, vary: bool, seed: int) -> Work:
+    """The block stack of W1. vary: the sequence is drawn from half of the shape's to all of it."""
+    stack, inputs = Stack(shape, device, dtype), Inputs(shape, device, dtype)
+    drawn = random.Random(seed)
+    lengths = [64 * drawn.randint(shape.sequence // 128, shape.sequence // 64) for _ in range(4096)]
+
+    def loss_of(step: int) -> torch.Tensor:
+        x = inputs.of(0)
+        if vary:
+            x = x[:, : lengths[step % len(lengths)]].clone()
+        out = stack(x)
+        return (out * inputs.output_grad[:, : out.shape[1]]).sum()
+
+    return Work(stack, loss_of)
+
+
+def denoiser_work(device: torch.device, dtype: torch.dtype, *, tiny: bool, batch: int) -> Work:
+    width, stages, heads, size = (16, 2, 2, 16) if tiny else (512, 6, 8, 64)
+    torch.manual_seed(0)
+    model = Denoiser(width, stages, heads, {"device": device, "dtype": dtype})
+    noise = torch.randn(batch, 4, size, size, device=device, dtype=dtype)
+
+    def loss_of(step: int) -> torch.Tensor:
+        return (model(noise + step) - noise).square().mean()
+
+    return Work(model, loss_of)
+
+
+def run_row(spec: RowSpec, work: Work, *, steps: int, warmup: int, sim: bool) -> RowResult:
+    """Make the steps of a row; its figures. Blocks the host."""
+    result = RowResult(spec.name)
+    if isinstance(work.model, Denoiser):
+        work.model.checkpoints = spec.checkpoints
+    runtime = None if spec.order is None else _runtime(spec, sim=sim)
+    first = 0
+    try:
+        for step in range(warmup + steps):
+            if step == warmup and not sim:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            _step(work, runtime, step, checkpoints=spec.checkpoints)
+            if not sim:
+                torch.cuda.synchronize()
+            if step >= warmup:
+                result.ms.append((time.perf_counter() - began) * 1000)
+            first = step
+    except torch.OutOfMemoryError as error:
+        result.status = f"out of memory in step {first + 1}: {str(error).splitlines()[0][:80]}"
+    if not sim:
+        stats = torch.cuda.memory_stats()
+        result.active_bytes = stats["active_bytes.all.peak"]
+        result.reserved_bytes = stats["reserved_bytes.all.peak"]
+    if runtime is not None:
+        result.pinned_bytes = runtime.engine.arena.held_bytes
+        if runtime.last_metrics is not None:
+            result.moved_bytes = runtime.last_metrics.spill_bytes
+            result.stall_ms = runtime.last_metrics.stall_time_ms
+            result.details = {**asdict(runtime.last_metrics), **asdict(runtime.last_details)}
+    work.model.zero_grad(set_to_none=True)
+    if runtime is not None:
+        runtime.close()
+    clear_device()
+    return result
+
+
+def clear_device() -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _runtime(spec: RowSpec, *, sim: bool) -> ActivationRuntime:
+    high_mb = spec.high_bytes / MIB
+    engine = OffloadEngine(OffloadConfig(), device="sim" if sim else None)
+    fields: dict[str, Any] = {
+        "order": spec.order,
+        "vram_high_watermark_mb": high_mb,
+        "vram_low_watermark_mb": high_mb * 15 / 16,
+        "telemetry_enabled": False,
+    }
+    if spec.order == "reactive":  # slabs that hold this workload's tensors, so that its copies are pinned
+        fields["pinned_pool_classes_mb"] = (16, 64, 256, 512)
+        fields["slabs_per_class"] = 1 if sim else (64, 32, 32, 24)
+        fields["memory_allocated"] = (lambda: spec.high_bytes) if sim else None
+    else:
+        fields["restore_ahead"] = spec.restore_ahead
+    return ActivationRuntime(engine=engine, **fields)
+
+
+def _step(work: Work, runtime: ActivationRuntime | None, step: int, *, checkpoints: bool) -> None:
+    """Gradients are freed before each step."""
+    work.model.zero_grad(set_to_none=True)
+    if runtime is not None:
+        runtime.step_begin(step)
+    with nullcontext() if runtime is None else runtime.managed_forward():
+        loss = work.loss_of(step)
+    loss.backward()
+    del loss
+    if runtime is not None:
+        runtime.step_end()

@@ -1,0 +1,231 @@
+#!/usr/bin/env python3
+"""What the watermark runtime costs, beside nothing, the source system's order and checkpoints: one run, one
+GPU.
+
+    python scripts/bench_watermark.py                       all workloads, under 200 s on an H200
+    python scripts/bench_watermark.py --workloads lengths --steps 500
+    python scripts/bench_watermark.py --tiny                the whole script on a CPU and the simulated
+                                                            device, for its own sake
+
+enough: the stack of W1 with a mark that is never reached. short: the same with a mark of 36 GB (--high-gb),
+and what each part of the forecast adds. fifth: with a mark below which a fifth of the activations has to go.
+lengths: sequences that vary by two, the mark at the median's peak, in a device with 15% more than that.
+diffusion: convolutions, attention and skip connections in a device of --device-gb, in which the batch does
+not fit.
+
+One invariant: a row is printed beside the row of the same run that it is judged by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+_SCRIPTS = Path(__file__).resolve().parent
+for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
+    if _folder not in sys.path:
+        sys.path.insert(0, _folder)
+
+if __name__ == "__main__" and "PYTORCH_ALLOC_CONF" not in os.environ:
+    # read when torch starts to use a GPU; segments of fixed size cannot serve steps of many shapes
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch  # noqa: E402
+
+from bench.run import NEEDS_GPU, hardware  # noqa: E402
+from bench.watermark_work import (  # noqa: E402
+    GB,
+    RowResult,
+    RowSpec,
+    Work,
+    clear_device,
+    denoiser_work,
+    run_row,
+    stack_work,
+)
+from bench.workload import StackShape  # noqa: E402
+
+WORKLOADS = ("enough", "short", "fifth", "lengths", "diffusion")
+NOTHING = RowSpec(name="nothing")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
+    parser.add_argument("--layers", type=int, default=12, help="of the stack (%(default)s)")
+    parser.add_argument("--sequence", type=int, default=16384, help="of the stack (%(default)s)")
+    parser.add_argument("--high-gb", type=float, default=36.0, help="the mark of `short` (%(default)s)")
+    parser.add_argument("--samples", type=int, default=5, help="timed steps a row (%(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of `lengths` (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (%(default)s)")
+    parser.add_argument("--batch", type=int, default=24, help="of the diffusion-like model (%(default)s)")
+    parser.add_argument("--device-gb", type=float, default=24.0, help="its device (%(default)s)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write every figure as JSON")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes on the simulated device")
+    parsed = parser.parse_args(arguments)
+    unknown = [name for name in parsed.workloads.split(",") if name not in WORKLOADS]
+    if unknown:
+        parser.error(f"unknown {', '.join(unknown)}; known are {', '.join(WORKLOADS)}")
+    if not parsed.tiny and not torch.cuda.is_available():
+        parser.error(NEEDS_GPU)
+    return parsed
+
+
+class Bench:
+    """The workloads of one run, and what their rows have shown."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.sim = options.tiny
+        self.device = torch.device("cpu" if self.sim else "cuda")
+        self.dtype = torch.float32 if self.sim else torch.bfloat16
+        self.results: dict[str, list[RowResult]] = {}
+        if self.sim:
+            self.shape = StackShape(
+                layers=2, sequence=256, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16
+            )
+        else:
+            self.shape = StackShape(layers=options.layers, sequence=options.sequence)
+
+    def run(self) -> None:
+        for name in self.options.workloads.split(","):
+            self.results[name] = []
+            getattr(self, name)(name)
+            clear_device()  # of the workload's model
+            if self.options.out is not None:
+                found = {key: [asdict(row) for row in rows] for key, rows in self.results.items()}
+                self.options.out.write_text(json.dumps({"hardware": _hardware(self.sim), "rows": found}))
+
+    def enough(self, name: str) -> None:
+        work = self._stack()
+        nothing = self._row(name, NOTHING, work)
+        self._row(name, self._spec("watermark, never reached", 1 << 46), work, beside=nothing)
+
+    def short(self, name: str) -> None:
+        work = self._stack()
+        nothing = self._row(name, NOTHING, work)
+        high = int(self.options.high_gb * GB) if not self.sim else self._high(nothing, 0.2)
+        self._ablation(name, work, nothing, high)
+
+    def fifth(self, name: str) -> None:
+        work = self._stack()
+        nothing = self._row(name, NOTHING, work)
+        self._ablation(name, work, nothing, self._high(nothing, 0.2))
+
+    def lengths(self, name: str) -> None:
+        steps = 4 if self.sim else self.options.steps
+        work = stack_work(self.shape, self.device, self.dtype, vary=True, seed=7)
+        nothing = self._row(name, NOTHING, work, steps=steps)
+        # about the median's: what is saved grows with the length, half of which always is
+        high = self._high(nothing, 0.25)
+        self._device_of(1.15 * high)
+        self._row(name, RowSpec(name="nothing, in that device"), work, steps=steps)
+        for order in ("reactive", "forecast"):
+            spec = RowSpec(name=f"watermark, {order}", order=order, high_bytes=high)
+            self._row(name, spec, work, steps=steps, beside=nothing)
+        self._device_of(None)
+
+    def diffusion(self, name: str) -> None:
+        self._device_of(self.options.device_gb * GB)
+        work = denoiser_work(
+            self.device, self.dtype, tiny=self.sim, batch=2 if self.sim else self.options.batch
+        )
+        self._row(name, NOTHING, work)
+        recomputed = self._row(name, RowSpec(name="every stage recomputed", checkpoints=True), work)
+        high = 100_000 if self.sim else int(0.85 * self.options.device_gb * GB)
+        for order in ("reactive", "forecast"):
+            spec = RowSpec(name=f"watermark, {order}", order=order, high_bytes=high)
+            self._row(name, spec, work, beside=recomputed)
+        self._device_of(None)
+
+    def _device_of(self, nbytes: float | None) -> None:
+        """As if the device had no more than this; None for all that it has."""
+        if not self.sim:
+            total = torch.cuda.get_device_properties(0).total_memory
+            share = 1.0 if nbytes is None else min(1.0, nbytes / total)
+            torch.cuda.set_per_process_memory_fraction(share)
+
+    def _ablation(self, name: str, work: Work, nothing: RowResult, high: int) -> None:
+        self._row(name, RowSpec(name="reactive", order="reactive", high_bytes=high), work, beside=nothing)
+        alone = RowSpec(name="+ forecast", order="forecast", restore_ahead=False, high_bytes=high)
+        self._row(name, alone, work, beside=nothing)
+        self._row(name, self._spec("+ restore ahead", high), work, beside=nothing)
+
+    @staticmethod
+    def _spec(name: str, high: int) -> RowSpec:
+        return RowSpec(name=name, order="forecast", high_bytes=high)
+
+    def _high(self, nothing: RowResult, share: float) -> int:
+        """A mark below which this share of what the stack saves has to go."""
+        if self.sim:
+            return 300_000
+        weights = torch.cuda.memory_allocated()
+        return int(nothing.active_bytes - share * (nothing.active_bytes - weights))
+
+    def _stack(self) -> Work:
+        return stack_work(self.shape, self.device, self.dtype, vary=False, seed=7)
+
+    def _row(
+        self,
+        name: str,
+        spec: RowSpec,
+        work: Work,
+        *,
+        steps: int | None = None,
+        beside: RowResult | None = None,
+    ) -> RowResult:
+        rows = self.results[name]
+        if not rows:
+            print(f"\n{name}\n{HEADER}\n{RULE}", flush=True)
+        samples = 2 if self.sim else self.options.samples
+        warmup = 1 if self.sim else self.options.warmup
+        result = run_row(spec, work, steps=steps or samples, warmup=warmup, sim=self.sim)
+        rows.append(result)
+        print(line(result, beside, spec), flush=True)
+        return result
+
+
+HEADER = (
+    "| row | ms | / beside | active GB | reserved GB | mark GB | moved GB | stall ms | latched GB "
+    "| pinned GB |"
+)
+RULE = "|---" * 10 + "|"
+
+
+def line(result: RowResult, beside: RowResult | None, spec: RowSpec) -> str:
+    if result.status != "ok":
+        return f"| {result.name} | {result.status} |" + " |" * 8
+    ratio = "" if beside is None or not beside.ms else f"{sum(result.ms) / sum(beside.ms):.3f}"
+    cells = [
+        result.name,
+        f"{result.median_ms:.1f}",
+        ratio,
+        f"{result.active_bytes / GB:.2f}",
+        f"{result.reserved_bytes / GB:.2f}",
+        f"{spec.high_bytes / GB:.2f}" if 0 < spec.high_bytes < 1 << 45 else "",
+        f"{result.moved_bytes / GB:.2f}",
+        f"{result.stall_ms:.1f}",
+        f"{result.details.get('latched_bytes', 0) / GB:.2f}",
+        f"{result.pinned_bytes / GB:.2f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _hardware(sim: bool) -> str:
+    return "simulated" if sim else str(hardware())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    print(f"{_hardware(options.tiny)}, torch {torch.__version__}")
+    Bench(options).run()
+
+
+if __name__ == "__main__":
+    main()
