@@ -54,6 +54,7 @@ class HalfDriver:
     ) -> None:
         self.module, self.manager, self._look = module, manager, look
         self.restored = 0  # saves, in the last step
+        self.settles = True  # what a forward has sent, before it ends
         self._graphs: dict[int, Any] = {}
 
     def step(self, text: str, whole: Sequence[int] = ()) -> list[Tensor]:
@@ -83,7 +84,7 @@ class HalfDriver:
             del x, source
             if manager is not None:
                 transfers = manager.engine.transfers
-                for transfer in [*transfers._spilling]:
+                for transfer in [*transfers._spilling] if self.settles else ():
                     transfers.settle_spill(transfer)  # nothing is found on its way out
                 manager.end_forward(*chunk)
             return
@@ -196,6 +197,69 @@ def test_the_weight_half_gives_the_device_back_what_it_has_read() -> None:
     # the first W was not foreseen; then each read drops what it has brought back, at once
     assert most[0] >= (LAYERS - 1) * SAVE
     assert most[1] == 0
+
+
+def test_what_was_kept_on_its_way_out_goes_after_the_input_half_but_for_what_the_weight_half_reads() -> None:
+    stayed: list[tuple[str, int, int]] = []
+
+    class Looking(HalfDriver):
+        def _run(self, action: Action, whole: bool) -> None:
+            super()._run(action, whole)
+            assert self.manager is not None
+            transfers = self.manager.engine.transfers
+            transfers.reclaim_freed()
+            saves = transfers.resident_bytes // SAVE, transfers.spilling_bytes // SAVE
+            stayed.append((str(action), *saves))
+
+    torch.manual_seed(0)
+    config: dict[str, int] = {"max_restoring_bytes": 100 * SAVE, "max_spilling_bytes": 100 * SAVE}
+    with installed(build_manager(piece_bytes=1, **config)) as manager:
+        driver = Looking(Sines(), manager)
+        driver.settles = False
+        driver.step("1F0 1I0 1W0 1F1 1I1 1W1")
+    both = 2 * LAYERS
+    # no W was seen; the last sine's node is dead, and its copy is still on its way
+    assert stayed[:2] == [("1F0", both, 0), ("1I0", both - 1, 1)]
+    assert [entry[1:] for entry in stayed[3:5]] == [(both, both), (LAYERS, both + LAYERS)]
+
+
+def test_torch_holds_what_the_input_half_read_until_the_weight_half_has_read_a_part_of_it() -> None:
+    """What the engine relies on, of torch: a saved tensor is read by its own node in both halves, the weight
+    half runs some of the nodes, and all before the last of these live until it has. So a tensor that was
+    taken off the device after the I can still be asked for, whatever was seen before."""
+    read: dict[str, list[tuple[int, str]]] = {"I": [], "W": []}
+    dead: list[int] = []
+    half = "I"
+
+    class Held:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor, self.number = tensor.detach(), len(held)
+            held.append(self.number)
+
+        def __del__(self) -> None:
+            dead.append(self.number)
+
+    def unpack(kept: Held) -> Tensor:
+        node = torch._C._current_autograd_node()
+        read[half].append((kept.number, node.name()))
+        return kept.tensor
+
+    held: list[int] = []
+    module = Sines()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with installed(None), torch.autograd.graph.saved_tensors_hooks(Held, unpack):
+        y = module(x.roll(1))
+    parameters = list(module.parameters())
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(parameters))
+    assert len(read["I"]) == len(held) == 3 * LAYERS  # with the weights
+    # of the last sine, behind the last weight, which went with the stage's output
+    assert dead == held[-1:]
+    half = "W"
+    stage_backward_weight(iter(parameters), groups)
+    assert set(read["W"]) < set(read["I"])
+    assert {name for _, name in read["W"]} == {"MmBackward0"}
+    del groups
+    assert sorted(dead) == held
 
 
 def test_the_plan_counts_for_a_weight_half_what_it_was_seen_to_read() -> None:
