@@ -6,6 +6,7 @@ run, one GPU.
     python scripts/bench_stage.py --workload W3 --sequence 16384,32768,65536 --without-nothing
     python scripts/bench_stage.py --workload W2 --rows ours_all --device-limit-gb 40 --profile-summary
     python scripts/bench_stage.py --workload W5 --profile       small operators: the host's time, by function
+    python scripts/bench_stage.py --workload WV --rows ours_auto    lengths that vary: means of the same steps
     python scripts/bench_stage.py --micro                       host cost a saved tensor
     python scripts/bench_stage.py --tiny                        the whole script on a CPU and the simulated
                                                                 device, for its own sake
@@ -38,8 +39,14 @@ from bench.run import NEEDS_GPU, Run, add_run_options, answer_child, hardware  #
 
 GB = 1e9
 LIVE = "100,1000,10000"
-_DEFAULT_LIMITS_GB = {"W1": (3.0,), "W2": (50.0, 40.0, 32.0, 22.0), "W3": (3.0,), "W5": (0.0,)}
-_LIMIT_MEANS = {"W1": "saved", "W2": "total", "W3": "saved", "W5": "saved"}
+_DEFAULT_LIMITS_GB = {
+    "W1": (3.0,),
+    "W2": (50.0, 40.0, 32.0, 22.0),
+    "W3": (3.0,),
+    "W5": (0.0,),
+    "WV": (24.0,),
+}
+_LIMIT_MEANS = {"W1": "saved", "W2": "total", "W3": "saved", "W5": "saved", "WV": "total"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -56,7 +63,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--device-limit-gb",
         help=(
             f"comma-separated GB of 1e9 for {' and '.join(LIMITED_ROWS)}, a row each; 0 is no "
-            "limit (W1: 3; W2: 50,40,32,22; W5: 0)"
+            "limit (W1: 3; W2: 50,40,32,22; W5: 0; WV: 24)"
         ),
     )
     parser.add_argument(
@@ -65,7 +72,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default="auto",
         help="saved: saved tensors on the device. total: all active bytes; the engine is "
         "given the total less what is measured as resident "
-        "(weights, gradients, inputs) less --working-set-gb. auto: total on W2, saved elsewhere",
+        "(weights, gradients, inputs) less --working-set-gb. auto: total on W2 and WV, saved elsewhere",
     )
     parser.add_argument(
         "--working-set-gb",

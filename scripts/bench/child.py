@@ -20,6 +20,7 @@ import torch
 from bench import gradients, lanes, links, ours, peers, profiling, rows
 from bench.measure import (
     Clock,
+    StepCost,
     clear_gradients,
     forward_active_bytes,
     host_step,
@@ -72,6 +73,7 @@ DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
         "megatron_all",
     ),
     "W3": ("nothing", "checkpoint", "ours_hidden_states", "transformers_inputs", "trl_inputs"),
+    "WV": ("nothing", "checkpoint", "ours_all", "ours_auto"),
     "W5": (
         "nothing",
         "checkpoint",
@@ -175,10 +177,13 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     work = row.context.workload
     samples = request.samples or (min(5, work.samples) if request.row in _SLOW_ROWS else work.samples)
     warmup = request.warmup if request.warmup is not None else max(work.warmup, row.settling_steps)
-    first = timed_step(row, clock)
-    for _ in range(warmup):
-        timed_step(row, clock)
-    result = summarise(first, [timed_step(row, clock) for _ in range(samples)])
+    vary = work.fewest_microbatches is not None
+    first = numbered_step(row, clock, -1)
+    for number in range(warmup):
+        numbered_step(row, clock, -2 - number)
+    # rows that settle longer are timed in the same steps
+    result = summarise(first, [numbered_step(row, clock, number) for number in range(samples)], vary=vary)
+    result["varies"] = vary
     result["pinned"] = result["pinned_held"]
     if len(work.actions) == 2:
         result["forward_active_bytes"] = forward_active_bytes(row, clock)
@@ -196,6 +201,12 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     if request.gradients and request.reference is not None:
         result["gradients"] = _gradients(request, row, clock, Path(request.reference))
     return result
+
+
+def numbered_step(row: Row, clock: Clock, number: int) -> StepCost:
+    """One timed step, of the lengths of this number."""
+    row.context.step = number
+    return timed_step(row, clock)
 
 
 def _gradients(request: RowRequest, row: Row, clock: Clock, reference: Path) -> dict[str, Any]:
@@ -222,7 +233,7 @@ def _profiled(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     clear_gradients(context.stack, context.inputs, context.workload.keep_gradients)
     clock.drain()
     with profile(activities=activities) as profiler:
-        run_step(row, context.workload.actions, clock)
+        run_step(row, clock)
         clock.drain()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

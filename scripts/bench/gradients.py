@@ -63,7 +63,7 @@ def gradient_prints(row: Row, clock: Clock) -> dict[str, Any]:
     context = row.context
     clear_gradients(context.stack, context.inputs, context.workload.keep_gradients)
     with deterministic():
-        run_step(row, context.workload.actions, clock)
+        run_step(row, clock)
         clock.drain()
     named = {name: parameter.grad for name, parameter in context.stack.named_parameters()}
     named["input"] = context.inputs.source.grad

@@ -20,7 +20,6 @@ import torch
 
 from bench.rows import Row
 from bench.workload import Inputs, Stack, Workload
-from offload.policy.actions import Action
 
 
 class Clock:
@@ -125,10 +124,11 @@ def clear_gradients(stack: Stack, inputs: Inputs, keep: bool) -> None:
 
 
 def run_step(
-    row: Row, actions: Sequence[Action], clock: Clock, before_action: Callable[[], None] | None = None
+    row: Row, clock: Clock, before_action: Callable[[], None] | None = None
 ) -> list[tuple[str, Any, Any]]:
     """Issue one step; nothing here waits. Returns (kind, start, end) of each action."""
     inputs = row.context.inputs
+    actions, lengths = row.context.workload.drawn(row.context.step)
     outputs: dict[int, torch.Tensor] = {}
     marks: list[tuple[str, Any, Any]] = []
     row.begin_step()
@@ -136,10 +136,11 @@ def run_step(
         if before_action is not None:
             before_action()
         start = clock.mark()
+        length = None if lengths is None else lengths[microbatch]
         if kind == "F":
-            outputs[microbatch] = row.forward(microbatch, inputs.of(microbatch))
+            outputs[microbatch] = row.forward(microbatch, inputs.of(microbatch, length))
         else:
-            row.backward(microbatch, outputs.pop(microbatch), inputs.output_grad)
+            row.backward(microbatch, outputs.pop(microbatch), inputs.output_grad[:, :length])
         marks.append((kind, start, clock.mark()))
     row.end_step()
     return marks
@@ -154,7 +155,7 @@ def timed_step(row: Row, clock: Clock) -> StepCost:
     began = time.perf_counter()
     start = clock.mark()
     with Collector() as collector:
-        marks = run_step(row, work.actions, clock)
+        marks = run_step(row, clock)
     end = clock.mark()
     issued = time.perf_counter()
     clock.drain()
@@ -184,7 +185,7 @@ def forward_active_bytes(row: Row, clock: Clock) -> int:
         seen.append(clock.active_bytes())
 
     clear_gradients(row.context.stack, row.context.inputs, row.context.workload.keep_gradients)
-    run_step(row, row.context.workload.actions, clock, look)
+    run_step(row, clock, look)
     clock.drain()
     return seen[1]
 
@@ -207,7 +208,7 @@ def host_step(row: Row, clock: Clock) -> tuple[float, float]:
         began = time.perf_counter()
 
     with Collector() as collector:
-        run_step(row, work.actions, clock, drained)
+        run_step(row, clock, drained)
         drained()
     return spent * 1e3, collector.seconds * 1e3
 
@@ -216,8 +217,9 @@ def median(values: Sequence[float]) -> float:
     return float(statistics.median(values)) if values else 0.0
 
 
-def summarise(first: StepCost, samples: Sequence[StepCost]) -> dict[str, Any]:
-    """Medians of the timed steps, the largest of their peaks, and every sample."""
+def summarise(first: StepCost, samples: Sequence[StepCost], *, vary: bool = False) -> dict[str, Any]:
+    """Medians of the timed steps, the largest of their peaks, and every sample. vary: the steps are not of
+    one length, so the time of a step is their mean."""
     steps = [sample.step_ms for sample in samples]
     engine = {
         name: median([float(sample.engine[name]) for sample in samples])
@@ -225,7 +227,7 @@ def summarise(first: StepCost, samples: Sequence[StepCost]) -> dict[str, Any]:
         if isinstance(samples[-1].engine[name], (int, float))
     }
     return {
-        "step_ms": median(steps),
+        "step_ms": statistics.fmean(steps) if vary else median(steps),
         "step_ms_min": min(steps),
         "step_ms_max": max(steps),
         "wall_ms": median([sample.wall_ms for sample in samples]),

@@ -37,6 +37,9 @@ STAT_FIELDS = (
     "host_bytes_held",
 )
 
+_SETTLING_STEPS = 7
+"""Of lengths that vary, whose warm-up is short for the rows that have nothing to plan."""
+
 
 def saved_limit_bytes(options: RowOptions, resident_bytes: int) -> int | None:
     """The limit that the engine is given: what a total limit leaves for saved tensors."""
@@ -92,6 +95,8 @@ class Ours(Row):
         self.marks: Marks = OurMarks()
         self.manager = self._configure()
         self._mark_stack()
+        if context.workload.fewest_microbatches is not None:
+            self.settling_steps = max(self.settling_steps, _SETTLING_STEPS)
 
     def _saved_limit_bytes(self) -> int | None:
         return saved_limit_bytes(self.context.options, self.context.resident_bytes)
@@ -137,7 +142,7 @@ class Ours(Row):
         return manager
 
     def begin_step(self) -> None:
-        self.manager.set_order(self.context.workload.actions)
+        self.manager.set_order(self.context.actions)
 
     def forward(self, microbatch: int, x: torch.Tensor) -> torch.Tensor:
         self.manager.begin_chunk(0, microbatch)

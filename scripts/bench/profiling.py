@@ -77,7 +77,7 @@ def profile_host(row: Row, clock: Clock) -> dict[str, Any]:
             began = time.perf_counter()
             with torch.autograd.set_multithreading_enabled(False):
                 profiler.enable()
-                run_step(row, context.workload.actions, clock)
+                run_step(row, clock)
                 profiler.disable()
             wall_s += time.perf_counter() - began
             clock.drain()

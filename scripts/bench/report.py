@@ -93,6 +93,8 @@ def add_bound(
     if baseline is None or link is None or result.get("status") != "ok":
         return
     result["over_baseline"] = result["step_ms"] / baseline["step_ms"]
+    if result.get("varies"):
+        return  # a bound is of one step
     if result.get("own_bound_ms") is not None:
         result["bound_ms"] = result["own_bound_ms"]
         result["over_bound"] = result["step_ms"] / result["bound_ms"]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bench.run import SkippedError
 from bench.workload import GroupBytes, Inputs, Stack, Workload, live_peak_chunks
+from offload.policy.actions import Action
 
 GB = 1e9
 
@@ -55,6 +56,13 @@ class RowContext:
     layer_bytes: dict[str, GroupBytes]
     resident_bytes: int
     """Active device bytes before the first step: weights, gradients where they stay, inputs."""
+    step: int = 0
+    """The number of the step that runs next, where lengths are drawn by it."""
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Of that step."""
+        return self.workload.drawn(self.step).actions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """The block stack and the step orders that every row runs: the same weights, the same bytes, the same
 actions.
 
-Four workloads, after the ones that activation offload is usually judged by:
+Five workloads, after the ones that activation offload is usually judged by:
 
     W1  one forward and one backward, 12 layers, sequence 16384, gradients freed before each step
     W2  rank 0 of 4 under 1F1B on one device, 8 microbatches, 8 layers, sequence 16384, gradients stay
     W3  one forward and one backward, 8 layers, sequence 65536, gradients stay
     W5  small operators: rank 0 of 4 under 1F1B, 16 microbatches, 16 layers of hidden 2048, ffn 5632, 16 query
         and 4 key/value heads of 128, sequence 2048, gradients stay. A forward saves 2.35 GB, a step 37.6 GB
+    WV  W2 with lengths that vary: each step has 6 to 8 microbatches, each of half the sequence to all of it,
+        drawn by the step's number, so that every row has the same steps
 
 (W4 is the optimizer's, in optim_work.py.)
 
@@ -17,10 +19,11 @@ is plain torch.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +59,26 @@ class Workload:
     host_samples: int = 0
     """Steps after the timed ones whose Python calls are timed with the device drained before each action.
     With any, the host's time of a row is the least of these and of the timed steps."""
+    fewest_microbatches: int | None = None
+    """Of a workload whose lengths vary; `actions` has the most."""
+
+    def drawn(self, number: int) -> Drawn:
+        """The step of this number."""
+        if self.fewest_microbatches is None:
+            return Drawn(self.actions, None)
+        draws = random.Random(number)
+        microbatches = draws.randint(self.fewest_microbatches, len(self.actions) // 2)
+        sequence = self.shape.sequence
+        by = max(1, sequence // 64)
+        lengths = tuple(draws.randrange(sequence // 2, sequence + 1, by) for _ in range(microbatches))
+        return Drawn(one_f_one_b(0, 4, microbatches), lengths)
+
+
+class Drawn(NamedTuple):
+    """One step. lengths: tokens of each microbatch; None where each has the whole sequence."""
+
+    actions: tuple[Action, ...]
+    lengths: tuple[int, ...] | None
 
 
 _ONE_PASS = one_f_one_b(0, 1, 1)
@@ -92,6 +115,15 @@ _WORKLOADS = {
         samples=10,
         warmup=7,
         host_samples=5,
+    ),
+    "WV": Workload(
+        name="WV",
+        shape=StackShape(layers=8, sequence=16384),
+        actions=one_f_one_b(0, 4, 8),
+        keep_gradients=True,
+        samples=20,
+        warmup=2,
+        fewest_microbatches=6,
     ),
 }
 
@@ -242,10 +274,10 @@ class Inputs:
         self.source = torch.randn(size, device=device, dtype=dtype, generator=generator).requires_grad_()
         self.output_grad = torch.randn(size, device=device, dtype=dtype, generator=generator).mul_(1e-3)
 
-    def of(self, microbatch: int) -> torch.Tensor:
+    def of(self, microbatch: int, length: int | None = None) -> torch.Tensor:
         # an operation on a leaf, not a leaf: the graph's node of a leaf would hold its bytes on the device
         # whatever leaves
-        return torch.roll(self.source, shifts=3 * microbatch + 1, dims=1)
+        return torch.roll(self.source[:, :length], shifts=3 * microbatch + 1, dims=1)
 
 
 @dataclass(slots=True)

@@ -33,6 +33,22 @@ def test_overrides_change_only_what_they_name() -> None:
         workload("W9")
 
 
+def test_steps_of_lengths_that_vary_are_drawn_by_their_number() -> None:
+    work = workload("WV")
+    steps = [work.drawn(number) for number in range(-10, 50)]
+    assert steps == [workload("WV").drawn(number) for number in range(-10, 50)]
+    assert {len(step.actions) // 2 for step in steps} == {6, 7, 8}
+    lengths = [length for step in steps for length in step.lengths or ()]
+    assert (min(lengths) // 1024, max(lengths), {length % 256 for length in lengths}) == (8, 16384, {0})
+    assert workload("W2").drawn(0) == workload("W2").drawn(1) == (workload("W2").actions, None)
+
+
+def test_rows_of_lengths_that_vary_run_the_same_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--tiny", "--workload", "WV", "--rows", "ours_auto", "--warmup", "3", "--samples", "1"]
+    assert bench_stage.main(arguments) == 0
+    assert "bitwise" in capsys.readouterr().out
+
+
 def test_marks_cover_every_saved_tensor_of_a_block() -> None:
     context = context_of("W1")
     parameters = {p.untyped_storage().data_ptr() for p in context.stack.parameters()}

@@ -130,7 +130,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeOffload:
 def test_our_row_announces_every_action_in_order(fake: FakeOffload) -> None:
     context = context_of("W2", saved_limit_bytes=1000, engine={"max_spilling_bytes": 10, "piece_bytes": 20})
     with rows.opened(ours.Ours(context)) as row:
-        run_step(row, context.workload.actions, Clock(CPU))
+        run_step(row, Clock(CPU))
     expected = (
         "register|order 16|F0 f0 F1 f1 F2 f2 F3 f3 B0 b0 F4 f4 B1 b1 F5 f5 B2 b2 F6 f6 "
         "B3 b3 F7 f7 B4 b4 B5 b5 B6 b6 B7 b7|end|reset"
@@ -152,7 +152,7 @@ def test_our_row_marks_all_groups_in_order_or_the_attention_only(fake: FakeOfflo
         fake.marks.clear()
         context = context_of("W1")
         with rows.opened(ours.Ours(context, groups)) as row:
-            run_step(row, context.workload.actions, Clock(CPU))
+            run_step(row, Clock(CPU))
         assert fake.marks == [f"{sign}{name}" for _ in range(2) for name in groups for sign in "+-"]
 
 
