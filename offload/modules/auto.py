@@ -390,8 +390,9 @@ class Auto(Client):
         if self.total is None:
             plan = cheapest_mixture(work.actions, work.blocks, rates, rest_s=work.rest_s, host=work.host)
         else:
-            limit_bytes = self._limit_bytes()
-            if limit_bytes <= 0:
+            limit_bytes = self.total.limit_bytes
+            if limit_bytes is None:
+                self._no_room(engine)
                 return
             plan = choose_mixture(
                 work.actions, work.blocks, rates, limit_bytes, rest_s=work.rest_s, host=work.host
@@ -429,21 +430,21 @@ class Auto(Client):
             engine.reserve_host(min(live_bytes, engine.arena.budget.limit_bytes))
 
     # -- memory ----------------------------------------------------------------------------------------------
-    def _limit_bytes(self) -> int:
-        """What the total leaves for saved tensors and recomputes."""
+    def _no_room(self, engine: OffloadEngine) -> None:
+        """The total is less than a step takes that recomputes every block: that is what is done."""
         assert self.total is not None
-        limit_bytes = self.total.limit_bytes
-        if limit_bytes <= 0:
-            assert self.total.rest_bytes is not None
-            self._say_once(
-                "no room",
-                "device_total is %s, and %s are in use beside saved tensors: weights, gradients and what the "
-                "largest block needs while it runs. Every block is recomputed; give %s or more",
-                bytes_text(self.total.total_bytes),
-                bytes_text(self.total.rest_bytes),
-                bytes_text(self.total.total_bytes - limit_bytes),
-            )
-        return limit_bytes
+        self.plan, self._levels = None, None
+        self._plans_left = 0
+        self._measures = False
+        if self._limited:
+            self._set_limit(engine, self._limit_before)
+        self._say_once(
+            "no room",
+            "device_total is %s, and a step takes %s with every block recomputed and its input on the host, "
+            "which is what is done now: nothing is chosen. Give more than that, or fewer tokens a forward",
+            bytes_text(self.total.total_bytes),
+            bytes_text(self.total.least_peak_bytes),
+        )
 
     def _see_memory(self, manager: GroupsManager, stats: StepStats) -> None:
         """Correct the limit by the peaks of the step that ended."""
@@ -465,8 +466,12 @@ class Auto(Client):
         if self._levels is None or limit_bytes is None:
             total.measured(peak_bytes, counted_bytes)
         elif total.followed(peak_bytes, counted_bytes, limit_bytes):
-            self._set_limit(engine, max(self._limit_bytes(), 0))
-            manager.limits_changed()
+            limit_bytes = total.limit_bytes
+            if limit_bytes is None:
+                self._no_room(engine)
+            else:
+                self._set_limit(engine, limit_bytes)
+                manager.limits_changed()
         elif self._plans_left == 0:  # a step of lengths that vary may be the highest so far
             self._measures = not total.is_settled or self._recent.lengths.vary
 
@@ -479,7 +484,7 @@ class Auto(Client):
         """What is followed now."""
         engine = None if self._engine is None else self._engine()
         if "no room" in self._said:
-            state = "device_total leaves nothing for saved tensors: every block is recomputed"
+            state = "device_total leaves no choice: every block is recomputed, and its input moved"
         elif self.plan is None:
             state = (
                 f"no plan yet: {self._steps} of the 2 steps that it is made from have ended; every block is "

@@ -29,29 +29,37 @@ _BINDS = 0.97
 
 
 class TotalMemory:
-    """rest_bytes: None before a step was measured."""
+    """rest_bytes: None before a step was measured. least_peak_bytes: active at most in a step that recomputes
+    every block."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.rest_bytes: int | None = None
+        self.least_peak_bytes = 0
+        self._least_bytes = 0  # that the engine counted in such a step
         self._calm = 0  # steps under this limit
         self._highest_bytes = 0  # peak of these
         self._bound = False  # the limit held one of them back
 
     @property
-    def limit_bytes(self) -> int:
-        """What the total leaves for saved tensors and recomputes; 0 or less where nothing is left."""
+    def limit_bytes(self) -> int | None:
+        """What the total leaves for saved tensors and recomputes; None where it is less than what a step takes
+        of both that recomputes every block."""
         assert self.rest_bytes is not None
-        return round(self.total_bytes * _AIM) - self.rest_bytes
+        limit_bytes = round(self.total_bytes * _AIM) - self.rest_bytes
+        if self.least_peak_bytes <= self.total_bytes:
+            limit_bytes = max(limit_bytes, self._least_bytes)
+        return limit_bytes if limit_bytes >= self._least_bytes else None
 
     @property
     def is_settled(self) -> bool:
         return self._calm >= _SETTLED_STEPS
 
     def measured(self, peak_bytes: int, counted_bytes: int) -> None:
-        """A step without a limit has ended. peak_bytes: active at most; counted_bytes: of them, what the
-        engine counted at most."""
+        """A step has ended that recomputes every block, and has no limit. peak_bytes: active at most;
+        counted_bytes: of them, what the engine counted at most."""
         self.rest_bytes = peak_bytes - counted_bytes
+        self.least_peak_bytes, self._least_bytes = peak_bytes, counted_bytes
 
     def restart(self) -> None:
         """Another plan is followed from here on."""

@@ -30,7 +30,7 @@ def train_auto(model: nn.Module, total: Any, *, steps: int = 5, **options: Any) 
     ("call", "total"),
     [
         *((call, 12_000) for call in sorted(set(CALLS) - {"in place"})),
-        ("plain", 2_000),
+        ("plain", 10_000),
         ("plain", None),
         ("called twice", None),
     ],
@@ -102,8 +102,12 @@ def test_a_total_that_leaves_nothing_is_one_warning_with_both_numbers(
         _, explained = train_auto(build(blocks=LAYERS), "1MB")
     said = [text for text in caplog.messages if text.startswith("device_total is")]
     assert len(said) == 1
-    assert "device_total is 1.00 MB, and 9.9" in said[0]
-    assert str(explained) == "auto: device_total leaves nothing for saved tensors: every block is recomputed"
+    assert "device_total is 1.00 MB, and a step takes 10.00 MB with every block recomputed" in said[0]
+    assert (
+        str(explained)
+        == "auto: device_total leaves no choice: every block is recomputed, and its input moved"
+    )
+    assert manager.engine.limits.device_limit_bytes is None
 
 
 def test_removing_it_gives_the_engine_its_own_limit_back(manager: PipelineOffloadManager) -> None:

@@ -31,6 +31,17 @@ def test_several_steps_well_below_the_total_raise_it_if_it_held_them_back() -> N
     assert idle.is_settled
 
 
+def test_a_total_below_the_least_that_a_step_takes_leaves_no_limit() -> None:
+    total = TotalMemory(399)
+    total.measured(400, 100)
+    assert total.limit_bytes is None
+    # one that the measured step kept within leaves what it took, the last hundredth included
+    exact = TotalMemory(400)
+    exact.measured(400, 100)
+    assert exact.limit_bytes == 100
+    assert not exact.followed(400, 100, 100)
+
+
 def test_it_is_settled_after_steps_that_fit_and_not_after_a_change() -> None:
     total = measured()
     assert not any(total.followed(988, 690, 690) for _ in range(8))
