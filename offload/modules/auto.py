@@ -65,10 +65,15 @@ before."""
 _MOST_LENGTHS = 1024
 """Of which profiles are at hand; another one takes well below a millisecond."""
 
+_BLOCKS, _HEAD = "blocks", "head"
+"""Phases of a step: forwards and backwards of blocks, and what comes between the two."""
 
 _NO_LINK = Rates(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15)
 """Of the simulated device, which has no link to measure."""
 
+
+_WORTH_A_CLAIM = 0.005
+"""Of the total: a head that needs less beyond a block has no room of its own."""
 
 _PASSES = 3
 """A block's forward and backward together, in forwards."""
@@ -136,7 +141,8 @@ class Auto(Client):
         self.profiles: dict[Hashable, BlockProfile] = {}
         self._manager = root.manager
         self._min_elements = root.min_elements
-        self._timings: dict[Hashable, Timing] = {}  # of a second block of each kind, in step 1
+        self._open_group = root.open_group
+        self._timings: dict[Hashable, list[Timing]] = {}  # of the other blocks of each kind, in step 1
         self._engine: weakref.ref[OffloadEngine] | None = None
         self._names: dict[str, None] = {}  # of blocks, in the order of their first calls
         self._kinds: dict[tuple[str, bool], Hashable] = {}
@@ -152,6 +158,11 @@ class Auto(Client):
         self._said: set[str] = set()
         self._measures = self.total is not None
         self._since_plan = 1
+        self._head_bytes = 0  # that the head and the loss need beyond what a block needs
+        self._phase = ""  # in the step that is measured before the first plan
+        self._phase_held = 0  # saved bytes at its begin
+        self._rests: dict[str, int] = {}  # by phase: active bytes beside saved ones, at most
+        self._peak_bytes = 0  # of the phases before
         self._fitted = False  # the step before, in its forwards and backwards
         self._limited = False
         self._limit_before: int | None = None
@@ -166,6 +177,7 @@ class Auto(Client):
         self._follow(manager)
         engine = manager.engine
         engine.transfers.claim(0)
+        self._phase_begins(_BLOCKS)
         kind = self._kinds.get((name, module.training))
         if kind is None:
             kind = self._kinds[name, module.training] = kind_of(module)
@@ -190,6 +202,7 @@ class Auto(Client):
         chosen, keeps = profile.menu[level], profile.keeps[level]
 
         def before_again() -> None:
+            self._phase_begins(_BLOCKS)
             with engine.lock:
                 engine.transfers.claim(chosen.made_again_bytes)
 
@@ -237,8 +250,9 @@ class Auto(Client):
             self._input_bytes[kind] = max(1, _input_bytes(args, kwargs))
 
         def timing() -> Timing:
-            self._timings[kind] = Timing(engine.device)
-            return self._timings[kind]
+            measured = Timing(engine.device)
+            self._timings.setdefault(kind, []).append(measured)
+            return measured
 
         return Chosen(
             is_plain=False,
@@ -254,8 +268,21 @@ class Auto(Client):
             contexts = self._contexts[keeps] = contexts_for(keeps, _KEPT, self._manager)
         return contexts
 
+    def blocks_end(self) -> None:
+        """The last block of a forward is over. What the head and the loss need beyond a block gets its room:
+        the group without bytes tells the plan."""
+        self._phase_begins(_HEAD)
+        if self._head_bytes:
+            engine = self._manager().engine
+            with engine.lock:
+                engine.transfers.claim(self._head_bytes)
+            group = self._open_group(_HEAD, cost=Cost(0.0, self._head_bytes))
+            if group is not None:
+                group.close(None, False)
+
     def plain_is_read(self, gradients: object) -> None:
         """The backward has come to a block that makes nothing again."""
+        self._phase_begins(_BLOCKS)
         engine = None if self._engine is None else self._engine()
         if engine is not None:
             with engine.lock:
@@ -301,6 +328,25 @@ class Auto(Client):
             self.total.restart()
         if self._measures:
             engine.device.reset_allocator_peak()
+            self._peak_bytes, self._phase, self._rests = 0, "", {}
+
+    def _phase_begins(self, phase: str) -> None:
+        """In the step before the first plan: what the phase that ends has needed beside saved tensors."""
+        engine = None if self._engine is None else self._engine()
+        if phase == self._phase or self.plan is not None or not self._measures or engine is None:
+            return
+        found = engine.device.allocator_bytes()
+        if found is None:
+            return
+        if self._phase:
+            self._phase_ends(engine, found[1])
+            engine.device.reset_allocator_peak()
+        self._phase, self._phase_held = phase, engine.transfers.device_bytes
+
+    def _phase_ends(self, engine: OffloadEngine, peak_bytes: int) -> None:
+        held = engine.transfers.counts.device_bytes_peak if self._phase == _BLOCKS else self._phase_held
+        self._rests[self._phase] = max(self._rests.get(self._phase, 0), peak_bytes - held)
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
     def step_ended(self, stats: StepStats) -> None:
         """As Client: plan, once enough is known. Blocks the host at the end of the first step, until the
@@ -319,7 +365,7 @@ class Auto(Client):
         if self._steps > 1:
             self._see_memory(manager, stats)
         known, _ = seen.schedule()
-        self._recent.ended(known, ran, seen.seconds)
+        self._recent.ended(known, ran, seen.seconds, head_bytes=self._head_bytes)
         self._look_at_shape(known)
         self._plan_if_wanted(engine)
 
@@ -331,10 +377,11 @@ class Auto(Client):
         device.synchronize(device.record(device.compute))
         for kind in waiting:
             profiler = self._profilers[kind]
-            timing = self._timings.pop(kind, None)
-            device_s = None if timing is None else timing.device_s()
-            if timing is not None and device_s is not None:
-                profiler.note_plain(timing.host_s, device_s)
+            timings = self._timings.pop(kind, [])
+            device_s = [seconds for timing in timings if (seconds := timing.device_s()) is not None]
+            if device_s:
+                # the least: a full queue of launches, and what runs for the first time, hold some up
+                profiler.note_plain(min(timing.host_s for timing in timings if timing.host_s), min(device_s))
             if profiler.ready():
                 profile = self.profiles[kind] = profiler.profile()
                 for call, why in profile.why_not.items():
@@ -371,7 +418,11 @@ class Auto(Client):
         typical = self._recent.lengths.typical()
         problem = plan.problem
         if self.total is not None:
-            problem = replace(problem, limit_bytes=max(self._limit_bytes(), 1))
+            limit_bytes = self.total.limit_bytes
+            if limit_bytes is None:
+                self._no_room(engine)
+                return
+            problem = replace(problem, limit_bytes=limit_bytes)
         factors = {
             chunk: typical[chunk[0]] / self._planned_lengths[chunk[0]]
             for chunk in problem.blocks
@@ -453,7 +504,8 @@ class Auto(Client):
         engine, total = manager.engine, self.total
         counted_bytes = stats.device_bytes_peak
         found = engine.device.allocator_bytes()
-        peak_bytes = counted_bytes if found is None else found[1]  # of the simulated device: no more is known
+        # of the simulated device no more is known
+        peak_bytes = counted_bytes if found is None else max(found[1], self._peak_bytes)
         limit_bytes = engine.limits.device_limit_bytes
         logger.info(
             "auto: active peak %s of %s, %s of it saved or made again, under a limit of %s",
@@ -464,7 +516,13 @@ class Auto(Client):
         )
         self._fitted = peak_bytes <= total.total_bytes
         if self._levels is None or limit_bytes is None:
-            total.measured(peak_bytes, counted_bytes)
+            if self._rests and found is not None:
+                self._rests[_BLOCKS] = max(self._rests.get(_BLOCKS, 0), found[1] - counted_bytes)
+                self._head_bytes = max(0, self._rests.get(_HEAD, 0) - self._rests[_BLOCKS])
+                if self._head_bytes < _WORTH_A_CLAIM * total.total_bytes:
+                    self._head_bytes = 0
+            rest_bytes = self._rests[_BLOCKS] if self._head_bytes else peak_bytes - counted_bytes
+            total.measured(peak_bytes, counted_bytes, rest_bytes)
         elif total.followed(peak_bytes, counted_bytes, limit_bytes):
             limit_bytes = total.limit_bytes
             if limit_bytes is None:

@@ -72,6 +72,8 @@ class MixedCalls(RecomputedCalls):
         super().leave(call, output, failed)
         if timing is not None and not failed:
             timing.end()
+        if isinstance(state, _Call) and not failed and self._root.is_last(self._name):
+            self._auto.blocks_end()
         if isinstance(state, _Call) and isinstance(call, GroupCall) and not failed:
             for made in output_tensors(output):
                 assert made.grad_fn is not None

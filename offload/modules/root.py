@@ -234,6 +234,10 @@ class ModelRoot:
             self._begin_chunk(may_end=name in self._ran)
         self._ran.add(name)
 
+    def is_last(self, name: str) -> bool:
+        """Whether what comes after this block is the head and the loss."""
+        return name == self._last
+
     def note_block_end(self, name: str, output: Any) -> None:
         """It is over."""
         if name != self._last:

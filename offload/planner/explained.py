@@ -60,6 +60,8 @@ class Explanation:
             for place, (block, level, kept) in enumerate(
                 zip(blocks, self.plan.levels[chunk], self._kept(chunk, blocks), strict=True)
             ):
+                if not block.menu[0].saved_bytes:
+                    continue  # the head, which is a block for its room alone
                 name = self.names[place] if place < len(self.names) else f"call {place}"
                 chosen = block.menu[level]
                 before = rows.get(name, BlockShare(name, 0, 0, 0, 0, 0.0, {}))

@@ -43,9 +43,10 @@ class RecentSteps:
         actions: Sequence[Action],
         ran: Mapping[ChunkKey, Sequence[Ran]],
         seconds_before: Mapping[Action, float] | None,
+        head_bytes: int = 0,
     ) -> None:
         """A step has ended. actions, ran: that it did. seconds_before: of the actions of the step before it,
-        None where they are not known."""
+        None where they are not known. head_bytes: as of `StepWork.of`."""
         before = self._before
         amounts = {
             chunk: float(max(1, sum(call.input_bytes for call in ran.get(chunk, ()))))
@@ -55,7 +56,7 @@ class RecentSteps:
         self.lengths.note(amounts)
         if before is None or seconds_before is None or any(of not in seconds_before for of in before.actions):
             return
-        work = StepWork.of(before.actions, seconds_before, before.ran)
+        work = StepWork.of(before.actions, seconds_before, before.ran, head_bytes)
         if work is not None:
             self._timed.append(_Timed(work, before.amounts))
 

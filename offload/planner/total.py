@@ -24,6 +24,9 @@ _CALM_STEPS = 5
 _SETTLED_STEPS = 8
 """Steps under one limit after which memory need not be measured any more."""
 
+_LEAST = 0.9
+"""Of what a step counts that recomputes every block: a plan for less would have to move what is dear."""
+
 _BINDS = 0.97
 """Of the limit: a step that takes less was not held back by it."""
 
@@ -43,22 +46,20 @@ class TotalMemory:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What the total leaves for saved tensors and recomputes; None where it is less than what a step takes
-        of both that recomputes every block."""
+        """What the total leaves for saved tensors and recomputes; None where it is much less than what a step
+        takes of both that recomputes every block."""
         assert self.rest_bytes is not None
         limit_bytes = round(self.total_bytes * _AIM) - self.rest_bytes
-        if self.least_peak_bytes <= self.total_bytes:
-            limit_bytes = max(limit_bytes, self._least_bytes)
-        return limit_bytes if limit_bytes >= self._least_bytes else None
+        return limit_bytes if limit_bytes >= _LEAST * self._least_bytes else None
 
     @property
     def is_settled(self) -> bool:
         return self._calm >= _SETTLED_STEPS
 
-    def measured(self, peak_bytes: int, counted_bytes: int) -> None:
+    def measured(self, peak_bytes: int, counted_bytes: int, rest_bytes: int) -> None:
         """A step has ended that recomputes every block, and has no limit. peak_bytes: active at most;
-        counted_bytes: of them, what the engine counted at most."""
-        self.rest_bytes = peak_bytes - counted_bytes
+        counted_bytes: of them, what the engine counted at most. rest_bytes: what it does not count."""
+        self.rest_bytes = rest_bytes
         self.least_peak_bytes, self._least_bytes = peak_bytes, counted_bytes
 
     def restart(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from offload.policy.actions import Action, ChunkKey
-from offload.policy.menu import Block, Host, Menu
+from offload.policy.menu import Block, Host, Level, Menu
 
 __all__ = ["Profile", "Ran", "StepWork"]
 
@@ -71,8 +71,11 @@ class StepWork:
         actions: Sequence[Action],
         seconds: Mapping[Action, float],
         ran: Mapping[ChunkKey, Sequence[Ran]],
+        head_bytes: int = 0,
     ) -> StepWork | None:
-        """actions, seconds: of one step. ran: what it called. None where a chunk's blocks are not known.
+        """actions, seconds: of one step. ran: what it called. head_bytes: what the head and the loss need
+        beyond a block, which makes them a block that saves nothing. None where a chunk's blocks are not
+        known.
 
         The profile's seconds say how the blocks share a forward; how long it takes is what was measured. In a
         backward each block has its share of what is left when its recompute is taken off. Where the host was
@@ -114,6 +117,10 @@ class StepWork:
                 )
                 for menu, profile in zip(menus, profiles, strict=True)
             ]
+            if head_bytes:
+                blocks[chunk].append(
+                    Block(menu=(Level("head", 0, 0.0, 0.0, head_bytes),), forward_s=0.0, backward_s=0.0)
+                )
             outside_s = measured_s - inside_s * scale
             for action in actions:
                 if action.chunk == chunk:

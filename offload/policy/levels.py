@@ -41,7 +41,7 @@ def groups_at(blocks: Sequence[Block], levels: Levels, num_units: int) -> list[G
             GroupSize(
                 level.name,
                 _between(level.saved_bytes, start, end),
-                region=place + 1 if at else 0,
+                region=place + 1 if at or level.made_again_bytes else 0,
                 weight=(block.forward_s + block.backward_s) / num,
                 again_s=level.recompute_s / num,
                 again_bytes=_between(level.made_again_bytes, start, end),

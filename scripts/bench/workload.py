@@ -313,7 +313,7 @@ class _Recorder:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._parameters or storage.nbytes() == 0:
-            return tensor
+            return tensor.detach()
         group = self.groups[self._current]
         group.saves += 1
         if storage.data_ptr() not in self._seen:
@@ -322,7 +322,7 @@ class _Recorder:
             group.nbytes += storage.nbytes()
             if tensor.numel() >= self._min_elements:
                 group.movable_bytes += storage.nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself would hold the graph that holds it
 
 
 def probe_saved_bytes(stack: Stack, x: torch.Tensor, min_elements: int) -> dict[str, GroupBytes]:

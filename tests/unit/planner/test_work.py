@@ -62,3 +62,11 @@ def test_where_the_device_waits_for_the_host_the_profile_tells_its_seconds() -> 
 def test_a_chunk_of_blocks_without_a_profile_cannot_be_planned_for() -> None:
     ran = {(0, 0): [Ran(None, -1)]}
     assert StepWork.of((F, B), {F: 1.0, B: 2.0}, ran) is None
+
+
+def test_a_head_is_a_block_that_saves_nothing_and_wants_room() -> None:
+    ran = {(0, 0): [Ran(Profiled(), 0)]}
+    work = StepWork.of((F, B), {F: 1.5, B: 3.0}, ran, head_bytes=40)
+    assert work is not None
+    head = work.blocks[0, 0][-1]
+    assert (head.forward_s, head.menu) == (0.0, (Level("head", 0, 0.0, 0.0, 40),))

@@ -3,7 +3,9 @@ engine as it says."""
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gradients, ours, rows
+from bench import gradients, ours, rows, workload
 from bench.measure import Clock, forward_active_bytes, run_step, timed_step
 from bench.rows import RowOptions
 from bench.run import SkippedError
@@ -248,3 +250,29 @@ def test_a_mark_on_the_norms_input_does_not_change_the_order_of_its_gradients_su
     )
     marked.stack.mark(marks, GROUPS)
     assert gradients.compare(reference, prints_of(rows.Nothing(marked)))["verdict"] == "bitwise"
+
+
+def test_the_probe_of_a_layer_leaves_nothing_of_its_forward_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a hook returns as it was given it holds its own graph, in a circle that no collector sees."""
+    seen: list[weakref.ref[Any]] = []
+    begin = workload._Recorder.__init__
+
+    def note(recorder: Any, *args: Any) -> None:
+        begin(recorder, *args)
+        seen.append(weakref.ref(recorder))
+
+    monkeypatch.setattr(workload._Recorder, "__init__", note)
+    context_of("W2")
+    gc.collect()
+    assert [recorder() for recorder in seen] == [None]
+
+
+def test_auto_gives_the_gradients_of_nothing_and_has_a_bound_of_its_own() -> None:
+    reference = prints_of(rows.Nothing(context_of("W2")))
+    row = ours.OursAuto(context_of("W2", total_limit_bytes=400_000, engine={"min_offloaded_tensor_size": 1}))
+    for _ in range(3):
+        timed_step(row, Clock(CPU))
+    assert row.bound_ms is not None
+    assert gradients.compare(reference, prints_of(row))["verdict"] == "bitwise"
+    row.close()
+    assert "blocks.0" in row.notes["explained"]
