@@ -345,3 +345,27 @@ def test_an_operator_that_writes_what_it_has_saved_is_waited_for() -> None:
 def test_the_simulated_device_wants_a_meter() -> None:
     with pytest.raises(ValueError, match="the simulated device counts no others; give memory_allocated="):
         ActivationRuntime(engine=engine_of(), order="reactive")
+
+
+@pytest.mark.req("S0-72", "S0-41", "S0-44")
+def test_the_sources_sample_step_has_its_counts_and_its_hit_rate() -> None:
+    """636 saved, of which the first 214 are kept; of 422 that leave, 412 fit slabs of 1 MiB. The ten larger
+    ones find the eight larger slabs."""
+    small, large = 900_000, 2_300_000
+    sizes = [small] * (214 + 412) + [large] * 10
+    readings = iter([EMPTY] * 214 + [FULL] * 422)
+    fields = {"pinned_pool_classes_mb": (1, 4, 16, 64, 256), "slabs_per_class": (512, 2, 2, 2, 2)}
+    with reactive(lambda: next(readings), executor="early", **fields) as runtime:
+        source = torch.zeros(large // 4)
+        outputs = []
+        with runtime.managed_forward():
+            for nbytes in sizes:
+                outputs.append(Keep.apply(source[: nbytes // 4].clone().requires_grad_())[:1])
+        metrics = runtime.step_end()
+        del outputs
+    assert metrics is not None
+    assert (metrics.activations_saved, metrics.activations_kept) == (636, 214)
+    assert metrics.activations_spilled == 422
+    assert metrics.spill_bytes == 412 * small + 10 * large == 393_800_000
+    assert (metrics.pool_hits, metrics.pool_misses) == (420, 2)
+    assert metrics.pool_hits / metrics.activations_spilled >= 0.98
