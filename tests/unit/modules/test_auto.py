@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import offload
 from offload import PipelineOffloadManager
 from offload.policy.actions import Rates
-from tests.unit.modules.training import CALLS, Model, build, equal, train
+from tests.unit.modules.training import CALLS, ROWS, WIDTH, Model, build, equal, train
 
 SLOW_LINK = Rates(d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3)
 """So slow that moving what these small blocks save costs more than computing it again."""
@@ -146,3 +146,45 @@ def test_explain_is_of_mode_auto_alone() -> None:
     with pytest.raises(ValueError, match="it is of mode='auto'"):
         handle.explain()
     handle.remove()
+
+
+def test_the_head_and_the_loss_have_the_room_that_they_were_measured_to_need(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = manager.engine
+    engine.rates = SLOW_LINK
+    model = build(blocks=LAYERS)
+    total = 40_000
+    in_head = False
+
+    def allocator_bytes() -> tuple[int, int]:
+        """4,000 bytes beside what the engine counts; 14,000 where the head computes."""
+        counted = engine.transfers.counts.device_bytes_peak
+        return 0, (14_000 + engine.transfers.device_bytes) if in_head else 4_000 + counted
+
+    monkeypatch.setattr(engine.device, "allocator_bytes", allocator_bytes)
+    held: list[tuple[int, int]] = []
+
+    def in_the_loss() -> None:
+        held.append((engine.transfers.claimed_bytes, engine.transfers.device_bytes))
+
+    def head_begins(*_: object) -> None:
+        nonlocal in_head
+        in_head = True
+
+    def backward_begins(*_: object) -> None:
+        nonlocal in_head
+        in_head = False
+
+    model.head.register_forward_pre_hook(head_begins)
+    with offload.activations(model, "auto", min_numel=1, device_total=total):
+        model.layers[-1].register_full_backward_hook(backward_begins)
+        plain = train(build(blocks=LAYERS), steps=7)
+        assert equal(train(model, steps=7, after_forward=in_the_loss), plain)
+        limit = engine.limits.device_limit_bytes
+    claims = [claim for claim, _ in held]
+    assert claims[:4] == [0] * 4  # two steps measure
+    # what the head needs more; one block's input may have come back before the head's phase was over
+    assert 10_000 <= claims[-1] <= 10_000 + ROWS * WIDTH * 4
+    assert limit is not None
+    assert all(bytes_held <= limit for _, bytes_held in held[4:])
