@@ -9,6 +9,7 @@ GPU.
 
 enough: the stack of W1 with a mark that is never reached. short: the same with a mark of 36 GB (--high-gb),
 and what each part of the forecast adds. fifth: with a mark below which a fifth of the activations has to go.
+recomputed: every layer is checkpointed, and half of what the checkpoints keep has to go.
 lengths: sequences that vary by two, the mark at the median's peak, in a device with 15% more than that.
 diffusion: convolutions, attention and skip connections in a device of --device-gb, in which the batch does
 not fit.
@@ -49,7 +50,7 @@ from bench.watermark_work import (  # noqa: E402
 )
 from bench.workload import StackShape  # noqa: E402
 
-WORKLOADS = ("enough", "short", "fifth", "lengths", "diffusion")
+WORKLOADS = ("enough", "short", "fifth", "recomputed", "lengths", "diffusion")
 NOTHING = RowSpec(name="nothing")
 
 
@@ -117,6 +118,15 @@ class Bench:
         work = self._stack()
         nothing = self._row(name, NOTHING, work)
         self._ablation(name, work, nothing, self._high(nothing, 0.2))
+
+    def recomputed(self, name: str) -> None:
+        work = self._stack()
+        nothing = self._row(name, RowSpec(name="every layer recomputed", checkpoints=True), work)
+        kept = self.shape.layers * self.shape.sequence * self.shape.hidden * self.dtype.itemsize
+        high = 200_000 if self.sim else nothing.active_bytes - kept // 2
+        for order in ("reactive", "forecast"):
+            spec = RowSpec(name=f"watermark, {order}", order=order, checkpoints=True, high_bytes=high)
+            self._row(name, spec, work, beside=nothing)
 
     def lengths(self, name: str) -> None:
         steps = 4 if self.sim else self.options.steps

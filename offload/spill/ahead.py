@@ -107,7 +107,7 @@ class ForecastOrder(ActivationScheduler):
             if short_bytes > 0:
                 self.counts.forecast_bytes += self._send_oldest(short_bytes)
         if self.budget.spilling:
-            self._hold_mark(self.budget.low_bytes if highest is None else self.budget.high_bytes)
+            self._hold_mark(self.budget.low_bytes if highest is None else self.budget.high_bytes, allocated)
 
     def _read_device(self) -> int:
         self._count_away()
@@ -138,11 +138,10 @@ class ForecastOrder(ActivationScheduler):
         ]
         self._away_bytes = sum(block.nbytes for block in self._away)
 
-    def _hold_mark(self, floor_bytes: int) -> None:
+    def _hold_mark(self, floor_bytes: int, allocated: int) -> None:
         """Bring the device below the high mark. floor_bytes: what is to be left of it once all copies in
-        flight are settled, if anything has to leave for that."""
+        flight are settled, if anything has to leave for that. allocated: now."""
         transfers, high_bytes = self.engine.transfers, self.budget.high_bytes
-        allocated = self._read_device()
         excess = allocated - transfers.spilling_bytes - (floor_bytes - 1)
         if excess > 0 and self.budget.spilling:
             self.counts.latched_bytes += self._send_oldest(excess, must=True)
@@ -303,7 +302,7 @@ class ForecastOrder(ActivationScheduler):
                 self._read_device()
             if self.budget.above_high_watermark():
                 transfers.drop_furthest(self.budget.last_bytes - self.budget.high_bytes + 1)
-                self._hold_mark(self.budget.high_bytes)
+                self._hold_mark(self.budget.high_bytes, self._read_device())
         elif self._prefetch is not None:
             if transfers.dropped:
                 self._prefetch.look_back(self._current.chunk.coming)

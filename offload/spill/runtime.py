@@ -69,9 +69,9 @@ class ActivationRuntime(Client):
     config: None for the defaults, with `fields` in their place. engine: None for the process's own.
     memory_allocated: tells the allocated bytes of the device, or a MemoryMeter; None asks its allocator. The
         simulated device has none: there the saved bytes that the engine knows count.
-    Blocks the host while it is built, with order="reactive" on a GPU, for the pinning of its pool. In a step
-    never, but for order="reactive", which finalizes its spills there, and where the mark is reached and the
-    host has no pinned memory. Any thread may run a managed forward.
+    Blocks the host while it is built, with order="reactive" on a GPU, to pin its pool. In a step never, but
+    for order="reactive", and where the mark is reached and the host has no pinned memory. Any thread may run
+    a managed forward.
     """
 
     name = CLIENT
@@ -273,7 +273,7 @@ class ActivationRuntime(Client):
                 return
             counts, blocked_ms, blocked_count, peak_mb = ended
             hits, misses = self._pool_hits(counts.spilled)
-            saves = [one for name, one in stats.clients.items() if name in ("groups", CLIENT)]
+            saves = [stats.clients[name] for name in ("groups", CLIENT) if name in stats.clients]
             self.last_metrics = metrics = ActivationStepMetrics(
                 step=self._step,
                 activations_saved=counts.kept + counts.saved,
@@ -289,14 +289,8 @@ class ActivationRuntime(Client):
                 vram_peak_mb=peak_mb,
             )
             self.last_details = SpillDetails(
-                logical_bytes=counts.logical_bytes,
-                storage_bytes=counts.storage_bytes,
-                released_bytes=counts.released_bytes,
-                forecast_bytes=counts.forecast_bytes,
-                latched_bytes=counts.latched_bytes,
-                forwards_lost=counts.forwards_lost,
-                times_over=counts.times_over,
                 retries=stats.retries,
+                **{name: getattr(counts, name) for name in SpillDetails.__slots__ if name != "retries"},
             )
             self._step += 1
             self.budget.meter.start_step()

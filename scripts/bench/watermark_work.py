@@ -112,9 +112,10 @@ class Denoiser(nn.Module):
 
 
 class Work:
-    """A model and its steps. loss_of(step): the loss of that step's batch."""
+    """A model and its steps. loss_of(step, checkpoints): the loss of that step's batch; with checkpoints
+    every block is recomputed."""
 
-    def __init__(self, model: nn.Module, loss_of: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss_of: Callable[[int, bool], torch.Tensor]) -> None:
         self.model = model
         self.loss_of = loss_of
 
@@ -125,11 +126,12 @@ def stack_work(shape: StackShape, device: torch.device, dtype: torch.dtype, *, v
     drawn = random.Random(seed)
     lengths = [64 * drawn.randint(shape.sequence // 128, shape.sequence // 64) for _ in range(4096)]
 
-    def loss_of(step: int) -> torch.Tensor:
-        x = inputs.of(0)
+    def loss_of(step: int, checkpoints: bool) -> torch.Tensor:
+        out = inputs.of(0)
         if vary:
-            x = x[:, : lengths[step % len(lengths)]].clone()
-        out = stack(x)
+            out = out[:, : lengths[step % len(lengths)]].clone()
+        for block in stack.blocks:
+            out = checkpoint(block, out, use_reentrant=False) if checkpoints else block(out)
         return (out * inputs.output_grad[:, : out.shape[1]]).sum()
 
     return Work(stack, loss_of)
@@ -141,7 +143,8 @@ def denoiser_work(device: torch.device, dtype: torch.dtype, *, tiny: bool, batch
     model = Denoiser(width, stages, heads, {"device": device, "dtype": dtype})
     noise = torch.randn(batch, 4, size, size, device=device, dtype=dtype)
 
-    def loss_of(step: int) -> torch.Tensor:
+    def loss_of(step: int, checkpoints: bool) -> torch.Tensor:
+        model.checkpoints = checkpoints
         return (model(noise + step) - noise).square().mean()
 
     return Work(model, loss_of)
@@ -150,8 +153,6 @@ def denoiser_work(device: torch.device, dtype: torch.dtype, *, tiny: bool, batch
 def run_row(spec: RowSpec, work: Work, *, steps: int, warmup: int, sim: bool) -> RowResult:
     """Make the steps of a row; its figures. Blocks the host."""
     result = RowResult(spec.name)
-    if isinstance(work.model, Denoiser):
-        work.model.checkpoints = spec.checkpoints
     runtime = None if spec.order is None else _runtime(spec, sim=sim)
     first = 0
     try:
@@ -216,7 +217,7 @@ def _step(work: Work, runtime: ActivationRuntime | None, step: int, *, checkpoin
     if runtime is not None:
         runtime.step_begin(step)
     with nullcontext() if runtime is None else runtime.managed_forward():
-        loss = work.loss_of(step)
+        loss = work.loss_of(step, checkpoints)
     loss.backward()
     del loss
     if runtime is not None:

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import offload
 from offload import HybridDeviceOptimizer, PipelineOffloadManager
@@ -155,6 +158,41 @@ def test_a_compiled_model_has_the_bits_of_a_compiled_run_without(
     assert equal(train(model, steps=2), plain)
     assert manager.stats.clients["watermark"].out_bytes > 0
     handle.remove()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_of_a_sharded_model_gathered_parameters_stay_and_the_bits_are_those_without(
+    mesh: DeviceMesh, manager: PipelineOffloadManager
+) -> None:
+    def gradients(mode: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)])
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        handle = None if mode is None else offload.apply(model, mode=mode, **MARKS)
+        found = []
+        for seed in range(2):
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+            model(x).square().mean().backward()
+            found += [one.grad.full_tensor().clone() for one in model.parameters()]  # type: ignore[union-attr]
+            model.zero_grad()
+        if handle is not None:
+            manager.engine.end_step()
+            metrics = runtime_of(handle).last_metrics
+            assert metrics is not None
+            assert metrics.activations_saved == 2 * 4, "a block's input and its activation's; no parameter"
+            assert metrics.activations_spilled > 0
+            handle.remove()
+        return found
+
+    assert equal(gradients("watermark"), gradients(None))
 
 
 def test_two_models_share_the_marks_and_other_ones_are_refused(manager: PipelineOffloadManager) -> None:

@@ -14,12 +14,13 @@ def test_each_workload_has_its_rows_and_the_file_has_their_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "rows.json"
-    bench_watermark.main(["--tiny", "--workloads", "short,diffusion", "--out", str(out)])
+    bench_watermark.main(["--tiny", "--workloads", "short,recomputed,diffusion", "--out", str(out)])
     said = capsys.readouterr().out.splitlines()
     names = [line.split("|")[1].strip() for line in said if line.startswith("| ") and "| ms |" not in line]
     ablation = ["nothing", "reactive", "+ forecast", "+ restore ahead"]
     assert names[:4] == ablation
-    assert names[4:] == [*("nothing", "every stage recomputed", "watermark, reactive", "watermark, forecast")]
+    assert names[4:7] == ["every layer recomputed", "watermark, reactive", "watermark, forecast"]
+    assert names[7:] == [*("nothing", "every stage recomputed", "watermark, reactive", "watermark, forecast")]
     found = json.loads(out.read_text())
     rows = {row["name"]: row for row in found["rows"]["short"]}
     assert list(rows) == ablation
@@ -33,4 +34,7 @@ def test_each_workload_has_its_rows_and_the_file_has_their_figures(
 def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_watermark.parse(["--tiny", "--workloads", "long"])
-    assert "unknown long; known are enough, short, fifth, lengths, diffusion" in capsys.readouterr().err
+    assert (
+        "unknown long; known are enough, short, fifth, recomputed, lengths, diffusion"
+        in capsys.readouterr().err
+    )
