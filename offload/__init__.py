@@ -69,8 +69,8 @@ from offload.plot import plot, tracing
 from offload.report import Report as Report
 from offload.report import report
 from offload.spill.backend_cpu import CPUSpillBackend as CPUSpillBackend
-from offload.spill.config import ActivationConfig
-from offload.spill.runtime import ActivationRuntime
+from offload.spill.config import ActivationConfig as ActivationConfig
+from offload.spill.runtime import ActivationRuntime as ActivationRuntime
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import print_offload_summary_table as print_offload_summary_table
 from offload.transfer.captures import CapturedRegion as CapturedRegion
@@ -82,8 +82,6 @@ DeviceLimitError = torch.OutOfMemoryError  # what is raised where the device has
 process.manager_type = PipelineOffloadManager
 
 __all__ = [
-    "ActivationConfig",
-    "ActivationRuntime",
     "FSDPGPUOptimizerWrapper",
     "HostBudgetError",
     "HybridDeviceOptimizer",

@@ -252,7 +252,7 @@ class ForecastOrder(ActivationScheduler):
         return True
 
     def relieve(self) -> None:
-        self.counts.latched_bytes += self._send_oldest(sys.maxsize)
+        self.counts.latched_bytes += self._send_oldest(sys.maxsize, must=True)
 
     # -- reads -----------------------------------------------------------------------------------------------
     def read(self, forward: Forward, handle: Handle) -> None:
