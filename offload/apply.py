@@ -242,6 +242,7 @@ def apply(
     hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]
     _check_free(model, mode, hooked)
     total_bytes = _total_of(model, mode, device_total, device_limit)
+    auto = _planner_here(before, total_bytes) if mode == "auto" else None
     limited = _config_for(config, mode, device_limit, host_limit)
     if limited != config:
         _check_nothing_waits(before)
@@ -267,8 +268,11 @@ def apply(
     _steps.add(root)
     handle._hook(model, root)
     contexts = selective_contexts_of(root) if mode == "selective" else None
-    auto = handle._auto = Auto(root, total_bytes) if mode == "auto" else None
+    if mode == "auto" and auto is None:
+        auto = Auto(marks.default_manager, total_bytes)
+    handle._auto = auto
     if auto is not None:
+        auto.models += 1
         handle._limits_end = ends = weakref.finalize(model, auto.end)
         ends.atexit = False
     for named in whole.values():
@@ -410,6 +414,27 @@ def _total_of(
             f"device_total is {device_total!r}: there is no GPU here to take it of; write bytes, as in '8GB'"
         )
     return optional_bytes(device_total, name="device_total", of_bytes=total)
+
+
+def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Auto | None:
+    """The planner of the models in mode "auto": a device has one total, so there is one for all of them.
+    Raises ValueError for another total."""
+    for handle in _applied.values():
+        auto = handle._auto
+        if auto is None or manager is None or not auto.is_of(manager.engine):
+            continue
+        if auto.total_bytes != total_bytes:
+            totals = [
+                "no device_total" if nbytes is None else f"device_total={nbytes:,} bytes"
+                for nbytes in (total_bytes, auto.total_bytes)
+            ]
+            raise ValueError(
+                f"apply(mode='auto') with {totals[0]} beside {handle!r} with {totals[1]}: the total is of "
+                "the device, and one plan is made for all models on it; give each the same, or call remove() "
+                "on that handle first"
+            )
+        return auto
+    return None
 
 
 def _config_for(

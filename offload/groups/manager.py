@@ -75,6 +75,9 @@ class GroupsManager(OpenScopes, Client):
         self._ends_by_hand = False  # somebody has called `step_end`
         self._inferred_ends = 0
         self._infers_end = False  # the end under way is an inferred one
+        self.end_was_guessed = (
+            False  # the end under way, from what is alive: other ranks may at another moment
+        )
         self.guesses_ends = False  # steps are inferred, and no optimizer has ended one so far
 
     def prepare_close(self) -> None:
@@ -284,7 +287,7 @@ class GroupsManager(OpenScopes, Client):
         if self.guesses_ends:
             handler = self._handlers.get(ChunkId(stage, microbatch))
             if handler is not None and handler.begun and next(self.living_blocks(), None) is None:
-                self.end_inferred_step()
+                self.end_inferred_step(guessed=True)
         super().begin_chunk(stage, microbatch)
 
     def begin_step(self) -> None:
@@ -303,20 +306,21 @@ class GroupsManager(OpenScopes, Client):
             return self.stats  # an inferred end was first
         return self.engine.end_step()
 
-    def end_inferred_step(self) -> None:
+    def end_inferred_step(self, *, guessed: bool = False) -> None:
         """Something happened after which gradients are no longer added to: the step ends, if a forward has
-        begun in it and nobody calls `begin_forward` or `step_end`. What its graphs still hold is carried
+        begun in it and nobody calls `begin_forward` or `step_end`. guessed: it is only that nothing is alive.
+        What its graphs still hold is carried
         over; two such ends later it is dropped. In a capture nothing happens. Blocks the host: as
         `step_end`."""
         by_hand = self._ends_by_hand or self._forwards_by_hand
         if by_hand or not self._forward_order or self.engine.device.is_capturing():
             return
-        self._infers_end = True
+        self._infers_end, self.end_was_guessed = True, guessed
         self._inferred_ends += 1
         try:
             self.engine.end_step()
         finally:
-            self._infers_end = False
+            self._infers_end = self.end_was_guessed = False
 
     def _drop_step(self) -> None:
         self.end_step()

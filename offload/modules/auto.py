@@ -8,6 +8,9 @@ device memory and takes the least time.
                 chunk. What waits for the backward under these levels is kept or moved by the groups' own plan
     later       times and memory are measured under the plan, and it is made anew where they differ
 
+There is one plan for all models of a process that the mode is applied to: they share the device. Ranks whose
+blocks communicate follow one plan (offload/planner/agreement.py).
+
 One invariant: a plan changes what is kept, moved and computed again, never a result. It changes between steps
 only, and a step that is unlike the planned one runs all the same.
 """
@@ -32,6 +35,7 @@ from offload.groups.group import Cost
 from offload.groups.manager import GroupsManager
 from offload.ids import ChunkId
 from offload.modules.root import ModelRoot
+from offload.planner.agreement import Agreement, Room, is_point, peers_of, with_levels_of
 from offload.planner.explained import Explanation
 from offload.planner.kinds import kind_of
 from offload.planner.profile import BlockProfile
@@ -67,6 +71,9 @@ _MOST_LENGTHS = 1024
 
 _BLOCKS, _HEAD = "blocks", "head"
 """Phases of a step: forwards and backwards of blocks, and what comes between the two."""
+
+_GUESSED_ENDS = 3
+"""So many before the first step of an optimizer are the microbatches of one step, maybe."""
 
 _NO_LINK = Rates(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15)
 """Of the simulated device, which has no link to measure."""
@@ -126,8 +133,8 @@ class _First(NamedTuple):
 
 
 class Auto(Client):
-    """Of one model. total_bytes: of device memory; None: whatever makes a step at most a hundredth longer and
-    frees most.
+    """Of all models of one engine. manager: asked at each forward. total_bytes: of device memory; None:
+    whatever makes a step at most a hundredth longer and frees most.
 
     Steps that it still plans for reset torch's memory peaks at their begin.
     """
@@ -135,17 +142,23 @@ class Auto(Client):
     name = "auto"
     listens_only = True
 
-    def __init__(self, root: ModelRoot, total_bytes: int | None) -> None:
+    def __init__(self, manager: Callable[[], GroupsManager], total_bytes: int | None) -> None:
+        self.models = 0  # that it is applied to
+        self.total_bytes = total_bytes
         self.total = None if total_bytes is None else TotalMemory(total_bytes)
         self.plan: MixedPlan | None = None
         self.profiles: dict[Hashable, BlockProfile] = {}
-        self._manager = root.manager
-        self._min_elements = root.min_elements
-        self._open_group = root.open_group
+        self._manager = manager
+        self._made_for = weakref.ref(manager().engine)
         self._timings: dict[Hashable, list[Timing]] = {}  # of the other blocks of each kind, in step 1
         self._engine: weakref.ref[OffloadEngine] | None = None
-        self._names: dict[str, None] = {}  # of blocks, in the order of their first calls
-        self._kinds: dict[tuple[str, bool], Hashable] = {}
+        self._names: dict[int, dict[str, None]] = {}  # of a stage's blocks, in the order of their first calls
+        self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[bool, Hashable]]()
+        self._own: dict[Hashable, BlockProfile] = {}  # as they were seen here; `profiles` are followed
+        self._own_input_bytes: dict[Hashable, int] = {}
+        self._agreement: Agreement | None = None
+        self._peers = frozenset[int]()  # ranks that blocks communicate with
+        self._announced_ends = self._guessed_ends = 0
         self._profilers: dict[Hashable, BlockProfiler] = {}
         self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
         self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
@@ -171,26 +184,29 @@ class Auto(Client):
         self._planned_lengths: Mapping[int, float] = {}
 
     # -- a forward -------------------------------------------------------------------------------------------
-    def choose(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
-        """How this call of block `name` runs. Blocks the host: never."""
+    def choose(
+        self, root: ModelRoot, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Chosen:
+        """How this call of block `name` of `root` runs. Blocks the host: never."""
         manager = self._manager()
         self._follow(manager)
         engine = manager.engine
         engine.transfers.claim(0)
         self._phase_begins(_BLOCKS)
-        kind = self._kinds.get((name, module.training))
-        if kind is None:
-            kind = self._kinds[name, module.training] = kind_of(module)
-            self._names.setdefault(name)
         handler = manager.active_handler()
         chunk = ChunkId(0, 0) if handler is None else handler.id
+        kinds = self._kinds.setdefault(module, {})
+        kind = kinds.get(module.training)
+        if kind is None:
+            kind = kinds[module.training] = kind_of(module), root.min_elements
+            self._names.setdefault(chunk.stage, {}).setdefault(name)
         begun, ran = self._ran.get(chunk, (None, []))
         if begun is not (None if handler is None else handler.saved):
             ran = []
             self._ran[chunk] = (None if handler is None else handler.saved, ran)
         if kind not in self.profiles:
             ran.append(_First(kind, _input_bytes(args, kwargs)))
-            return self._profiled(kind, module, args, kwargs, engine)
+            return self._profiled(kind, root, module, args, kwargs, engine)
         input_bytes = _input_bytes(args, kwargs)
         profile = self._profile_for(kind, input_bytes / self._input_bytes[kind])
         level = last = len(profile.menu) - 1
@@ -229,12 +245,16 @@ class Auto(Client):
         if profile is None:
             if len(self._scaled) >= _MOST_LENGTHS:
                 self._scaled.clear()
-            profile = self._scaled[kind, factor] = self.profiles[kind].scaled(factor)
+            profile = self.profiles[kind].scaled(factor)
+            if self._peers:
+                profile = with_levels_of(self.profiles[kind], profile, factor)
+            self._scaled[kind, factor] = profile
         return profile
 
     def _profiled(
         self,
         kind: Hashable,
+        root: ModelRoot,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -245,9 +265,9 @@ class Auto(Client):
         first = profiler is None
         if profiler is None:
             profiler = self._profilers[kind] = BlockProfiler(
-                module, engine, args, kwargs, min_elements=self._min_elements
+                module, engine, args, kwargs, min_elements=root.min_elements
             )
-            self._input_bytes[kind] = max(1, _input_bytes(args, kwargs))
+            self._own_input_bytes[kind] = max(1, _input_bytes(args, kwargs))
 
         def timing() -> Timing:
             measured = Timing(engine.device)
@@ -268,15 +288,15 @@ class Auto(Client):
             contexts = self._contexts[keeps] = contexts_for(keeps, _KEPT, self._manager)
         return contexts
 
-    def blocks_end(self) -> None:
-        """The last block of a forward is over. What the head and the loss need beyond a block gets its room:
-        the group without bytes tells the plan."""
+    def blocks_end(self, root: ModelRoot) -> None:
+        """The last block of a forward of `root` is over. What the head and the loss need beyond a block gets
+        its room: the group without bytes tells the plan."""
         self._phase_begins(_HEAD)
         if self._head_bytes:
             engine = self._manager().engine
             with engine.lock:
                 engine.transfers.claim(self._head_bytes)
-            group = self._open_group(_HEAD, cost=Cost(0.0, self._head_bytes))
+            group = root.open_group(_HEAD, cost=Cost(0.0, self._head_bytes))
             if group is not None:
                 group.close(None, False)
 
@@ -289,13 +309,21 @@ class Auto(Client):
                 engine.transfers.claim(0)
 
     def end(self) -> None:
-        """The hooks are gone: the engine has the limit again that its config had before."""
+        """The hooks of a model are gone. After the last one the engine has the limit again that its config
+        had before."""
+        self.models -= 1
+        if self.models:
+            return
         engine = None if self._engine is None else self._engine()
         if engine is not None:
             engine.detach(self)
             engine.transfers.claim(0)
             if self._limited:
                 self._set_limit(engine, self._limit_before)
+
+    def is_of(self, engine: OffloadEngine) -> bool:
+        """Whether it plans for this engine, or will."""
+        return (self._made_for if self._engine is None else self._engine)() is engine
 
     # -- steps -----------------------------------------------------------------------------------------------
     def _follow(self, manager: GroupsManager) -> None:
@@ -350,16 +378,26 @@ class Auto(Client):
 
     def step_ended(self, stats: StepStats) -> None:
         """As Client: plan, once enough is known. Blocks the host at the end of the first step, until the
-        device is done with what was profiled, and where host memory has to be pinned for a new plan."""
+        device is done with what was profiled; where host memory has to be pinned for a new plan; and for
+        ranks that are to follow the same one."""
         manager = self._manager()
-        seen, engine = manager.last_step, manager.engine
-        self._take_profiles(engine)
+        self._take_profiles(manager.engine)
+        agrees = self._agree_on_profiles(manager)
+        has_run = self._look_at_step(manager, stats)
+        if agrees:
+            self._agree_on_plan(manager.engine)
+        elif has_run and not self._peers:
+            self._plan_if_wanted(manager.engine)
+
+    def _look_at_step(self, manager: GroupsManager, stats: StepStats) -> bool:
+        """Learn from the step that ended. Returns whether it had a backward."""
+        seen = manager.last_step
         ran: dict[ChunkKey, list[Ran]] = {
             chunk: [self._known(call) for call in calls] for chunk, (_, calls) in self._ran.items()
         }
         self._ran = {}
         if seen is None or not seen.backward_order or not any(ran.values()):
-            return
+            return False
         self._steps += 1
         self._since_plan += 1
         if self._steps > 1:
@@ -367,10 +405,10 @@ class Auto(Client):
         known, _ = seen.schedule()
         self._recent.ended(known, ran, seen.seconds, head_bytes=self._head_bytes)
         self._look_at_shape(known)
-        self._plan_if_wanted(engine)
+        return True
 
     def _take_profiles(self, engine: OffloadEngine) -> None:
-        waiting = [kind for kind in self._profilers if kind not in self.profiles]
+        waiting = [kind for kind in self._profilers if kind not in self._own]
         if not waiting:
             return
         device = engine.device
@@ -383,9 +421,86 @@ class Auto(Client):
                 # the least: a full queue of launches, and what runs for the first time, hold some up
                 profiler.note_plain(min(timing.host_s for timing in timings if timing.host_s), min(device_s))
             if profiler.ready():
-                profile = self.profiles[kind] = profiler.profile()
+                profile = self._own[kind] = profiler.profile()
+                self._peers |= peers_of(profile.collectives)
                 for call, why in profile.why_not.items():
                     logger.debug("auto: %s is not kept: %s", call, why)
+
+    def _agree_on_profiles(self, manager: GroupsManager) -> bool:
+        """Follow what was seen here; or, with ranks that blocks communicate with, what all of them saw.
+        Returns whether they are at a point where they agree on a plan, too. Note: [Where ranks agree]."""
+        self._guessed_ends += manager.end_was_guessed
+        self._announced_ends += not manager.end_was_guessed
+        if not self._peers:
+            self.profiles |= self._own
+            self._input_bytes |= self._own_input_bytes
+            return False
+        if manager.end_was_guessed:
+            if self._guessed_ends > _GUESSED_ENDS and not self._announced_ends:
+                self._say_once(
+                    "guessed",
+                    "blocks communicate with ranks %s, which are to follow one plan, and no optimizer's "
+                    "step() ends a step: its end is guessed, at moments that may differ by rank. "
+                    "mode='auto' recomputes every block until all of these ranks call offload.step_end() "
+                    "after each step",
+                    sorted(self._peers),
+                )
+            return False
+        if not is_point(self._announced_ends):
+            return False
+        if self._agreement is None:
+            self._agreement = Agreement.of_process()
+        members = self._agreement.members
+        own = [
+            (self._own[kind], self._own_input_bytes[kind]) if kind in self._own else None
+            for kind in self._profilers
+        ]
+        common = self._agreement.profiles(self._announced_ends, self._peers, own)
+        if members != self._agreement.members:
+            self._levels = None  # of fewer ranks, which may have had other menus
+        self._scaled.clear()
+        for kind, found in zip(self._profilers, common, strict=True):
+            if found is not None:
+                self.profiles[kind], self._input_bytes[kind] = found
+        return True
+
+    def _agree_on_plan(self, engine: OffloadEngine) -> None:
+        """Follow the plan of the rank that has the least room, if any rank wants another one."""
+        agreement, work = self._agreement, self._recent.step()
+        assert agreement is not None
+        room = None
+        if work is not None:
+            lengths = self._recent.lengths
+            wanted = self._plans_left > 0 or (lengths.vary and lengths.drifted(self._planned_lengths))
+            limit_bytes = None if self.total is None else self.total.limit_bytes or 0
+            room = Room(work.shape, limit_bytes, wanted and self._since_plan > 1)
+        rooms = agreement.rooms(room)
+        found = {rank: room for rank, room in rooms.items() if room is not None}
+        if work is None or len(found) < len(rooms) or not any(room.wants_plan for room in found.values()):
+            return  # as every member sees
+        if len({room.shape for room in found.values()}) > 1:
+            self._plans_left, self._levels = 0, None
+            self._say_once(
+                "shapes",
+                "blocks of ranks %s communicate, and the ranks run other forwards or in another order: no "
+                "plan is for all of them, and mode='auto' recomputes every block",
+                sorted(found),
+            )
+            return
+        least = {rank: room.limit_bytes for rank, room in found.items() if room.limit_bytes is not None}
+        planner = min(least or found, key=lambda rank: (least.get(rank, 0), rank))
+        if planner in agreement.hears:
+            plan = agreement.hear_plan(planner)
+            self._plans_left = max(0, self._plans_left - 1)
+        else:
+            plan = agreement.tell_plan(lambda: self._new_plan(engine, work))
+        if plan is not None:
+            self._follow_plan(engine, plan)
+        elif room is not None and room.limit_bytes == 0:
+            self._no_room(engine)
+        else:  # another rank has none
+            self.plan = self._levels = None
+            self._plans_left = 0
 
     def _look_at_shape(self, known: list[Action]) -> None:
         """A shape that comes twice in a row is planned for, and so are steps that vary."""
@@ -432,10 +547,17 @@ class Auto(Client):
 
     def _make_plan(self, engine: OffloadEngine, work: StepWork) -> None:
         """Choose the levels of the next steps."""
-        self._plans_left -= 1
+        plan = self._new_plan(engine, work)
+        if plan is None:
+            self._no_room(engine)
+        else:
+            self._follow_plan(engine, plan)
+
+    def _new_plan(self, engine: OffloadEngine, work: StepWork) -> MixedPlan | None:
+        """None where the total leaves no choice."""
+        self._plans_left = max(0, self._plans_left - 1)
         self._since_plan = 0
-        if engine.rates is None and engine.device.pins:
-            engine.reserve_host(max(LINK_TEST_BYTES, engine.config.host_reserve_bytes))
+        self._measure_link(engine)
         rates = engine.rates if engine.rates is not None else _NO_LINK
         began_s = time.perf_counter()
         if self.total is None:
@@ -443,8 +565,7 @@ class Auto(Client):
         else:
             limit_bytes = self.total.limit_bytes
             if limit_bytes is None:
-                self._no_room(engine)
-                return
+                return None
             plan = choose_mixture(
                 work.actions, work.blocks, rates, limit_bytes, rest_s=work.rest_s, host=work.host
             )
@@ -455,15 +576,23 @@ class Auto(Client):
             plan.bound.compute_s * 1e3,
             plan.bound.step_s * 1e3,
         )
-        self._follow_plan(engine, plan)
+        return plan
+
+    def _measure_link(self, engine: OffloadEngine) -> None:
+        if engine.rates is None and engine.device.pins:
+            engine.reserve_host(max(LINK_TEST_BYTES, engine.config.host_reserve_bytes))
 
     def _follow_plan(self, engine: OffloadEngine, plan: MixedPlan) -> None:
+        """Follow its levels from the next step on, within the room that this rank has."""
         self._since_plan = 0
         self._planned_lengths = self._recent.lengths.typical()
         self.plan, self._levels = plan, plan.levels
+        limit_bytes = plan.problem.limit_bytes
         if self.total is not None:
+            limit_bytes = max(limit_bytes, self.total.limit_bytes or 0)
             self.total.restart()
-        self._set_limit(engine, plan.problem.limit_bytes)
+        self._measure_link(engine)
+        self._set_limit(engine, limit_bytes)
         self._reserve(engine, plan)
 
     def _reserve(self, engine: OffloadEngine, plan: MixedPlan) -> None:
@@ -525,10 +654,12 @@ class Auto(Client):
             total.measured(peak_bytes, counted_bytes, rest_bytes)
         elif total.followed(peak_bytes, counted_bytes, limit_bytes):
             limit_bytes = total.limit_bytes
-            if limit_bytes is None:
+            if limit_bytes is None and not self._peers:
                 self._no_room(engine)
             else:
-                self._set_limit(engine, limit_bytes)
+                if limit_bytes is None:
+                    self._plans_left = 1  # one for all, where ranks agree next
+                self._set_limit(engine, limit_bytes or 0)
                 manager.limits_changed()
         elif self._plans_left == 0:  # a step of lengths that vary may be the highest so far
             self._measures = not total.is_settled or self._recent.lengths.vary
@@ -552,8 +683,11 @@ class Auto(Client):
             state = "the plan is settled" if self._plans_left == 0 else "planned; it is still measured"
         return Explanation(
             state=state,
-            names=tuple(self._names),
-            total_bytes=None if self.total is None else self.total.total_bytes,
+            names={
+                stage: tuple(f"{name} of stage {stage}" if len(self._names) > 1 else name for name in names)
+                for stage, names in self._names.items()
+            },
+            total_bytes=self.total_bytes,
             rest_bytes=None if self.total is None else self.total.rest_bytes,
             limit_bytes=None if engine is None else engine.limits.device_limit_bytes,
             plan=self.plan,

@@ -41,7 +41,7 @@ class MixedCalls(RecomputedCalls):
         self._refuse_compiled(module)
         root, auto = self._root, self._auto
         manager = root.manager()
-        chosen = auto.choose(self._name, module, args, kwargs)
+        chosen = auto.choose(root, self._name, module, args, kwargs)
         if chosen.is_plain:
             group = root.open_group(self._name, cost=chosen.cost)
             return _Call(group, None)
@@ -73,7 +73,7 @@ class MixedCalls(RecomputedCalls):
         if timing is not None and not failed:
             timing.end()
         if isinstance(state, _Call) and not failed and self._root.is_last(self._name):
-            self._auto.blocks_end()
+            self._auto.blocks_end(self._root)
         if isinstance(state, _Call) and isinstance(call, GroupCall) and not failed:
             for made in output_tensors(output):
                 assert made.grad_fn is not None

@@ -87,7 +87,7 @@ class Steps:
             and not (root.end_seen or manager.inside_announced_forward)
             and next(manager.living_blocks(), None) is None
         ):
-            self._end(manager)
+            self._end(manager, guessed=True)
         manager.begin_inferred_forward(root.stage, min_elements)
 
     @untraced
@@ -100,9 +100,9 @@ class Steps:
             if any(id(parameter) in stepped for parameter in root.parameters()):
                 root.end_seen = ended = True
         if ended:
-            self._end(self._manager())
+            self._end(self._manager(), guessed=False)
 
-    def _end(self, manager: GroupsManager) -> None:
+    def _end(self, manager: GroupsManager, *, guessed: bool) -> None:
         for root in self.roots():
             root.step_ends()
-        manager.end_inferred_step()
+        manager.end_inferred_step(guessed=guessed)

@@ -6,7 +6,7 @@ One invariant: every figure is of the plan that is followed now, or of its bound
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
@@ -38,12 +38,12 @@ class BlockShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """names: of the blocks, in the order of a chunk's calls. total_bytes: None where none was asked for.
-    rest_bytes: weights, gradients and working set. plan, rates: None before the plan was made; state
+    """names: of the blocks, by stage, in the order of a chunk's calls. total_bytes: None where none was asked
+    for. rest_bytes: weights, gradients and working set. plan, rates: None before the plan was made; state
     says what is waited for then."""
 
     state: str
-    names: tuple[str, ...] = ()
+    names: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     total_bytes: int | None = None
     rest_bytes: int | None = None
     limit_bytes: int | None = None
@@ -62,7 +62,7 @@ class Explanation:
             ):
                 if not block.menu[0].saved_bytes:
                     continue  # the head, which is a block for its room alone
-                name = self.names[place] if place < len(self.names) else f"call {place}"
+                name = self._name(chunk, place)
                 chosen = block.menu[level]
                 before = rows.get(name, BlockShare(name, 0, 0, 0, 0, 0.0, {}))
                 rows[name] = BlockShare(
@@ -75,6 +75,10 @@ class Explanation:
                     {**before.levels, chosen.name: before.levels.get(chosen.name, 0) + 1},
                 )
         return list(rows.values())
+
+    def _name(self, chunk: ChunkKey, place: int) -> str:
+        names = self.names.get(chunk[0], ())
+        return names[place] if place < len(names) else f"call {place}"
 
     def _kept(self, chunk: ChunkKey, blocks: Any) -> list[int]:
         """What stays of each block: a plan keeps from the end of a chunk."""
@@ -178,8 +182,7 @@ class Explanation:
                 now, then = block.menu[level], block.menu[level + 1]
                 rate = (then.recompute_s - now.recompute_s) / max(now.saved_bytes - then.saved_bytes, 1)
                 if best is None or rate < best[0]:
-                    name = self.names[place] if place < len(self.names) else f"call {place}"
-                    best = rate, (chunk, name, now, then)
+                    best = rate, (chunk, self._name(chunk, place), now, then)
         return None if best is None else best[1]
 
     def _larger_budget(self) -> tuple[int, float] | None:

@@ -288,7 +288,8 @@ class _ProfileMode(CallMode):
             return
         call.must |= may_differ(func, args, kwargs)
         self._probe(call, output)
-        if self._with_grad and not torch.is_grad_enabled():
+        # a collective writes its output until it is waited for
+        if self._with_grad and not torch.is_grad_enabled() and not is_collective(func):
             for part in made:
                 self._unseen.add(call, part)
 

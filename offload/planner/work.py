@@ -65,6 +65,14 @@ class StepWork:
     rest_s: Mapping[Action, float]
     host: Host
 
+    @property
+    def shape(self) -> object:
+        """What a plan is for: the actions, and how many blocks each chunk has beside what only needs room."""
+        counts = {
+            chunk: sum(block.menu[0].saved_bytes > 0 for block in own) for chunk, own in self.blocks.items()
+        }
+        return self.actions, tuple(counts.items())
+
     @classmethod
     def of(
         cls,

@@ -158,9 +158,9 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 class Pipeline:
     """The stages of this rank, each of blocks that know nothing of offload. mode: of `apply` on each stage's
-    module, None for none. ours: the stage class of this project, else torch's."""
+    module, None for none; options: of it, too. ours: the stage class of this project, else torch's."""
 
-    def __init__(self, name: str, rank: int, ranks: int, *, mode: Any, ours: bool) -> None:
+    def __init__(self, name: str, rank: int, ranks: int, *, mode: Any, ours: bool, **options: Any) -> None:
         spec = schedule_named(name)
         count = ranks * spec.default_virtual_stages
         self.microbatches = PIPELINE_MICROBATCHES
@@ -171,7 +171,7 @@ class Pipeline:
             torch.manual_seed(index)
             module = nn.Sequential(*(Block() for _ in range(STAGE_BLOCKS)))
             if mode is not None:
-                self.handles.append(offload.apply(module, mode, min_numel=1))
+                self.handles.append(offload.apply(module, mode, min_numel=1, **options))
             self.modules.append(module)
             self.stages.append(_stage(module, index, count, ours=ours))
         self.schedule = build_schedule(spec, self.stages, microbatches=self.microbatches, loss_fn=_loss)
@@ -208,15 +208,15 @@ def _stage(module: nn.Module, index: int, count: int, *, ours: bool) -> Pipeline
     )
 
 
-def _train_pipeline(
-    pipeline: Pipeline, *, optimizer: bool = True
+def train_pipeline(
+    pipeline: Pipeline, *, optimizer: bool = True, steps: int = PIPELINE_STEPS
 ) -> tuple[list[Tensor], list[dict[str, int]]]:
     """Also what the manager counted of each step, where there is one."""
     sgd = torch.optim.SGD(pipeline.parameters(), lr=0.1)
     manager = PipelineOffloadManager.OFFLOAD_MGR
     seen: list[Tensor] = []
     counted: list[dict[str, int]] = []
-    for step in range(PIPELINE_STEPS):
+    for step in range(steps):
         seen += pipeline.step(step)
         if optimizer:
             sgd.step()
@@ -232,12 +232,12 @@ def _train_pipeline(
 def _pipelines(name: str, rank: int, ranks: int) -> dict[str, Any]:
     """By class of stage and mode."""
     found: dict[str, Any] = {}
-    plain, _ = _train_pipeline(Pipeline(name, rank, ranks, mode=None, ours=False))
+    plain, _ = train_pipeline(Pipeline(name, rank, ranks, mode=None, ours=False))
     for ours in (False, True):
         for mode in MODES:
             with new_manager() as manager:
                 pipeline = Pipeline(name, rank, ranks, mode=mode, ours=ours)
-                got, counted = _train_pipeline(pipeline)
+                got, counted = train_pipeline(pipeline)
                 found[f"{'ours' if ours else 'torch'} {mode}"] = {
                     "bitwise": same(got, plain),
                     "counted": counted,
@@ -253,5 +253,5 @@ def rank_main(rank: int, ranks: int) -> dict[str, Any]:
     found.update((name, _pipelines(name, rank, ranks)) for name in SCHEDULES)
     with new_manager():
         pipeline = Pipeline("1f1b", rank, ranks, mode=True, ours=True)
-        _, found["no optimizer"] = _train_pipeline(pipeline, optimizer=False)
+        _, found["no optimizer"] = train_pipeline(pipeline, optimizer=False)
     return found

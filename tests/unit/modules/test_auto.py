@@ -134,6 +134,42 @@ def test_what_cannot_be_is_an_error_with_the_way_out(arguments: dict[str, Any], 
         offload.apply(Model(), **arguments)
 
 
+def test_two_models_share_one_total_and_one_plan(manager: PipelineOffloadManager) -> None:
+    """A pipeline has two on a rank. Each with a plan of its own would set the device's limit in turns."""
+    manager.engine.rates = SLOW_LINK
+    models = [build(blocks=2), build(blocks=3)]
+    handles = [offload.apply(model, "auto", min_numel=1, device_total=40_000) for model in models]
+    optimizer = torch.optim.SGD([weight for model in models for weight in model.parameters()], lr=0.1)
+    for _ in range(5):
+        for model in models:
+            model(torch.randn(ROWS, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plans = [handle.explain().plan for handle in handles]
+    assert plans[0] is plans[1] is not None
+    assert [len(levels) for levels in plans[0].levels.values()] == [2, 3]
+    assert [share.name for share in handles[0].explain().shares] == [
+        *(f"layers.{at} of stage 0" for at in range(2)),
+        *(f"layers.{at} of stage 1" for at in range(3)),
+    ]
+    handles[0].remove()
+    assert manager.engine.limits.device_limit_bytes is not None
+    handles[1].remove()
+    assert manager.engine.limits.device_limit_bytes is None
+
+
+def test_two_totals_for_one_device_are_an_error_with_both(manager: PipelineOffloadManager) -> None:
+    first, second = Model(), Model()
+    handle = offload.apply(first, "auto", device_total="3GB")
+    with pytest.raises(ValueError, match="3,000,000,000 bytes: the total is of the device") as raised:
+        offload.apply(second, "auto", device_total="2GB")
+    assert "apply(mode='auto') with device_total=2,000,000,000 bytes beside <offload.apply(Model" in str(
+        raised.value
+    )
+    handle.remove()
+    offload.apply(second, "auto", device_total="2GB").remove()
+
+
 def test_a_model_that_checkpoints_its_layers_is_refused() -> None:
     model = Model()
     model.layers[0].gradient_checkpointing = True

@@ -1,0 +1,206 @@
+"""What each rank runs for test_auto_ranks.py: models that are spread over ranks, trained in mode "auto" under
+plans that differ by rank, and compared bit by bit with the same models without."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import offload
+from offload import OffloadConfig, PipelineOffloadManager, configure
+from offload.modules import auto
+from offload.policy.actions import Rates
+from offload.policy.mixture import MixedPlan
+from tests.integration.apply_ranks import (
+    MICROBATCHES,
+    ROWS,
+    SCHEDULES,
+    SPREADS,
+    TENSOR_PARALLEL,
+    WIDTH,
+    Model,
+    Pipeline,
+    same,
+    train_pipeline,
+)
+
+SLOW_LINK = Rates(d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3)
+"""So slow that moving what these small blocks save costs more than computing it again."""
+STEPS = 8
+"""Plans are made at the ends of steps 2, 4 and 6."""
+PLANS = 3
+LONG_S = 8.0
+"""Of a training that takes 2 s."""
+TOTALS = (900_000, 1_000_000)
+INSIDE = "inside an operator"
+"""A model of which an operator on DTensors communicates, where no dispatch mode sees it."""
+BY_HAND = "in place"
+
+
+class Normalized(nn.Module):
+    """softmax over what is sharded: DTensor gathers it inside the operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, -1).redistribute(placements=[Shard(-1)])  # type: ignore[attr-defined]
+
+
+def _operators_communicate(model: Any, mesh: DeviceMesh) -> nn.Module:
+    for block in model.layers:
+        block.up = nn.Sequential(block.up, Normalized())
+        plan = {"up.0": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+class Combined(nn.Module):
+    """A block of which each rank has a half, summed by a Function that communicates in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.down(torch.tanh(self.up(x)))
+        return x + torch.tanh(all_reduce(half))
+
+
+def _summed_by_hand(model: Any, mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(mesh.get_rank())
+    model.layers = nn.ModuleList(Combined() for _ in model.layers)
+    return model  # type: ignore[no-any-return]
+
+
+SPREAD: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
+    **SPREADS,
+    INSIDE: _operators_communicate,
+    BY_HAND: _summed_by_hand,
+}
+COMMUNICATING = (TENSOR_PARALLEL, INSIDE, BY_HAND)
+
+
+@contextmanager
+def new_manager() -> Iterator[PipelineOffloadManager]:
+    manager = configure(OffloadConfig(min_offloaded_tensor_size=1), device="sim")
+    manager.engine.rates = SLOW_LINK
+    try:
+        yield manager
+    finally:
+        PipelineOffloadManager.close_instance()
+
+
+@contextmanager
+def forced(rank: int, *, alone: bool = False) -> Iterator[list[Any]]:
+    """Each plan of a rank is the opposite of the other rank's, and of its own before. alone: ranks do not
+    agree. Yields the levels that this rank chose, plan by plan."""
+    chosen: list[Any] = []
+    original = auto.choose_mixture, auto.peers_of
+
+    def choose(actions: Any, blocks: Any, *arguments: Any, **options: Any) -> MixedPlan:
+        plan = original[0](actions, blocks, *arguments, **options, max_trials=1)
+        again = (len(chosen) + rank) % 2 == 0
+        levels = {
+            chunk: tuple(len(block.menu) - 1 if again else 0 for block in own)
+            for chunk, own in blocks.items()
+        }
+        chosen.append(levels)
+        return replace(plan, levels=levels)
+
+    auto.choose_mixture = choose  # type: ignore[attr-defined]
+    if alone:
+        auto.peers_of = lambda groups: frozenset()  # type: ignore[attr-defined]
+    try:
+        yield chosen
+    finally:
+        auto.choose_mixture, auto.peers_of = original  # type: ignore[attr-defined]
+
+
+def _build() -> Model:
+    torch.manual_seed(3)
+    return Model()
+
+
+def _local(tensor: Any) -> Tensor:
+    found: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+    return found
+
+
+def _train(model: nn.Module, seed: int) -> list[Tensor]:
+    """Gradients of each step and the last weights, as far as this rank has them. seed: of its data."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    for step in range(STEPS):
+        for microbatch in range(MICROBATCHES):
+            generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + seed)
+            model(torch.randn(ROWS, WIDTH, generator=generator)).square().mean().backward()
+        seen += [_local(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(_local(parameter.detach()) for parameter in model.parameters())]
+
+
+def _spread(spread: str, rank: int, mesh: DeviceMesh, *, alone: bool = False) -> dict[str, Any]:
+    seed = 0 if spread in COMMUNICATING else rank  # whose ranks work on one batch
+    plain = _train(SPREAD[spread](_build(), mesh), seed)
+    with new_manager(), forced(rank, alone=alone) as chosen:
+        model = SPREAD[spread](_build(), mesh)
+        handle = offload.apply(model, "auto", min_numel=1, device_total=1_000_000 - rank)
+        ours = _train(model, seed)
+        plan = handle.explain().plan
+        return {
+            "bitwise": same(ours, plain),
+            "chosen": chosen,
+            "followed": None if plan is None else plan.levels,
+        }
+
+
+def _pipeline(name: str, rank: int, ranks: int, *, ours: bool) -> dict[str, Any]:
+    plain, _ = train_pipeline(Pipeline(name, rank, ranks, mode=None, ours=False), steps=STEPS)
+    with new_manager() as manager, forced(rank) as chosen:
+        pipeline = Pipeline(name, rank, ranks, mode="auto", ours=ours, device_total=TOTALS[rank])
+        got, _ = train_pipeline(pipeline, steps=STEPS)
+        return {
+            "bitwise": same(got, plain),
+            "plans": len(chosen),
+            "stages planned": sorted({stage for levels in chosen for stage, _ in levels}),
+            "stages": len(pipeline.stages),
+            "limit": manager.engine.limits.device_limit_bytes,
+            "alive": len(list(manager.living_blocks())),
+        }
+
+
+def rank_main(rank: int, ranks: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    found: dict[str, Any] = {spread: _spread(spread, rank, mesh) for spread in SPREAD}
+    for name in SCHEDULES:
+        for ours in (False, True):
+            found[f"{name} {'ours' if ours else 'torch'}"] = _pipeline(name, rank, ranks, ours=ours)
+    found["alone"] = _alone(rank, ranks)
+    return found
+
+
+def _alone(rank: int, ranks: int) -> str:
+    """What happens where ranks that communicate do not agree. Last: the group is of no use afterwards."""
+    mesh = DeviceMesh.from_group(dist.new_group(range(ranks)), "cpu")
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            found.append("right" if _spread(INSIDE, rank, mesh, alone=True)["bitwise"] else "wrong")
+        except RuntimeError:
+            found.append("raised")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    return found[0] if found else "waits for ever"
