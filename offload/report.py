@@ -231,8 +231,8 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
         )
     stalls = [f"{found.stall_ms:,.1f} ms in {found.stall_count:,} waits" for found in (last, total)]
     yield "compute waited (ms of the step before)", (stalls[0], stalls[1])
-    for name in total.clients:
-        if name == "groups":
+    for name, copies in total.clients.items():
+        if name == "groups" or not (copies.out_bytes or copies.in_bytes):
             continue
         pairs = [found.clients.get(name) for found in (last, total)]
         texts = [

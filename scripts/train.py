@@ -6,6 +6,7 @@ and back.
     torchrun --nproc-per-node 2 scripts/train.py --schedule zbv --verify
     torchrun --nproc-per-node 2 scripts/train.py --compare --telemetry steps.jsonl
     python scripts/train.py --offload-modules core_attn,attn_proj --plot step.png
+    python scripts/train.py --offload auto --device-total-gb 40
     python scripts/train.py --offload watermark --high-gb 60
 
 Without torchrun it is one process with one stage. On a machine without a GPU the copies are simulated, the

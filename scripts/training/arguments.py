@@ -77,7 +77,12 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check_marks(given: argparse.Namespace) -> None:
-    if given.offload == "groups":
+    total = given.device_total_gb
+    if total is not None and given.offload != "auto":
+        raise ValueError(f"--device-total-gb {total} goes with --offload auto")
+    if total is not None and not 0 < total < 1e6:
+        raise ValueError(f"--device-total-gb is {total}; it must be above 0, in GB of 1e9 bytes")
+    if given.offload != "watermark":
         for option, value in (("--high-gb", given.high_gb), ("--low-gb", given.low_gb)):
             if value is not None:
                 raise ValueError(f"{option} {value} goes with --offload watermark")
@@ -217,9 +222,19 @@ def _parser() -> argparse.ArgumentParser:
     offload = parser.add_argument_group("offload")
     offload.add_argument(
         "--offload",
-        choices=["groups", "watermark"],
+        choices=["groups", "auto", "watermark"],
         default="groups",
-        help="groups: what marks name; watermark: what has to, above --high-gb (default: groups)",
+        help=(
+            "groups: what marks name; auto: each block is kept, moved or recomputed, within "
+            "--device-total-gb; watermark: what has to leave, above --high-gb (default: groups)"
+        ),
+    )
+    offload.add_argument(
+        "--device-total-gb",
+        type=float,
+        metavar="GB",
+        help="active device memory of a step's forwards and backwards, weights and gradients included "
+        "(default: what makes a step at most a hundredth longer)",
     )
     offload.add_argument(
         "--high-gb", type=float, metavar="GB", help="allocated device memory at which tensors begin to leave"

@@ -77,6 +77,10 @@ class Options:
     device_limit_bytes: int | None
     marks: tuple[int, int | None] | None
     """High and low mark in bytes, None for the low one to be derived; None without --offload watermark."""
+    auto: bool
+    """--offload auto."""
+    device_total_bytes: int | None
+    """Of --offload auto; None for what costs little."""
     optimizer_fraction: float | Literal["auto"] | None
     """Share of the optimizer's state that lives on the host; None is torch's own optimizer, on the device."""
     verify: bool
@@ -92,7 +96,7 @@ class Options:
     @property
     def offloads(self) -> bool:
         """Whether anything may leave."""
-        return bool(self.model.offload_modules) or self.marks is not None
+        return bool(self.model.offload_modules) or self.marks is not None or self.auto
 
     @property
     def tokens(self) -> int:
@@ -140,7 +144,7 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
     check_counts(schedule, ranks=ranks.world, virtual_stages=virtual_stages, microbatches=microbatches)
     layers_of_stage(model, 0, ranks.world * virtual_stages)
     for name in ("verify", "plot"):
-        if getattr(given, name) and not (model.offload_modules or given.offload == "watermark"):
+        if getattr(given, name) and not (model.offload_modules or given.offload != "groups"):
             raise ValueError(f"--{name} needs something that is offloaded; --offload-modules is none")
     options = Options(
         preset=given.preset,
@@ -162,6 +166,8 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         marks=None
         if given.high_gb is None
         else (int(given.high_gb * 1e9), None if given.low_gb is None else int(given.low_gb * 1e9)),
+        auto=given.offload == "auto",
+        device_total_bytes=None if given.device_total_gb is None else int(given.device_total_gb * 1e9),
         optimizer_fraction=given.optimizer_offload_fraction,
         verify=given.verify,
         compare=given.compare,
@@ -178,7 +184,7 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
 def _model(given: argparse.Namespace) -> TransformerConfig:
     sizes = {name: getattr(given, name) for name in ("layers", "dim", "heads", "kv_heads", "ffn", "sequence")}
     changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    modules = "none" if given.offload == "watermark" else given.offload_modules
+    modules = given.offload_modules if given.offload == "groups" else "none"
     return PRESETS[given.preset].with_(**changes, seed=given.seed, offload_modules=group_names(modules))
 
 

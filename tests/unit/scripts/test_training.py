@@ -76,6 +76,8 @@ TWO = Ranks(0, 2, 0, 2)
         (["--plot", "step.jpg"], "--plot step.jpg must end in .png, .svg, .pdf"),
         (["--plot", "no/such/folder/step.png"], "--plot .*: there is no folder .*no/such/folder"),
         (["--high-gb", "8"], "--high-gb 8.0 goes with --offload watermark"),
+        (["--device-total-gb", "8"], "--device-total-gb 8.0 goes with --offload auto"),
+        (["--offload", "auto", "--device-total-gb", "nan"], "--device-total-gb is nan; it must be above 0"),
         (["--offload", "watermark"], "--offload watermark needs --high-gb, in GB of 1e9 bytes"),
         (
             ["--offload", "watermark", "--high-gb", "8", "--low-gb", "9"],
