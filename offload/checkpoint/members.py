@@ -1,8 +1,10 @@
-"""The parameters and buffers that a block had in its forward, for a recompute after they were exchanged.
+"""The parameters and buffers that a block had in its forward, and whether it was in training, for a recompute
+after either was changed.
 
 `torch.func.functional_call` puts other tensors in their places, and takes them out when the forward is over;
-autograd differentiates with respect to those. One invariant: a recompute computes with the very tensors that
-its forward computed with.
+autograd differentiates with respect to those. `model.train()` after a forward in evaluation, or the other way
+round, comes before its backward in loops that evaluate in between. One invariant: a recompute computes with
+the very tensors that its forward computed with, and in its mode.
 
 DTensors are left alone: FSDP2 exchanges shards and gathered parameters of one value.
 """
@@ -24,12 +26,14 @@ _Places = dict[str, torch.Tensor | None] | dict[str, nn.Parameter | None]
 class MembersBefore:
     """Of `module` and all modules inside, as they are before one forward of it. Blocks the host: never."""
 
-    __slots__ = ("_members",)
+    __slots__ = ("_members", "_training")
 
     def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._training = [(owner, owner.training) for owner in modules]
         self._members: list[tuple[_Places, str, torch.Tensor]] = [
             (places, name, tensor)
-            for owner in module.modules()
+            for owner in modules
             for places in (owner._parameters, owner._buffers)
             for name, tensor in places.items()
             if tensor is not None
@@ -37,9 +41,12 @@ class MembersBefore:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The recompute runs inside; at the end, by an exception too, the tensors of now are back."""
+        """The recompute runs inside; at the end, by an exception too, tensors and modes of now are back."""
         exchanged: list[tuple[_Places, str, torch.Tensor]] = []
+        switched = [owner for owner, training in self._training if owner.training is not training]
         try:
+            for owner in switched:
+                owner.training = not owner.training
             for places, name, tensor in self._members:
                 now = places.get(name)
                 if now is None or now is tensor or isinstance(now, DTensor) or isinstance(tensor, DTensor):
@@ -48,5 +55,7 @@ class MembersBefore:
                 places[name] = tensor  # type: ignore[assignment]
             yield
         finally:
+            for owner in switched:
+                owner.training = not owner.training
             for places, name, now in exchanged:
                 places[name] = now  # type: ignore[assignment]
