@@ -75,6 +75,12 @@ _BLOCKS, _HEAD = "blocks", "head"
 _GUESSED_ENDS = 3
 """So many before the first step of an optimizer are the microbatches of one step, maybe."""
 
+_GUESSES = 16
+"""Guessed ends that are passed over: before the first optimizer step they may be ends of microbatches."""
+
+_PATIENCE = 10
+"""Whole steps without a plan after which that is said."""
+
 _NO_LINK = Rates(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15)
 """Of the simulated device, which has no link to measure."""
 
@@ -152,20 +158,23 @@ class Auto(Client):
         self._made_for = weakref.ref(manager().engine)
         self._timings: dict[Hashable, list[Timing]] = {}  # of the other blocks of each kind, in step 1
         self._engine: weakref.ref[OffloadEngine] | None = None
-        self._names: dict[int, dict[str, None]] = {}  # of a stage's blocks, in the order of their first calls
+        self._names: dict[ChunkKey, list[str]] = {}  # of the blocks that ran last, by chunk
+        self._planned_names: Mapping[ChunkKey, list[str]] = {}
         self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[bool, Hashable]]()
         self._own: dict[Hashable, BlockProfile] = {}  # as they were seen here; `profiles` are followed
         self._own_input_bytes: dict[Hashable, int] = {}
         self._agreement: Agreement | None = None
         self._peers = frozenset[int]()  # ranks that blocks communicate with
         self._announced_ends = self._guessed_ends = 0
-        self._profilers: dict[Hashable, BlockProfiler] = {}
+        self._profilers: dict[Hashable, BlockProfiler | None] = {}  # None: it has ended
         self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
         self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
         self._contexts: dict[Kept, Callable[[], Contexts]] = {}
         self._levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
         self._ran: dict[ChunkId, tuple[object, list[Ran | _First]]] = {}
         self._recent = RecentSteps()
+        self._parts = 0  # of steps, that were passed over
+        self._is_rest = False  # a part of the step under way has ended
         self._steps = 0  # whole ones, since the shape changed
         self._plans_left = _PLANS
         self._said: set[str] = set()
@@ -199,11 +208,12 @@ class Auto(Client):
         kind = kinds.get(module.training)
         if kind is None:
             kind = kinds[module.training] = kind_of(module), root.min_elements
-            self._names.setdefault(chunk.stage, {}).setdefault(name)
         begun, ran = self._ran.get(chunk, (None, []))
         if begun is not (None if handler is None else handler.saved):
             ran = []
             self._ran[chunk] = (None if handler is None else handler.saved, ran)
+            self._names[chunk] = []
+        self._names[chunk].append(name)
         if kind not in self.profiles:
             ran.append(_First(kind, _input_bytes(args, kwargs)))
             return self._profiled(kind, root, module, args, kwargs, engine)
@@ -261,26 +271,21 @@ class Auto(Client):
         engine: OffloadEngine,
     ) -> Chosen:
         """A call of step 1: the first of a kind is profiled, the others are timed."""
-        profiler = self._profilers.get(kind)
-        first = profiler is None
-        if profiler is None:
-            profiler = self._profilers[kind] = BlockProfiler(
-                module, engine, args, kwargs, min_elements=root.min_elements
-            )
+        waits = Chosen(is_plain=False, contexts=None, before_again=None, cost=None)
+        if kind in self._own:  # and not followed yet
+            return waits
+        if self._profilers.get(kind) is None:
+            profiler = BlockProfiler(module, engine, args, kwargs, min_elements=root.min_elements)
+            self._profilers[kind] = profiler
             self._own_input_bytes[kind] = max(1, _input_bytes(args, kwargs))
+            return replace(waits, contexts=profiler.contexts)
 
         def timing() -> Timing:
             measured = Timing(engine.device)
             self._timings.setdefault(kind, []).append(measured)
             return measured
 
-        return Chosen(
-            is_plain=False,
-            contexts=profiler.contexts if first else None,
-            before_again=None,
-            cost=None,
-            timing=None if first else timing,
-        )
+        return replace(waits, timing=timing)
 
     def _contexts_for(self, keeps: Kept) -> Callable[[], Contexts]:
         contexts = self._contexts.get(keeps)
@@ -388,6 +393,8 @@ class Auto(Client):
             self._agree_on_plan(manager.engine)
         elif has_run and not self._peers:
             self._plan_if_wanted(manager.engine)
+            if self.plan is None and self._steps == _PATIENCE and "no room" not in self._said:
+                self._say_no_plan(manager)
 
     def _look_at_step(self, manager: GroupsManager, stats: StepStats) -> bool:
         """Learn from the step that ended. Returns whether it had a backward."""
@@ -396,7 +403,7 @@ class Auto(Client):
             chunk: [self._known(call) for call in calls] for chunk, (_, calls) in self._ran.items()
         }
         self._ran = {}
-        if seen is None or not seen.backward_order or not any(ran.values()):
+        if seen is None or not seen.backward_order or not any(ran.values()) or self._is_part(manager):
             return False
         self._steps += 1
         self._since_plan += 1
@@ -407,20 +414,26 @@ class Auto(Client):
         self._look_at_shape(known)
         return True
 
+    def _is_part(self, manager: GroupsManager) -> bool:
+        """Whether what has ended may be a part of a step: where ends are guessed."""
+        was_rest, self._is_rest = self._is_rest, manager.end_was_guessed and self._parts < _GUESSES
+        self._parts += self._is_rest
+        return was_rest or self._is_rest
+
     def _take_profiles(self, engine: OffloadEngine) -> None:
-        waiting = [kind for kind in self._profilers if kind not in self._own]
+        waiting = [(kind, profiler) for kind, profiler in self._profilers.items() if profiler is not None]
         if not waiting:
             return
         device = engine.device
         device.synchronize(device.record(device.compute))
-        for kind in waiting:
-            profiler = self._profilers[kind]
+        for kind, profiler in waiting:
+            self._profilers[kind] = None
             timings = self._timings.pop(kind, [])
             device_s = [seconds for timing in timings if (seconds := timing.device_s()) is not None]
             if device_s:
                 # the least: a full queue of launches, and what runs for the first time, hold some up
                 profiler.note_plain(min(timing.host_s for timing in timings if timing.host_s), min(device_s))
-            if profiler.ready():
+            if profiler.ready():  # else its forward raised, and the next call is profiled
                 profile = self._own[kind] = profiler.profile()
                 self._peers |= peers_of(profile.collectives)
                 for call, why in profile.why_not.items():
@@ -586,6 +599,7 @@ class Auto(Client):
         """Follow its levels from the next step on, within the room that this rank has."""
         self._since_plan = 0
         self._planned_lengths = self._recent.lengths.typical()
+        self._planned_names = {chunk: list(names) for chunk, names in self._names.items()}
         self.plan, self._levels = plan, plan.levels
         limit_bytes = plan.problem.limit_bytes
         if self.total is not None:
@@ -676,22 +690,35 @@ class Auto(Client):
             state = "device_total leaves no choice: every block is recomputed, and its input moved"
         elif self.plan is None:
             state = (
-                f"no plan yet: {self._steps} of the 2 steps that it is made from have ended; every block is "
-                "recomputed meanwhile"
+                f"no plan yet: {self._steps} of at least 2 steps that it is made from have ended; every "
+                "block is recomputed meanwhile"
             )
         else:
             state = "the plan is settled" if self._plans_left == 0 else "planned; it is still measured"
+        stages = {stage for stage, _ in self._planned_names}
         return Explanation(
             state=state,
             names={
-                stage: tuple(f"{name} of stage {stage}" if len(self._names) > 1 else name for name in names)
-                for stage, names in self._names.items()
+                chunk: tuple(f"{name} of stage {chunk[0]}" if len(stages) > 1 else name for name in names)
+                for chunk, names in self._planned_names.items()
             },
             total_bytes=self.total_bytes,
             rest_bytes=None if self.total is None else self.total.rest_bytes,
             limit_bytes=None if engine is None else engine.limits.device_limit_bytes,
             plan=self.plan,
             rates=None if engine is None else engine.rates,
+        )
+
+    def _say_no_plan(self, manager: GroupsManager) -> None:
+        timed = manager.last_step is not None and manager.last_step.seconds is not None
+        self._say_once(
+            "no plan",
+            "mode='auto' has no plan after %d steps, and recomputes every block: %s",
+            self._steps,
+            "no two steps were alike; mode='selective' and mode='hidden_states' need no plan"
+            if timed
+            else "its forwards and backwards are not timed, as where chunks are marked by hand; leave "
+            "init_chunk_handler() out, or use mode='hidden_states'",
         )
 
     def _say_once(self, what: str, text: str, *values: object) -> None:

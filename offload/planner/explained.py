@@ -38,12 +38,12 @@ class BlockShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """names: of the blocks, by stage, in the order of a chunk's calls. total_bytes: None where none was asked
-    for. rest_bytes: weights, gradients and working set. plan, rates: None before the plan was made; state
-    says what is waited for then."""
+    """names: of the blocks that a chunk calls, in that order. total_bytes: None where none was asked for.
+    rest_bytes: weights, gradients and working set. plan, rates: None before the plan was made; state says
+    what is waited for then."""
 
     state: str
-    names: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    names: Mapping[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
     total_bytes: int | None = None
     rest_bytes: int | None = None
     limit_bytes: int | None = None
@@ -77,7 +77,7 @@ class Explanation:
         return list(rows.values())
 
     def _name(self, chunk: ChunkKey, place: int) -> str:
-        names = self.names.get(chunk[0], ())
+        names = self.names.get(chunk, ())
         return names[place] if place < len(names) else f"call {place}"
 
     def _kept(self, chunk: ChunkKey, blocks: Any) -> list[int]:

@@ -200,6 +200,7 @@ class _ProfileMode(CallMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         if self._pair is not None:
             self._pair.__exit__(*exception)
+            self._pair = None  # it leads to what the checkpoint holds
         self._made.clear()
         if exception[0] is not None:
             return  # never ready

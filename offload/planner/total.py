@@ -83,6 +83,8 @@ class TotalMemory:
         )
         if not (over or under):
             return False
-        self.rest_bytes -= missed_bytes
-        self.restart()
-        return True
+        rest_bytes = max(0, self.rest_bytes - missed_bytes)
+        changed, self.rest_bytes = rest_bytes != self.rest_bytes, rest_bytes
+        if changed:
+            self.restart()
+        return changed

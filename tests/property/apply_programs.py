@@ -7,6 +7,7 @@ itself refuses is not drawn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,10 @@ ROWS, WIDTH = 6, 8
 KINDS = ("mlp", "batch norm", "attention", "counter", "function")
 RESIDUALS = ("inside", "outside", "in place", "none")
 CHECKPOINTS = ("none", "none", "blocks", "blocks, reentrant", "all", "all, reentrant")
-MODES: tuple[Any, ...] = ("groups", True, "legacy", "disk", "hidden_states", "hidden_states", "selective")
-RECOMPUTING = ("hidden_states", "selective")
+MODES: tuple[Any, ...] = ("groups", True, "legacy", "disk", "hidden_states", "selective", "auto")
+RECOMPUTING = ("hidden_states", "selective", "auto")
 BACKWARDS = ("once", "once", "twice", "never", "grad")
-BETWEEN = ("nothing", "nothing", "no_grad", "evaluation", "forward of a block", "exception")
+BETWEEN = ("nothing", "nothing", "no_grad", "evaluation", "forward of a block", "mode", "exception")
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,10 @@ class Model(nn.Module):
 
 class Run:
     """One run of a program. `seen` has every gradient, and at the end weights, buffers and the next random
-    number."""
+    number. before_step: called before each step."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, before_step: Callable[[], object] = int) -> None:
+        self.before_step = before_step
         self.program = program
         with seeded(program.seed):
             self.model = Model(program)
@@ -159,6 +161,7 @@ class Run:
             self.seen.append(torch.rand(2))
 
     def _step(self, microbatches: tuple[Microbatch, ...]) -> None:
+        self.before_step()
         waiting = []
         for microbatch in microbatches:
             x = torch.randn(ROWS, WIDTH, requires_grad=microbatch.input_requires_grad)
@@ -194,17 +197,21 @@ class Run:
     def _between(self, what: str) -> None:
         if what == "nothing":
             return
+        if what == "mode":  # the next forwards are in evaluation, or in training again
+            self.model.train(not self.model.training)
+            return
         if what == "exception":
             self.model.fails = True
             with suppress(KeyError):
                 self._loss(torch.randn(ROWS, WIDTH, requires_grad=True))
             self.model.fails = False
             return
+        trains = self.model.training
         self.model.train(what != "evaluation")
         with torch.no_grad() if what != "forward of a block" else nullcontext():
             x = torch.randn(ROWS, WIDTH)
             self.model.layers[-1](x) if what == "forward of a block" else self.model(x)
-        self.model.train()
+        self.model.train(trains)
 
 
 @st.composite
@@ -218,7 +225,8 @@ def programs(draw: st.DrawFn) -> Program:
     microbatches = st.builds(
         Microbatch,
         backward=st.sampled_from(BACKWARDS),
-        between=st.sampled_from(BETWEEN),
+        # torch's checkpoints recompute in the mode of then
+        between=st.sampled_from([what for what in BETWEEN if what != "mode" or checkpoints == "none"]),
         # a reentrant checkpoint has gradients only for an input that wants one
         input_requires_grad=st.just(True) if reentrant else st.booleans(),
     )

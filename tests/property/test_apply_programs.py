@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
 import offload
+from offload.planner.profile import MOST_LEVELS
 from tests.property.apply_programs import MODES, Program, Run, programs
 from tests.unit.groups.stack import build_manager, installed
 
@@ -30,6 +34,27 @@ def bits(tensor: torch.Tensor | None) -> bytes | None:
     return None if tensor is None else tensor.contiguous().numpy().tobytes()
 
 
+class AnyLevels(dict[Any, tuple[int, ...]]):
+    """A plan of mode "auto" whose every forward runs each block at a level drawn anew."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = Random(seed)
+
+    def __contains__(self, chunk: object) -> bool:
+        return True
+
+    def __getitem__(self, chunk: Any) -> tuple[int, ...]:
+        return tuple(self._random.randrange(MOST_LEVELS) for _ in range(4))
+
+
+def change_plan(handle: offload.Applied, seed: int) -> None:
+    """From here on, as soon as there are menus."""
+    auto = handle._auto
+    if auto is not None and auto.profiles:
+        auto._levels = AnyLevels(seed)
+
+
 def compare(program: Program) -> Counter[str]:
     """Run it twice. Returns what happened."""
     plain = Run(program)
@@ -38,10 +63,15 @@ def compare(program: Program) -> Counter[str]:
     built = build_manager(program.executor, seed=program.seed, device_limit_bytes=program.limit)
     with installed(built) as manager:
         assert manager is not None
-        handle = offload.apply(ours.model, program.mode, min_numel=program.min_numel)
+        before = manager.engine.config
+        total = {"device_total": program.limit} if program.mode == "auto" else {}
+        handle = offload.apply(ours.model, program.mode, min_numel=program.min_numel, **total)
+        ours.before_step = partial(change_plan, handle, program.seed)
         ours.play()
         figures = handle.report().total
         handle.remove()
+        ours.before_step = int
+        assert program.mode == "disk" or manager.engine.config == before
         assert len(ours.seen) == len(plain.seen)
         for number, (mine, its) in enumerate(zip(ours.seen, plain.seen, strict=True)):
             assert bits(mine) == bits(its), number
@@ -63,7 +93,7 @@ def compare(program: Program) -> Counter[str]:
 def test_any_program_has_the_bits_of_a_run_without_and_leaves_nothing() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=60, derandomize=True, suppress_health_check=CHECKS)
+    @settings(max_examples=80, derandomize=True, suppress_health_check=CHECKS)
     @given(programs())
     def explore(program: Program) -> None:
         seen.update(compare(program))
