@@ -118,6 +118,7 @@ class ChunkGroups:
                 GroupId(self.id, index, name),
                 leaves=leaves,
                 stays_from=None if required else self.stays_from.get(index),
+                kept_by_plan=self.do_offload,
             )
             self._started.append((name, group))
             return group

@@ -12,13 +12,15 @@ what the link carries: timed.py simulates the step and tries the best plans, a s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from offload.engine import OffloadEngine
 from offload.groups.reports import StepReport
 from offload.groups.seen import SeenStep, sizes_of
 from offload.groups.timed import NO_PART, Stays, TimedPlan, Trial, timed_plans
 from offload.groups.trim import Trimmer
-from offload.policy.actions import Action, ChunkKey, GroupKey, Keeps
+from offload.groups.varied import VariedSteps
+from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps
 from offload.policy.keeps import (
     all_of,
     fraction_keeps,
@@ -50,6 +52,8 @@ class StepPlanner:
         self._steady_steps = 0
         self._actions: tuple[Action, ...] = ()  # of the planned step
         self._looked_cut_short: object = None
+        self._room_bytes = 0  # that a step needs beside what stays, the most seen
+        self._varied = VariedSteps(engine.config.piece_bytes)
         self.trimmer = Trimmer(engine)
         self._report = StepReport()
         self.live_peak_bytes = 0  # of the planned step's saved tensors, if none left
@@ -61,10 +65,13 @@ class StepPlanner:
         self.trimmer.step_ended()
         if not seen.backward_order:
             return False
+        self._room_bytes = max(self._room_bytes, _room_bytes(seen))
         shape = seen.shape(self.settings)
+        if shape != self._shape and self._cut_short(seen, shape):
+            self._varied.passed_over()
+            return False
+        self._varied.ended(seen)
         if shape != self._shape:
-            if self._cut_short(seen, shape):
-                return False
             self._shape = shape
             self._actions = tuple(seen.actions)
             self._trial = None
@@ -72,13 +79,16 @@ class StepPlanner:
             self._steady_steps = 0
             self._look(replanned=True)
             first, self.is_warmup = self.is_warmup, False
-            self._install(seen, self._untimed(seen))
+            if not self._follow_varied(seen):
+                self._install(seen, self._untimed(seen))
             return first
         self._looked_cut_short = None
         self._steady_steps += 1
         self._look(replanned=False)
         trial = self._trial
         if trial is None:
+            if self._follow_varied(seen):
+                return False
             if self._steady_steps >= 2 and self._try_timed(seen):
                 self.trimmer.plan_changed()
                 self._steady_steps = 2
@@ -171,7 +181,27 @@ class StepPlanner:
             for chunk in dict.fromkeys(seen.forward_order)
         ]
         self.leaving = leaving_bytes(forward, keeps)
+        self._limit_kept(seen, keeps, parts)
         self.summary = summary_bytes(forward, seen.backward_order[0].id, keeps) if seen.backward_order else {}
+
+    def _limit_kept(self, seen: SeenStep, keeps: Keeps, parts: Mapping[ChunkKey, Stays]) -> None:
+        """A longer step keeps no more than this one does, or than leaves room for what comes and goes."""
+        limit_bytes = self._engine.limits.device_limit_bytes
+        if limit_bytes is None:
+            return
+        known, sizes = seen.schedule()
+        kept = {
+            chunk: [
+                GroupSize("", one.nbytes if GroupKey(chunk, at) in keeps else part_bytes.get(at, 0))
+                for at, one in enumerate(own)
+            ]
+            for chunk, own in sizes.items()
+            for part_bytes in (parts.get(chunk, NO_PART).part_bytes,)
+        }
+        left_bytes = limit_bytes - self._room_bytes
+        if not self._varied.lengths.vary:  # this very step is expected again
+            left_bytes = max(left_bytes, kept_peak_bytes(known, kept, all_of(kept)))
+        self._engine.limits.kept_limit_bytes = max(0, left_bytes)
 
     def _untimed(self, seen: SeenStep) -> Keeps:
         """Without a device limit the margin: the last group of each name in the first chunk to run backward,
@@ -224,8 +254,47 @@ class StepPlanner:
         self._follow(seen, self._trial.plan)
         return True
 
+    def _follow_varied(self, seen: SeenStep) -> bool:
+        """Follow the plan for steps whose lengths vary; False where they do not, or something is not
+        known."""
+        limits, rates = self._engine.limits, self._engine.rates
+        limit_bytes = limits.device_limit_bytes
+        plan = None if limit_bytes is None or rates is None else self._varied.plan(rates, limit_bytes)
+        if plan is None or limit_bytes is None:
+            return False
+        stays = self._varied.stays(plan)
+        self._follow(
+            seen,
+            replace(
+                plan,
+                keeps=frozenset(GroupKey(chunk, at) for chunk, own in stays.items() for at in own.whole),
+                parts=stays,
+                restoring_room_bytes=self._varied.window_bytes(plan, limit_bytes),
+            ),
+        )
+        return True
+
     def _follow(self, seen: SeenStep, plan: TimedPlan) -> None:
         if self._engine.config.max_restoring_bytes is None:
             self._engine.limits.max_restoring_bytes = plan.restoring_room_bytes
             self._engine.limits.half_room_bytes = plan.half_room_bytes
         self._install(seen, plan.keeps, plan.parts)
+
+
+def _room_bytes(seen: SeenStep) -> int:
+    """What a step needs on the device beside what stays: three of the largest tensor, which is saved, leaves
+    and comes back, or the largest recompute with what it reads."""
+    most = 0
+    for chunk in seen.chunks:
+        groups = chunk.groups
+        largest = max((nbytes for group in groups for _, nbytes in group.slot_bytes), default=0)
+        again = max(
+            (
+                group.cost.again_bytes + sum(near.total_offload_bytes for near in groups[at : at + 2])
+                for at, group in enumerate(groups)
+                if group.cost is not None and group.cost.again_bytes
+            ),
+            default=0,
+        )
+        most = max(most, 3 * largest, again + largest)
+    return most

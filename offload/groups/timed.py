@@ -25,7 +25,16 @@ from offload.groups.seen import half_bytes_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.search import Plan, choose_keeps
 
-__all__ = ["NO_PART", "Stays", "TimedPlan", "Trial", "timed_plans"]
+__all__ = [
+    "NO_PART",
+    "Stays",
+    "TimedPlan",
+    "Trial",
+    "Unit",
+    "cut_into_units",
+    "timed_plan",
+    "timed_plans",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -142,29 +151,7 @@ def timed_plans(
         for least_bytes in (piece_bytes, whole_bytes)
     ]
     for units in cuts if cuts[0] != cuts[1] else cuts[:1]:
-        sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
-        num_units = sum(map(len, sizes.values()))
-        most = trials_for(num_units)
-        chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, max_trials=most)
-        kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
-        for key in chosen.keeps:
-            kept[key.chunk].add(key.position)
-        parts = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
-        whole = frozenset(GroupKey(chunk, at) for chunk, stays in parts.items() for at in stays.whole)
-        plan = TimedPlan(
-            keeps=whole,
-            parts=parts,
-            restoring_room_bytes=chosen.restoring_room_bytes,
-            half_room_bytes=chosen.half_room_bytes,
-        )
-        logger.info(
-            "plan: %d of %d units stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
-            len(chosen.keeps),
-            num_units,
-            f"{chosen.restoring_room_bytes:,}",
-            chosen.predicted_step_s * 1000,
-            sum(compute_s) * 1000,
-        )
+        chosen, plan = _search(units, actions, compute_s, rates, limit_bytes)
         if all(plan != other for _, other in found):
             found.append((chosen, plan))
     fitting = [pair for pair in found if pair[0].fits]
@@ -178,6 +165,49 @@ def timed_plans(
         )
         return [plan]
     return [plan for _, plan in sorted(fitting, key=lambda pair: pair[0].predicted_step_s)]
+
+
+def timed_plan(
+    units: Mapping[ChunkKey, Sequence[Unit]],
+    actions: Sequence[Action],
+    compute_s: Sequence[float],
+    rates: Rates,
+    limit_bytes: int,
+) -> TimedPlan:
+    """The plan with the shortest simulated step by these units; the one with the lowest peak where none keeps
+    within the limit."""
+    return _search(units, actions, compute_s, rates, limit_bytes)[1]
+
+
+def _search(
+    units: Mapping[ChunkKey, Sequence[Unit]],
+    actions: Sequence[Action],
+    compute_s: Sequence[float],
+    rates: Rates,
+    limit_bytes: int,
+) -> tuple[Plan, TimedPlan]:
+    sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
+    num_units = sum(map(len, sizes.values()))
+    most = trials_for(num_units)
+    chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, max_trials=most)
+    kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
+    for key in chosen.keeps:
+        kept[key.chunk].add(key.position)
+    parts = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
+    logger.info(
+        "plan: %d of %d units stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
+        len(chosen.keeps),
+        num_units,
+        f"{chosen.restoring_room_bytes:,}",
+        chosen.predicted_step_s * 1000,
+        sum(compute_s) * 1000,
+    )
+    return chosen, TimedPlan(
+        keeps=frozenset(GroupKey(chunk, at) for chunk, stays in parts.items() for at in stays.whole),
+        parts=parts,
+        restoring_room_bytes=chosen.restoring_room_bytes,
+        half_room_bytes=chosen.half_room_bytes,
+    )
 
 
 def cut_into_units(groups: Sequence[Group], least_bytes: int) -> list[Unit]:

@@ -607,7 +607,16 @@ class Auto(Client):
             self.total.restart()
         self._measure_link(engine)
         self._set_limit(engine, limit_bytes)
+        self._leave_room(engine, plan)
         self._reserve(engine, plan)
+
+    def _leave_room(self, engine: OffloadEngine, plan: MixedPlan) -> None:
+        """Until the groups have seen a step of these levels and planned what stays: no more than leaves room
+        for the largest recompute of the longest chunk."""
+        limits, longer = engine.limits, self._recent.lengths.window_factor()
+        if limits.device_limit_bytes is not None and limits.kept_limit_bytes is not None:
+            left_bytes = limits.device_limit_bytes - round(plan.most_again_bytes * longer)
+            limits.kept_limit_bytes = max(0, min(limits.kept_limit_bytes, left_bytes))
 
     def _reserve(self, engine: OffloadEngine, plan: MixedPlan) -> None:
         """Pin what may wait on the host under the plan, as far as the budget goes: a block that is missing

@@ -85,6 +85,19 @@ class MixedPlan:
         return max(self.predicted.step_s, self.host_s)
 
     @property
+    def most_again_bytes(self) -> int:
+        """The most that one recompute has on the device: what it reads, and what it makes again."""
+        return max(
+            (
+                block.menu[level].made_again_bytes + block.menu[level].saved_bytes
+                for chunk, levels in self.levels.items()
+                for block, level in zip(self.problem.blocks[chunk], levels, strict=True)
+                if level
+            ),
+            default=0,
+        )
+
+    @property
     def predicted_peak_bytes(self) -> int:
         """Saved bytes and what is made again beside them."""
         return self.predicted.peak_bytes

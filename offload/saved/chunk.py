@@ -28,9 +28,10 @@ class SavedGroup:
     the commit.
 
     leaves: whether anything of it does. stays_from: the slot from which on its blocks stay nevertheless;
-    None if all leave. first_kept: the two as one number. kept: the record that the next storages that stay
-    join. unwritten_until: autograd's number while an operator runs of whose saves one has no gradient: rrelu
-    saves its noise, and then draws it, unseen by any version. Its saves leave with the next one, or at the
+    None if all leave. kept_by_plan: nothing else keeps what stays, so it may leave after all. first_kept:
+    leaves and stays_from as one number. kept: the record that the next storages that stay join.
+    unwritten_until: autograd's number while an operator runs of whose saves one has no gradient: rrelu saves
+    its noise, and then draws it, unseen by any version. Its saves leave with the next one, or at the
     commit. waits: nothing leaves by itself; whoever owns the group spills its blocks.
     """
 
@@ -38,6 +39,7 @@ class SavedGroup:
     leaves: bool = field(kw_only=True)
     waits: bool = field(default=False, kw_only=True)
     stays_from: int | None = field(default=None, kw_only=True)
+    kept_by_plan: bool = field(default=False, kw_only=True)
     first_kept: int = field(init=False)
     blocks: list[DeviceBlock] = field(default_factory=list)
     pending: list[DeviceBlock] = field(default_factory=list)
@@ -55,6 +57,10 @@ class SavedGroup:
 
     def __post_init__(self) -> None:
         self.first_kept = (sys.maxsize if self.stays_from is None else self.stays_from) if self.leaves else 0
+
+    def leaves_after_all(self) -> None:
+        """From here on no more of it stays: this step is longer than the one that the plan was made for."""
+        self.leaves, self.first_kept = True, sys.maxsize
 
     def keeps(self, slot: int) -> bool:
         """Whether the plan keeps the storage of that slot."""

@@ -85,6 +85,13 @@ class TensorStore:
         record = (
             None if external or key not in chunk.table else self._joinable(chunk, key, start, stop, version)
         )
+        if (
+            record is None
+            and group.kept_by_plan
+            and group.slots >= group.first_kept
+            and not self._transfers.may_keep(nbytes)
+        ):
+            group.leaves_after_all()
         if record is None and whole and group.slots >= group.first_kept:
             record = self._keep(storage, version, chunk, group)
         elif record is None:

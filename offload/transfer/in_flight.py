@@ -124,6 +124,15 @@ class InFlight:
         limit = self.limits.device_limit_bytes
         return limit is not None and self.device_bytes > limit
 
+    def may_keep(self, nbytes: int) -> bool:
+        """Whether so many more bytes may stay for as long as they are saved: beside what stays already,
+        nothing can make room for them later."""
+        limit = self.limits.kept_limit_bytes
+        if limit is None or self.resident_bytes + nbytes <= limit:
+            return True
+        self.reclaim_freed()
+        return self.resident_bytes + nbytes <= limit
+
     def adopt(self, block: DeviceBlock, more_bytes: int | None = None) -> None:
         """Count a new RESIDENT block, after making room for it. It is on the current compute lane unless it
         says another. more_bytes: of one more storage of a block that was counted before and stays."""

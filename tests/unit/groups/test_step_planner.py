@@ -279,7 +279,7 @@ def test_plan_by_hand_needs_no_complete_step() -> None:
 
 def test_limit_holds_when_the_order_changes_between_steps() -> None:
     """A plan made for one forward, one backward keeps more of each chunk than fits when all forwards come
-    first."""
+    first: what stays is bounded whatever a plan keeps, and the rest leaves."""
     limit = 40 * KIB
     with installed(
         build_manager(device_limit_bytes=limit, max_spilling_bytes=4 * KIB, max_restoring_bytes=4 * KIB)
@@ -290,6 +290,4 @@ def test_limit_holds_when_the_order_changes_between_steps() -> None:
         for order in [one_f_one_b(6, 1)] * 3 + [gpipe(6)] * 2:
             driver.step(order)
             peaks.append(manager.stats.device_bytes_peak)
-        assert peaks[2] <= limit
-        assert peaks[3] > limit  # planned for another order: said to nobody, but only once
-        assert peaks[4] <= limit
+        assert max(peaks[2:]) <= limit

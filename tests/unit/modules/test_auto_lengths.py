@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
+from offload.groups import varied
+from offload.groups.seen import StepClock
 from offload.modules import auto
 from offload.policy.actions import Rates
 from offload.policy.menu import Block
@@ -62,6 +64,45 @@ def test_gradients_are_bitwise_equal_and_the_total_holds_whatever_the_lengths(
     assert max(peaks[3:]) > min(peaks[:2])  # it keeps more than the steps that recompute everything
     assert explained.plan is not None
     assert sum(share.recomputed_bytes for share in explained.shares) > 0
+
+
+class _Times(dict[Any, float]):
+    """Every action takes a millisecond."""
+
+    def __contains__(self, action: object) -> bool:
+        return True
+
+    def __missing__(self, action: object) -> float:
+        return 1e-3
+
+    def get(self, action: object, default: Any = None) -> Any:
+        return 1e-3
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "auto", "device_total": 60_000}, {"mode": "groups", "device_limit": "60000B"}]
+)
+def test_with_times_known_groups_follow_one_plan_whatever_the_lengths(
+    options: dict[str, Any], manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.engine.rates = Rates(d2h_bytes_per_s=4e7, h2d_bytes_per_s=4e7)
+    monkeypatch.setattr(StepClock, "end_step", lambda self: _Times())
+    planned: list[int] = []
+    search = varied.timed_plan
+
+    def noted(units: Any, *rest: Any) -> Any:
+        planned.append(len(units))
+        return search(units, *rest)
+
+    monkeypatch.setattr(varied, "timed_plan", noted)
+    plain = list(train_varied(build(blocks=LAYERS), steps()))
+    model, limit = build(blocks=LAYERS), 60_000
+    with offload.activations(model, min_numel=1, **options):
+        for number, seen in enumerate(train_varied(model, steps())):
+            assert equal(seen, plain[number])
+            assert number < 3 or manager.stats.device_bytes_peak <= limit
+    assert 1 <= len(planned) <= 7
+    assert planned[-1] >= 2  # microbatches
 
 
 def test_plans_are_for_the_typical_step_of_the_last_eight_and_few(
