@@ -667,6 +667,7 @@ class Auto(Client):
             limit_bytes if limit_bytes is None else bytes_text(limit_bytes),
         )
         self._fitted = peak_bytes <= total.total_bytes
+        vary = self._recent.lengths.vary
         if self._levels is None or limit_bytes is None:
             if self._rests and found is not None:
                 self._rests[_BLOCKS] = max(self._rests.get(_BLOCKS, 0), found[1] - counted_bytes)
@@ -674,8 +675,8 @@ class Auto(Client):
                 if self._head_bytes < _WORTH_A_CLAIM * total.total_bytes:
                     self._head_bytes = 0
             rest_bytes = self._rests[_BLOCKS] if self._head_bytes else peak_bytes - counted_bytes
-            total.measured(peak_bytes, counted_bytes, rest_bytes)
-        elif total.followed(peak_bytes, counted_bytes, limit_bytes):
+            total.measured(peak_bytes, counted_bytes, rest_bytes, vary=vary)
+        elif total.followed(peak_bytes, counted_bytes, limit_bytes, vary=vary):
             limit_bytes = total.limit_bytes
             if limit_bytes is None and not self._peers:
                 self._no_room(engine)
@@ -685,7 +686,7 @@ class Auto(Client):
                 self._set_limit(engine, limit_bytes or 0)
                 manager.limits_changed()
         elif self._plans_left == 0:  # a step of lengths that vary may be the highest so far
-            self._measures = not total.is_settled or self._recent.lengths.vary
+            self._measures = not total.is_settled or vary
 
     def _set_limit(self, engine: OffloadEngine, limit_bytes: int | None) -> None:
         if not self._limited:

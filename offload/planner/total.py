@@ -21,6 +21,10 @@ _WELL_BELOW = 0.985
 _CALM_STEPS = 5
 """Steps under one limit before it is raised: the groups' plan tries two plans in the first of them."""
 
+_VARIED_STEPS = 16
+"""The same where lengths vary: the highest of so many steps is near that of the longest. Half of what is
+missed is given then, and nothing once a step has passed the total."""
+
 _SETTLED_STEPS = 8
 """Steps under one limit after which memory need not be measured any more."""
 
@@ -43,6 +47,7 @@ class TotalMemory:
         self._calm = 0  # steps under this limit
         self._highest_bytes = 0  # peak of these
         self._bound = False  # the limit held one of them back
+        self._passed = False  # a step of lengths that vary has passed the total
 
     @property
     def limit_bytes(self) -> int | None:
@@ -56,10 +61,11 @@ class TotalMemory:
     def is_settled(self) -> bool:
         return self._calm >= _SETTLED_STEPS
 
-    def measured(self, peak_bytes: int, counted_bytes: int, rest_bytes: int) -> None:
+    def measured(self, peak_bytes: int, counted_bytes: int, rest_bytes: int, *, vary: bool = False) -> None:
         """A step has ended that recomputes every block, and has no limit. peak_bytes: active at most;
-        counted_bytes: of them, what the engine counted at most. rest_bytes: what it does not count."""
-        self.rest_bytes = rest_bytes
+        counted_bytes: of them, what the engine counted at most. rest_bytes: what it does not count. vary:
+        steps differ in lengths, so the most of them counts."""
+        self.rest_bytes = max(rest_bytes, self.rest_bytes or 0) if vary else rest_bytes
         self.least_peak_bytes, self._least_bytes = peak_bytes, counted_bytes
 
     def restart(self) -> None:
@@ -67,22 +73,27 @@ class TotalMemory:
         self._calm = self._highest_bytes = 0
         self._bound = False
 
-    def followed(self, peak_bytes: int, counted_bytes: int, limit_bytes: int) -> bool:
-        """A step under `limit_bytes` has ended. Returns whether the limit is another one now."""
+    def followed(self, peak_bytes: int, counted_bytes: int, limit_bytes: int, *, vary: bool = False) -> bool:
+        """A step under `limit_bytes` has ended. vary: steps differ in lengths. Returns whether the limit is
+        another one now."""
         assert self.rest_bytes is not None
         self._calm += 1
         self._highest_bytes = max(self._highest_bytes, peak_bytes)
         self._bound = self._bound or counted_bytes > _BINDS * limit_bytes
         missed_bytes = round(self.total_bytes * _AIM) - self._highest_bytes
         over = peak_bytes > self.total_bytes
+        self._passed = vary and (self._passed or over)
+        may_rise = not self._passed and self._calm >= _VARIED_STEPS if vary else not self.is_settled
         under = (
             self._calm >= _CALM_STEPS
             and self._bound
             and self._highest_bytes < _WELL_BELOW * self.total_bytes
-            and not self.is_settled
+            and may_rise
         )
         if not (over or under):
             return False
+        if vary and not over:
+            missed_bytes //= 2
         rest_bytes = max(0, self.rest_bytes - missed_bytes)
         changed, self.rest_bytes = rest_bytes != self.rest_bytes, rest_bytes
         if changed:

@@ -46,3 +46,20 @@ def test_it_is_settled_after_steps_that_fit_and_not_after_a_change() -> None:
     assert total.is_settled
     assert total.followed(1001, 690, 690)
     assert not total.is_settled
+
+
+def test_where_lengths_vary_a_limit_rises_late_by_half_and_never_once_a_step_has_passed_the_total() -> None:
+    total = TotalMemory(1000)
+    total.measured(300, 200, 100)
+    total.measured(250, 200, 50, vary=True)
+    assert total.rest_bytes == 100
+    limit_bytes = total.limit_bytes
+    assert limit_bytes == 890
+    changes = [total.followed(peak, 890, 890, vary=True) for peak in [800, 910] * 8]
+    assert changes == [False] * 15 + [True]
+    assert total.limit_bytes == 890 + (990 - 910) // 2
+    assert total.followed(1010, 930, 930, vary=True)  # a longer step than any before
+    lowered = total.limit_bytes
+    assert lowered == 930 - 20
+    assert not any(total.followed(900, 910, 910, vary=True) for _ in range(40))
+    assert total.limit_bytes == lowered
