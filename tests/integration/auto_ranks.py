@@ -21,6 +21,7 @@ import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
 from offload.modules import auto
 from offload.policy.actions import Rates
+from offload.policy.menu import Block
 from offload.policy.mixture import MixedPlan
 from tests.integration.apply_ranks import (
     MICROBATCHES,
@@ -101,18 +102,20 @@ def new_manager() -> Iterator[PipelineOffloadManager]:
 
 @contextmanager
 def forced(rank: int, *, alone: bool = False) -> Iterator[list[Any]]:
-    """Each plan of a rank is the opposite of the other rank's, and of its own before. alone: ranks do not
-    agree. Yields the levels that this rank chose, plan by plan."""
+    """Each plan of a rank takes other levels than the other rank's, and than its own before. alone: ranks do
+    not agree, and all is kept on one and recomputed on the other. Yields what this rank chose, by plan."""
     chosen: list[Any] = []
     original = auto.choose_mixture, auto.peers_of
 
     def choose(actions: Any, blocks: Any, *arguments: Any, **options: Any) -> MixedPlan:
         plan = original[0](actions, blocks, *arguments, **options, max_trials=1)
-        again = (len(chosen) + rank) % 2 == 0
-        levels = {
-            chunk: tuple(len(block.menu) - 1 if again else 0 for block in own)
-            for chunk, own in blocks.items()
-        }
+        number = len(chosen) + 1 - rank
+
+        def level(block: Block) -> int:
+            last = len(block.menu) - 1
+            return number % 2 * last if alone else number % (last + 1)
+
+        levels = {chunk: tuple(map(level, own)) for chunk, own in blocks.items()}
         chosen.append(levels)
         return replace(plan, levels=levels)
 

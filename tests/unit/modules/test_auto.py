@@ -158,6 +158,23 @@ def test_two_models_share_one_total_and_one_plan(manager: PipelineOffloadManager
     assert manager.engine.limits.device_limit_bytes is None
 
 
+def test_without_announced_ends_ranks_that_communicate_never_plan_and_say_so_once(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end is guessed where nothing is alive, which another rank may find at another moment."""
+    manager.engine.rates = SLOW_LINK
+    monkeypatch.setattr("offload.modules.auto.peers_of", lambda groups: frozenset({1}))
+    model = build(blocks=LAYERS)
+    handle = offload.apply(model, "auto", min_numel=1, device_total=20_000)
+    for _ in range(8):
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert handle.explain().plan is None
+    said = [text for text in caplog.messages if text.startswith("blocks communicate with ranks [1]")]
+    assert len(said) == 1
+    assert "until all of these ranks call offload.step_end() after each step" in said[0]
+    handle.remove()
+
+
 def test_two_totals_for_one_device_are_an_error_with_both(manager: PipelineOffloadManager) -> None:
     first, second = Model(), Model()
     handle = offload.apply(first, "auto", device_total="3GB")
