@@ -8,6 +8,8 @@ device memory and takes the least time.
                 chunk. What waits for the backward under these levels is kept or moved by the groups' own plan
     later       times and memory are measured under the plan, and it is made anew where they differ
 
+How a call runs under the plan is in offload/modules/block_calls.py; here is what happens between steps.
+
 There is one plan for all models of a process that the mode is applied to: they share the device. Ranks whose
 blocks communicate follow one plan (offload/planner/agreement.py).
 
@@ -20,54 +22,39 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import torch
 from torch import nn
 
-from offload.checkpoint.selective import Contexts, contexts_for
 from offload.client import Client
-from offload.device import Device, Event
 from offload.engine import OffloadEngine
 from offload.groups.group import Cost
 from offload.groups.manager import GroupsManager
-from offload.ids import ChunkId
+from offload.modules.block_calls import BlockCalls, Chosen
 from offload.modules.root import ModelRoot
-from offload.planner.agreement import Agreement, Room, is_point, peers_of, with_levels_of
+from offload.planner.agreement import Agreement, Room, is_point, peers_of
 from offload.planner.explained import Explanation
-from offload.planner.kinds import kind_of
-from offload.planner.profile import BlockProfile
-from offload.planner.profiler import BlockProfiler
 from offload.planner.recent import RecentSteps
 from offload.planner.total import TotalMemory
 from offload.planner.work import Ran, StepWork
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
 from offload.policy.keeps import all_of, kept_peak_bytes
-from offload.policy.lengths import nearest
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import bytes_text
 from offload.transfer.link import LINK_TEST_BYTES
 
-__all__ = ["Auto", "Chosen", "Timing"]
+__all__ = ["Auto"]
 
 logger = logging.getLogger(__name__)
-
-_KEPT = "kept"
-"""The group of outputs that a recompute does not compute again."""
-
-Kept = frozenset[tuple[Any, int]]
-"""Calls of a block whose outputs are kept: operators and numbers."""
 
 _PLANS = 3
 """Plans of one shape of step: the first from the profile, the others from what was measured under the one
 before."""
 
-
-_MOST_LENGTHS = 1024
-"""Of which profiles are at hand; another one takes well below a millisecond."""
 
 _BLOCKS, _HEAD = "blocks", "head"
 """Phases of a step: forwards and backwards of blocks, and what comes between the two."""
@@ -88,57 +75,8 @@ _NO_LINK = Rates(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15)
 _WORTH_A_CLAIM = 0.005
 """Of the total: a head that needs less beyond a block has no room of its own."""
 
-_PASSES = 3
-"""A block's forward and backward together, in forwards."""
 
-
-class Timing:
-    """One forward of a block, on both clocks, for what is measured without a profile's dispatch mode."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._began_s = time.perf_counter()
-        self._events: tuple[Event, Event] | None = None
-        self._start = device.record(device.compute, timed=True)
-        self.host_s = 0.0
-
-    def end(self) -> None:
-        """The forward is over."""
-        self.host_s = time.perf_counter() - self._began_s
-        self._events = self._start, self._device.record(self._device.compute, timed=True)
-
-    def device_s(self) -> float | None:
-        """None for a forward that raised. The device must have passed its end. Where compute is on the host,
-        the host's time."""
-        if self._events is None:
-            return None
-        return self._device.elapsed_ms(*self._events) / 1e3 if self._device.pins else self.host_s
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """How one call of a block runs.
-
-    is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: for
-    the begin of its recompute. cost: None where it is not known. timing: begins a measurement of its forward,
-    None where none is wanted.
-    """
-
-    is_plain: bool
-    contexts: Callable[[], Contexts] | None
-    before_again: Callable[[], None] | None
-    cost: Cost | None
-    timing: Callable[[], Timing] | None = None
-
-
-class _First(NamedTuple):
-    """A call of a block that has no profile yet."""
-
-    kind: Hashable
-    input_bytes: int
-
-
-class Auto(Client):
+class Auto(BlockCalls, Client):
     """Of all models of one engine. manager: asked at each forward. total_bytes: of device memory; None:
     whatever makes a step at most a hundredth longer and frees most.
 
@@ -149,29 +87,16 @@ class Auto(Client):
     listens_only = True
 
     def __init__(self, manager: Callable[[], GroupsManager], total_bytes: int | None) -> None:
+        super().__init__(manager)
         self.models = 0  # that it is applied to
         self.total_bytes = total_bytes
         self.total = None if total_bytes is None else TotalMemory(total_bytes)
         self.plan: MixedPlan | None = None
-        self.profiles: dict[Hashable, BlockProfile] = {}
-        self._manager = manager
         self._made_for = weakref.ref(manager().engine)
-        self._timings: dict[Hashable, list[Timing]] = {}  # of the other blocks of each kind, in step 1
         self._engine: weakref.ref[OffloadEngine] | None = None
-        self._names: dict[ChunkKey, list[str]] = {}  # of the blocks that ran last, by chunk
         self._planned_names: Mapping[ChunkKey, list[str]] = {}
-        self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[bool, Hashable]]()
-        self._own: dict[Hashable, BlockProfile] = {}  # as they were seen here; `profiles` are followed
-        self._own_input_bytes: dict[Hashable, int] = {}
         self._agreement: Agreement | None = None
-        self._peers = frozenset[int]()  # ranks that blocks communicate with
         self._announced_ends = self._guessed_ends = 0
-        self._profilers: dict[Hashable, BlockProfiler | None] = {}  # None: it has ended
-        self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
-        self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
-        self._contexts: dict[Kept, Callable[[], Contexts]] = {}
-        self._levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
-        self._ran: dict[ChunkId, tuple[object, list[Ran | _First]]] = {}
         self._recent = RecentSteps()
         self._parts = 0  # of steps, that were passed over
         self._is_rest = False  # a part of the step under way has ended
@@ -199,99 +124,17 @@ class Auto(Client):
         """How this call of block `name` of `root` runs. Blocks the host: never."""
         manager = self._manager()
         self._follow(manager)
-        engine = manager.engine
-        engine.transfers.claim(0)
+        manager.engine.transfers.claim(0)
         self._phase_begins(_BLOCKS)
-        handler = manager.active_handler()
-        chunk = ChunkId(0, 0) if handler is None else handler.id
-        kinds = self._kinds.setdefault(module, {})
-        kind = kinds.get(module.training)
-        if kind is None:
-            kind = kinds[module.training] = kind_of(module), root.min_elements
-        begun, ran = self._ran.get(chunk, (None, []))
-        if begun is not (None if handler is None else handler.saved):
-            ran = []
-            self._ran[chunk] = (None if handler is None else handler.saved, ran)
-            self._names[chunk] = []
-        self._names[chunk].append(name)
-        if kind not in self.profiles:
-            ran.append(_First(kind, _input_bytes(args, kwargs)))
-            return self._profiled(kind, root, module, args, kwargs, engine)
-        input_bytes = _input_bytes(args, kwargs)
-        profile = self._profile_for(kind, input_bytes / self._input_bytes[kind])
-        level = last = len(profile.menu) - 1
-        if self._levels is not None:
-            followed = nearest(chunk, self._levels)
-            planned = () if followed is None else self._levels[followed]
-            level = min(planned[len(ran)], last) if len(ran) < len(planned) else last
-        ran.append(Ran(profile, level, input_bytes))
-        chosen, keeps = profile.menu[level], profile.keeps[level]
+        chosen = self._chosen(manager, root, name, module, args, kwargs)
+        before_again = chosen.before_again
+        if before_again is None:
+            return chosen
+        return replace(chosen, before_again=partial(self._begin_again, before_again))
 
-        def before_again() -> None:
-            self._phase_begins(_BLOCKS)
-            with engine.lock:
-                engine.transfers.claim(chosen.made_again_bytes)
-
-        return Chosen(
-            is_plain=keeps is None,
-            contexts=self._contexts_for(keeps) if keeps else None,
-            before_again=before_again,
-            cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
-        )
-
-    def _known(self, call: Ran | _First) -> Ran:
-        """A call of the first step, once its block has a profile."""
-        if isinstance(call, Ran):
-            return call
-        if call.kind not in self.profiles:
-            return Ran(None, -1, call.input_bytes)
-        profile = self._profile_for(call.kind, call.input_bytes / self._input_bytes[call.kind])
-        return Ran(profile, -1, call.input_bytes)
-
-    def _profile_for(self, kind: Hashable, factor: float) -> BlockProfile:
-        if factor == 1.0:
-            return self.profiles[kind]
-        profile = self._scaled.get((kind, factor))
-        if profile is None:
-            if len(self._scaled) >= _MOST_LENGTHS:
-                self._scaled.clear()
-            profile = self.profiles[kind].scaled(factor)
-            if self._peers:
-                profile = with_levels_of(self.profiles[kind], profile, factor)
-            self._scaled[kind, factor] = profile
-        return profile
-
-    def _profiled(
-        self,
-        kind: Hashable,
-        root: ModelRoot,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        engine: OffloadEngine,
-    ) -> Chosen:
-        """A call of step 1: the first of a kind is profiled, the others are timed."""
-        waits = Chosen(is_plain=False, contexts=None, before_again=None, cost=None)
-        if kind in self._own:  # and not followed yet
-            return waits
-        if self._profilers.get(kind) is None:
-            profiler = BlockProfiler(module, engine, args, kwargs, min_elements=root.min_elements)
-            self._profilers[kind] = profiler
-            self._own_input_bytes[kind] = max(1, _input_bytes(args, kwargs))
-            return replace(waits, contexts=profiler.contexts)
-
-        def timing() -> Timing:
-            measured = Timing(engine.device)
-            self._timings.setdefault(kind, []).append(measured)
-            return measured
-
-        return replace(waits, timing=timing)
-
-    def _contexts_for(self, keeps: Kept) -> Callable[[], Contexts]:
-        contexts = self._contexts.get(keeps)
-        if contexts is None:
-            contexts = self._contexts[keeps] = contexts_for(keeps, _KEPT, self._manager)
-        return contexts
+    def _begin_again(self, claim: Callable[[], None]) -> None:
+        self._phase_begins(_BLOCKS)
+        claim()
 
     def blocks_end(self, root: ModelRoot) -> None:
         """The last block of a forward of `root` is over. What the head and the loss need beyond a block gets
@@ -735,11 +578,3 @@ class Auto(Client):
         if what not in self._said:
             self._said.add(what)
             logger.warning(text, *values)
-
-
-def _input_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of the first tensor that a call is given: the measure of its tokens."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.numel() * value.element_size()
-    return 1

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from offload.checkpoint.hidden_states import RecomputedCall
-from offload.modules.auto import Auto, Timing
+from offload.modules.auto import Auto
+from offload.modules.block_calls import Timing
 from offload.modules.hooks import output_tensors
 from offload.modules.recomputed import RecomputedCalls
 from offload.modules.root import GroupCall, ModelRoot

@@ -1,0 +1,225 @@
+"""How one call of a block runs in mode "auto": profiled, at the level that the plan of now says, or
+recomputed whole where there is none.
+
+One invariant: nothing here changes the plan, and nothing blocks the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.checkpoint.selective import Contexts, contexts_for
+from offload.device import Device, Event
+from offload.engine import OffloadEngine
+from offload.groups.group import Cost
+from offload.groups.manager import GroupsManager
+from offload.ids import ChunkId
+from offload.modules.root import ModelRoot
+from offload.planner.agreement import with_levels_of
+from offload.planner.kinds import kind_of
+from offload.planner.profile import BlockProfile
+from offload.planner.profiler import BlockProfiler
+from offload.planner.work import Ran
+from offload.policy.actions import ChunkKey
+from offload.policy.lengths import nearest
+
+__all__ = ["BlockCalls", "Chosen", "Timing"]
+
+logger = logging.getLogger(__name__)
+
+_KEPT = "kept"
+"""The group of outputs that a recompute does not compute again."""
+
+Kept = frozenset[tuple[Any, int]]
+"""Calls of a block whose outputs are kept: operators and numbers."""
+
+_MOST_LENGTHS = 1024
+"""Of which profiles are at hand; another one takes well below a millisecond."""
+
+_PASSES = 3
+"""A block's forward and backward together, in forwards."""
+
+
+class Timing:
+    """One forward of a block, on both clocks, for what is measured without a profile's dispatch mode."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._began_s = time.perf_counter()
+        self._events: tuple[Event, Event] | None = None
+        self._start = device.record(device.compute, timed=True)
+        self.host_s = 0.0
+
+    def end(self) -> None:
+        """The forward is over."""
+        self.host_s = time.perf_counter() - self._began_s
+        self._events = self._start, self._device.record(self._device.compute, timed=True)
+
+    def device_s(self) -> float | None:
+        """None for a forward that raised. The device must have passed its end. Where compute is on the host,
+        the host's time."""
+        if self._events is None:
+            return None
+        return self._device.elapsed_ms(*self._events) / 1e3 if self._device.pins else self.host_s
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How one call of a block runs.
+
+    is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: for
+    the begin of its recompute. cost: None where it is not known. timing: begins a measurement of its forward,
+    None where none is wanted.
+    """
+
+    is_plain: bool
+    contexts: Callable[[], Contexts] | None
+    before_again: Callable[[], None] | None
+    cost: Cost | None
+    timing: Callable[[], Timing] | None = None
+
+
+class First(NamedTuple):
+    """A call of a block that has no profile yet."""
+
+    kind: Hashable
+    input_bytes: int
+
+
+class BlockCalls:
+    """Of all models of one engine, with what was seen of their blocks in the step under way. manager: asked
+    at each forward."""
+
+    def __init__(self, manager: Callable[[], GroupsManager]) -> None:
+        self.profiles: dict[Hashable, BlockProfile] = {}
+        self._manager = manager
+        self._timings: dict[Hashable, list[Timing]] = {}  # of the other blocks of each kind, in step 1
+        self._names: dict[ChunkKey, list[str]] = {}  # of the blocks that ran last, by chunk
+        self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[bool, Hashable]]()
+        self._own: dict[Hashable, BlockProfile] = {}  # as they were seen here; `profiles` are followed
+        self._own_input_bytes: dict[Hashable, int] = {}
+        self._peers = frozenset[int]()  # ranks that blocks communicate with
+        self._profilers: dict[Hashable, BlockProfiler | None] = {}  # None: it has ended
+        self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
+        self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
+        self._contexts: dict[Kept, Callable[[], Contexts]] = {}
+        self._levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
+        self._ran: dict[ChunkId, tuple[object, list[Ran | First]]] = {}
+
+    # -- a forward -------------------------------------------------------------------------------------------
+    def _chosen(
+        self,
+        manager: GroupsManager,
+        root: ModelRoot,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Chosen:
+        """How this call of block `name` of `root` runs. Blocks the host: never."""
+        engine = manager.engine
+        handler = manager.active_handler()
+        chunk = ChunkId(0, 0) if handler is None else handler.id
+        kinds = self._kinds.setdefault(module, {})
+        kind = kinds.get(module.training)
+        if kind is None:
+            kind = kinds[module.training] = kind_of(module), root.min_elements
+        begun, ran = self._ran.get(chunk, (None, []))
+        if begun is not (None if handler is None else handler.saved):
+            ran = []
+            self._ran[chunk] = (None if handler is None else handler.saved, ran)
+            self._names[chunk] = []
+        self._names[chunk].append(name)
+        if kind not in self.profiles:
+            ran.append(First(kind, _input_bytes(args, kwargs)))
+            return self._profiled(kind, root, module, args, kwargs, engine)
+        input_bytes = _input_bytes(args, kwargs)
+        profile = self._profile_for(kind, input_bytes / self._input_bytes[kind])
+        level = last = len(profile.menu) - 1
+        if self._levels is not None:
+            followed = nearest(chunk, self._levels)
+            planned = () if followed is None else self._levels[followed]
+            level = min(planned[len(ran)], last) if len(ran) < len(planned) else last
+        ran.append(Ran(profile, level, input_bytes))
+        chosen, keeps = profile.menu[level], profile.keeps[level]
+
+        def before_again() -> None:
+            with engine.lock:
+                engine.transfers.claim(chosen.made_again_bytes)
+
+        return Chosen(
+            is_plain=keeps is None,
+            contexts=self._contexts_for(keeps) if keeps else None,
+            before_again=before_again,
+            cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
+        )
+
+    def _known(self, call: Ran | First) -> Ran:
+        """A call of the first step, once its block has a profile."""
+        if isinstance(call, Ran):
+            return call
+        if call.kind not in self.profiles:
+            return Ran(None, -1, call.input_bytes)
+        profile = self._profile_for(call.kind, call.input_bytes / self._input_bytes[call.kind])
+        return Ran(profile, -1, call.input_bytes)
+
+    def _profile_for(self, kind: Hashable, factor: float) -> BlockProfile:
+        if factor == 1.0:
+            return self.profiles[kind]
+        profile = self._scaled.get((kind, factor))
+        if profile is None:
+            if len(self._scaled) >= _MOST_LENGTHS:
+                self._scaled.clear()
+            profile = self.profiles[kind].scaled(factor)
+            if self._peers:
+                profile = with_levels_of(self.profiles[kind], profile, factor)
+            self._scaled[kind, factor] = profile
+        return profile
+
+    def _profiled(
+        self,
+        kind: Hashable,
+        root: ModelRoot,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        engine: OffloadEngine,
+    ) -> Chosen:
+        """A call of step 1: the first of a kind is profiled, the others are timed."""
+        waits = Chosen(is_plain=False, contexts=None, before_again=None, cost=None)
+        if kind in self._own:  # and not followed yet
+            return waits
+        if self._profilers.get(kind) is None:
+            profiler = BlockProfiler(module, engine, args, kwargs, min_elements=root.min_elements)
+            self._profilers[kind] = profiler
+            self._own_input_bytes[kind] = max(1, _input_bytes(args, kwargs))
+            return replace(waits, contexts=profiler.contexts)
+
+        def timing() -> Timing:
+            measured = Timing(engine.device)
+            self._timings.setdefault(kind, []).append(measured)
+            return measured
+
+        return replace(waits, timing=timing)
+
+    def _contexts_for(self, keeps: Kept) -> Callable[[], Contexts]:
+        contexts = self._contexts.get(keeps)
+        if contexts is None:
+            contexts = self._contexts[keeps] = contexts_for(keeps, _KEPT, self._manager)
+        return contexts
+
+
+def _input_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of the first tensor that a call is given: the measure of its tokens."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.numel() * value.element_size()
+    return 1
