@@ -366,6 +366,12 @@ def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> No
                 "tensor goes with no other one on the same modules; call remove() on that handle first, or "
                 "use one mode for all"
             )
+        around = module in inside or model in set(module.modules())
+        if around and {mode, handle.mode} == {"auto", "watermark"}:
+            raise ValueError(
+                f"mode={mode!r} for {type(model).__name__} beside {handle!r}: 'auto' plans with all the "
+                "memory that device_total leaves, and a watermark would take of it; use one of the two"
+            )
 
 
 class _UnaskedDirectory(str):

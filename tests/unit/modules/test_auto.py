@@ -241,3 +241,15 @@ def test_the_head_and_the_loss_have_the_room_that_they_were_measured_to_need(
     assert 10_000 <= claims[-1] <= 10_000 + ROWS * WIDTH * 4
     assert limit is not None
     assert all(bytes_held <= limit for _, bytes_held in held[4:])
+
+
+@pytest.mark.parametrize("modes", [("auto", "watermark"), ("watermark", "auto")])
+def test_a_watermark_does_not_go_around_it(modes: tuple[str, str]) -> None:
+    model = Model()
+    first, second = modes
+    marks = {"watermark": {"high": "1GB"}, "auto": {}}
+    with (
+        offload.activations(model, first, **marks[first]),
+        pytest.raises(ValueError, match="use one of the two"),
+    ):
+        offload.apply(model, second, **marks[second])
