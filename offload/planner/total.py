@@ -37,7 +37,7 @@ _BINDS = 0.97
 
 class TotalMemory:
     """rest_bytes: None before a step was measured. least_peak_bytes: active at most in a step that recomputes
-    every block."""
+    every block, as it was measured or as later steps tell."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -96,6 +96,8 @@ class TotalMemory:
             missed_bytes //= 2
         rest_bytes = max(0, self.rest_bytes - missed_bytes)
         changed, self.rest_bytes = rest_bytes != self.rest_bytes, rest_bytes
+        if over:  # so a step of recomputes would take more than the one that was measured
+            self.least_peak_bytes = max(self.least_peak_bytes, rest_bytes + self._least_bytes)
         if changed:
             self.restart()
         return changed

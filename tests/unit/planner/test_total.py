@@ -63,3 +63,11 @@ def test_where_lengths_vary_a_limit_rises_late_by_half_and_never_once_a_step_has
     assert lowered == 930 - 20
     assert not any(total.followed(900, 910, 910, vary=True) for _ in range(40))
     assert total.limit_bytes == lowered
+
+
+def test_a_step_far_over_the_total_tells_what_a_step_of_recomputes_takes_now() -> None:
+    total = measured(1000)
+    assert total.followed(1900, 690, 690)
+    assert total.limit_bytes is None
+    # 910 too many, so 1,210 are no saved tensors; a step of recomputes has 100 beside them
+    assert total.least_peak_bytes == 1210 + 100
