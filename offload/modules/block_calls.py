@@ -127,15 +127,17 @@ class BlockCalls:
         """How this call of block `name` of `root` runs. Blocks the host: never."""
         engine = manager.engine
         handler = manager.active_handler()
-        chunk = ChunkId(0, 0) if handler is None else handler.id
+        if handler is None:  # nothing may leave, and no plan is for it
+            return Chosen(is_plain=False, contexts=None, before_again=None, cost=None)
+        chunk = handler.id
         kinds = self._kinds.setdefault(module, {})
         kind = kinds.get(module.training)
         if kind is None:
             kind = kinds[module.training] = kind_of(module), root.min_elements
         begun, ran = self._ran.get(chunk, (None, []))
-        if begun is not (None if handler is None else handler.saved):
+        if begun is not handler.saved:
             ran = []
-            self._ran[chunk] = (None if handler is None else handler.saved, ran)
+            self._ran[chunk] = (handler.saved, ran)
             self._names[chunk] = []
         self._names[chunk].append(name)
         if kind not in self.profiles:

@@ -253,3 +253,18 @@ def test_a_watermark_does_not_go_around_it(modes: tuple[str, str]) -> None:
         pytest.raises(ValueError, match="use one of the two"),
     ):
         offload.apply(model, second, **marks[second])
+
+
+def test_while_offload_is_switched_off_blocks_are_recomputed_and_no_plan_is_made_of_it(
+    manager: PipelineOffloadManager,
+) -> None:
+    manager.engine.rates = SLOW_LINK
+    plain = train(build(blocks=LAYERS), steps=2)
+    model = build(blocks=LAYERS)
+    with offload.activations(model, "auto", min_numel=1, device_total=20_000) as handle:
+        manager.disable_offload()
+        assert equal(train(model, steps=2), plain)
+        assert handle.explain().plan is None
+        manager.enable_offload()
+        train(model, steps=4)
+        assert handle.explain().plan is not None
