@@ -31,6 +31,7 @@ from torch import nn
 
 from offload.client import Client
 from offload.engine import OffloadEngine
+from offload.errors import HostBudgetError
 from offload.groups.group import Cost
 from offload.groups.manager import GroupsManager
 from offload.modules.block_calls import BlockCalls, Chosen
@@ -473,7 +474,10 @@ class Auto(BlockCalls, Client):
         }
         live_bytes = kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
         if engine.device.pins and live_bytes > engine.arena.held_bytes:
-            engine.reserve_host(min(live_bytes, engine.arena.budget.limit_bytes))
+            try:
+                engine.reserve_host(min(live_bytes, engine.arena.budget.limit_bytes))
+            except HostBudgetError as error:  # other ranks hold it; what finds no block is counted and said
+                logger.info("auto: not all host memory of the plan is pinned: %s", error)
 
     # -- memory ----------------------------------------------------------------------------------------------
     def _no_room(self, engine: OffloadEngine) -> None:

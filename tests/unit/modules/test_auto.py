@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload import PipelineOffloadManager
+from offload import HostBudgetError, PipelineOffloadManager
 from offload.policy.actions import Rates
 from tests.unit.modules.training import CALLS, ROWS, WIDTH, Model, build, equal, train
 
@@ -268,3 +268,32 @@ def test_while_offload_is_switched_off_blocks_are_recomputed_and_no_plan_is_made
         manager.enable_offload()
         train(model, steps=4)
         assert handle.explain().plan is not None
+
+
+def test_a_host_without_room_for_a_plan_does_not_end_the_training(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = manager.engine
+    engine.rates = SLOW_LINK
+    asked: list[int] = []
+
+    def reserve_host(nbytes: int, *, measure: bool = True) -> None:
+        asked.append(nbytes)
+        raise HostBudgetError("other ranks hold it")
+
+    monkeypatch.setattr(engine, "reserve_host", reserve_host)
+    with offload.activations(build(blocks=LAYERS), "auto", min_numel=1, device_total=20_000) as handle:
+        auto = handle._auto
+        assert auto is not None
+        make_plan = auto._reserve
+
+        def on_a_device_that_pins(engine: Any, plan: Any) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(type(engine.device), "pins", True)
+                patch.setattr(type(engine.arena), "held_bytes", 0)
+                make_plan(engine, plan)
+
+        monkeypatch.setattr(auto, "_reserve", on_a_device_that_pins)
+        train(handle._model(), steps=4)  # type: ignore[arg-type]
+        assert handle.explain().plan is not None
+    assert asked
