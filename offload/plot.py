@@ -1,4 +1,4 @@
-"""A picture of a step: what it held on the device with and without offload, and what the lanes did.
+"""A picture of a step: what it held on the device, what it would hold had nothing left, and what lanes did.
 
     with offload.tracing() as trace:
         train_one_step()
@@ -79,5 +79,5 @@ def _title(timeline: Timeline) -> str:
     share = f" ({100 * held / without:.0f}%)" if without else ""
     return (
         f"{timeline.duration_ms:,.1f} ms; saved tensors at most {bytes_text(held)} at once on the device, "
-        f"{bytes_text(without)} without offload{share}"
+        f"{bytes_text(without)} if nothing had left{share}"
     )

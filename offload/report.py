@@ -140,7 +140,7 @@ class Report:
             (f"rank {rank}", *(bytes_text(figures[name]) for name in names), f"{figures['stall_ms']:,.1f}")
             for rank, figures in sorted(self.ranks.items())
         ]
-        headers = ("saved", "moved", "kept", "peak", "without offload", "pinned", "stall ms")
+        headers = ("saved", "moved", "kept", "peak", "if nothing left", "pinned", "stall ms")
         return _table(("in all, by rank", *headers), rows)
 
 
@@ -216,7 +216,7 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
     yield from row("    freed before it was sent", "freed_first_bytes", always=False)
     yield from row("copied back once more", "again_bytes", always=False)
     yield from row("on the device at once, at most", "peak_bytes")
-    yield from row("  without offload", "would_hold_bytes")
+    yield from row("  if nothing had left", "would_hold_bytes")
     if limit is not None:
         yield from row(f"  beyond device_limit ({bytes_text(limit)})", "over_limit_bytes")
     yield from row("pinned host memory", "host_bytes")

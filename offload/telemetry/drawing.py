@@ -1,4 +1,4 @@
-"""Draws a timeline: memory over it with and without offload, and what its lanes did.
+"""Draws a timeline: memory over it, as it was and if nothing had left, and what its lanes did.
 
 One invariant: it draws what the timeline says and computes nothing but units. matplotlib, the extra `plot`,
 is imported when something is drawn.
@@ -72,7 +72,7 @@ def _memory(axes: Any, timeline: Timeline, scale: float) -> None:
     axes.fill_between(
         times, held, other, step="post", color="#4477AA", alpha=0.6, label="saved, with offload"
     )
-    axes.step(times, without, where="post", color="#222222", lw=1.4, label="without offload")
+    axes.step(times, without, where="post", color="#222222", lw=1.4, label="if nothing had left")
     axes.step(times, host, where="post", color="#228833", lw=1.2, ls="--", label="on the host")
     limit = timeline.device_limit_bytes
     if limit is not None and not any(other):

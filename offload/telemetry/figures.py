@@ -162,8 +162,8 @@ class Figures(_Sum):
     """Bytes that were read or freed before their piece was sent."""
 
     would_hold_bytes: int = _level()
-    """Largest number of these bytes that the device would have held at once if none had left. 0 until a step
-    was planned for."""
+    """Largest number of these bytes that the device would have held at once if none had left: less than plain
+    training holds where blocks are recomputed. 0 until a step was planned for."""
 
     peak_bytes: int = _level()
     """Largest number that it did hold at once, in any state."""

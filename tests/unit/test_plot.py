@@ -139,7 +139,7 @@ def test_a_picture_names_groups_lanes_units_and_both_peaks(
         "compute",
         "to the host",
         "to the device",
-        "without offload",
+        "if nothing had left",
         "saved, with offload",
         "saved memory (kB)",
         "copies on a simulated link",
