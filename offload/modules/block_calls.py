@@ -1,7 +1,7 @@
 """How one call of a block runs in mode "auto": profiled, at the level that the plan of now says, or
 recomputed whole where there is none.
 
-One invariant: nothing here changes the plan, and nothing blocks the host.
+One invariant: nothing here changes the plan, and no forward blocks the host.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from offload.groups.group import Cost
 from offload.groups.manager import GroupsManager
 from offload.ids import ChunkId
 from offload.modules.root import ModelRoot
-from offload.planner.agreement import with_levels_of
+from offload.planner.agreement import peers_of, with_levels_of
 from offload.planner.kinds import kind_of
 from offload.planner.profile import BlockProfile
 from offload.planner.profiler import BlockProfiler
@@ -96,26 +96,31 @@ class First(NamedTuple):
 
 class BlockCalls:
     """Of all models of one engine, with what was seen of their blocks in the step under way. manager: asked
-    at each forward."""
+    at each forward.
+
+    profiles: that are followed, by kind of block. levels: of the blocks of each chunk under the plan; None
+    where there is none. names: of the blocks that ran last, by chunk. peers: ranks that blocks communicate
+    with.
+    """
 
     def __init__(self, manager: Callable[[], GroupsManager]) -> None:
         self.profiles: dict[Hashable, BlockProfile] = {}
+        self.levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
+        self.names: dict[ChunkKey, list[str]] = {}
+        self.peers = frozenset[int]()
         self._manager = manager
         self._timings: dict[Hashable, list[Timing]] = {}  # of the other blocks of each kind, in step 1
-        self._names: dict[ChunkKey, list[str]] = {}  # of the blocks that ran last, by chunk
         self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[bool, Hashable]]()
         self._own: dict[Hashable, BlockProfile] = {}  # as they were seen here; `profiles` are followed
         self._own_input_bytes: dict[Hashable, int] = {}
-        self._peers = frozenset[int]()  # ranks that blocks communicate with
         self._profilers: dict[Hashable, BlockProfiler | None] = {}  # None: it has ended
         self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
         self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
         self._contexts: dict[Kept, Callable[[], Contexts]] = {}
-        self._levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
         self._ran: dict[ChunkId, tuple[object, list[Ran | First]]] = {}
 
     # -- a forward -------------------------------------------------------------------------------------------
-    def _chosen(
+    def chosen(
         self,
         manager: GroupsManager,
         root: ModelRoot,
@@ -138,17 +143,17 @@ class BlockCalls:
         if begun is not handler.saved:
             ran = []
             self._ran[chunk] = (handler.saved, ran)
-            self._names[chunk] = []
-        self._names[chunk].append(name)
+            self.names[chunk] = []
+        self.names[chunk].append(name)
         if kind not in self.profiles:
             ran.append(First(kind, _input_bytes(args, kwargs)))
             return self._profiled(kind, root, module, args, kwargs, engine)
         input_bytes = _input_bytes(args, kwargs)
         profile = self._profile_for(kind, input_bytes / self._input_bytes[kind])
         level = last = len(profile.menu) - 1
-        if self._levels is not None:
-            followed = nearest(chunk, self._levels)
-            planned = () if followed is None else self._levels[followed]
+        if self.levels is not None:
+            followed = nearest(chunk, self.levels)
+            planned = () if followed is None else self.levels[followed]
             level = min(planned[len(ran)], last) if len(ran) < len(planned) else last
         ran.append(Ran(profile, level, input_bytes))
         chosen, keeps = profile.menu[level], profile.keeps[level]
@@ -163,6 +168,11 @@ class BlockCalls:
             before_again=before_again,
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
         )
+
+    def take_ran(self) -> dict[ChunkKey, list[Ran]]:
+        """The calls of the step that ended, by chunk."""
+        ran, self._ran = self._ran, {}
+        return {chunk: [self._known(call) for call in calls] for chunk, (_, calls) in ran.items()}
 
     def _known(self, call: Ran | First) -> Ran:
         """A call of the first step, once its block has a profile."""
@@ -181,7 +191,7 @@ class BlockCalls:
             if len(self._scaled) >= _MOST_LENGTHS:
                 self._scaled.clear()
             profile = self.profiles[kind].scaled(factor)
-            if self._peers:
+            if self.peers:
                 profile = with_levels_of(self.profiles[kind], profile, factor)
             self._scaled[kind, factor] = profile
         return profile
@@ -211,6 +221,46 @@ class BlockCalls:
             return measured
 
         return replace(waits, timing=timing)
+
+    # -- profiles --------------------------------------------------------------------------------------------
+    def take_profiles(self, device: Device) -> None:
+        """Read what was profiled in the step that ended. Blocks the host until the device is done with it."""
+        waiting = [(kind, profiler) for kind, profiler in self._profilers.items() if profiler is not None]
+        if waiting:
+            device.synchronize(device.record(device.compute))
+        for kind, profiler in waiting:
+            self._profilers[kind] = None
+            timings = self._timings.pop(kind, [])
+            device_s = [seconds for timing in timings if (seconds := timing.device_s()) is not None]
+            if device_s:
+                # the least: a full queue of launches, and what runs for the first time, hold some up
+                profiler.note_plain(min(timing.host_s for timing in timings if timing.host_s), min(device_s))
+            if profiler.ready():  # else its forward raised, and the next call is profiled
+                profile = self._own[kind] = profiler.profile()
+                self.peers |= peers_of(profile.collectives)
+                for call, why in profile.why_not.items():
+                    logger.debug("auto: %s is not kept: %s", call, why)
+
+    def follow_own(self) -> None:
+        """From now on the profiles are those that were seen here."""
+        self.profiles |= self._own
+        self._input_bytes |= self._own_input_bytes
+
+    def own_profiles(self) -> list[tuple[BlockProfile, int] | None]:
+        """Those that were seen here, with the bytes of their input, in the order of the first calls; None for
+        a kind that has none yet."""
+        return [
+            (self._own[kind], self._own_input_bytes[kind]) if kind in self._own else None
+            for kind in self._profilers
+        ]
+
+    def follow_common(self, common: Sequence[tuple[BlockProfile, int] | None]) -> None:
+        """From now on the profiles are these, which other ranks have seen as well. In the order of
+        `own_profiles`."""
+        self._scaled.clear()
+        for kind, found in zip(self._profilers, common, strict=True):
+            if found is not None:
+                self.profiles[kind], self._input_bytes[kind] = found
 
     def _contexts_for(self, keeps: Kept) -> Callable[[], Contexts]:
         contexts = self._contexts.get(keeps)

@@ -51,8 +51,8 @@ class AnyLevels(dict[Any, tuple[int, ...]]):
 def change_plan(handle: offload.Applied, seed: int) -> None:
     """From here on, as soon as there are menus."""
     auto = handle._auto
-    if auto is not None and auto.profiles:
-        auto._levels = AnyLevels(seed)
+    if auto is not None and auto.calls.profiles:
+        auto.calls.levels = AnyLevels(seed)
 
 
 def compare(program: Program) -> Counter[str]:

@@ -163,7 +163,7 @@ def test_without_announced_ends_ranks_that_communicate_never_plan_and_say_so_onc
 ) -> None:
     """An end is guessed where nothing is alive, which another rank may find at another moment."""
     manager.engine.rates = SLOW_LINK
-    monkeypatch.setattr("offload.modules.auto.peers_of", lambda groups: frozenset({1}))
+    monkeypatch.setattr("offload.modules.block_calls.peers_of", lambda groups: frozenset({1}))
     model = build(blocks=LAYERS)
     handle = offload.apply(model, "auto", min_numel=1, device_total=20_000)
     for _ in range(8):
@@ -285,7 +285,7 @@ def test_a_host_without_room_for_a_plan_does_not_end_the_training(
     with offload.activations(build(blocks=LAYERS), "auto", min_numel=1, device_total=20_000) as handle:
         auto = handle._auto
         assert auto is not None
-        make_plan = auto._reserve
+        make_plan = auto.plan._reserve
 
         def on_a_device_that_pins(engine: Any, plan: Any) -> None:
             with monkeypatch.context() as patch:
@@ -293,7 +293,7 @@ def test_a_host_without_room_for_a_plan_does_not_end_the_training(
                 patch.setattr(type(engine.arena), "held_bytes", 0)
                 make_plan(engine, plan)
 
-        monkeypatch.setattr(auto, "_reserve", on_a_device_that_pins)
+        monkeypatch.setattr(auto.plan, "_reserve", on_a_device_that_pins)
         train(handle._model(), steps=4)  # type: ignore[arg-type]
         assert handle.explain().plan is not None
     assert asked

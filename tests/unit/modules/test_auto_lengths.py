@@ -16,7 +16,7 @@ import offload
 from offload import PipelineOffloadManager
 from offload.groups import varied
 from offload.groups.seen import StepClock
-from offload.modules import auto
+from offload.modules import auto_plan
 from offload.policy.actions import Rates
 from offload.policy.menu import Block
 from offload.policy.mixture import MixedPlan, choose_mixture
@@ -119,7 +119,7 @@ def test_plans_are_for_the_typical_step_of_the_last_eight_and_few(
         planned.append((len(ended) + 1, inputs))
         return choose_mixture(actions, blocks, *rest, **named)
 
-    monkeypatch.setattr(auto, "choose_mixture", noted)
+    monkeypatch.setattr(auto_plan, "choose_mixture", noted)
     model, rows = build(blocks=LAYERS), steps()
     with offload.activations(model, "auto", min_numel=1, device_total=60_000):
         for step, _ in enumerate(train_varied(model, rows)):

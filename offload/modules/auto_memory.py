@@ -1,0 +1,164 @@
+"""Mode "auto": what a step takes of the device beside saved tensors, and the limit that this leaves for them.
+
+    phases  until a plan is followed, forwards and backwards of blocks are measured apart from what comes
+            between the two: the head and the loss
+    head    what these need beyond what a block needs; they claim it
+    limit   for saved tensors and recomputes: the total less the rest (offload/planner/total.py), corrected by
+            the peaks of later steps
+
+One invariant: the engine has the limit of its own config whenever no plan is followed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from offload.engine import OffloadEngine
+from offload.groups.manager import GroupsManager
+from offload.planner.total import TotalMemory
+from offload.telemetry.records import StepStats
+from offload.telemetry.summary import bytes_text
+
+__all__ = ["BLOCKS", "HEAD", "AutoMemory"]
+
+logger = logging.getLogger(__name__)
+
+BLOCKS, HEAD = "blocks", "head"
+"""Phases of a step: forwards and backwards of blocks, and what comes between the two."""
+
+_WORTH_A_CLAIM = 0.005
+"""Of the total: a head that needs less beyond a block has no room of its own."""
+
+
+class AutoMemory:
+    """Of one engine. total: None where none was asked for. head_bytes: that the head and the loss need beyond
+    what a block needs. is_measured: steps from now on, which resets torch's memory peaks at their begin.
+    has_no_room: the total is less than a step takes that recomputes every block.
+
+    Nothing here blocks the host.
+    """
+
+    def __init__(self, total_bytes: int | None) -> None:
+        self.total = None if total_bytes is None else TotalMemory(total_bytes)
+        self.head_bytes = 0
+        self.is_measured = self.total is not None
+        self.has_no_room = False
+        self._phase = ""
+        self._phase_held = 0  # saved bytes at its begin
+        self._rests: dict[str, int] = {}  # by phase: active bytes beside saved ones, at most
+        self._peak_bytes = 0  # of the phases before
+        self._fitted = False  # the step before, in its forwards and backwards
+        self._limited = False
+        self._limit_before: int | None = None
+        self._said: set[str] = set()
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """For saved tensors and recomputes; None where there is no total, or no room within it."""
+        return None if self.total is None else self.total.limit_bytes
+
+    # -- a step ----------------------------------------------------------------------------------------------
+    def begin_step(self, engine: OffloadEngine) -> None:
+        """The first forward of a step begins."""
+        found = None if engine.device.is_capturing() else engine.device.allocator_bytes()
+        if found is None or self.total is None:
+            return
+        if found[1] > self.total.total_bytes and self.is_measured and self._fitted:
+            self._say_once(
+                "optimizer",
+                "active memory was at most %s between the end of a step's backward and the next forward, "
+                "and device_total is %s: mode='auto' does not lower the optimizer's step. Give a larger "
+                "total, or use a HybridDeviceOptimizer",
+                bytes_text(found[1]),
+                bytes_text(self.total.total_bytes),
+            )
+        elif found[1] > self.total.total_bytes and not self.is_measured:
+            self.is_measured = True  # a step has passed it although the plan was settled
+            self.total.restart()
+        if self.is_measured:
+            engine.device.reset_allocator_peak()
+            self._peak_bytes, self._phase, self._rests = 0, "", {}
+
+    def phase_begins(self, engine: OffloadEngine, phase: str) -> None:
+        """In the steps before a plan: what the phase that ends has needed beside saved tensors."""
+        if phase == self._phase or self._limited or not self.is_measured:
+            return
+        found = engine.device.allocator_bytes()
+        if found is None:
+            return
+        if self._phase:
+            counts = engine.transfers.counts
+            held = counts.device_bytes_peak if self._phase == BLOCKS else self._phase_held
+            self._rests[self._phase] = max(self._rests.get(self._phase, 0), found[1] - held)
+            self._peak_bytes = max(self._peak_bytes, found[1])
+            engine.device.reset_allocator_peak()
+        self._phase, self._phase_held = phase, engine.transfers.device_bytes
+
+    def step_ended(
+        self, manager: GroupsManager, stats: StepStats, *, is_planned: bool, is_final: bool, vary: bool
+    ) -> bool:
+        """Correct the limit by the peaks of the step that ended. is_planned: it ran at the levels of a plan;
+        is_final: and no other one will be made. vary: steps differ in lengths. Returns whether the plan
+        still has room."""
+        if self.total is None or not self.is_measured:
+            return True
+        engine, total = manager.engine, self.total
+        counted_bytes = stats.device_bytes_peak
+        found = engine.device.allocator_bytes()
+        # of the simulated device no more is known
+        peak_bytes = counted_bytes if found is None else max(found[1], self._peak_bytes)
+        limit_bytes = engine.limits.device_limit_bytes
+        logger.info(
+            "auto: active peak %s of %s, %s of it saved or made again, under a limit of %s",
+            bytes_text(peak_bytes),
+            bytes_text(total.total_bytes),
+            bytes_text(counted_bytes),
+            limit_bytes if limit_bytes is None else bytes_text(limit_bytes),
+        )
+        self._fitted = peak_bytes <= total.total_bytes
+        if not is_planned or limit_bytes is None:
+            if self._rests and found is not None:
+                self._rests[BLOCKS] = max(self._rests.get(BLOCKS, 0), found[1] - counted_bytes)
+                self.head_bytes = max(0, self._rests.get(HEAD, 0) - self._rests[BLOCKS])
+                if self.head_bytes < _WORTH_A_CLAIM * total.total_bytes:
+                    self.head_bytes = 0
+            rest_bytes = self._rests[BLOCKS] if self.head_bytes else peak_bytes - counted_bytes
+            total.measured(peak_bytes, counted_bytes, rest_bytes, vary=vary)
+        elif total.followed(peak_bytes, counted_bytes, limit_bytes, vary=vary):
+            self.set_limit(engine, total.limit_bytes or 0)
+            manager.limits_changed()
+            return total.limit_bytes is not None
+        elif is_final:  # a step of lengths that vary may be the highest so far
+            self.is_measured = not total.is_settled or vary
+        return True
+
+    # -- the limit -------------------------------------------------------------------------------------------
+    def set_limit(self, engine: OffloadEngine, limit_bytes: int | None) -> None:
+        """A plan is followed that is for this limit."""
+        if not self._limited:
+            self._limited, self._limit_before = True, engine.config.device_limit_bytes
+        engine.follow(replace(engine.config, device_limit_bytes=limit_bytes))
+
+    def give_limit_back(self, engine: OffloadEngine) -> None:
+        """No plan is followed any more. Takes no lock."""
+        if self._limited:
+            self._limited = False
+            engine.follow(replace(engine.config, device_limit_bytes=self._limit_before))
+
+    def no_room(self) -> None:
+        """The total is less than a step takes that recomputes every block: that is what is done."""
+        assert self.total is not None
+        self.is_measured, self.has_no_room = False, True
+        self._say_once(
+            "no room",
+            "device_total is %s, and a step takes %s with every block recomputed and its input on the host, "
+            "which is what is done now: nothing is chosen. Give more than that, or fewer tokens a forward",
+            bytes_text(self.total.total_bytes),
+            bytes_text(self.total.least_peak_bytes),
+        )
+
+    def _say_once(self, what: str, text: str, *values: object) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning(text, *values)

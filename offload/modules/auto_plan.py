@@ -1,0 +1,193 @@
+"""Mode "auto": which plan the next steps follow: made from what the last ones were seen to do, and made anew
+where that changed.
+
+One invariant: a plan is made and followed at the end of a step only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from offload.engine import OffloadEngine
+from offload.errors import HostBudgetError
+from offload.groups.seen import SeenStep
+from offload.modules.auto_memory import AutoMemory
+from offload.modules.block_calls import BlockCalls
+from offload.planner.recent import RecentSteps
+from offload.planner.work import Ran, StepWork
+from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
+from offload.policy.keeps import all_of, kept_peak_bytes
+from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
+from offload.transfer.link import LINK_TEST_BYTES
+
+__all__ = ["AutoPlan"]
+
+logger = logging.getLogger(__name__)
+
+_PLANS = 3
+"""Plans of one shape of step: the first from the profile, the others from what was measured under the one
+before."""
+
+_NO_LINK = Rates(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15)
+"""Of the simulated device, which has no link to measure."""
+
+
+class AutoPlan:
+    """Of one engine. followed: None: every block is recomputed. names: of the blocks that it is for.
+    num_steps: whole ones with a backward, so far. plans_left: of this shape of step."""
+
+    def __init__(self, calls: BlockCalls, memory: AutoMemory) -> None:
+        self.followed: MixedPlan | None = None
+        self.names: Mapping[ChunkKey, list[str]] = {}
+        self.recent = RecentSteps()
+        self.num_steps = 0
+        self.plans_left = _PLANS
+        self._calls = calls
+        self._memory = memory
+        self._since_plan = 1  # steps
+        self._shape: object = ()
+        self._shape_before: object = None
+        self._lengths: Mapping[int, float] = {}  # that the plan is for, by stage
+
+    def step_ended(self, seen: SeenStep, ran: Mapping[ChunkKey, Sequence[Ran]]) -> None:
+        """A step with a backward has ended."""
+        self.num_steps += 1
+        self._since_plan += 1
+        known, _ = seen.schedule()
+        self.recent.ended(known, ran, seen.seconds, head_bytes=self._memory.head_bytes)
+        self._look_at_shape(known)
+
+    def _look_at_shape(self, known: list[Action]) -> None:
+        """A shape that comes twice in a row is planned for, and so are steps that vary."""
+        lengths = self.recent.lengths
+        shape = None if lengths.vary else (tuple(known), tuple(lengths.last.items()))
+        if shape != self._shape and (shape is None or shape == self._shape_before):
+            self._shape = shape
+            self.plans_left, self._memory.is_measured = _PLANS, self._memory.total is not None
+        self._shape_before = shape
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a plan shall be made now."""
+        return self._since_plan > 1 and (self.plans_left > 0 or self._is_too_old)
+
+    @property
+    def _is_too_old(self) -> bool:
+        lengths = self.recent.lengths
+        return lengths.vary and lengths.drifted(self._lengths)
+
+    def make_if_wanted(self, engine: OffloadEngine) -> None:
+        """Choose the levels of the next steps, if there is a reason to. Blocks the host for as long as a
+        search takes, and as `follow` does."""
+        plan = self.followed
+        work = self.recent.step() if self.is_wanted and (self.plans_left or plan is not None) else None
+        if work is None:
+            return
+        if not self.plans_left and plan is not None and len(work.actions) <= len(plan.problem.actions):
+            self._scale(engine, plan)
+        else:
+            self.follow(engine, self.choose(engine, work))
+
+    def _scale(self, engine: OffloadEngine, plan: MixedPlan) -> None:
+        """The steps that come are longer or shorter than the planned one was, for long enough."""
+        typical = self.recent.lengths.typical()
+        problem = plan.problem
+        if self._memory.total is not None:
+            limit_bytes = self._memory.limit_bytes
+            if limit_bytes is None:
+                self.follow(engine, None)
+                return
+            problem = replace(problem, limit_bytes=limit_bytes)
+        factors = {
+            chunk: typical[chunk[0]] / self._lengths[chunk[0]]
+            for chunk in problem.blocks
+            if chunk[0] in typical and chunk[0] in self._lengths
+        }
+        self.follow(engine, scaled(replace(plan, problem=problem), factors))
+
+    def choose(self, engine: OffloadEngine, work: StepWork) -> MixedPlan | None:
+        """The plan for this work; None where the total leaves no choice. Blocks the host for as long as a
+        search takes; on a GPU also for 30 ms, once, to measure the link."""
+        self.plans_left = max(0, self.plans_left - 1)
+        self._since_plan = 0
+        _measure_link(engine)
+        rates = engine.rates if engine.rates is not None else _NO_LINK
+        began_s = time.perf_counter()
+        if self._memory.total is None:
+            plan = cheapest_mixture(work.actions, work.blocks, rates, rest_s=work.rest_s, host=work.host)
+        else:
+            limit_bytes = self._memory.limit_bytes
+            if limit_bytes is None:
+                return None
+            plan = choose_mixture(
+                work.actions, work.blocks, rates, limit_bytes, rest_s=work.rest_s, host=work.host
+            )
+        logger.info(
+            "auto: planned in %.0f ms: step %.1f ms, of which %.1f plain compute; bound %.1f ms",
+            (time.perf_counter() - began_s) * 1e3,
+            plan.predicted.step_s * 1e3,
+            plan.bound.compute_s * 1e3,
+            plan.bound.step_s * 1e3,
+        )
+        return plan
+
+    def follow(self, engine: OffloadEngine, plan: MixedPlan | None) -> None:
+        """From the next step on, within the room that this rank has; None: there is no room for any. Blocks
+        the host on a GPU only: where the plan needs more pinned memory than is held, for 1 ms for each 17 MB
+        more, and 30 ms where the link was not measured yet."""
+        memory = self._memory
+        if plan is None:
+            self.follow_none(engine)
+            memory.no_room()
+            return
+        self._since_plan = 0
+        self._lengths = self.recent.lengths.typical()
+        self.names = {chunk: list(names) for chunk, names in self._calls.names.items()}
+        self.followed, self._calls.levels = plan, plan.levels
+        limit_bytes = plan.problem.limit_bytes
+        if memory.total is not None:
+            limit_bytes = max(limit_bytes, memory.limit_bytes or 0)
+            memory.total.restart()
+        _measure_link(engine)
+        memory.set_limit(engine, limit_bytes)
+        self._leave_room(engine, plan)
+        self._reserve(engine, plan)
+
+    def follow_none(self, engine: OffloadEngine) -> None:
+        """From the next step on every block is recomputed, under the engine's own limit."""
+        self.followed = self._calls.levels = None
+        self.plans_left = 0
+        self._memory.give_limit_back(engine)
+
+    def _leave_room(self, engine: OffloadEngine, plan: MixedPlan) -> None:
+        """Until the groups have seen a step of these levels and planned what stays: no more than leaves room
+        for the largest recompute of the longest chunk."""
+        limits, longer = engine.limits, self.recent.lengths.window_factor()
+        if limits.device_limit_bytes is not None and limits.kept_limit_bytes is not None:
+            left_bytes = limits.device_limit_bytes - round(plan.most_again_bytes * longer)
+            limits.kept_limit_bytes = max(0, min(limits.kept_limit_bytes, left_bytes))
+
+    def _reserve(self, engine: OffloadEngine, plan: MixedPlan) -> None:
+        """Pin what may wait on the host under the plan, as far as the budget goes: a block that is missing
+        stays on the device, beyond the limit. Blocks the host while it pins: 1 ms for each 17 MB."""
+        sizes = {
+            chunk: [
+                GroupSize("", block.menu[level].saved_bytes)
+                for block, level in zip(blocks, plan.levels[chunk], strict=True)
+            ]
+            for chunk, blocks in plan.problem.blocks.items()
+        }
+        live_bytes = kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
+        if engine.device.pins and live_bytes > engine.arena.held_bytes:
+            try:
+                engine.reserve_host(min(live_bytes, engine.arena.budget.limit_bytes))
+            except HostBudgetError as error:  # other ranks hold it; what finds no block is counted and said
+                logger.info("auto: not all host memory of the plan is pinned: %s", error)
+
+
+def _measure_link(engine: OffloadEngine) -> None:
+    if engine.rates is None and engine.device.pins:
+        engine.reserve_host(max(LINK_TEST_BYTES, engine.config.host_reserve_bytes))
