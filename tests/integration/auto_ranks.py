@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import offload
 from offload import OffloadConfig, PipelineOffloadManager, configure
-from offload.modules import auto
+from offload.modules import auto_plan, block_calls
 from offload.policy.actions import Rates
 from offload.policy.menu import Block
 from offload.policy.mixture import MixedPlan
@@ -105,7 +105,7 @@ def forced(rank: int, *, alone: bool = False) -> Iterator[list[Any]]:
     """Each plan of a rank takes other levels than the other rank's, and than its own before. alone: ranks do
     not agree, and all is kept on one and recomputed on the other. Yields what this rank chose, by plan."""
     chosen: list[Any] = []
-    original = auto.choose_mixture, auto.peers_of
+    original = auto_plan.choose_mixture, block_calls.peers_of
 
     def choose(actions: Any, blocks: Any, *arguments: Any, **options: Any) -> MixedPlan:
         plan = original[0](actions, blocks, *arguments, **options, max_trials=1)
@@ -119,13 +119,13 @@ def forced(rank: int, *, alone: bool = False) -> Iterator[list[Any]]:
         chosen.append(levels)
         return replace(plan, levels=levels)
 
-    auto.choose_mixture = choose  # type: ignore[attr-defined]
+    auto_plan.choose_mixture = choose  # type: ignore[attr-defined]
     if alone:
-        auto.peers_of = lambda groups: frozenset()  # type: ignore[attr-defined]
+        block_calls.peers_of = lambda groups: frozenset()  # type: ignore[attr-defined]
     try:
         yield chosen
     finally:
-        auto.choose_mixture, auto.peers_of = original  # type: ignore[attr-defined]
+        auto_plan.choose_mixture, block_calls.peers_of = original  # type: ignore[attr-defined]
 
 
 def _build() -> Model:
