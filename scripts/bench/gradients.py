@@ -10,7 +10,7 @@ algorithms, and it is never one of the timed steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,11 @@ def gradient_prints(row: Row, clock: Clock) -> dict[str, Any]:
     missing = [name for name, grad in named.items() if grad is None]
     if missing:
         raise RuntimeError(f"{len(missing)} of {len(named)} tensors got no gradient, first {missing[0]}")
-    grads = {name: grad for name, grad in named.items() if grad is not None}
+    return prints_of({name: grad for name, grad in named.items() if grad is not None})
+
+
+def prints_of(grads: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The fingerprint and the sample of each."""
     prints = torch.stack([fingerprint(grad) for grad in grads.values()]).tolist()
     samples = [
         grad.detach().flatten()[:: max(1, grad.numel() // _SAMPLE)].float().cpu() for grad in grads.values()
