@@ -31,6 +31,7 @@ from torch.utils.checkpoint import (
 )
 
 from offload.checkpoint.buffers import BuffersBefore
+from offload.checkpoint.halves import Reads, SplitCall
 from offload.checkpoint.members import MembersBefore
 from offload.checkpoint.selective import Contexts
 from offload.errors import OffloadError
@@ -48,6 +49,8 @@ class InputGroup(Protocol):
     def open(self, arguments: Sequence[torch.Tensor]) -> None: ...
 
     def send(self) -> None: ...
+
+    def reads(self) -> Reads | None: ...
 
     def close(self, output: Any) -> None: ...
 
@@ -135,6 +138,7 @@ class RecomputedCall:
         self._group: InputGroup | None = None
         self._buffers: BuffersBefore | None = None
         self._again: _Again | None = None
+        self._split: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def begin(self) -> None:
         """The forward begins. Blocks the host: once, as BuffersBefore. Raises CaptureError in a CUDA graph
@@ -171,6 +175,10 @@ class RecomputedCall:
             group.close(None)
             raise
         group.send()
+        reads = group.reads()
+        if reads is not None and not _is_sharded(self._module):
+            self._split = SplitCall(reads, self._module).hooks()
+            self._split.__enter__()
         self._run, self._group, self._buffers, self._again = run, group, buffers, again
 
     def end(self, output: Any) -> None:
@@ -181,6 +189,7 @@ class RecomputedCall:
             return
         self._again = None
         assert self._buffers is not None
+        self._leave_split()
         try:
             next(run, None)
         finally:
@@ -195,10 +204,16 @@ class RecomputedCall:
         if again is not None:
             again.interrupted = interrupted
         if run is not None:
+            self._leave_split()
             try:
                 run.close()
             finally:
                 self._leave(None)
+
+    def _leave_split(self) -> None:
+        split, self._split = self._split, None
+        if split is not None:
+            split.__exit__()
 
     def _leave(self, output: Any) -> None:
         group, self._group = self._group, None
@@ -262,6 +277,12 @@ class _Again:
                 self._module(*args, **kwargs)
             finally:
                 _due.module, _due.tensors = None, ()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers parameters of it for each recompute: they are gone with the recompute's end, so
+    nothing that was saved of them may be read later."""
+    return any(hasattr(inner, "_get_fsdp_state") for inner in module.modules())
 
 
 def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from offload.groups.group import Group
 from offload.saved.chunk import SavedChunk
@@ -31,15 +32,22 @@ class HalfReads:
         self._weight: Mapping[tuple[int, int], int] = {}
         self._slots: Mapping[int, frozenset[int]] = {}
         self._shape: Sequence[int] = ()
+        self._left: frozenset[int] = frozenset()
+        # where the W reads of other calls what their recompute made: by those calls
+        self._others: dict[frozenset[int], tuple[Any, Any, Any]] = {}
 
     @property
     def is_known(self) -> bool:
         """Whether a W was seen."""
         return bool(self._weight)
 
-    def leave_for_weight_half(self, saved: SavedChunk, room_bytes: int) -> bool:
+    def leave_for_weight_half(
+        self, saved: SavedChunk, room_bytes: int, left: frozenset[int] = frozenset()
+    ) -> bool:
         """An I begins: of what it brings back, the bytes that its W reads first, and it reads last, are to
-        stay, up to `room_bytes`. Returns whether that is all that the W reads."""
+        stay, up to `room_bytes`. Returns whether that is all that the W reads. left: places of the recomputed
+        calls of which the W reads what their recompute made, and neither their input nor what they kept."""
+        self._select(left)
         for block in saved.at(self._weight):
             room_bytes -= block.nbytes
             if room_bytes < 0:
@@ -61,13 +69,24 @@ class HalfReads:
                 transfers.unreclaim(block)
         saved.expect(self._weight)
 
-    def weight_half_ended(self, log: Iterable[DeviceBlock], groups: Sequence[Group]) -> None:
+    def weight_half_ended(
+        self, log: Iterable[DeviceBlock], groups: Sequence[Group], left: frozenset[int] = frozenset()
+    ) -> None:
         """A W has ended. log: the block of each of its reads. groups: of its chunk, which learn what it
-        read."""
+        read. left: as for its I."""
+        self._select(left)
         if self.input_reads:
             self._learn(list(log), [group.total_tensor_count for group in groups])
             for place, group in enumerate(groups):
                 group.half_slots = self._slots.get(place, frozenset())
+
+    def _select(self, left: frozenset[int]) -> None:
+        """Go on with what was seen where these calls were left; where nothing was, with what was seen
+        last."""
+        if left != self._left:
+            self._others[self._left] = self._weight, self._slots, self._shape
+            self._left = left
+            self._weight, self._slots, self._shape = self._others.get(left, (self._weight, self._slots, ()))
 
     def _learn(self, log: Sequence[DeviceBlock], shape: Sequence[int]) -> None:
         """What was seen first holds, until a chunk of another shape, or more than that, is read: of what a

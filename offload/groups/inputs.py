@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
+from offload.groups.again import CallReads
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
 from offload.saved.chunk import SavedChunk
@@ -29,6 +30,8 @@ class _Manager(Protocol):
     def commit(self, handler: ChunkGroups, group: Group) -> None: ...
 
     def input_read_next(self, handler: ChunkGroups) -> None: ...
+
+    def call_reads(self, handler: ChunkGroups, place: int) -> CallReads | None: ...
 
 
 class InputGroup:
@@ -89,6 +92,13 @@ class InputGroup:
         with handler.engine.lock:
             handler.close(self._name)
             self._manager.commit(handler, group)
+
+    def reads(self) -> CallReads | None:
+        """What is known of the halves of the call's backward; None where it is whole, or not announced."""
+        saved = None if self._group is None else self._group.saved
+        if self._handler is None or saved is None:
+            return None
+        return self._manager.call_reads(self._handler, saved.id.place)
 
     def close(self, output: Any) -> None:
         """The call is over. output: what it returned, whose backward tells that the input will be read soon;

@@ -19,6 +19,7 @@ import torch
 
 from offload.config import check_index, check_min_elements
 from offload.engine import OffloadEngine
+from offload.groups.again import CallReads, RecomputedHalves
 from offload.groups.chunk import ChunkGroups
 from offload.groups.halves import HalfReads
 from offload.groups.reports import FORWARDS_WITHOUT_END, MarkReport
@@ -71,6 +72,7 @@ class ChunkTracker:
         self._reads = 0
         self._read_bytes = 0  # since the prefetch was pumped last
         self._halves: defaultdict[int, HalfReads] = defaultdict(HalfReads)  # by stage
+        self.again = RecomputedHalves(engine)
         self._weight_log: list[DeviceBlock] = []
         self._weight_half_waits = False  # for something that the I under way will not leave there
 
@@ -136,6 +138,9 @@ class ChunkTracker:
                     self._leave_for_weight_half(handler)
                 elif kind == "W":
                     handler.saved.ends_here()
+                # a W after an I that read nothing is a whole backward
+                if kind == "I" or (kind == "W" and self._halves[stage].input_reads):
+                    self.again.begin(kind, handler.id)
                 self._start_reading(handler, kind)
                 self.pump()
 
@@ -148,13 +153,17 @@ class ChunkTracker:
             if handler is None or not handler.begun:
                 return
             halves = self._halves[stage]
+            if kind != "B":
+                self.again.end()
             if kind == "I" and self._reads > 0:
                 halves.input_half_ended(handler.saved, self.engine.transfers)
             elif kind == "I":
                 halves.input_reads = False
                 handler.saved.expect_reverse()
             elif kind == "W":
-                halves.weight_half_ended(self._weight_log, handler.groups)
+                halves.weight_half_ended(self._weight_log, handler.groups, self.again.left(handler.id))
+                for place, group in enumerate(handler.groups):
+                    group.left_bytes = self.again.left_bytes(handler.id, place)
                 self._weight_log.clear()
             self._backward = None
             self._look_ahead()
@@ -298,9 +307,22 @@ class ChunkTracker:
         is_next = following is not None and following.kind == "W" and following.chunk == handler.id
         if room_bytes is None:
             room_bytes = limits.max_restoring_bytes if is_next else 0
+        again_bytes = limits.again_room_bytes
+        left = self.again.leave_for_weight_half(
+            handler.id, room_bytes if again_bytes is None else again_bytes
+        )
         halves = self._halves[handler.id.stage]
-        leaves_all = halves.leave_for_weight_half(handler.saved, room_bytes)
+        leaves_all = halves.leave_for_weight_half(handler.saved, room_bytes, left)
         self._weight_half_waits = is_next and halves.is_known and not leaves_all
+
+    def call_reads(self, handler: ChunkGroups, place: int) -> CallReads | None:
+        """Of a recomputed call of this chunk that begins, the input of which is the group at `place`; None
+        where nothing says that the chunk's backward is split."""
+        stage = handler.id.stage
+        reads = self._halves[stage].input_reads
+        if reads is None:
+            reads = Action("I", *handler.id) in self._lookahead.actions
+        return self.again.reads(handler.id, place) if reads else None
 
     def _start_reading(self, handler: ChunkGroups, kind: str) -> None:
         handler.saved.complete()
@@ -390,6 +412,7 @@ class ChunkTracker:
                 handler.reset()
         self._retired.clear()
         self._captured.clear()
+        self.again.end_step()
         self._lookahead.end_step()
         self._forward = self._backward = None
         self._inferred = None

@@ -82,7 +82,8 @@ class Limits:
     names_window: the config names max_restoring_bytes. bounded_elsewhere: what is in flight is bounded by a
     client that measures the device's memory, so no cap is derived for spills. half_room_bytes: what stays of
     a chunk between the I and the W of a split backward, of what the I brought back; None: as much as
-    max_restoring_bytes where the W is the next read, else nothing. kept_limit_bytes: the most that stays at
+    max_restoring_bytes where the W is the next read, else nothing. again_room_bytes: the same of what the I
+    computed again; None: as much as of what it brought back. kept_limit_bytes: the most that stays at
     once whatever the plan keeps, as a step may be longer than the planned one.
     """
 
@@ -92,6 +93,7 @@ class Limits:
     names_window: bool
     bounded_elsewhere: bool
     half_room_bytes: int | None
+    again_room_bytes: int | None
     kept_limit_bytes: int | None
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -111,6 +113,7 @@ class Limits:
         self.max_spilling_bytes = spilling
         self.max_restoring_bytes = restoring
         self.half_room_bytes = None
+        self.again_room_bytes = None
         self.kept_limit_bytes = None if limit is None else limit - limit // 4  # until a plan says more
 
 

@@ -174,6 +174,16 @@ class InFlight:
             self._make_room(0)
             counts.device_bytes_peak = max(counts.device_bytes_peak, self.device_bytes)
 
+    def hold(self, nbytes: int) -> None:
+        """From here on so many bytes more of the device limit, fewer below 0, are for tensors that no block
+        has and that wait for a reader; of what is claimed, as many are not any more. Blocks the host:
+        never."""
+        self.resident_bytes += nbytes
+        if nbytes > 0:
+            self.claimed_bytes = max(0, self.claimed_bytes - nbytes)
+            self._make_room(0)
+            self.counts.device_bytes_peak = max(self.counts.device_bytes_peak, self.device_bytes)
+
     def resize(self, block: DeviceBlock, start: int, stop: int) -> None:
         """A RESIDENT block has these bytes of its storage from here on; room is made for what it grew."""
         grown = stop - start - block.nbytes

@@ -1,0 +1,212 @@
+"""Blocks that are recomputed under torch's zero-bubble schedules, on one rank: how often, what stays between
+the halves, and bitwise gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+
+import offload
+from offload.ids import ChunkId
+from offload.pipelining import OffloadPipelineStage
+from offload.policy.actions import parse_action
+from parallel.schedules import SCHEDULES, build_schedule
+from tests.unit.groups.stack import build_manager, installed
+
+ROWS, WIDTH, MICROBATCHES, LAYERS = 8, 16, 4, 2
+SAVE = ROWS * WIDTH * 4
+
+
+class Block(nn.Module):
+    """Four groups of parameters: a norm and three linears."""
+
+    forwards = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        Block.forwards += 1
+        y = self.norm(x)
+        return x + self.down(functional.dropout(torch.tanh(self.gate(y)) * self.up(y), 0.1))
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Pipeline:
+    """All stages of a schedule on this rank. mode: of `apply`; None for none."""
+
+    def __init__(self, name: str, mode: Any, **options: Any) -> None:
+        torch.manual_seed(0)
+        count = SCHEDULES[name].default_virtual_stages
+        example = torch.empty(ROWS, WIDTH, device="meta", requires_grad=True)
+        modules = [nn.Sequential(*(Block() for _ in range(LAYERS))) for _ in range(count)]
+        self.handles = [offload.apply(module, mode=mode, **options) for module in modules if mode]
+        self.stages = [
+            OffloadPipelineStage(
+                module,
+                index,
+                count,
+                torch.device("cpu"),
+                input_args=example.detach() if index == 0 else example,
+                output_args=example,
+            )
+            for index, module in enumerate(modules)
+        ]
+        self.schedule = build_schedule(
+            SCHEDULES[name],
+            self.stages,
+            microbatches=MICROBATCHES,
+            loss_fn=lambda output, target: (output - target).square().sum(),
+        )
+        self.stages[0].follow(self.schedule)
+
+    def step(self) -> list[Tensor]:
+        """The gradients."""
+        torch.manual_seed(1)
+        rows = MICROBATCHES * ROWS
+        x = torch.randn(rows, WIDTH)
+        self.schedule.step(x, target=torch.zeros(rows, WIDTH), return_outputs=False)
+        found = [parameter.grad for stage in self.stages for parameter in stage.submod.parameters()]
+        for stage in self.stages:
+            stage.submod.zero_grad(set_to_none=True)
+        return [gradient for gradient in found if gradient is not None]
+
+
+def expected(name: str) -> list[Tensor]:
+    with installed(None):
+        return Pipeline(name, None).step()
+
+
+def same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    return len(found) == len(wanted) > 0 and all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("mode", ["hidden_states", "selective"])
+@pytest.mark.parametrize("name", ["zbv", "interleavedzerobubble"])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_half_computes_a_block_again_once_and_a_w_not_at_all_where_its_i_leaves_what_it_reads(
+    name: str, mode: str, leaves: bool
+) -> None:
+    """torch's own W computes a block again for each of its four groups of parameters. Stage 0 has no I, and
+    its W is a whole backward."""
+    wanted = expected(name)
+    with installed(build_manager()) as manager:
+        assert manager is not None
+        manager.engine.limits.again_room_bytes = 100 * SAVE if leaves else 0
+        pipeline = Pipeline(name, mode)
+        for step in range(2):
+            Block.forwards = 0
+            assert same(pipeline.step(), wanted)
+            # what a W reads has to be seen once
+            weight_halves = MICROBATCHES if not leaves else 1 - step
+            assert Block.forwards == LAYERS * (4 * MICROBATCHES + weight_halves)
+            assert manager.step_end().device_bytes_peak > 0
+            assert manager.engine.transfers.device_bytes == 0
+
+
+class Stage:
+    """The halves of one split stage by hand, each block recomputed."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.graphs: dict[int, Any] = {}
+
+    def run(self, manager: Any, text: str) -> list[tuple[str, int, int]]:
+        """Each action with the forwards that it ran and the bytes that wait on the device after it."""
+        seen = []
+        manager.set_order([parse_action(word) for word in text.split()])
+        for word in text.split():
+            kind, stage, microbatch = action = parse_action(word)
+            Block.forwards = 0
+            if kind == "F":
+                manager.begin_chunk(stage, microbatch)
+                x = torch.randn(ROWS, WIDTH).requires_grad_()
+                self.graphs[microbatch] = x, self.module(x * 1)
+                manager.end_forward(stage, microbatch)
+            else:
+                manager.begin_backward(stage, microbatch, kind)
+                parameters = list(self.module.parameters())
+                if kind == "I":
+                    x, y = self.graphs.pop(microbatch)
+                    self.graphs[microbatch] = stage_backward_input([y], [y], [x], iter(parameters))[1]
+                    del x, y
+                else:
+                    stage_backward_weight(iter(parameters), self.graphs.pop(microbatch))
+                manager.end_backward(*action.chunk, kind)
+            seen.append((word, Block.forwards, manager.engine.transfers.resident_bytes))
+        manager.step_end()
+        return seen
+
+
+LEFT = 3 * SAVE + 2 * 4 * ROWS
+"""Of a block: the norm's input and output, what the last product reads, and the norm's two numbers a row."""
+
+
+@pytest.mark.parametrize(("room", "blocks"), [(0, 0), (LEFT - 1, 0), (LEFT, 1), (9 * LEFT, 2)])
+def test_the_first_blocks_leave_what_the_room_holds_and_it_is_counted_until_the_weight_half(
+    room: int, blocks: int
+) -> None:
+    with installed(build_manager(max_restoring_bytes=0)) as manager:
+        assert manager is not None
+        manager.engine.limits.again_room_bytes = room
+        stage = Stage()
+        handle = offload.apply(stage.module, mode="hidden_states")
+        stage.run(manager, "1F0 1I0 1W0")
+        seen = stage.run(manager, "1F0 1F1 1I0 1I1 1W0 1W1")
+        handle.remove()
+        again = {word: forwards for word, forwards, _ in seen if "F" not in word}
+        assert again == {"1I0": 2, "1I1": 2, "1W0": LAYERS - blocks, "1W1": LAYERS - blocks}
+        after = {word: nbytes for word, _, nbytes in seen}
+        assert (after["1I1"], after["1W0"], after["1W1"]) == (2 * blocks * LEFT, blocks * LEFT, 0)
+
+
+def test_what_a_weight_half_does_not_read_is_gone_when_it_comes_to_the_next_block() -> None:
+    """torch's own keeps it until the whole W has ended, once for each group of parameters."""
+    with installed(build_manager()) as manager:
+        assert manager is not None
+        manager.engine.limits.again_room_bytes = 0
+        stage = Stage()
+        offload.apply(stage.module, mode="hidden_states")
+        made: list[StorageWeakRef] = []
+        alive: list[int] = []
+
+        def note(module: nn.Module, args: object, output: Tensor) -> None:
+            alive.append(sum(not reference.expired() for reference in made))
+            made.append(StorageWeakRef(output.untyped_storage()))
+
+        for block in stage.module:
+            block.gate.register_forward_hook(note)  # no W reads what it makes
+        stage.run(manager, "1F0 1I0 1W0")
+    assert len(made) == 3 * LAYERS
+    assert alive[-LAYERS:] == [0] * LAYERS
+
+
+def test_a_block_that_is_computed_by_a_whole_backward_of_a_split_schedule_gives_up_what_it_has_read() -> None:
+    """Stage 0's W is one backward, which reads all that a recompute made, each once."""
+    with installed(build_manager()) as manager:
+        assert manager is not None
+        pipeline = Pipeline("zbv", "hidden_states")
+        pipeline.step()
+        assert manager._halves[0].input_reads is False
+        manager.begin_chunk(0, 0)
+        assert manager.call_reads(manager._handlers[ChunkId(0, 0)], 0) is None
+        manager.begin_chunk(1, 0)
+        assert manager.call_reads(manager._handlers[ChunkId(1, 0)], 0) is not None
+        manager.step_end()
