@@ -92,7 +92,8 @@ class VariedSteps:
         if not self.lengths.vary:
             self._planned = None
             return None
-        longest = max(reversed(self._timed), key=lambda step: len(step.actions), default=None)
+        may_come = [step for step in reversed(self._timed) if self.lengths.may_come_again(step.amounts)]
+        longest = max(may_come, key=lambda step: len(step.actions), default=None)
         planned = self._planned
         is_old = (
             planned is None

@@ -133,6 +133,17 @@ class AutoMemory:
             self.is_measured = not total.is_settled or vary
         return True
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a plan can be made: there is no total, or a step was measured."""
+        return self.total is None or self.total.rest_bytes is not None
+
+    def measure(self) -> None:
+        """From the next step on: others come than before. Where there was no room, there may be now."""
+        self.is_measured = self.total is not None
+        if self.total is not None and self.has_no_room:
+            self.total.rest_bytes, self.has_no_room = None, False
+
     # -- the limit -------------------------------------------------------------------------------------------
     def set_limit(self, engine: OffloadEngine, limit_bytes: int | None) -> None:
         """A plan is followed that is for this limit."""

@@ -61,18 +61,21 @@ class AutoPlan:
         self._look_at_shape(known)
 
     def _look_at_shape(self, known: list[Action]) -> None:
-        """A shape that comes twice in a row is planned for, and so are steps that vary."""
-        lengths = self.recent.lengths
+        """A shape that comes twice in a row is planned for, and so are steps that vary. Where these had no
+        room, they are once the typical length is another."""
+        lengths, memory = self.recent.lengths, self._memory
         shape = None if lengths.vary else (tuple(known), tuple(lengths.last.items()))
-        if shape != self._shape and (shape is None or shape == self._shape_before):
-            self._shape = shape
-            self.plans_left, self._memory.is_measured = _PLANS, self._memory.total is not None
+        is_new = shape != self._shape and (shape is None or shape == self._shape_before)
         self._shape_before = shape
+        if is_new or (memory.has_no_room and self._is_too_old):
+            self._shape, self.plans_left = shape, _PLANS
+            memory.measure()
 
     @property
     def is_wanted(self) -> bool:
         """Whether a plan shall be made now."""
-        return self._since_plan > 1 and (self.plans_left > 0 or self._is_too_old)
+        is_time = self._since_plan > 1 and self._memory.is_known
+        return is_time and (self.plans_left > 0 or self._is_too_old)
 
     @property
     def _is_too_old(self) -> bool:
@@ -139,12 +142,12 @@ class AutoPlan:
         the host on a GPU only: where the plan needs more pinned memory than is held, for 1 ms for each 17 MB
         more, and 30 ms where the link was not measured yet."""
         memory = self._memory
+        self._since_plan = 0
+        self._lengths = self.recent.lengths.typical()
         if plan is None:
             self.follow_none(engine)
             memory.no_room()
             return
-        self._since_plan = 0
-        self._lengths = self.recent.lengths.typical()
         self.names = {chunk: list(names) for chunk, names in self._calls.names.items()}
         self.followed, self._calls.levels = plan, plan.levels
         limit_bytes = plan.problem.limit_bytes

@@ -71,7 +71,7 @@ class AutoRanks:
         agreement, plan, work = self._agreement, self._plan, self._plan.recent.step()
         assert agreement is not None
         room = None
-        if work is not None:
+        if work is not None and self._memory.is_known:
             limit_bytes = None if self._memory.total is None else self._memory.limit_bytes or 0
             room = Room(work.shape, limit_bytes, plan.is_wanted)
         rooms = agreement.rooms(room)

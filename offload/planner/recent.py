@@ -65,5 +65,6 @@ class RecentSteps:
         if not self.lengths.vary:
             found = self._timed[-1] if self._timed else None
             return found.work if found is not None and found.amounts == self.lengths.last else None
-        longest = max(reversed(self._timed), key=lambda timed: len(timed.work.actions), default=None)
+        may_come = [timed for timed in reversed(self._timed) if self.lengths.may_come_again(timed.amounts)]
+        longest = max(may_come, key=lambda timed: len(timed.work.actions), default=None)
         return None if longest is None else longest.work.scaled(self.lengths.factors(longest.amounts))

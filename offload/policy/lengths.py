@@ -67,8 +67,13 @@ class Lengths:
                 found.setdefault(stage, []).append(amount)
         return {stage: _mean_and_deviation(amounts) for stage, amounts in found.items()}
 
+    def may_come_again(self, amounts: Amounts) -> bool:
+        """Whether the last steps ran every stage of a step with these amounts."""
+        return {stage for stage, _ in amounts} <= self.typical().keys()
+
     def factors(self, amounts: Amounts) -> dict[ChunkKey, float]:
-        """What makes a step with these amounts the typical one, by chunk; 1 where steps do not vary."""
+        """What makes a step with these amounts, which may come again, the typical one, by chunk; 1 where
+        steps do not vary."""
         if not self.vary:
             return dict.fromkeys(amounts, 1.0)
         typical = self.typical()

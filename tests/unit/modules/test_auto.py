@@ -110,6 +110,47 @@ def test_a_total_that_leaves_nothing_is_one_warning_with_both_numbers(
     assert manager.engine.limits.device_limit_bytes is None
 
 
+@pytest.mark.parametrize(("before", "after"), [((16,), (4,)), ((28, 32, 36), (4, 6, 5))])
+def test_where_there_was_no_room_a_plan_is_made_once_steps_are_shorter(
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    manager: PipelineOffloadManager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For good, or where lengths vary on the whole. A row takes 1,500 bytes beside what the engine counts."""
+    engine, rows = manager.engine, before[0]
+    engine.rates = SLOW_LINK
+    monkeypatch.setattr(
+        engine.device,
+        "allocator_bytes",
+        lambda: (0, rows * 1_500 + engine.transfers.counts.device_bytes_peak),
+    )
+    model = build(blocks=LAYERS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def states(of_steps: tuple[int, ...], steps: int) -> list[str]:
+        nonlocal rows
+        found = []
+        for step in range(steps):
+            rows = of_steps[step % len(of_steps)]
+            model(torch.randn(rows, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(str(handle.explain()).splitlines()[0])
+        return found
+
+    with offload.activations(model, "auto", min_numel=1, device_total=20_000) as handle:
+        assert "device_total leaves no choice" in states(before, 6)[-1]
+        assert engine.limits.device_limit_bytes is None
+        later = states(after, 14)
+        assert "plan" in later[-1]
+        plan = handle.explain().plan
+        assert plan is not None
+        assert plan.problem.blocks[0, 0][0].menu[-1].saved_bytes <= max(after) * WIDTH * 4
+        assert engine.limits.device_limit_bytes is not None
+        assert "device_total leaves no choice" in states(before, 12)[-1]
+
+
 def test_removing_it_gives_the_engine_its_own_limit_back(manager: PipelineOffloadManager) -> None:
     manager.engine.rates = SLOW_LINK
     before = manager.engine.limits.device_limit_bytes

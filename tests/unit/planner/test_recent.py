@@ -1,0 +1,37 @@
+"""The step to plan for, of those that were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload.planner.recent import RecentSteps
+from offload.planner.work import Ran
+from offload.policy.actions import Action
+from offload.policy.lengths import STEPS
+from tests.unit.planner.test_work import Profiled
+
+
+def end_step(recent: RecentSteps, lengths: Sequence[int], *, timed: bool) -> None:
+    """A step of one microbatch of so many bytes in each stage. timed: the seconds of the one before it are
+    known."""
+    actions = [Action(kind, stage, 0) for stage in range(len(lengths)) for kind in ("F", "B")]
+    ran = {(stage, 0): [Ran(Profiled(), 0, length)] for stage, length in enumerate(lengths)}
+    seconds = {Action(kind, stage, 0): 2.0 for stage in range(2) for kind in ("F", "B")}
+    recent.ended(actions, ran, seconds if timed else None)
+
+
+def test_a_stage_that_the_last_steps_lack_is_not_planned_for() -> None:
+    """A run goes on with one of its two stages, whose steps vary and are not timed for a while."""
+    recent = RecentSteps()
+    for length in (10, 20, 30):
+        end_step(recent, (length, length), timed=True)
+    work = recent.step()
+    assert work is not None
+    assert {action.stage for action in work.actions} == {0, 1}
+    for number in range(STEPS):
+        end_step(recent, (10 + number,), timed=False)
+    assert recent.step() is None
+    end_step(recent, (40,), timed=True)
+    work = recent.step()
+    assert work is not None
+    assert {action.stage for action in work.actions} == {0}
