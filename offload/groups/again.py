@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from offload.engine import OffloadEngine
 from offload.ids import ChunkId
+from offload.policy.actions import ChunkKey
 
 __all__ = ["CallReads", "RecomputedHalves"]
 
@@ -77,11 +78,17 @@ class RecomputedHalves:
         """What the I of this chunk leaves of the call at `place`."""
         return self._known[chunk.stage, place].nbytes if place in self.left(chunk) else 0
 
-    def weight_reads(self, chunk: ChunkId) -> list[int]:
-        """Of the recomputed calls of a chunk, in forward order, the bytes that a W was seen to read; none
-        where one of them was not seen."""
-        known = [self._known.get((chunk.stage, place)) for place in self._places.get(chunk, ())]
-        return [one.nbytes for one in known if one is not None] if None not in known else []
+    def seen(self) -> dict[ChunkKey, list[tuple[int, bool]]]:
+        """Of the recomputed calls of each chunk of this step, in forward order, the bytes that a W was seen
+        to read, and whether the I left them; without those that were not seen."""
+        return {
+            chunk: [
+                (known.nbytes, place in self.left(chunk))
+                for place in places
+                if (known := self._known.get((chunk.stage, place))) is not None
+            ]
+            for chunk, places in self._places.items()
+        }
 
     def end(self) -> None:
         """The half is over: its recomputes are gone, but for what an I leaves."""

@@ -8,7 +8,7 @@ blocks the host: a step's times are read when a later step ends, and only if all
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offload.config import OffloadConfig
 from offload.device import Event
@@ -28,7 +28,7 @@ class SeenStep:
     chunks: all that were begun. forward_order, backward_order: in the order of their begin. actions: as they
         were announced.
     seconds: compute by action of an earlier step of this kind, where it was timed. idle: stages whose I reads
-    nothing.
+    nothing. halves: as `RecomputedHalves.seen`.
     """
 
     chunks: Sequence[ChunkGroups]
@@ -37,6 +37,7 @@ class SeenStep:
     actions: Sequence[Action]
     seconds: dict[Action, float] | None
     idle: Collection[int] = ()
+    halves: Mapping[ChunkKey, Sequence[tuple[int, bool]]] = field(default_factory=dict)
 
     def sizes_in_backward_order(self) -> list[tuple[ChunkKey, list[GroupSize]]]:
         return [(chunk.id, sizes_of(chunk)) for chunk in self.backward_order]
@@ -86,6 +87,7 @@ def sizes_of(chunk: ChunkGroups, part_bytes: Mapping[int, int] = {}) -> list[Gro
             group.name,
             group.total_offload_bytes - part_bytes.get(at, 0),
             half_bytes=half_bytes_of(group, group.slot_bytes),
+            left_bytes=group.left_bytes,
         )
         for at, group in enumerate(chunk.groups)
     ]

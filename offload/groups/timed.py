@@ -234,7 +234,7 @@ def cut_into_units(groups: Sequence[Group], least_bytes: int) -> list[Unit]:
         if nbytes or first_slot == 0:  # the rest, or a group without bytes
             own.append(Unit(position, first_slot, GroupSize(group.name, nbytes, region)))
         own = own if group.half_slots is None else _with_halves(own, group)
-        units += own if group.cost is None else _with_cost(own, group.cost)
+        units += own if group.cost is None else _with_cost(own, group.cost, group.left_bytes)
     return units
 
 
@@ -259,7 +259,7 @@ def _region_of_input(groups: Sequence[Group], position: int) -> int:
     return -position - 1
 
 
-def _with_cost(units: list[Unit], cost: Cost) -> list[Unit]:
+def _with_cost(units: list[Unit], cost: Cost, left_bytes: int) -> list[Unit]:
     """The units of one group, each with its part of the compute; what a recompute makes is counted once."""
     total_bytes = sum(unit.size.nbytes for unit in units)
     return [
@@ -267,6 +267,7 @@ def _with_cost(units: list[Unit], cost: Cost) -> list[Unit]:
             size=unit.size._replace(
                 weight=cost.weight * (unit.size.nbytes / total_bytes if total_bytes else 1 / len(units)),
                 again_bytes=0 if at else cost.again_bytes,
+                left_bytes=0 if at else left_bytes,
             )
         )
         for at, unit in enumerate(units)

@@ -398,6 +398,7 @@ class ChunkTracker:
             actions=self._lookahead.seen,
             seconds=seconds,
             idle=[stage for stage, halves in self._halves.items() if halves.input_reads is False],
+            halves=self.again.seen(),
         )
 
     def _drop_step(self) -> None:

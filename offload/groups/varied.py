@@ -142,6 +142,7 @@ def _scaled(unit: Unit, factor: float) -> Unit:
         size=size._replace(
             nbytes=round(size.nbytes * factor),
             again_bytes=round(size.again_bytes * factor),
+            left_bytes=round(size.left_bytes * factor),
             half_bytes=None if size.half_bytes is None else round(size.half_bytes * factor),
         )
     )

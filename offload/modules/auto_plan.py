@@ -17,7 +17,7 @@ from offload.groups.seen import SeenStep
 from offload.modules.auto_memory import AutoMemory
 from offload.modules.block_calls import BlockCalls
 from offload.planner.recent import RecentSteps
-from offload.planner.work import Ran, StepWork
+from offload.planner.work import Ran, StepWork, with_halves
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
 from offload.policy.keeps import all_of, kept_peak_bytes
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
@@ -57,6 +57,7 @@ class AutoPlan:
         self.num_steps += 1
         self._since_plan += 1
         known, _ = seen.schedule()
+        ran = {chunk: with_halves(calls, seen.halves.get(chunk, ())) for chunk, calls in ran.items()}
         self.recent.ended(known, ran, seen.seconds, head_bytes=self._memory.head_bytes)
         self._look_at_shape(known)
 
@@ -156,6 +157,7 @@ class AutoPlan:
             memory.total.restart()
         _measure_link(engine)
         memory.set_limit(engine, limit_bytes)
+        engine.limits.again_room_bytes = plan.again_room_bytes
         self._leave_room(engine, plan)
         self._reserve(engine, plan)
 
@@ -163,6 +165,7 @@ class AutoPlan:
         """From the next step on every block is recomputed, under the engine's own limit."""
         self.followed = self._calls.levels = None
         self.plans_left = 0
+        engine.limits.again_room_bytes = None
         self._memory.give_limit_back(engine)
 
     def _leave_room(self, engine: OffloadEngine, plan: MixedPlan) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from offload.planner.work import Ran, StepWork
+from offload.planner.work import Ran, StepWork, read_parts_of
 from offload.policy.actions import Action, ChunkKey
 from offload.policy.lengths import STEPS, Lengths
 
@@ -36,6 +36,7 @@ class RecentSteps:
     def __init__(self) -> None:
         self.lengths = Lengths()
         self._before: _Seen | None = None
+        self._read_parts: dict[tuple[int, int], float] = {}
         self._timed: deque[_Timed] = deque(maxlen=STEPS)
 
     def ended(
@@ -56,7 +57,8 @@ class RecentSteps:
         self.lengths.note(amounts)
         if before is None or seconds_before is None or any(of not in seconds_before for of in before.actions):
             return
-        work = StepWork.of(before.actions, seconds_before, before.ran, head_bytes)
+        self._read_parts |= read_parts_of(before.ran)
+        work = StepWork.of(before.actions, seconds_before, before.ran, head_bytes, self._read_parts)
         if work is not None:
             self._timed.append(_Timed(work, before.amounts))
 

@@ -14,11 +14,14 @@ from typing import NamedTuple, Protocol
 from offload.policy.actions import Action, ChunkKey
 from offload.policy.menu import Block, Host, Level, Menu
 
-__all__ = ["Profile", "Ran", "StepWork"]
+__all__ = ["Profile", "Ran", "StepWork", "read_parts_of", "with_halves"]
 
 
 _BACKWARD = 2.0
 """Seconds of a backward over those of its forward, where neither was measured."""
+
+_WEIGHT_PART = 0.5
+"""Of a split backward's seconds, its W's, where they were not measured."""
 
 _HOST_BOUND = 0.7
 """Of a forward's time: if the host takes so much of it to issue it, the device waits for the host."""
@@ -48,11 +51,25 @@ class Profile(Protocol):
 
 class Ran(NamedTuple):
     """One call of a block. profile: for its number of tokens; None in the step that profiles. level: its
-    place in the menu. input_bytes: the measure of its tokens."""
+    place in the menu. input_bytes: the measure of its tokens. weight_bytes: what the W of a split backward
+    was seen to read of it; None where none was, and of a plain call. left: its I left that, so its W computed
+    nothing again."""
 
     profile: Profile | None
     level: int
     input_bytes: int = 1
+    weight_bytes: int | None = None
+    left: bool = False
+
+
+def with_halves(calls: Sequence[Ran], reads: Sequence[tuple[int, bool]]) -> list[Ran]:
+    """The calls of one chunk. reads: of the recomputed ones, in order, what their W read and whether it was
+    left; of another number where that is not known of all."""
+    again = [at for at, call in enumerate(calls) if call.level != 0]
+    found = list(calls)
+    for at, (weight_bytes, left) in zip(again, reads, strict=False) if len(again) == len(reads) else ():
+        found[at] = found[at]._replace(weight_bytes=weight_bytes, left=left)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +97,11 @@ class StepWork:
         seconds: Mapping[Action, float],
         ran: Mapping[ChunkKey, Sequence[Ran]],
         head_bytes: int = 0,
+        read_parts: Mapping[tuple[int, int], float] = {},
     ) -> StepWork | None:
         """actions, seconds: of one step. ran: what it called. head_bytes: what the head and the loss need
         beyond a block, which makes them a block that saves nothing. None where a chunk's blocks are not
-        known.
+        known. read_parts: as `read_parts_of` an earlier step, for blocks that this one did not recompute.
 
         The profile's seconds say how the blocks share a forward; how long it takes is what was measured. In a
         backward each block has its share of what is left when its recompute is taken off. Where the host was
@@ -93,6 +111,8 @@ class StepWork:
         rest_s: dict[Action, float] = {}
         forward_s = {action.chunk: seconds[action] for action in actions if action.kind == "F"}
         backward_s: dict[ChunkKey, float] = {}
+        split = {action.chunk for action in actions if action.kind == "I"}
+        read_parts = {**read_parts, **read_parts_of(ran)}
         for action in actions:
             if action.kind != "F":
                 backward_s[action.chunk] = backward_s.get(action.chunk, 0.0) + seconds[action]
@@ -104,26 +124,35 @@ class StepWork:
             if inside_s == 0:
                 return None
             host_s = sum(profile.host_s for profile in profiles)
+            weight_s: float | None = None
             # the first: of a device without a clock
             if measured_s == 0 or backward_s[chunk] == 0 or host_s > max(_HOST_BOUND * measured_s, inside_s):
                 measured_s = inside_s
-                again_s = sum(
-                    call.profile.menu[call.level].recompute_s for call in ran[chunk] if call.profile
+                backward_s[chunk] = _BACKWARD * inside_s + sum(
+                    _again_s(ran[chunk], [profile.menu for profile in profiles], chunk in split)
                 )
-                backward_s[chunk] = _BACKWARD * inside_s + again_s
+                weight_s = None
+            elif chunk in split:
+                weight_s = seconds[Action("W", *chunk)]
             # a profile's events may count gaps between launches, which a whole forward has not
             scale = min(1.0, measured_s / inside_s)
             menus = [_timed(profile.menu, scale) for profile in profiles]
-            again_s = sum(menu[call.level].recompute_s for menu, call in zip(menus, ran[chunk], strict=True))
-            ratio = max((backward_s[chunk] - again_s) / measured_s, 1.0)
+            again_s, weight_again_s = _again_s(ran[chunk], menus, chunk in split)
+            plain_s = backward_s[chunk] - again_s - weight_again_s
+            ratio = max(plain_s / measured_s, 1.0)
+            weight_part = _WEIGHT_PART
+            if weight_s is not None and plain_s > 0:
+                weight_part = min(1.0, max(0.0, (weight_s - weight_again_s) / plain_s))
             blocks[chunk] = [
                 Block(
                     menu=menu,
                     forward_s=profile.forward_s * scale,
                     backward_s=profile.forward_s * scale * ratio,
+                    weight_part=weight_part,
+                    w_reads=read_parts.get((chunk[0], place), read_parts.get((chunk[0], -1), 1.0)),
                     host_s=_PASSES_OF_HOST * profile.host_s,
                 )
-                for menu, profile in zip(menus, profiles, strict=True)
+                for place, (menu, profile) in enumerate(zip(menus, profiles, strict=True))
             ]
             if head_bytes:
                 blocks[chunk].append(
@@ -152,6 +181,30 @@ class StepWork:
             },
             rest_s={action: seconds * factors[action.chunk] for action, seconds in self.rest_s.items()},
         )
+
+
+def _again_s(calls: Sequence[Ran], menus: Sequence[Menu], is_split: bool) -> tuple[float, float]:
+    """Seconds that a chunk's backward computed again: in its B or its I, and in its W."""
+    again_s = [menu[call.level].recompute_s for menu, call in zip(menus, calls, strict=True)]
+    twice_s = sum(own_s for own_s, call in zip(again_s, calls, strict=True) if not call.left)
+    return sum(again_s), twice_s if is_split else 0.0
+
+
+def read_parts_of(ran: Mapping[ChunkKey, Sequence[Ran]]) -> dict[tuple[int, int], float]:
+    """By stage and place of a block, what a W reads of what the plain block saves; by stage and -1, of all
+    blocks of which that was seen."""
+    found: dict[tuple[int, int], float] = {}
+    sums: dict[int, list[int]] = {}
+    for (stage, _), calls in ran.items():
+        for place, call in enumerate(calls):
+            if call.weight_bytes is None or call.profile is None:
+                continue
+            plain_bytes = max(1, call.profile.menu[0].saved_bytes)
+            found[stage, place] = min(1.0, call.weight_bytes / plain_bytes)
+            total = sums.setdefault(stage, [0, 0])
+            total[0] += call.weight_bytes
+            total[1] += plain_bytes
+    return found | {(stage, -1): min(1.0, read / plain) for stage, (read, plain) in sums.items()}
 
 
 def _timed(menu: Menu, scale: float) -> Menu:

@@ -72,6 +72,8 @@ class GroupSize(NamedTuple):
     again_s: seconds that are computed once more where its region is read, beside the action's compute.
     again_bytes: what that makes, on the device until its region's compute ends.
     half_bytes: what the W of a split backward reads of them, after the I has read all; None for all.
+    left_bytes: of `again_bytes`, what the I leaves on the device for a W that then reads nothing of the
+        region and computes nothing again.
     """
 
     name: str
@@ -81,6 +83,7 @@ class GroupSize(NamedTuple):
     again_s: float = 0.0
     again_bytes: int = 0
     half_bytes: int | None = None
+    left_bytes: int = 0
 
     @property
     def w_bytes(self) -> int:

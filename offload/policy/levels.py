@@ -9,12 +9,22 @@ One invariant: pure functions of one chunk's blocks; what a step costs is asked 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from offload.policy.actions import GroupSize
 from offload.policy.menu import Block, convex
 
-__all__ = ["Levels", "alike", "groups_at", "most_steps", "moved", "path_of", "rounded", "units_a_chunk"]
+__all__ = [
+    "Levels",
+    "alike",
+    "groups_at",
+    "most_steps",
+    "moved",
+    "num_leaving",
+    "path_of",
+    "rounded",
+    "units_a_chunk",
+]
 
 Levels = tuple[int, ...]
 """Of one chunk: for each block the place of its level in its menu."""
@@ -26,17 +36,23 @@ _BETWEEN = 4
 """Mixtures of two neighbouring levels, of which the same blocks of all chunks have the further one."""
 
 
-def groups_at(blocks: Sequence[Block], levels: Levels, num_units: int) -> list[GroupSize]:
+def groups_at(
+    blocks: Sequence[Block], levels: Levels, num_units: int, num_leaving: int = 0
+) -> list[GroupSize]:
     """One chunk's groups with each block at its level, in units: those of a recomputed block are one
-    region. num_units: about so many, were all blocks plain."""
+    region. num_units: about so many, were all blocks plain. num_leaving: so many recomputed blocks, the first
+    ones, leave for the W of a split backward what it reads."""
     unit_bytes = max(1, sum(block.menu[0].saved_bytes for block in blocks) // num_units)
     groups: list[GroupSize] = []
     for place, (block, at) in enumerate(zip(blocks, levels, strict=True)):
         level = block.menu[at]
         num = max(1, round(level.saved_bytes / unit_bytes))
         ends = [part / num for part in range(num + 1)]
-        # a recomputed block's W recomputes again, from all that it saved
-        w_bytes = level.saved_bytes if at else block.w_bytes
+        leaves = at > 0 and num_leaving > 0
+        num_leaving -= leaves
+        # a recomputed block's W recomputes again, from all that it saved, if nothing was left for it
+        w_bytes = (0 if leaves else level.saved_bytes) if at else block.w_bytes
+        left_bytes = block.w_bytes if leaves else 0
         groups += [
             GroupSize(
                 level.name,
@@ -46,10 +62,18 @@ def groups_at(blocks: Sequence[Block], levels: Levels, num_units: int) -> list[G
                 again_s=level.recompute_s / num,
                 again_bytes=_between(level.made_again_bytes, start, end),
                 half_bytes=min(_between(w_bytes, start, end), _between(level.saved_bytes, start, end)),
+                left_bytes=_between(left_bytes, start, end),
             )
             for start, end in pairwise(ends)
         ]
     return groups
+
+
+def num_leaving(blocks: Sequence[Block], levels: Levels, room_bytes: float) -> int:
+    """How many recomputed blocks of a chunk leave something between the halves of its backward, the first
+    ones, as far as there is room."""
+    left = accumulate(block.w_bytes for block, at in zip(blocks, levels, strict=True) if at)
+    return sum(nbytes <= room_bytes for nbytes in left)
 
 
 def _between(nbytes: int, start: float, end: float) -> int:

@@ -19,8 +19,8 @@ those made first, and one flow says as much as one for each block. Shares of a b
 levels, so a menu need not be convex. The host is one lane that no wait of the device holds up.
 
 What only engines need is left out of the bound. `as_engine` counts it: room for what a recompute makes again,
-and the second recompute of a split backward, in its W. One invariant: every other simplification lets the
-program do more than an engine can, never less.
+and what the I of a split backward leaves of that for its W. One invariant: every other simplification lets
+the program do more than an engine can, never less.
 """
 
 from __future__ import annotations
@@ -322,13 +322,13 @@ class MixedProgram:
         up of that. after_half: of what is read again after the I of a split backward."""
         saved, row = 0.0, []
         for kind in kinds:
-            # a recomputed block's W recomputes again, an engine's from all that it saved
+            # of a recomputed block an engine's I leaves for the W what the plain block's W reads
             every = kind.block.w_bytes if after_half else kind.block.menu[0].saved_bytes
             saved += kind.num * every / self._byte_unit
             for column, level in kind.levels():
                 left = level.saved_bytes
-                if after_half and not self._as_engine:
-                    left = min(left, every)
+                if after_half:
+                    left = every if self._as_engine else min(left, every)
                 row.append((column, (left - every) / self._byte_unit))
         column = self._column(None)
         self._ranges[column] = (None, None)
@@ -356,19 +356,15 @@ class MixedProgram:
     def _add_recompute(self, life: Life, parts: Sequence[Sequence[_Kind]]) -> None:
         """The seconds of recomputing in the slices that read, and the room that an engine needs before
         them."""
-        reads = [(life.last_read if life.half_read is None else life.half_read, True)]
-        if life.half_read is not None and self._as_engine:
-            reads.append((life.last_read, False))
-        for action, backward in reads:
-            for place, part in enumerate(reversed(parts) if backward else parts):
-                at = self._first[action] + place
-                for kind in part:
-                    for column, level in kind.levels():
-                        self._seconds[at].append((column, level.recompute_s / self._time_unit))
-                        if self._as_engine and level.made_again_bytes and at:
-                            # one block is recomputed at a time
-                            room = level.made_again_bytes / kind.num / len(part) / self._byte_unit
-                            self._again[at - 1].append((column, room))
+        first = self._first[life.last_read if life.half_read is None else life.half_read]
+        for at, part in enumerate(reversed(parts), first):
+            for kind in part:
+                for column, level in kind.levels():
+                    self._seconds[at].append((column, level.recompute_s / self._time_unit))
+                    if self._as_engine and level.made_again_bytes and at:
+                        # one block is recomputed at a time
+                        room = level.made_again_bytes / kind.num / len(part) / self._byte_unit
+                        self._again[at - 1].append((column, room))
 
     def _kind(self, block: Block, count: int) -> _Kind:
         columns = [self._column(float(count)) for _ in block.menu[1:]]

@@ -17,7 +17,17 @@ from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates
 from offload.policy.keeps import kept_peak_bytes, limit_keeps, tail_keeps
-from offload.policy.levels import Levels, alike, groups_at, most_steps, moved, path_of, rounded, units_a_chunk
+from offload.policy.levels import (
+    Levels,
+    alike,
+    groups_at,
+    most_steps,
+    moved,
+    num_leaving,
+    path_of,
+    rounded,
+    units_a_chunk,
+)
 from offload.policy.menu import Block, Host
 from offload.policy.mixed_bound import action_seconds, host_seconds
 from offload.policy.mixed_program import ChunkBlocks, MixedBound
@@ -60,7 +70,7 @@ class State(NamedTuple):
 
     kept_bytes: what stays of each chunk's end. window_bytes: how far ahead to fetch. limit_bytes: the cap
     to run with, no more than the problem's. half_room_bytes: of a chunk, what an I leaves on the device for
-    its W.
+    its W, of what it brought back. again_room_bytes: the same of what it computed again.
     """
 
     levels: tuple[Levels, ...]
@@ -68,6 +78,7 @@ class State(NamedTuple):
     window_bytes: float
     limit_bytes: int
     half_room_bytes: float = 0.0
+    again_room_bytes: float = 0.0
 
 
 class Trial(NamedTuple):
@@ -104,9 +115,13 @@ class MixedSearch:
             for own in self._blocks
             for block in set(own)
         }
-        self._groups: dict[tuple[int, Levels], list[GroupSize]] = {}
-        self._tried: set[tuple[tuple[Levels, ...], Keeps, int, int, int]] = set()
-        units = sum(len(self._groups_of(at, (0,) * len(own))) for at, own in enumerate(self._blocks))
+        # that the W of a split backward reads of a chunk
+        self._most_half_bytes = float(
+            max((sum(block.w_bytes for block in problem.blocks[chunk]) for chunk in self._halves), default=0)
+        )
+        self._groups: dict[tuple[int, Levels, int], list[GroupSize]] = {}
+        self._tried: set[tuple[tuple[Levels, ...], tuple[int, ...], Keeps, int, int, int]] = set()
+        units = sum(len(self._groups_of(at, (0,) * len(own), 0)) for at, own in enumerate(self._blocks))
         most = max(_FEWEST_TRIALS, min(_MOST_TRIALS, _UNIT_TRIALS // max(1, units)))
         self._most_trials = self._stop_at = most if max_trials is None else max_trials
 
@@ -139,11 +154,11 @@ class MixedSearch:
         for part in _BOUND_PARTS:
             kept = tuple(part * bound.kept_bytes[chunk] for chunk in self._chunks)
             for window in self._windows(levels):
-                self.try_state(State(levels, kept, window, self._problem.limit_bytes))
+                self.try_state(self._start(levels, kept, window))
 
     def try_equal_amounts(self, levels: tuple[Levels, ...]) -> None:
         """Keep equal parts of all chunks."""
-        sizes = self._sizes(levels)
+        sizes = self._sizes(levels, (0,) * len(levels))
         saved_limit = max(0, self._problem.limit_bytes - self._again_room(levels))
         most = dict.fromkeys(self._chunks, 0)
         for key in limit_keeps(self._problem.actions, sizes, saved_limit, 0, 0):
@@ -151,12 +166,16 @@ class MixedSearch:
         windows = self._windows(levels)
         total = [self._saved(at, own) for at, own in enumerate(levels)]
         if sum(total) == sum(most.values()):  # all stays: nothing to choose
-            self.try_state(State(levels, tuple(map(float, total)), windows[0], self._problem.limit_bytes))
+            self.try_state(self._start(levels, tuple(map(float, total)), windows[0]))
             return
         for part in _KEEP_STARTS:
             for window in windows:
                 kept = tuple(part * most[chunk] for chunk in self._chunks)
-                self.try_state(State(levels, kept, window, self._problem.limit_bytes))
+                self.try_state(self._start(levels, kept, window))
+
+    def _start(self, levels: tuple[Levels, ...], kept: tuple[float, ...], window: float) -> State:
+        """To start from, with nothing computed again twice."""
+        return State(levels, kept, window, self._problem.limit_bytes, again_room_bytes=self._most_half_bytes)
 
     def _windows(self, levels: tuple[Levels, ...]) -> list[float]:
         """Windows to start from: parts of the limit, and about what one recompute and one unit after it
@@ -209,17 +228,18 @@ class MixedSearch:
         problem = self._problem
         if self.num_trials >= self._stop_at:
             return False
-        sizes = self._sizes(state.levels)
+        leaving = self._leaving(state)
+        sizes = self._sizes(state.levels, leaving)
         room = round(min(max(state.window_bytes, 0.0), state.limit_bytes))
         kept = dict(zip(self._chunks, state.kept_bytes, strict=True))
         keeps = tail_keeps(sizes, kept)
         half_room = round(state.half_room_bytes)
-        key = (state.levels, keeps, room, half_room, state.limit_bytes)
+        key = (state.levels, leaving, keeps, room, half_room, state.limit_bytes)
         if key in self._tried:
             return False
         self._tried.add(key)
         best = self._here or self.best
-        least_s = sum(self._compute_s) + self._recompute_s(state.levels)
+        least_s = sum(self._compute_s) + self._recompute_s(state.levels, leaving)
         if best is not None and best.score[0] == 0 and least_s > best.score[1]:
             return False
         if best is not None and kept_peak_bytes(problem.actions, sizes, keeps) > state.limit_bytes:
@@ -261,6 +281,8 @@ class MixedSearch:
                 improved = True
             while self._halves and self._try_half_room(change):
                 improved = True
+            while self._halves and self._try_again_room(change):
+                improved = True
             for chunks in runs:
                 while self._try_levels(chunks, change):
                     improved = True
@@ -278,6 +300,11 @@ class MixedSearch:
         most = max(self._saved(at, levels) for at, levels in enumerate(state.levels))
         room = min(max(state.half_room_bytes + change * most, 0.0), float(most))
         return self.try_state(state._replace(half_room_bytes=room))
+
+    def _try_again_room(self, change: float) -> bool:
+        state = self._state
+        room = state.again_room_bytes + change * self._most_half_bytes
+        return self.try_state(state._replace(again_room_bytes=min(max(room, 0.0), self._most_half_bytes)))
 
     def _try_kept(self, chunks: Sequence[int], change: float) -> bool:
         state, kept = self._state, list(self._state.kept_bytes)
@@ -312,13 +339,21 @@ class MixedSearch:
         assert self._here is not None, "only a climb changes a state"
         return self._here.state
 
-    def _sizes(self, levels: tuple[Levels, ...]) -> dict[ChunkKey, list[GroupSize]]:
-        return {chunk: self._groups_of(at, levels[at]) for at, chunk in enumerate(self._chunks)}
+    def _leaving(self, state: State) -> tuple[int, ...]:
+        """Of each chunk, how many recomputed blocks leave something for its W."""
+        return tuple(
+            num_leaving(own, levels, state.again_room_bytes) if chunk in self._halves else 0
+            for chunk, own, levels in zip(self._chunks, self._blocks, state.levels, strict=True)
+        )
 
-    def _groups_of(self, at: int, levels: Levels) -> list[GroupSize]:
-        found = self._groups.get((at, levels))
+    def _sizes(self, levels: tuple[Levels, ...], leaving: tuple[int, ...]) -> dict[ChunkKey, list[GroupSize]]:
+        return {chunk: self._groups_of(at, levels[at], leaving[at]) for at, chunk in enumerate(self._chunks)}
+
+    def _groups_of(self, at: int, levels: Levels, leaving: int) -> list[GroupSize]:
+        found = self._groups.get((at, levels, leaving))
         if found is None:
-            found = self._groups[at, levels] = groups_at(self._blocks[at], levels, self._num_units)
+            found = groups_at(self._blocks[at], levels, self._num_units, leaving)
+            self._groups[at, levels, leaving] = found
         return found
 
     def _saved(self, at: int, levels: Levels) -> int:
@@ -326,12 +361,12 @@ class MixedSearch:
             block.menu[level].saved_bytes for block, level in zip(self._blocks[at], levels, strict=True)
         )
 
-    def _recompute_s(self, levels: tuple[Levels, ...]) -> float:
-        return sum(
-            block.menu[level].recompute_s * (2 if chunk in self._halves else 1)
-            for chunk, own, chosen in zip(self._chunks, self._blocks, levels, strict=True)
-            for block, level in zip(own, chosen, strict=True)
-        )
+    def _recompute_s(self, levels: tuple[Levels, ...], leaving: tuple[int, ...]) -> float:
+        total_s = 0.0
+        for chunk, own, chosen, left in zip(self._chunks, self._blocks, levels, leaving, strict=True):
+            again_s = [block.menu[at].recompute_s for block, at in zip(own, chosen, strict=True) if at]
+            total_s += sum(again_s) + (sum(again_s[left:]) if chunk in self._halves else 0.0)
+        return total_s
 
     def _host_s(self, levels: tuple[Levels, ...], moved_bytes: int) -> float:
         chosen_s = sum(block.menu[level].host_s for block, level in self._pairs(levels))

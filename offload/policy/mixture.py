@@ -64,7 +64,10 @@ class MixedPlan:
     restoring_room_bytes: int
     """How far ahead to fetch, in bytes of reads."""
     half_room_bytes: int
-    """Of a chunk with a split backward, what its I leaves on the device for its W."""
+    """Of a chunk with a split backward, what its I leaves on the device for its W, of what it brought
+    back."""
+    again_room_bytes: int
+    """The same of what it computed again: the W does not compute that once more."""
     fits: bool
     """False where no tried plan keeps within the limits."""
     predicted: Simulation
@@ -232,6 +235,7 @@ def _choose(
                 float(plan.restoring_room_bytes),
                 min(plan.saved_limit_bytes, problem.limit_bytes),
                 float(plan.half_room_bytes),
+                float(plan.again_room_bytes),
             )
         )
     search.try_ends()
@@ -261,6 +265,7 @@ def _plan(trial: Trial, search: MixedSearch, problem: MixtureProblem, bound: Mix
         kept_bytes=dict(zip(search.chunks, state.kept_bytes, strict=True)),
         restoring_room_bytes=round(state.window_bytes),
         half_room_bytes=round(state.half_room_bytes),
+        again_room_bytes=round(state.again_room_bytes),
         fits=trial.score[0] == 0,
         predicted=trial.result,
         host_s=trial.host_s,

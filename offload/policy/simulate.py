@@ -26,7 +26,8 @@ go on otherwise; `peak_bytes` says so.
     halves    an I reads all and its W `w_bytes` of each group. Of what was brought back, the I leaves on the
               device what its W reads first, up to `half_room_bytes`; the rest is dropped without a copy, and
               the W fetches only what it reads. A group that never left is whole until the W: the graph holds
-              it
+              it. Of what an I computes again `left_bytes` stay from the end of the region's compute to that
+              of the W
 
 Compute is spread over an action's groups by their weights, or by their bytes where no group has one.
 """
@@ -170,6 +171,7 @@ class _Step:
         self._here: dict[GroupKey, int] = {}  # bytes on the device, while there are any
         self._half_runs = False
         self._staying: frozenset[GroupKey] = frozenset()  # from the I that runs, or ran last, to its W
+        self._left: Counter[ChunkKey] = Counter()  # bytes that an I has computed again and left
         self._spills: deque[GroupKey] = deque()
         # of what the window holds, with the places of the reads
         self._wanted: deque[tuple[int, GroupKey]] = deque()
@@ -220,12 +222,15 @@ class _Step:
         own = [groups[read.group.position] for read in reads]
         spread = _spread(seconds, own, [read.nbytes for read in reads])
         claims: Counter[int] = Counter()
+        leaves: Counter[int] = Counter()
         for group in own:
             claims[group.region] += group.again_bytes
+            leaves[group.region] += group.left_bytes if self._half_runs else 0
         for read, group, read_s in zip(reads, own, spread, strict=True):
             key = read.group
             if group.region != region:
                 self.now_s += owed_s
+                self._leave(action.chunk, leaves.pop(region, 0))
                 region, owed_s = group.region, 0.0
                 self._claim(claims[region])
             if self._at[key] is _At.AWAY:
@@ -243,8 +248,16 @@ class _Step:
             self._next_fetch = max(self._next_fetch, self._next_read)
             self._fetch()
         self.now_s += owed_s
+        self._leave(action.chunk, leaves.pop(region, 0))
         self._claim(0)
         self._reading = None
+
+    def _leave(self, chunk: ChunkKey, nbytes: int) -> None:
+        """Of what was claimed so many bytes stay for the W of this chunk."""
+        self._left[chunk] += nbytes
+        self._device_bytes += nbytes
+        self._again_bytes = max(0, self._again_bytes - nbytes)
+        self._see_peak()
 
     def _claim(self, nbytes: int) -> None:
         """From here on a recompute has so many bytes, and what it reads from then on."""
@@ -255,6 +268,7 @@ class _Step:
 
     def _end(self, chunk: ChunkKey, groups: Sequence[GroupSize]) -> None:
         """The graph of a chunk is gone."""
+        self._device_bytes -= self._left.pop(chunk, 0)
         for index, group in enumerate(groups):
             key = GroupKey(chunk, index)
             if self._at[key] is _At.HERE:

@@ -83,7 +83,8 @@ class Limits:
     client that measures the device's memory, so no cap is derived for spills. half_room_bytes: what stays of
     a chunk between the I and the W of a split backward, of what the I brought back; None: as much as
     max_restoring_bytes where the W is the next read, else nothing. again_room_bytes: the same of what the I
-    computed again; None: as much as of what it brought back. kept_limit_bytes: the most that stays at
+    computed again; None: as much as of what it brought back; a
+    plan's, which another config does not change. kept_limit_bytes: the most that stays at
     once whatever the plan keeps, as a step may be longer than the planned one.
     """
 
@@ -98,6 +99,7 @@ class Limits:
 
     def __init__(self, config: OffloadConfig) -> None:
         self.bounded_elsewhere = False
+        self.again_room_bytes = None
         self.follow(config)
 
     def follow(self, config: OffloadConfig) -> None:
@@ -113,7 +115,6 @@ class Limits:
         self.max_spilling_bytes = spilling
         self.max_restoring_bytes = restoring
         self.half_room_bytes = None
-        self.again_room_bytes = None
         self.kept_limit_bytes = None if limit is None else limit - limit // 4  # until a plan says more
 
 

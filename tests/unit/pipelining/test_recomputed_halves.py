@@ -15,9 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import offload
+from offload.groups.seen import StepClock
 from offload.ids import ChunkId
 from offload.pipelining import OffloadPipelineStage
-from offload.policy.actions import parse_action
+from offload.policy.actions import Action, Rates, parse_action
 from parallel.schedules import SCHEDULES, build_schedule
 from tests.unit.groups.stack import build_manager, installed
 
@@ -210,3 +211,30 @@ def test_a_block_that_is_computed_by_a_whole_backward_of_a_split_schedule_gives_
         manager.begin_chunk(1, 0)
         assert manager.call_reads(manager._handlers[ChunkId(1, 0)], 0) is not None
         manager.step_end()
+
+
+@pytest.mark.req("S2-98", "S2-102")
+def test_a_plan_of_mode_auto_says_how_much_an_input_half_leaves_and_gradients_are_bitwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = expected("zbv")
+    seconds = {"F": 1e-4, "B": 2e-4, "I": 2e-4, "W": 1e-4}
+    times = {
+        Action(kind, s, m): seconds[kind] for kind in "FBIW" for s in range(2) for m in range(MICROBATCHES)
+    }
+    monkeypatch.setattr(StepClock, "end_step", lambda self: times)
+    with installed(build_manager()) as manager:
+        assert manager is not None
+        manager.engine.rates = Rates(d2h_bytes_per_s=2e7, h2d_bytes_per_s=2e7)
+        pipeline = Pipeline("zbv", "auto", device_total=40 * SAVE)
+        rooms = []
+        for _ in range(6):
+            assert same(pipeline.step(), wanted)
+            manager.step_end()
+            rooms.append(manager.engine.limits.again_room_bytes)
+        plan = pipeline.handles[0].explain().plan
+        assert plan is not None
+        assert rooms[0] is None
+        assert rooms[-1] == plan.again_room_bytes
+        reads = {block.w_bytes for block in plan.problem.blocks[1, 0]}
+        assert reads == {LEFT}, "as it was seen"

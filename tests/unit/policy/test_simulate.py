@@ -257,6 +257,24 @@ def test_what_never_left_is_whole_until_the_weight_half_has_ended() -> None:
     assert kept_peak_bytes(actions, sizes, keeps) == 30
 
 
+@pytest.mark.parametrize(
+    ("left", "again_s", "peaks"), [(0, 2.0, (2, 14, 4, 16, 16, 14)), (5, 1.0, (2, 14, 9, 21, 14, 7))]
+)
+def test_what_an_input_half_computes_again_may_be_left_for_its_weight_half(
+    left: int, again_s: float, peaks: tuple[int, ...]
+) -> None:
+    """Two chunks of an input of 2 bytes, of which a second and 12 bytes are computed again, in the I and in
+    the W; or in the I, which leaves 5 bytes of them for the W."""
+    group = GroupSize("x", 2, 1, again_s=1.0, again_bytes=12, half_bytes=0 if left else 2, left_bytes=left)
+    sizes = {(0, m): [group] for m in range(2)}
+    keeps = frozenset(GroupKey((0, m), 0) for m in range(2))
+    actions = order("0F0 0I0 0F1 0I1 0W0 0W1")
+    result = simulate(actions, sizes, [1.0] * 6, TEN, limit_bytes=99, keeps=keeps, restoring_room_bytes=0)
+    assert (result.recompute_s, result.step_s) == (2 * again_s, 6.0 + 2 * again_s)
+    # each input stays until its W: the graph holds it
+    assert result.peaks_bytes == peaks
+
+
 @st.composite
 def some_step(
     draw: st.DrawFn, kinds: str = "B"
