@@ -5,14 +5,15 @@
     ...                                                     # its forward
     call.end(output)                                        # in its forward hook
 
-One invariant: gradients, random numbers and buffers are those of a block that runs once. Nothing wraps the
-block: torch's own non-reentrant checkpoint is entered and left by hooks, and a recompute calls the block
-again.
+One invariant: gradients, random numbers, buffers and plain attributes are those of a block that runs once.
+Nothing wraps the block: torch's own non-reentrant checkpoint is entered and left by hooks, and a recompute
+calls the block again.
 
 What is torch's: random state, autocast, the check that the recompute saves what the forward saved, the early
 stop at the last saved tensor, a second backward. What is not: of keyword arguments tensors are saved like
-those given by position; buffers (buffers.py); and the one argument that leaves, a group of its own that the
-call commits as soon as autograd has packed it, so its copy runs beside the block.
+those given by position; buffers (buffers.py) and attributes (attributes.py); and the one argument that
+leaves, a group of its own that the call commits as soon as autograd has packed it, so its copy runs beside
+the block.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from offload.checkpoint.attributes import AttributesBefore
 from offload.checkpoint.buffers import BuffersBefore
 from offload.checkpoint.halves import Reads, SplitCall
 from offload.checkpoint.members import MembersBefore
@@ -37,7 +39,7 @@ from offload.checkpoint.selective import Contexts
 from offload.errors import OffloadError
 from offload.saved.filters import waited
 
-__all__ = ["HIDDEN_STATES", "InputGroup", "Manager", "RecomputedCall", "is_recompute"]
+__all__ = ["HIDDEN_STATES", "InputGroup", "Manager", "RecomputedCall", "cache_written", "is_recompute"]
 
 HIDDEN_STATES = "hidden_states"
 """The group of the inputs."""
@@ -137,6 +139,8 @@ class RecomputedCall:
         self._run: Generator[None, None, None] | None = None
         self._group: InputGroup | None = None
         self._buffers: BuffersBefore | None = None
+        self._attributes: AttributesBefore | None = None
+        self._given: list[tuple[torch.Tensor, int]] = []
         self._again: _Again | None = None
         self._split: torch.autograd.graph.saved_tensors_hooks | None = None
 
@@ -153,11 +157,12 @@ class RecomputedCall:
             parameter.requires_grad for parameter in self._module.parameters()
         ):
             return
-        again.refuse_caches()
+        _refuse_cache(self._module, *arguments)
         again.before = self._before_again
         group = self._manager.input_group(HIDDEN_STATES, alone=self._alone, cost=self._cost)
         buffers = again.buffers = BuffersBefore(self._module)
         again.members = MembersBefore(self._module)
+        attributes = again.attributes = AttributesBefore(self._module)
         run = _checkpoint_without_reentrant_generator(
             again,
             True,  # preserve_rng_state
@@ -180,27 +185,43 @@ class RecomputedCall:
             self._split = SplitCall(reads, self._module).hooks()
             self._split.__enter__()
         self._run, self._group, self._buffers, self._again = run, group, buffers, again
+        self._attributes = attributes
+        self._given = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def end(self, output: Any) -> None:
         """The forward is over. output: what it returned, None if it raised after all. Raises RuntimeError as
-        torch's checkpoint does; the hooks are gone then too."""
+        torch's checkpoint does, OffloadError if the forward wrote to an argument; the hooks are gone then
+        too."""
         run, self._run = self._run, None
         if run is None:
             return
         self._again = None
         assert self._buffers is not None
+        assert self._attributes is not None
         self._leave_split()
         try:
             next(run, None)
         finally:
             self._leave(output)
         self._buffers.learn()
+        self._attributes.learn()
+        given, self._given = self._given, []
+        for tensor, version in given:
+            if tensor._version != version:
+                raise OffloadError(
+                    f"the forward of a {type(self._module).__name__} that is recomputed has written to its "
+                    f"argument {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} in place, "
+                    "from which its recompute would start: use mode='groups', which recomputes nothing, or "
+                    "leave the block out with blocks=. mode='auto' recomputes no block whose first forward "
+                    "does that"
+                )
 
     def abort(self, *, interrupted: bool = False) -> None:
         """The forward raised. interrupted: a while ago, and nobody was told: what autograd has saved since,
         wherever, cannot be read."""
         run, self._run = self._run, None
         again, self._again = self._again, None
+        self._given = []
         if again is not None:
             again.interrupted = interrupted
         if run is not None:
@@ -227,7 +248,17 @@ class _Again:
     places: of each leaf of the arguments, its position among the tensors, None for one that is no tensor.
     """
 
-    __slots__ = ("_leaves", "_module", "_places", "_spec", "before", "buffers", "interrupted", "members")
+    __slots__ = (
+        "_leaves",
+        "_module",
+        "_places",
+        "_spec",
+        "attributes",
+        "before",
+        "buffers",
+        "interrupted",
+        "members",
+    )
 
     def __init__(
         self, module: nn.Module, leaves: list[Any], places: list[int | None], spec: TreeSpec
@@ -236,22 +267,11 @@ class _Again:
         self._leaves = leaves
         self._places = places
         self._spec = spec
+        self.attributes: AttributesBefore | None = None
         self.buffers: BuffersBefore | None = None
         self.members: MembersBefore | None = None
         self.before: Callable[[], None] | None = None
         self.interrupted = False
-
-    def refuse_caches(self) -> None:
-        """Raise OffloadError for an argument to which a forward adds what it has computed."""
-        if getattr(self._module, "_can_checkpoint_with_cache", False):
-            return  # it only reads it
-        for leaf in self._leaves:
-            if _is_cache(leaf):
-                raise OffloadError(
-                    f"a {type(self._module).__name__} that is recomputed was called with a "
-                    f"{type(leaf).__name__}, to which its forward adds keys and values, and its recompute "
-                    "would add them again. Call the model with use_cache=False, or without gradients"
-                )
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         if self.interrupted:
@@ -269,8 +289,9 @@ class _Again:
         leaves = _cast_as_fsdp(self._module, leaves)
         args, kwargs = tree_unflatten(leaves, self._spec)
         assert self.members is not None
+        assert self.attributes is not None
         assert self.buffers is not None
-        with self.members.in_place(), self.buffers.in_place():
+        with self.members.in_place(), self.attributes.in_place(), self.buffers.in_place():
             _due.module = self._module
             _due.tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             try:
@@ -296,6 +317,24 @@ def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:
         leaf.to(policy.param_dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
         for leaf in leaves
     ]
+
+
+def cache_written(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object | None:
+    """An argument of a call of `module` to which its forward adds what it has computed; None without one."""
+    if getattr(module, "_can_checkpoint_with_cache", False):
+        return None  # it only reads it
+    leaves: list[object] = tree_leaves((args, kwargs), is_leaf=_is_cache)
+    return next((leaf for leaf in leaves if _is_cache(leaf)), None)
+
+
+def _refuse_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = cache_written(module, args, kwargs)
+    if cache is not None:
+        raise OffloadError(
+            f"a {type(module).__name__} that is recomputed was called with a {type(cache).__name__}, to "
+            "which its forward adds keys and values, and its recompute would add them again. Call the model "
+            "with use_cache=False, or without gradients"
+        )
 
 
 def _is_cache(value: object) -> bool:

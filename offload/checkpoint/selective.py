@@ -51,7 +51,7 @@ from offload.saved.hooks import Scope, inside_checkpoint
 from offload.transfer.block import DeviceBlock
 from offload.transfer.layout import WeakStorage
 
-__all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "told_of_saves"]
+__all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "telling"]
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -119,17 +119,12 @@ class CallMode(TorchDispatchMode):
         return True
 
 
-def told_of_saves(
-    saved: Callable[[torch.Tensor], None],
-) -> torch.autograd.graph.saved_tensors_hooks | None:
-    """The innermost pair of hooks once more, which calls `saved` before each tensor that it is given; None
-    where that pair is not a checkpoint's."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if top is None or not inside_checkpoint():
-        return None
-    pack, unpack = top
+def telling(
+    saved: Callable[[torch.Tensor], None], pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """A pair of hooks once more, which calls `saved` before each tensor that it is given."""
 
-    @functools.wraps(pack)  # still the checkpoint's, to whoever looks at the innermost pair
+    @functools.wraps(pack)  # still whose it is, to whoever looks at the innermost pair
     def told(tensor: torch.Tensor) -> Any:
         saved(tensor)
         return pack(tensor)
@@ -164,8 +159,9 @@ class _ForwardMode(CallMode):
         self._group.begin()
         if self._groups.needs_chunk():
             self._report.no_chunk()
-        self._pair = told_of_saves(lambda tensor: self._pass_on())
-        if self._pair is not None:
+        if inside_checkpoint():
+            pair = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            self._pair = telling(lambda tensor: self._pass_on(), *pair)
             self._pair.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

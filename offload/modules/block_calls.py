@@ -1,7 +1,9 @@
 """How one call of a block runs in mode "auto": profiled, at the level that the plan of now says, or
-recomputed whole where there is none.
+recomputed where there is none.
 
-One invariant: nothing here changes the plan, and no forward blocks the host.
+One invariant: nothing here changes the plan, no forward blocks the host, and a block that a recompute would
+give other bits is never recomputed. So the first call of each kind runs plain, and its tensors all leave;
+what it was seen to do says how the next one may run.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from offload.ids import ChunkId
 from offload.modules.root import ModelRoot
 from offload.planner.agreement import peers_of, with_levels_of
 from offload.planner.kinds import kind_of
-from offload.planner.profile import BlockProfile
+from offload.planner.profile import BlockProfile, kept_always
 from offload.planner.profiler import BlockProfiler
 from offload.planner.work import Ran
 from offload.policy.actions import ChunkKey
@@ -77,20 +79,25 @@ class Chosen:
 
     is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: for
     the begin of its recompute. cost: None where it is not known. timing: begins a measurement of its forward,
-    None where none is wanted.
+    None where none is wanted. profiler: of its forward. required: what a plain call saves leaves, whatever
+    the groups' plan would keep.
     """
 
     is_plain: bool
-    contexts: Callable[[], Contexts] | None
-    before_again: Callable[[], None] | None
-    cost: Cost | None
+    contexts: Callable[[], Contexts] | None = None
+    before_again: Callable[[], None] | None = None
+    cost: Cost | None = None
     timing: Callable[[], Timing] | None = None
+    profiler: BlockProfiler | None = None
+    required: bool = False
 
 
-class First(NamedTuple):
-    """A call of a block that has no profile yet."""
+class Called(NamedTuple):
+    """A call of a block. level: its place in the menu of its profile, which may come later; -1 is the last
+    one."""
 
     kind: Hashable
+    level: int
     input_bytes: int
 
 
@@ -117,7 +124,8 @@ class BlockCalls:
         self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
         self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
         self._contexts: dict[Kept, Callable[[], Contexts]] = {}
-        self._ran: dict[ChunkId, tuple[object, list[Ran | First]]] = {}
+        self._always: dict[Hashable, Kept] = {}  # what is kept in step 1 of a kind that is recomputed
+        self._ran: dict[ChunkId, tuple[object, list[Called]]] = {}
 
     # -- a forward -------------------------------------------------------------------------------------------
     def chosen(
@@ -132,30 +140,31 @@ class BlockCalls:
         """How this call of block `name` of `root` runs. Blocks the host: never."""
         engine = manager.engine
         handler = manager.active_handler()
-        if handler is None:  # nothing may leave, and no plan is for it
-            return Chosen(is_plain=False, contexts=None, before_again=None, cost=None)
-        chunk = handler.id
         kinds = self._kinds.setdefault(module, {})
         kind = kinds.get(module.training)
         if kind is None:
             kind = kinds[module.training] = kind_of(module), root.min_elements
+        if handler is None:  # nothing may leave, and no plan is for it
+            return self._unplanned(kind, root, module, args, kwargs, engine)
+        chunk = handler.id
         begun, ran = self._ran.get(chunk, (None, []))
         if begun is not handler.saved:
             ran = []
             self._ran[chunk] = (handler.saved, ran)
             self.names[chunk] = []
         self.names[chunk].append(name)
-        if kind not in self.profiles:
-            ran.append(First(kind, _input_bytes(args, kwargs)))
-            return self._profiled(kind, root, module, args, kwargs, engine)
         input_bytes = _input_bytes(args, kwargs)
+        if kind not in self.profiles:
+            unplanned = self._unplanned(kind, root, module, args, kwargs, engine)
+            ran.append(Called(kind, 0 if unplanned.is_plain else -1, input_bytes))
+            return unplanned
         profile = self._profile_for(kind, input_bytes / self._input_bytes[kind])
         level = last = len(profile.menu) - 1
         if self.levels is not None:
             followed = nearest(chunk, self.levels)
             planned = () if followed is None else self.levels[followed]
             level = min(planned[len(ran)], last) if len(ran) < len(planned) else last
-        ran.append(Ran(profile, level, input_bytes))
+        ran.append(Called(kind, level, input_bytes))
         chosen, keeps = profile.menu[level], profile.keeps[level]
 
         def before_again() -> None:
@@ -167,6 +176,7 @@ class BlockCalls:
             contexts=self._contexts_for(keeps) if keeps else None,
             before_again=before_again,
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
+            required=self.levels is None,
         )
 
     def take_ran(self) -> dict[ChunkKey, list[Ran]]:
@@ -174,14 +184,12 @@ class BlockCalls:
         ran, self._ran = self._ran, {}
         return {chunk: [self._known(call) for call in calls] for chunk, (_, calls) in ran.items()}
 
-    def _known(self, call: Ran | First) -> Ran:
-        """A call of the first step, once its block has a profile."""
-        if isinstance(call, Ran):
-            return call
+    def _known(self, call: Called) -> Ran:
+        """The call with the profile that its kind has by now."""
         if call.kind not in self.profiles:
-            return Ran(None, -1, call.input_bytes)
+            return Ran(None, call.level, call.input_bytes)
         profile = self._profile_for(call.kind, call.input_bytes / self._input_bytes[call.kind])
-        return Ran(profile, -1, call.input_bytes)
+        return Ran(profile, call.level, call.input_bytes)
 
     def _profile_for(self, kind: Hashable, factor: float) -> BlockProfile:
         if factor == 1.0:
@@ -196,7 +204,7 @@ class BlockCalls:
             self._scaled[kind, factor] = profile
         return profile
 
-    def _profiled(
+    def _unplanned(
         self,
         kind: Hashable,
         root: ModelRoot,
@@ -205,22 +213,35 @@ class BlockCalls:
         kwargs: dict[str, Any],
         engine: OffloadEngine,
     ) -> Chosen:
-        """A call of step 1: the first of a kind is profiled, the others are timed."""
-        waits = Chosen(is_plain=False, contexts=None, before_again=None, cost=None)
+        """A call that no plan is for: the first of a kind is profiled, the others are recomputed where that
+        may be, keeping what every level keeps, and timed until the profile is read."""
+        profiler = self._profilers.get(kind)
         if kind in self._own:  # and not followed yet
-            return waits
-        if self._profilers.get(kind) is None:
+            profile = self._own[kind]
+            only, keeps = profile.only, kept_always(profile.calls)
+        elif profiler is None or profiler.failed:
             profiler = BlockProfiler(module, engine, args, kwargs, min_elements=root.min_elements)
             self._profilers[kind] = profiler
             self._own_input_bytes[kind] = max(1, _input_bytes(args, kwargs))
-            return replace(waits, contexts=profiler.contexts)
+            return Chosen(is_plain=True, profiler=profiler, required=True)
+        else:
+            only = profiler.only()
+            if not only and kind not in self._always:
+                self._always[kind] = profiler.kept_always()
+            keeps = self._always.get(kind, frozenset())
+        if only:
+            return Chosen(is_plain=True, required=True)
 
         def timing() -> Timing:
             measured = Timing(engine.device)
             self._timings.setdefault(kind, []).append(measured)
             return measured
 
-        return replace(waits, timing=timing)
+        return Chosen(
+            is_plain=False,
+            contexts=self._contexts_for(keeps) if keeps else None,
+            timing=None if kind in self._own else timing,
+        )
 
     # -- profiles --------------------------------------------------------------------------------------------
     def take_profiles(self, device: Device) -> None:
@@ -238,6 +259,8 @@ class BlockCalls:
             if profiler.ready():  # else its forward raised, and the next call is profiled
                 profile = self._own[kind] = profiler.profile()
                 self.peers |= peers_of(profile.collectives)
+                if profile.only:
+                    logger.info("auto: one kind of block is never recomputed: %s", profile.only)
                 for call, why in profile.why_not.items():
                     logger.debug("auto: %s is not kept: %s", call, why)
 

@@ -18,15 +18,18 @@ from offload.modules.block_calls import Timing
 from offload.modules.hooks import output_tensors
 from offload.modules.recomputed import RecomputedCalls
 from offload.modules.root import GroupCall, ModelRoot
+from offload.planner.profiler import BlockProfiler
 
 __all__ = ["MixedCalls"]
 
 
 class _Call(NamedTuple):
-    """One forward of the block. timing: of a forward that is measured."""
+    """One forward of the block. call: None for a plain one of which nothing may leave. timing, profiler: of a
+    forward that is measured, or profiled."""
 
     call: RecomputedCall | GroupCall | None
-    timing: Timing | None
+    timing: Timing | None = None
+    profiler: BlockProfiler | None = None
 
 
 class MixedCalls(RecomputedCalls):
@@ -44,8 +47,10 @@ class MixedCalls(RecomputedCalls):
         manager = root.manager()
         chosen = auto.choose(root, self._name, module, args, kwargs)
         if chosen.is_plain:
-            group = root.open_group(self._name, cost=chosen.cost)
-            return _Call(group, None)
+            group = root.open_group(self._name, cost=chosen.cost, required=chosen.required)
+            if chosen.profiler is not None:
+                chosen.profiler.begin()
+            return _Call(group, profiler=chosen.profiler)
         call = RecomputedCall(
             manager,
             module,
@@ -69,17 +74,29 @@ class MixedCalls(RecomputedCalls):
         return super()._checkpointed(module)
 
     def leave(self, state: Any, output: Any, failed: bool) -> None:
-        call, timing = state if isinstance(state, _Call) else (state, None)
+        if not isinstance(state, _Call):
+            super().leave(state, output, failed)
+            return
+        call, timing, profiler = state
+        if profiler is not None:
+            profiler.end(failed=failed)
         super().leave(call, output, failed)
-        if timing is not None and not failed:
+        if failed:
+            return
+        if call is None:
+            self._root.note_block_end(self._name, output)
+        if timing is not None:
             timing.end()
-        if isinstance(state, _Call) and not failed and self._root.is_last(self._name):
+        if self._root.is_last(self._name):
             self._auto.blocks_end(self._root)
-        if isinstance(state, _Call) and isinstance(call, GroupCall) and not failed:
-            for made in output_tensors(output):
-                assert made.grad_fn is not None
-                made.grad_fn.register_prehook(self._auto.plain_is_read)
-                break
+        if isinstance(call, RecomputedCall):
+            return
+        for made in output_tensors(output):
+            assert made.grad_fn is not None
+            made.grad_fn.register_prehook(self._auto.plain_is_read)
+            if profiler is not None:
+                made.grad_fn.register_prehook(profiler.backward_begins)
+            break
 
 
 def _has_backward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from offload.checkpoint.operators import default_operators
 __all__ = [
     "collective_groups",
     "communicates_in_place",
+    "draws_by_itself",
     "is_attention",
     "is_collective",
     "may_differ",
@@ -106,6 +107,11 @@ def writes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> I
         if everything or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[at] if at < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def draws_by_itself(operator: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it draws random numbers from a generator that it is given, whose state no checkpoint keeps."""
+    return isinstance(operator, OpOverload) and kwargs.get("generator") is not None
 
 
 def is_attention(operator: Any) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "Keeps",
     "SeenCall",
     "TimedCall",
+    "kept_always",
     "settled_seconds",
 ]
 
@@ -272,6 +273,12 @@ def _classes(calls: Sequence[SeenCall]) -> list[_Class]:
             )
         )
     return found
+
+
+def kept_always(calls: Sequence[SeenCall]) -> frozenset[tuple[Any, int]]:
+    """What every recompute of a block keeps."""
+    nothing = frozenset[tuple[Any, int]]()
+    return nothing.union(*(found.names for found in _classes(calls) if found.must))
 
 
 def _thinned(menu: Menu) -> Menu:

@@ -1,17 +1,21 @@
-"""The profile of one call of a block, taken while the block runs under a checkpoint.
+"""The profile of one call of a block, taken while the block runs plain: nothing of this call is recomputed.
 
     profiler = BlockProfiler(module, engine, args, kwargs)
-    RecomputedCall(manager, module, args, kwargs, profiler.contexts)     # and the block's forward
-    profiler.note_plain(host_s, device_s)                                # of such a block without a profiler
+    profiler.begin()
+    ...                                       # the block's forward
+    profiler.end(failed=False)
+    if profiler.only(): ...                   # no call of such a block may be recomputed
+    profiler.note_plain(host_s, device_s)     # of such a block without a profiler
     if profiler.ready(): profile = profiler.profile()
 
-One invariant: it only observes. The block computes, saves and draws what it would without; the checkpoint
-around it recomputes all of it.
+One invariant: it only observes. The block computes, saves and draws what it would without.
 
 What a recompute may skip is found out by what happens to the bytes. A call is not kept if its output is
 written later, by the block (its storage is an argument that an operator writes), after it (its version moves
 until the profile is read), or inside a custom autograd.Function by a kernel that no operator shows (its bytes
-change). What autograd saves is told by the innermost pair of hooks, the checkpoint's.
+change). So is whether there may be a recompute at all: not of a block that writes to anything that it did not
+make, its buffers apart, because that is another thing by then. What autograd saves is told by the innermost
+pair of hooks.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,20 +35,22 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
+from offload.checkpoint.hidden_states import cache_written
 from offload.checkpoint.kept import UNTRACKED_VIEWS, plain_parts, storages_of, version_probe
-from offload.checkpoint.selective import CallMode, Contexts, told_of_saves
+from offload.checkpoint.selective import CallMode, telling
 from offload.device import Event
 from offload.engine import OffloadEngine
 from offload.planner.operators import (
     collective_groups,
     communicates_in_place,
+    draws_by_itself,
     is_attention,
     is_collective,
     may_differ,
     never_kept,
     writes_of,
 )
-from offload.planner.profile import BlockProfile, SeenCall, TimedCall, settled_seconds
+from offload.planner.profile import BlockProfile, SeenCall, TimedCall, kept_always, settled_seconds
 from offload.planner.storages import SavedBytes, can_leave, waiting_bytes
 from offload.planner.unseen import UnseenWrites
 from offload.transfer.layout import WeakStorage
@@ -101,11 +107,48 @@ class BlockProfiler:
         self._input_bytes = 0 if leaving is None else sum(waiting_bytes(leaving, engine, least).values())
         buffers = frozenset(storage._cdata for buffer in module.buffers() for storage in storages_of(buffer))
         self._mode = _ProfileMode(engine, least, buffers)
+        probes = [probe for tensor in given if (probe := version_probe(tensor)) is not None]
+        self._given = [(probe, probe._version) for probe in probes]
         self._plain: tuple[float, float] | None = None
+        cache = cache_written(module, args, kwargs or {})
+        if cache is not None:
+            self._mode.only = f"it adds to a {type(cache).__name__}"
 
-    def contexts(self) -> Contexts:
-        """The context_fn of the block's checkpoint, for one call."""
-        return self._mode, nullcontext()
+    def begin(self) -> None:
+        """The forward begins, in this thread."""
+        self._mode.__enter__()
+
+    def end(self, *, failed: bool) -> None:
+        """It is over. failed: it raised, so there is no profile."""
+        self._mode.failed = failed
+        self._mode.__exit__(None, None, None)
+        self._look_at_given("it writes to what it was given")
+
+    @property
+    def failed(self) -> bool:
+        return self._mode.failed
+
+    def only(self) -> str:
+        """Why no call of such a block may be recomputed, as far as that is known now; empty if it may."""
+        if not self._mode.ended:
+            return "its forward is not over"
+        self._look_at_given("what it was given is written after it")
+        self._mode.settle()
+        return self._mode.only
+
+    def backward_begins(self, gradients: object = None) -> None:
+        """What the block was given may be written from here on."""
+        self._look_at_given("what it was given is written after it")
+        self._given = []
+
+    def kept_always(self) -> frozenset[tuple[Any, int]]:
+        """The calls that every recompute keeps, as far as they are known now."""
+        self._mode.settle()
+        return kept_always(self._seen([0.0] * len(self._mode.calls)))
+
+    def _look_at_given(self, written: str) -> None:
+        if any(probe._version != version for probe, version in self._given):
+            self._mode.only = self._mode.only or written
 
     def note_plain(self, forward_host_s: float, forward_device_s: float) -> None:
         """Seconds of the forward of a block of this kind, on inputs of these shapes, without a profiler."""
@@ -132,23 +175,7 @@ class BlockProfiler:
             seconds, forward_s = [found * scale for found in seconds], plain_s
         mode.settle()
         saved = mode.saved
-        calls = tuple(
-            SeenCall(
-                call.operator,
-                call.number,
-                sum(call.made.values()),
-                device_s,
-                call.host_s,
-                call.flops,
-                sum(saved.of_storage(key) for key in call.made),
-                at < mode.last_save,
-                call.why_not,
-                call.must,
-                call.together,
-                is_attention(call.operator),
-            )
-            for at, (call, device_s) in enumerate(zip(mode.calls, seconds, strict=True))
-        )
+        calls = self._seen(seconds)
         return BlockProfile.build(
             calls=calls,
             input_bytes=self._input_bytes,
@@ -159,6 +186,26 @@ class BlockProfiler:
             collectives=frozenset(mode.collectives),
             only=mode.only,
             whole="the block is compiled: its calls are not seen" if self._compiled else "",
+        )
+
+    def _seen(self, seconds: Sequence[float]) -> tuple[SeenCall, ...]:
+        mode = self._mode
+        return tuple(
+            SeenCall(
+                call.operator,
+                call.number,
+                sum(call.made.values()),
+                device_s,
+                call.host_s,
+                call.flops,
+                sum(mode.saved.of_storage(key) for key in call.made),
+                at < mode.last_save,
+                call.why_not,
+                call.must,
+                call.together,
+                is_attention(call.operator),
+            )
+            for at, (call, device_s) in enumerate(zip(mode.calls, seconds, strict=True))
         )
 
 
@@ -185,30 +232,31 @@ class _ProfileMode(CallMode):
         self._outside: set[Any] = set()  # operators that hooks of the block call, and its recompute does not
         self._unseen = UnseenWrites[_Call]()
         self._over: Event | None = None
-        self._ended = False
+        self.ended = self.failed = False
 
     # -- the forward -----------------------------------------------------------------------------------------
     def __enter__(self) -> _ProfileMode:
         self._with_grad = torch.is_grad_enabled()
-        self._pair = told_of_saves(self._save)
-        if self._pair is not None:
-            self._pair.__enter__()
+        hooks = self._engine.hooks
+        pair = torch._C._autograd._top_saved_tensors_default_hooks(True) or (hooks.pack, hooks.unpack)
+        self._pair = telling(self._save, *pair)
+        self._pair.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        if self._pair is not None:
-            self._pair.__exit__(*exception)
-            self._pair = None  # it leads to what the checkpoint holds
+        assert self._pair is not None
+        self._pair.__exit__(*exception)
+        self._pair = None  # it leads to what a group holds
         self._made.clear()
-        if exception[0] is not None:
+        if self.failed:
             return  # never ready
         self._unseen.end()
         if self._times:
             device = self._engine.device
             self._over = device.record(device.compute)
-        self._ended = True
+        self.ended = True
 
     def _save(self, tensor: torch.Tensor) -> None:
         self.last_save = len(self.calls)
@@ -249,6 +297,8 @@ class _ProfileMode(CallMode):
         touched = {id(part): part.nbytes for part in (*inputs, *outputs)}
         call.touched_bytes = sum(touched.values())
         self._note_collective(func, args, kwargs)
+        if draws_by_itself(func, kwargs):
+            self.only = self.only or f"{func} draws from a generator of the block's own"
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, DTensor):  # its operators communicate below what a mode sees
                 self.collectives.update(group.group_name for group in leaf.device_mesh.get_all_groups())
@@ -318,7 +368,7 @@ class _ProfileMode(CallMode):
 
     # -- afterwards ------------------------------------------------------------------------------------------
     def ready(self) -> bool:
-        return self._ended and (self._over is None or self._engine.device.poll(self._over))
+        return self.ended and (self._over is None or self._engine.device.poll(self._over))
 
     def device_seconds(self) -> list[float]:
         device = self._engine.device
@@ -333,8 +383,8 @@ class _ProfileMode(CallMode):
 
     def settle(self) -> None:
         """Find out which outputs were written since in a way that no operator of the block shows, and what is
-        kept in place of a call that must be and cannot."""
-        unseen = self._unseen.written()
+        kept in place of a call that must be and cannot: as far as that is known now."""
+        unseen = self._unseen.written() if self.ready() else set()
         for call in self.calls:
             if call.why_not:
                 continue

@@ -292,8 +292,9 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     keep: Any,
+    profiler: BlockProfiler | None = None,
 ) -> Run:
-    """As a step of its own. keep: a keep set of a profile, or the context_fn of a checkpoint."""
+    """As a step of its own. keep: a keep set of a profile; None for the plain block. profiler: of that."""
     counting = _Counting(manager)
     torch.manual_seed(7)
     x = args[0].clone().requires_grad_()
@@ -301,11 +302,11 @@ def run(
     h = x * 1.0
     if keep is None:
         h = group_start(h, "block")
-        with offload_hooks():
+        with offload_hooks(), nullcontext() if profiler is None else watched(profiler):
             output = module(h, *args[1:], **kwargs)
         group_commit(next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), "block")
     else:
-        inner = keep if callable(keep) else contexts_for(keep, "kept", lambda: manager) if keep else None
+        inner = contexts_for(keep, "kept", lambda: manager) if keep else None
 
         def contexts() -> Any:
             forward, again = (nullcontext(), nullcontext()) if inner is None else inner()
@@ -323,6 +324,18 @@ def run(
 
 
 @contextmanager
+def watched(profiler: BlockProfiler) -> Iterator[None]:
+    """A forward runs inside."""
+    profiler.begin()
+    try:
+        yield
+    except BaseException:
+        profiler.end(failed=True)
+        raise
+    profiler.end(failed=False)
+
+
+@contextmanager
 def _both(first: Any, second: Any) -> Iterator[None]:
     with first, second:
         yield
@@ -333,5 +346,5 @@ def profiled(
 ) -> tuple[BlockProfile, Run]:
     profiler = BlockProfiler(module, manager.engine, args, kwargs, min_elements=1)
     assert not profiler.ready()
-    found = run(manager, module, args, kwargs, profiler.contexts)
+    found = run(manager, module, args, kwargs, None, profiler)
     return profiler.profile(), found

@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
@@ -27,6 +26,7 @@ from offload.policy.actions import Rates, one_f_one_b
 from offload.policy.search import choose_keeps
 from parallel.transformer import PRESETS, TransformerStage, group_names
 from tests.unit.groups.stack import Driver, installed
+from tests.unit.planner.families import watched
 
 MICROBATCHES, STAGES = 5, 3
 MODEL = PRESETS["tiny"].with_(sequence=64, dim=32, ffn=96, layers=12, offload_modules=group_names("all"))
@@ -158,7 +158,8 @@ def test_a_trace_counts_what_the_profile_of_a_real_call_counts() -> None:
     layer, x = OneLayer(build_stage()), hidden().requires_grad_()
     engine = OffloadEngine(OffloadConfig(), device=SimDevice())
     profiler = BlockProfiler(layer, engine, (x,), min_elements=1)
-    checkpoint(layer, x, use_reentrant=False, context_fn=profiler.contexts)
+    with watched(profiler):
+        layer(x)
     profile = profiler.profile()
     engine.close()
     traced = trace(layer, hidden)

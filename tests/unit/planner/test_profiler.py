@@ -21,7 +21,7 @@ from offload.planner.operators import may_differ
 from offload.planner.profile import BlockProfile
 from offload.planner.profiler import BlockProfiler
 from tests.unit.checkpoint.regions import FC1_BYTES, INPUT_BYTES, MM, ROWS, WIDTH, Block, assert_bits
-from tests.unit.planner.families import build, profiled, run, run_plain, seeded
+from tests.unit.planner.families import build, profiled, run, run_plain, seeded, watched
 
 aten = torch.ops.aten
 Manager = PipelineOffloadManager
@@ -75,7 +75,7 @@ def test_what_the_block_is_given_beside_its_input_is_not_what_it_makes(manager: 
 
 def test_small_tensors_wait_in_no_group(manager: Manager) -> None:
     profiler = BlockProfiler(Block(), manager.engine, (seeded(ROWS, WIDTH),), min_elements=ROWS * WIDTH + 1)
-    run(manager, Block(), (seeded(ROWS, WIDTH),), {}, profiler.contexts)
+    run(manager, Block(), (seeded(ROWS, WIDTH),), {}, None, profiler)
     profile = profiler.profile()
     assert (profile.input_bytes, profile.plain_bytes) == (0, 2 * FC1_BYTES)
     assert [call.nbytes for call in profile.calls if call.operator is MM] == [FC1_BYTES, 0]
@@ -123,8 +123,7 @@ def test_an_output_that_is_written_after_the_block_is_found_when_the_profile_is_
     block = Of(body)
     profiler = BlockProfiler(block, manager.engine, (seeded(ROWS, WIDTH),), min_elements=1)
     x = seeded(ROWS, WIDTH).requires_grad_()
-    forward, _ = profiler.contexts()
-    with forward:
+    with watched(profiler):
         y, z = block(x * 1.0)
     assert reason(profiler.profile(), MM, 0) == ""
     y.add_(z)
@@ -148,9 +147,8 @@ def test_inside_a_custom_function_a_write_that_no_operator_shows_is_found_by_the
 def test_a_block_that_writes_to_its_input_is_not_recomputed(manager: Manager) -> None:
     block = Of(lambda x, w, v: x.add_(1.0) @ w)
     profiler = BlockProfiler(block, manager.engine, min_elements=1)
-    forward, _ = profiler.contexts()
     h = seeded(ROWS, WIDTH).requires_grad_() * 1.0
-    with forward:
+    with watched(profiler):
         block(h)
     profile = profiler.profile()
     assert profile.only == "aten.add_.Tensor writes to what the block was given"
@@ -159,8 +157,7 @@ def test_a_block_that_writes_to_its_input_is_not_recomputed(manager: Manager) ->
 
 def test_a_forward_that_raises_has_no_profile(manager: Manager) -> None:
     profiler = BlockProfiler(Block(), manager.engine)
-    forward, _ = profiler.contexts()
-    with pytest.raises(KeyError), forward:
+    with pytest.raises(KeyError), watched(profiler):
         raise KeyError
     assert not profiler.ready()
 
@@ -289,7 +286,7 @@ def test_a_block_that_communicates_in_place_is_not_recomputed(manager: Manager) 
 def test_seconds_are_those_of_the_plain_forward_where_it_was_measured(manager: Manager) -> None:
     args = (seeded(ROWS, WIDTH),)
     profiler = BlockProfiler(Block(), manager.engine, args, min_elements=1)
-    run(manager, Block(), args, {}, profiler.contexts)
+    run(manager, Block(), args, {}, None, profiler)
     alone = profiler.profile()
     assert alone.forward_s == pytest.approx(sum(call.device_s for call in alone.calls))
     assert alone.host_s == pytest.approx(alone.forward_s)
@@ -313,8 +310,7 @@ def test_on_a_device_seconds_are_read_from_events_without_blocking(
     monkeypatch.setattr(device, "poll", lambda event: passed[0])
     args = (seeded(ROWS, WIDTH),)
     profiler = BlockProfiler(Block(), manager.engine, args, min_elements=1)
-    forward, _ = profiler.contexts()
-    with forward:
+    with watched(profiler):
         Block()(args[0].requires_grad_() * 1.0)
     assert not profiler.ready()
     passed[0] = True

@@ -1,0 +1,200 @@
+"""Mode "auto" finds out in the first call of a block, which runs plain, whether a recompute would have its
+bits; if not, the block is kept or moved whole. With plain torch all of these train, so they train here."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import offload
+from offload import OffloadError, PipelineOffloadManager
+from tests.unit.modules.test_auto import SLOW_LINK
+from tests.unit.modules.training import WIDTH, Model, equal, train
+
+LAYERS = 3
+
+
+class Cache:
+    """Of keys and values, as transformers has them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def get_seq_length(self) -> int:
+        return len(self.seen)
+
+    def update(self, y: Tensor) -> Tensor:
+        self.seen.append(y)
+        return torch.stack(self.seen).sum(0)
+
+
+class Body(nn.Module):
+    """A block that keeps nothing of its input, and something else beside its weights."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.body = body
+        self.count, self.mean = 0, torch.zeros(WIDTH)
+        self.outside = [torch.zeros(WIDTH)]
+        self.own = torch.Generator().manual_seed(1)
+        self.writes = False
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        y = torch.tanh(self.fc(self.body(self, x * 2)))
+        return y if cache is None else cache.update(y)
+
+
+def build(body: Callable[[Any, Tensor], Tensor], call: Any = lambda block, x: block(x)) -> Model:
+    torch.manual_seed(3)
+    model = Model(call)
+    model.layers = nn.ModuleList(Body(body) for _ in range(LAYERS))
+    return model
+
+
+def writes_outside(block: Any, x: Tensor) -> Tensor:
+    block.outside[0].add_(x.detach().mean(0))
+    return x + block.outside[0]
+
+
+def own_generator(block: Any, x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape, generator=block.own)
+
+
+def counts(block: Any, x: Tensor) -> Tensor:
+    """The number of operators depends on what a forward leaves behind."""
+    block.count += 1
+    block.mean = 0.5 * block.mean + x.detach().mean(0)
+    for _ in range(block.count % 3):
+        x = x.sin() + block.mean
+    return x
+
+
+def draws(block: Any, x: Tensor) -> Tensor:
+    return x.cos() * 2 if random.random() < 0.5 else x
+
+
+def state_of(model: Model) -> list[Tensor]:
+    return [
+        part for block in model.layers for part in (torch.tensor(block.count), block.mean, block.outside[0])
+    ]
+
+
+def trained(model: Model, mode: Any, **options: Any) -> list[Tensor]:
+    random.seed(5)
+    if mode is None:
+        return [*train(model, steps=4), *state_of(model)]
+    with offload.activations(model, mode, min_numel=1, **options) as handle:
+        seen = train(model, steps=4)
+        if mode == "auto":
+            assert handle.explain().plan is not None
+    return [*seen, *state_of(model)]
+
+
+@pytest.mark.parametrize("body", [writes_outside, own_generator])
+def test_a_block_whose_second_run_would_have_other_bits_is_never_recomputed(
+    body: Any, manager: PipelineOffloadManager
+) -> None:
+    manager.engine.rates = SLOW_LINK
+    plain = trained(build(body), None)
+    assert equal(trained(build(body), "auto", device_total=12_000), plain)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda block, x: x.add_(block(x)), lambda block, x: block(block(x, cache=(own := Cache())), cache=own)],
+)
+def test_a_block_whose_input_is_written_after_it_or_that_adds_to_a_cache_is_never_recomputed(
+    call: Any, manager: PipelineOffloadManager
+) -> None:
+    manager.engine.rates = SLOW_LINK
+    plain = trained(build(lambda block, x: x, call), None)
+    assert equal(trained(build(lambda block, x: x, call), "auto", device_total=12_000), plain)
+
+
+@pytest.mark.parametrize("mode", ["hidden_states", "selective", "auto"])
+@pytest.mark.parametrize("body", [counts, draws])
+def test_what_a_block_binds_and_draws_happens_once_although_it_is_recomputed(
+    body: Any, mode: str, manager: PipelineOffloadManager
+) -> None:
+    manager.engine.rates = SLOW_LINK
+    plain = trained(build(body), None)
+    assert equal(trained(build(body), mode), plain)
+
+
+def test_a_block_that_writes_to_its_input_in_a_later_call_only_is_an_error_with_the_way_out(
+    manager: PipelineOffloadManager,
+) -> None:
+    manager.engine.rates = SLOW_LINK
+    model = build(lambda block, x: x)
+    model.layers[1].register_forward_pre_hook(
+        lambda block, args: (args[0].mul_(1.5),) if block.writes else args
+    )
+    with offload.activations(model, "auto", min_numel=1, device_total=12_000):
+        train(model, steps=2)
+        model.layers[1].writes = True
+        with pytest.raises(OffloadError, match=r"forward of a Body that is recomputed has written") as raised:
+            train(model, steps=1)
+    assert "argument float32[12, 16] in place, from which its recompute would start" in str(raised.value)
+    assert "use mode='groups'" in str(raised.value)
+
+
+# -- collectives ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        summed: Tensor = functional.all_reduce(x, "sum", dist.group.WORLD)
+        return summed * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def in_place(block: Any, x: Tensor) -> Tensor:
+    y = x.detach().clone()
+    dist.all_reduce(y)
+    return x + y
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("body", "operator"),
+    [
+        (lambda block, x: _Summed.apply(x), "_c10d_functional.all_reduce.default"),
+        (in_place, "c10d.allreduce_.default"),
+    ],
+)
+def test_in_the_first_step_too_a_collective_is_called_once_a_forward(
+    body: Any, operator: str, manager: PipelineOffloadManager
+) -> None:
+    model = build(body)
+    with offload.activations(model, "auto", min_numel=1, device_total=12_000), _Counted() as counted:
+        train(model, steps=1, microbatches=2)
+    assert counted.calls[operator] == 2 * LAYERS
