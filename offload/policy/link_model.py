@@ -13,6 +13,7 @@ from offload.policy.actions import Rates
 __all__ = ["D2H", "H2D", "Link"]
 
 D2H, H2D = 0, 1
+_FOR_EVER = float("inf")
 
 
 class Link:
@@ -25,39 +26,46 @@ class Link:
         self._now_s = 0.0
         self._queues: tuple[deque[tuple[Hashable, int]], deque[tuple[Hashable, int]]] = (deque(), deque())
         self._head_left: list[float] = [0.0, 0.0]  # bytes of the first of each queue that are still to go
-        self._ends_s: dict[tuple[int, Hashable], float] = {}
+        self._ends_s: tuple[dict[Hashable, float], dict[Hashable, float]] = ({}, {})  # by lane
 
     def issue(self, lane: int, key: Hashable, nbytes: int, now_s: float) -> None:
         """Queue a copy at `now_s`, which is no earlier than any moment named before. A key's later copy
         replaces its earlier end."""
-        while self._now_s < now_s and any(self._queues):
+        queues = self._queues
+        while self._now_s < now_s and (queues[D2H] or queues[H2D]):
             self._run(now_s - self._now_s)
         self._now_s = max(self._now_s, now_s)
-        self._ends_s.pop((lane, key), None)
-        if not self._queues[lane]:
+        self._ends_s[lane].pop(key, None)
+        if not queues[lane]:
             self._head_left[lane] = nbytes
-        self._queues[lane].append((key, nbytes))
+        queues[lane].append((key, nbytes))
 
     def finish(self, lane: int, key: Hashable) -> float:
         """When the copy ends if nothing more is issued before that."""
-        while (lane, key) not in self._ends_s:
+        ends_s = self._ends_s[lane]
+        while key not in ends_s:
             if not self._queues[lane]:
                 raise KeyError(f"no copy of {key} was issued in lane {lane}")
-            self._run(float("inf"))
-        return self._ends_s[lane, key]
+            self._run(_FOR_EVER)
+        return ends_s[key]
 
     def _run(self, at_most_s: float) -> None:
-        """Run to the next end of a copy, or for `at_most_s`."""
+        """Run to the next end of a copy, or for `at_most_s`. A search calls it most of all, so each lane is
+        written out."""
         d2h, h2d = self._queues
-        rates = self._shared if d2h and h2d else self._alone
-        left_s = [
-            self._head_left[lane] / rates[lane] if self._queues[lane] else float("inf") for lane in (D2H, H2D)
-        ]
-        step_s = min(at_most_s, *left_s)
+        out_rate, in_rate = self._shared if d2h and h2d else self._alone
+        left = self._head_left
+        out_s = left[D2H] / out_rate if d2h else _FOR_EVER
+        in_s = left[H2D] / in_rate if h2d else _FOR_EVER
+        step_s = min(at_most_s, out_s, in_s)
         self._now_s += step_s
-        for lane, queue in enumerate(self._queues):
-            if queue and left_s[lane] <= step_s:
-                self._ends_s[lane, queue.popleft()[0]] = self._now_s
-                self._head_left[lane] = queue[0][1] if queue else 0.0
-            elif queue:
-                self._head_left[lane] -= step_s * rates[lane]
+        if out_s <= step_s:
+            self._ends_s[D2H][d2h.popleft()[0]] = self._now_s
+            left[D2H] = d2h[0][1] if d2h else 0.0
+        else:
+            left[D2H] -= step_s * out_rate
+        if in_s <= step_s:
+            self._ends_s[H2D][h2d.popleft()[0]] = self._now_s
+            left[H2D] = h2d[0][1] if h2d else 0.0
+        else:
+            left[H2D] -= step_s * in_rate
