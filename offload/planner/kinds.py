@@ -1,4 +1,4 @@
-"""Which blocks are alike: blocks of one kind, called on inputs of one make, share a profile.
+"""Which blocks are alike: blocks of one kind share a profile.
 
 One invariant: what changes the calls of a forward or their sizes, as far as a module shows it, makes another
 kind.
@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
-__all__ = ["kind_of", "make_of"]
+__all__ = ["kind_of"]
 
 
 def kind_of(module: nn.Module) -> Hashable:
     """Of a block: the class, training and settings of each module inside, the make of each parameter and
-    buffer, and whether it is compiled. Numbers among settings are left out: a layer's own index is one."""
+    buffer, and whether it is compiled.
+
+    Of a fraction among the settings it counts whether it is 0: a dropout of 0 saves nothing, and rates that
+    rise from layer to layer save alike. Whole numbers are left out: a layer's own index is one.
+    """
     return (
         getattr(module, "_compiled_call_impl", None) is not None,
         tuple((name, type(part), part.training, _settings(part)) for name, part in module.named_modules()),
@@ -27,35 +30,25 @@ def kind_of(module: nn.Module) -> Hashable:
     )
 
 
-def make_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Of a call: the make of each tensor, where it stands, and whether and in what dtype autocast casts."""
-    leaves, spec = tree_flatten((args, kwargs))
-    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    casts = tuple(
-        (device, torch.get_autocast_dtype(device))
-        for device in sorted(devices)
-        if torch.is_autocast_enabled(device)
-    )
-    return spec, tuple(map(_make_of_leaf, leaves)), casts
-
-
-def _make_of_leaf(leaf: object) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return _make(leaf)
-    return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf).__qualname__
-
-
 def _make(tensor: torch.Tensor) -> Hashable:
     return type(tensor), tensor.size(), tensor.dtype, tensor.requires_grad, tensor.device
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """Plain attributes: switches and words, and of the rest whether it is there."""
+    """Plain attributes: switches and words, fractions as switches, and of the rest whether it is there."""
     return tuple(
-        (name, value if isinstance(value, bool) or _is_word(value) else type(value))
+        (name, _setting(value))
         for name, value in sorted(vars(module).items())
         if not name.startswith("_") and name != "training"
     )
+
+
+def _setting(value: Any) -> Hashable:
+    if isinstance(value, bool) or _is_word(value):
+        return value
+    if isinstance(value, float):
+        return float, value != 0.0
+    return type(value)
 
 
 def _is_word(value: object) -> bool:
