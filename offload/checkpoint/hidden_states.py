@@ -108,7 +108,7 @@ class RecomputedCall:
         other objects they stay with the graph. context_fn: as of torch's checkpoint; `contexts_for` makes one
         that keeps some outputs.
     may_stay: a plan may keep the input on the device; None where outputs are kept. before_again: called at
-        the begin of each recompute. cost: of the block, for the plan.
+        the begin of each recompute; returns what is called at its end. cost: of the block, for the plan.
     Without gradients, or where neither a tensor argument nor a parameter requires one, the call is as without
     hooks: there is nothing to recompute for.
     The one tensor that leaves is the first argument that may, by position and then by keyword, in a group
@@ -126,7 +126,7 @@ class RecomputedCall:
         context_fn: Callable[[], Contexts] | None = None,
         *,
         may_stay: bool | None = None,
-        before_again: Callable[[], None] | None = None,
+        before_again: Callable[[], Callable[[], None]] | None = None,
         cost: Any = None,
     ) -> None:
         self._manager = manager
@@ -270,7 +270,7 @@ class _Again:
         self.attributes: AttributesBefore | None = None
         self.buffers: BuffersBefore | None = None
         self.members: MembersBefore | None = None
-        self.before: Callable[[], None] | None = None
+        self.before: Callable[[], Callable[[], None]] | None = None
         self.interrupted = False
 
     def __call__(self, *tensors: torch.Tensor) -> None:
@@ -284,8 +284,7 @@ class _Again:
             leaf if place is None else tensors[place]
             for leaf, place in zip(self._leaves, self._places, strict=True)
         ]
-        if self.before is not None:
-            self.before()
+        after = None if self.before is None else self.before()
         leaves = _cast_as_fsdp(self._module, leaves)
         args, kwargs = tree_unflatten(leaves, self._spec)
         assert self.members is not None
@@ -298,6 +297,8 @@ class _Again:
                 self._module(*args, **kwargs)
             finally:
                 _due.module, _due.tensors = None, ()
+                if after is not None:
+                    after()
 
 
 def _is_sharded(module: nn.Module) -> bool:

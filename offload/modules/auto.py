@@ -95,11 +95,11 @@ class Auto(Client):
             return chosen
         return replace(chosen, before_again=partial(self._begin_again, before_again))
 
-    def _begin_again(self, claim: Callable[[], None]) -> None:
+    def _begin_again(self, begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         engine = self._attached()
         if engine is not None:
             self.memory.phase_begins(engine, BLOCKS)
-        claim()
+        return begin()
 
     def blocks_end(self, root: ModelRoot) -> None:
         """The last block of a forward of `root` is over. What the head and the loss need beyond a block gets

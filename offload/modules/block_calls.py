@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from offload.groups.manager import GroupsManager
 from offload.ids import ChunkId
 from offload.modules.root import ModelRoot
 from offload.planner.agreement import peers_of, with_levels_of
+from offload.planner.host_seconds import HostSeconds, Way
 from offload.planner.kinds import kind_of
 from offload.planner.profile import BlockProfile, kept_always
 from offload.planner.profiler import BlockProfiler
@@ -51,19 +54,31 @@ _PASSES = 3
 
 
 class Timing:
-    """One forward of a block, on both clocks, for what is measured without a profile's dispatch mode."""
+    """One forward or recompute of a block on the host's clock, and on the device's if it is `timed`.
 
-    def __init__(self, device: Device) -> None:
+    note: told of the host's seconds where the host did not wait: if by the end the device has passed the
+    begin, the queue of launches was not full.
+    """
+
+    def __init__(self, device: Device, note: Callable[[float], None], *, timed: bool = False) -> None:
         self._device = device
-        self._began_s = time.perf_counter()
+        self._note = note
+        self._timed = timed
         self._events: tuple[Event, Event] | None = None
-        self._start = device.record(device.compute, timed=True)
+        # what is captured is not run here, so nothing of it can be polled
+        self._start = None if device.is_capturing() else device.record(device.compute, timed=timed)
+        self._began_s = time.perf_counter()
         self.host_s = 0.0
 
     def end(self) -> None:
-        """The forward is over."""
+        """It is over."""
         self.host_s = time.perf_counter() - self._began_s
-        self._events = self._start, self._device.record(self._device.compute, timed=True)
+        if self._start is None:
+            return
+        if self._timed:
+            self._events = self._start, self._device.record(self._device.compute, timed=True)
+        if self._device.poll(self._start):
+            self._note(self.host_s)
 
     def device_s(self) -> float | None:
         """None for a forward that raised. The device must have passed its end. Where compute is on the host,
@@ -78,14 +93,14 @@ class Chosen:
     """How one call of a block runs.
 
     is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: for
-    the begin of its recompute. cost: None where it is not known. timing: begins a measurement of its forward,
-    None where none is wanted. profiler: of its forward. required: what a plain call saves leaves, whatever
-    the groups' plan would keep.
+    the begin of its recompute; returns what is for its end. cost: None where it is not known. timing: begins
+    a measurement of its forward, None where none is wanted. profiler: of its forward. required: what a plain
+    call saves leaves, whatever the groups' plan would keep.
     """
 
     is_plain: bool
     contexts: Callable[[], Contexts] | None = None
-    before_again: Callable[[], None] | None = None
+    before_again: Callable[[], Callable[[], None]] | None = None
     cost: Cost | None = None
     timing: Callable[[], Timing] | None = None
     profiler: BlockProfiler | None = None
@@ -124,6 +139,7 @@ class BlockCalls:
         self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
         self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
         self._contexts: dict[Kept, Callable[[], Contexts]] = {}
+        self._hosts = defaultdict[Hashable, HostSeconds](HostSeconds)
         self._always: dict[Hashable, Kept] = {}  # what is kept in step 1 of a kind that is recomputed
         self._ran: dict[ChunkId, tuple[object, list[Called]]] = {}
 
@@ -166,15 +182,18 @@ class BlockCalls:
             level = min(planned[len(ran)], last) if len(ran) < len(planned) else last
         ran.append(Called(kind, level, input_bytes))
         chosen, keeps = profile.menu[level], profile.keeps[level]
+        way, host = _way_of(keeps), self._hosts[kind]
 
-        def before_again() -> None:
+        def before_again() -> Callable[[], None]:
             with engine.lock:
                 engine.transfers.claim(chosen.made_again_bytes)
+            return Timing(engine.device, partial(host.note_again, way)).end
 
         return Chosen(
             is_plain=keeps is None,
             contexts=self._contexts_for(keeps) if keeps else None,
             before_again=before_again,
+            timing=lambda: Timing(engine.device, partial(host.note_forward, way)),
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
             required=self.levels is None,
         )
@@ -232,20 +251,26 @@ class BlockCalls:
         if only:
             return Chosen(is_plain=True, required=True)
 
+        way, host = _way_of(keeps), self._hosts[kind]
+
         def timing() -> Timing:
-            measured = Timing(engine.device)
-            self._timings.setdefault(kind, []).append(measured)
+            timed = kind not in self._own
+            measured = Timing(engine.device, partial(host.note_forward, way), timed=timed)
+            if timed:
+                self._timings.setdefault(kind, []).append(measured)
             return measured
 
         return Chosen(
             is_plain=False,
             contexts=self._contexts_for(keeps) if keeps else None,
-            timing=None if kind in self._own else timing,
+            before_again=lambda: Timing(engine.device, partial(host.note_again, way)).end,
+            timing=timing,
         )
 
     # -- profiles --------------------------------------------------------------------------------------------
     def take_profiles(self, device: Device) -> None:
-        """Read what was profiled in the step that ended. Blocks the host until the device is done with it."""
+        """Read what was profiled and measured in the step that ended. Blocks the host until the device is
+        done with what was profiled."""
         waiting = [(kind, profiler) for kind, profiler in self._profilers.items() if profiler is not None]
         if waiting:
             device.synchronize(device.record(device.compute))
@@ -263,6 +288,12 @@ class BlockCalls:
                     logger.info("auto: one kind of block is never recomputed: %s", profile.only)
                 for call, why in profile.why_not.items():
                     logger.debug("auto: %s is not kept: %s", call, why)
+
+        for kind, profile in self._own.items():
+            by_way = self._hosts[kind].by_way()
+            if by_way is not None and by_way != profile.host_by_way:
+                self._own[kind] = profile.with_host(by_way)
+                self._scaled.clear()
 
     def follow_own(self) -> None:
         """From now on the profiles are those that were seen here."""
@@ -290,6 +321,10 @@ class BlockCalls:
         if contexts is None:
             contexts = self._contexts[keeps] = contexts_for(keeps, _KEPT, self._manager)
         return contexts
+
+
+def _way_of(keeps: Kept | None) -> Way:
+    return Way.PLAIN if keeps is None else Way.SELECTIVE if keeps else Way.CHECKPOINT
 
 
 def _input_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

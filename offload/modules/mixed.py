@@ -47,10 +47,11 @@ class MixedCalls(RecomputedCalls):
         manager = root.manager()
         chosen = auto.choose(root, self._name, module, args, kwargs)
         if chosen.is_plain:
+            timing = None if chosen.timing is None else chosen.timing()
             group = root.open_group(self._name, cost=chosen.cost, required=chosen.required)
             if chosen.profiler is not None:
                 chosen.profiler.begin()
-            return _Call(group, profiler=chosen.profiler)
+            return _Call(group, timing, chosen.profiler)
         call = RecomputedCall(
             manager,
             module,

@@ -7,7 +7,6 @@ kind.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +42,7 @@ def _settings(module: nn.Module) -> Hashable:
     )
 
 
-def _setting(value: Any) -> Hashable:
+def _setting(value: object) -> object:
     if isinstance(value, bool) or _is_word(value):
         return value
     if isinstance(value, float):

@@ -14,12 +14,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from offload.planner.host_seconds import USUAL, Way
 from offload.policy.menu import Level, Menu, convex
 
 __all__ = [
-    "CHECKPOINT_HOST",
     "MOST_LEVELS",
-    "SELECTIVE_HOST",
     "BlockProfile",
     "Keeps",
     "SeenCall",
@@ -32,10 +31,6 @@ Keep = frozenset[tuple[Any, int]] | None
 Keeps = tuple[Keep, ...]
 
 MOST_LEVELS = 8
-CHECKPOINT_HOST, SELECTIVE_HOST = 2.9, 5.9
-"""Host seconds of a block's forward and recompute, in those of a plain forward. W5, small operators whose
-launches set the pace, one H200: 461 ms a step plain and 881 with every block checkpointed. With a forward and
-a backward of equal host time a checkpoint adds 1.9 forwards."""
 
 _HOST_BOUND = 0.9  # of a forward's device seconds: from here on the device is taken to wait for the host
 
@@ -90,9 +85,8 @@ class BlockProfile:
     """Why the block has no level but the plain one; empty if it has."""
     whole: str = ""
     """Why the block has no level between plain and checkpoint; empty if it may have."""
-    host_costs: tuple[float, float] = (CHECKPOINT_HOST, SELECTIVE_HOST)
-    """Host seconds of forward and recompute over those of a plain forward: of a checkpoint, and of one that
-    keeps calls."""
+    host_by_way: tuple[float, ...] = ()
+    """Host seconds of forward and recompute together, by `Way`; () for what they usually are."""
     menu: Menu = ()
     keeps: Keeps = ()
     """By level of the menu: None for the plain block, else the calls that are kept; none for a checkpoint."""
@@ -148,21 +142,14 @@ class BlockProfile:
         )
         return replace(profile, menu=_same_levels(profile))
 
-    def with_host(
-        self, host_s: float, checkpoint: float | None = None, selective: float | None = None
-    ) -> BlockProfile:
-        """The same with host seconds as they were measured since: of the plain forward, and of forward and
-        recompute together of a checkpoint and of one that keeps calls. None: not measured."""
-        costs = tuple(
-            cost if measured is None or not host_s else measured / host_s
-            for cost, measured in zip(self.host_costs, (checkpoint, selective), strict=True)
+    def with_host(self, by_way: tuple[float, ...]) -> BlockProfile:
+        """The same, with the same levels, and with host seconds by `Way` as they were measured since."""
+        profile = replace(self, host_s=by_way[Way.PLAIN], host_by_way=by_way)
+        menu = tuple(
+            level if keep is None else level._replace(host_s=_again_host_s(profile, keeps=bool(keep)))
+            for level, keep in zip(self.menu, self.keeps, strict=True)
         )
-        return self._again(host_s=host_s, host_costs=costs)
-
-    def _again(self, **changes: Any) -> BlockProfile:
-        profile = replace(self, **changes)
-        menu, keeps = _menu_of(profile)
-        return replace(profile, menu=menu, keeps=keeps)
+        return replace(profile, menu=menu)
 
 
 def _seconds(calls: Iterable[SeenCall]) -> float:
@@ -192,13 +179,12 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
     entering = [*must, *may]
     again_s = _again_seconds(profile)
     made_bytes = profile.plain_bytes - profile.given_bytes
-    checkpoint_s, selective_s = (max(0.0, cost - 1.0) * profile.host_s for cost in profile.host_costs)
     levels, num_kept = [plain], dict[str, int]()
     waiting, num_calls = profile.input_bytes, 0
     for number in range(len(entering) + 1):
         if number >= len(must):
             name = f"keep {num_calls} calls" if num_calls else "checkpoint"
-            host_s = selective_s if num_calls else checkpoint_s
+            host_s = _again_host_s(profile, keeps=num_calls > 0)
             levels.append(Level(name, waiting, max(0.0, again_s), host_s, max(0, made_bytes)))
             num_kept[name] = number
         if number < len(entering):
@@ -216,6 +202,12 @@ def _menu_of(profile: BlockProfile) -> tuple[Menu, Keeps]:
         None,
         *(nothing.union(*(found.names for found in entering[: num_kept[level.name]])) for level in menu[1:]),
     )
+
+
+def _again_host_s(profile: BlockProfile, *, keeps: bool) -> float:
+    """Host seconds beyond those of the plain block. keeps: calls are kept."""
+    by_way = profile.host_by_way or tuple(usual * profile.host_s for usual in USUAL)
+    return max(0.0, by_way[Way.SELECTIVE if keeps else Way.CHECKPOINT] - by_way[Way.PLAIN])
 
 
 def _again_seconds(profile: BlockProfile) -> float:

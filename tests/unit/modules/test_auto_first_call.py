@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload import OffloadError, PipelineOffloadManager
+from offload.modules.block_calls import Timing
 from tests.unit.modules.test_auto import SLOW_LINK
 from tests.unit.modules.training import WIDTH, Model, equal, train
 
@@ -198,3 +199,37 @@ def test_in_the_first_step_too_a_collective_is_called_once_a_forward(
     with offload.activations(model, "auto", min_numel=1, device_total=12_000), _Counted() as counted:
         train(model, steps=1, microbatches=2)
     assert counted.calls[operator] == 2 * LAYERS
+
+
+# -- the host's seconds --------------------------------------------------------------------------------------
+def test_a_plan_is_made_with_the_host_seconds_that_hooks_have_measured(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by 3 s in a forward and by 9 s in a recompute."""
+    now = [0.0]
+
+    def body(block: Any, x: Tensor) -> Tensor:
+        now[0] += 9.0 if torch._C._current_graph_task_id() != -1 else 3.0
+        return x
+
+    manager.engine.rates = SLOW_LINK
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    model = build(body)
+    handle = offload.apply(model, "auto", min_numel=1, device_total=12_000)
+    train(model, steps=1)
+    assert handle._auto is not None
+    (profile,) = handle._auto.calls.profiles.values()
+    assert profile.host_by_way == pytest.approx((12.0 / 2.9, 12.0, 12.0 / 2.9 * 5.9))
+    handle.remove()
+
+
+def test_host_seconds_count_only_where_the_device_had_come_so_far_that_the_host_did_not_wait(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, seen = manager.engine.device, list[float]()
+    for passed in (False, True):
+        timing = Timing(device, seen.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "poll", lambda event, answer=passed: answer)
+            timing.end()
+        assert len(seen) == passed

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from offload.planner.host_seconds import USUAL, HostSeconds, Way
 from offload.planner.profile import (
-    CHECKPOINT_HOST,
     MOST_LEVELS,
-    SELECTIVE_HOST,
     BlockProfile,
     SeenCall,
     TimedCall,
@@ -85,13 +84,38 @@ def test_a_recompute_makes_again_what_autograd_saves_and_no_kept_call_has() -> N
 
 def test_levels_that_keep_calls_cost_the_host_more_than_a_checkpoint() -> None:
     menu = profile_of(BLOCK).menu
-    selective, checkpoint = (SELECTIVE_HOST - 1) * 0.5, (CHECKPOINT_HOST - 1) * 0.5
+    selective, checkpoint = (USUAL[2] - 1) * 0.5, (USUAL[1] - 1) * 0.5
     assert [level.host_s for level in menu] == pytest.approx([0.0, *[selective] * 4, checkpoint])
-    measured = profile_of(BLOCK).with_host(2.0, checkpoint=5.0)
-    assert [level.host_s for level in measured.menu] == pytest.approx(
-        [0.0, *[(SELECTIVE_HOST - 1) * 2.0] * 4, 3.0]
-    )
-    assert measured.keeps == profile_of(BLOCK).keeps
+
+
+def test_host_seconds_that_were_measured_since_change_no_level() -> None:
+    """Here they say that the device waits for the host, so a menu made of them would have a level more."""
+    total = sum(call.device_s for call in BLOCK)
+    before = profile_of(BLOCK, forward_s=total + 7.0)
+    measured = before.with_host((200.0, 500.0, 700.0))
+    assert [level.host_s for level in measured.menu] == [0.0, *[500.0] * 3, 300.0]
+    assert [level._replace(host_s=0.0) for level in measured.menu] == [
+        level._replace(host_s=0.0) for level in before.menu
+    ]
+    assert measured.keeps == before.keeps
+    assert measured.scaled(2.0).menu[-1].host_s == 300.0
+
+
+def test_of_each_way_the_least_call_counts_and_a_way_that_was_not_seen_is_scaled() -> None:
+    seen = HostSeconds()
+    seen.note_forward(Way.CHECKPOINT, 3.0)
+    assert seen.by_way() is None  # its recompute belongs to it
+    for seconds in (4.0, 2.8, 9.0):
+        seen.note_again(Way.CHECKPOINT, seconds)
+    # twice what is usual
+    assert seen.by_way() == pytest.approx((2.0, 5.8, 11.8))
+    seen.note_forward(Way.CHECKPOINT, 2.0)
+    seen.note_forward(Way.PLAIN, 1.0)
+    # of 4.8, where 2.9 are usual, and of 1
+    assert seen.by_way() == pytest.approx((1.0, 4.8, 5.9 * (1.0 + 4.8 / 2.9) / 2))
+    seen.note_forward(Way.SELECTIVE, 3.0)
+    seen.note_again(Way.SELECTIVE, 3.5)
+    assert seen.by_way() == pytest.approx((1.0, 4.8, 6.5))
 
 
 def test_seconds_that_no_call_shows_are_computed_again_unless_the_device_waits_for_the_host() -> None:
@@ -109,7 +133,7 @@ def test_what_must_be_kept_is_kept_at_every_level_but_the_plain_one() -> None:
     assert profile.keeps[0] is None
     assert all(("topk", 0) in keep for keep in profile.keeps[1:] if keep is not None)
     assert profile.menu[-1].saved_bytes == INPUT + 8
-    assert profile.menu[-1].host_s == pytest.approx((SELECTIVE_HOST - 1) * 0.5)
+    assert profile.menu[-1].host_s == pytest.approx((USUAL[2] - 1) * 0.5)
 
 
 def test_what_may_not_be_kept_is_named_and_computed_again() -> None:
