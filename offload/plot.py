@@ -1,8 +1,10 @@
-"""A picture of a step: what it held on the device, what it would hold had nothing left, and what lanes did.
+"""A picture of a step: what it held on the device, what it would hold had nothing left, and what lanes did;
+or of the plan of mode "auto".
 
     with offload.tracing() as trace:
         train_one_step()
     offload.plot("step.png", trace)
+    offload.plot("plan.png", handle.explain())
 
 One invariant: nothing is recorded unless it is asked for, and an asked-for picture is drawn or an error says
 why not.
@@ -16,6 +18,8 @@ from pathlib import Path
 
 from offload.groups.recorder import Recorder
 from offload.marks import default_manager
+from offload.planner.explained import Explanation
+from offload.planner.explained_picture import draw_explanation
 from offload.telemetry.drawing import draw
 from offload.telemetry.summary import bytes_text
 from offload.telemetry.timeline import Timeline
@@ -56,15 +60,22 @@ def tracing() -> Iterator[Trace]:
         recorder.stop()
 
 
-def plot(path: str | Path, trace: Trace, *, title: str | None = None) -> None:
-    """Draw `trace` into the file `path`: above, saved bytes on the device with offload and without; below,
-    the lanes with the names of the groups. On a GPU the rest of the device's memory lies beneath.
+def plot(path: str | Path, shown: Trace | Explanation, *, title: str | None = None) -> None:
+    """Draw a recorded step, or what mode "auto" chose, into the file `path`.
 
-    title: None says how long it took and what the peaks were.
+    shown: a trace. Above, saved bytes on the device with offload and without; below, the lanes with the names
+        of the groups. On a GPU the rest of the device's memory lies beneath.
+        Or what `handle.explain()` returns. Above, a step's memory under its total, and its predicted time
+        beside that of plain blocks and the least possible; below, what is kept, moved and recomputed of each
+        block in each microbatch.
+    title: None says how long a traced step took and what its peaks were, or the state of the plan.
     Raises ImportError without matplotlib (the extra `plot`), and ValueError for a trace in which nothing was
-    saved or copied.
+    saved or copied, or before there is a plan. Blocks the host: while it draws.
     """
-    timeline = trace.timeline
+    if isinstance(shown, Explanation):
+        draw_explanation(shown, path, title=title)
+        return
+    timeline = shown.timeline
     if not timeline.spans:
         raise ValueError(
             "nothing was recorded: no group was open and nothing was copied in the traced block; run a "

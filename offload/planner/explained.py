@@ -5,6 +5,7 @@ One invariant: every figure is of the plan that is followed now, or of its bound
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from offload.policy.actions import ChunkKey, Rates
 from offload.policy.menu import Level
 from offload.policy.mixed_bound import least_mixed_step
 from offload.policy.mixture import MixedPlan
+from offload.telemetry.drawing import byte_unit
 from offload.telemetry.summary import bytes_text
 
 __all__ = ["BlockShare", "Explanation"]
@@ -35,6 +37,17 @@ class BlockShare(NamedTuple):
     recompute_ms: float
     levels: Mapping[str, int]
 
+    def with_call(self, call: BlockShare) -> BlockShare:
+        """This and one more call of the same block."""
+        return self._replace(
+            saved_bytes=self.saved_bytes + call.saved_bytes,
+            kept_bytes=self.kept_bytes + call.kept_bytes,
+            moved_bytes=self.moved_bytes + call.moved_bytes,
+            recomputed_bytes=self.recomputed_bytes + call.recomputed_bytes,
+            recompute_ms=self.recompute_ms + call.recompute_ms,
+            levels=dict(Counter(self.levels) + Counter(call.levels)),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
@@ -51,29 +64,38 @@ class Explanation:
     rates: Rates | None = None
 
     @property
-    def shares(self) -> list[BlockShare]:
-        """By block, in forward order; [] before there is a plan."""
+    def calls(self) -> list[tuple[ChunkKey, BlockShare]]:
+        """By call of a block, with its chunk, in forward order; [] before there is a plan."""
         if self.plan is None:
             return []
-        rows: dict[str, BlockShare] = {}
+        found: list[tuple[ChunkKey, BlockShare]] = []
         for chunk, blocks in self.plan.problem.blocks.items():
             for place, (block, level, kept) in enumerate(
                 zip(blocks, self.plan.levels[chunk], self._kept(chunk, blocks), strict=True)
             ):
-                if not block.menu[0].saved_bytes:
+                saved = block.menu[0].saved_bytes
+                if not saved:
                     continue  # the head, which is a block for its room alone
-                name = self._name(chunk, place)
                 chosen = block.menu[level]
-                before = rows.get(name, BlockShare(name, 0, 0, 0, 0, 0.0, {}))
-                rows[name] = BlockShare(
-                    name,
-                    before.saved_bytes + block.menu[0].saved_bytes,
-                    before.kept_bytes + kept,
-                    before.moved_bytes + chosen.saved_bytes - kept,
-                    before.recomputed_bytes + block.menu[0].saved_bytes - chosen.saved_bytes,
-                    before.recompute_ms + chosen.recompute_s * 1e3,
-                    {**before.levels, chosen.name: before.levels.get(chosen.name, 0) + 1},
+                share = BlockShare(
+                    name=self._name(chunk, place),
+                    saved_bytes=saved,
+                    kept_bytes=kept,
+                    moved_bytes=chosen.saved_bytes - kept,
+                    recomputed_bytes=saved - chosen.saved_bytes,
+                    recompute_ms=chosen.recompute_s * 1e3,
+                    levels={chosen.name: 1},
                 )
+                found.append((chunk, share))
+        return found
+
+    @property
+    def shares(self) -> list[BlockShare]:
+        """By block, in forward order; [] before there is a plan."""
+        rows: dict[str, BlockShare] = {}
+        for _, share in self.calls:
+            before = rows.get(share.name)
+            rows[share.name] = share if before is None else before.with_call(share)
         return list(rows.values())
 
     def _name(self, chunk: ChunkKey, place: int) -> str:
@@ -138,30 +160,34 @@ class Explanation:
                 "tensors and what recomputes make again, and the plan takes "
                 f"{bytes_text(plan.predicted_peak_bytes)} of them."
             )
+        size, unit = byte_unit(max((share.saved_bytes for share in self.shares), default=0))
         table = tabulate(
             [
                 (
                     share.name,
-                    *(f"{nbytes / 1e9:.2f}" for nbytes in share[1:5]),
+                    *(f"{nbytes / size:.2f}" for nbytes in share[1:5]),
                     f"{share.recompute_ms:.1f}",
                     ", ".join(f"{count} {level}" for level, count in share.levels.items()),
                 )
                 for share in self.shares
             ],
-            headers=("block", "saves GB", "kept", "moved", "recomputed", "ms", "forwards"),
+            headers=("block", f"saves {unit}", "kept", "moved", "recomputed", "ms", "forwards"),
             colalign=("left", *["right"] * 5, "left"),
         )
-        return "\n".join([*lines, "", table, "", *self._margins()])
+        return "\n".join([*lines, "", table, "", *self.margins()])
 
-    def _margins(self) -> list[str]:
-        """What a little more or less memory would change."""
-        assert self.plan is not None
-        lines = [f"At this budget 1 GB more would save {self.ms_per_gb:.2f} ms of the step, by the bound."]
+    def margins(self) -> list[str]:
+        """What a little more or less memory would change, a sentence each; [] before there is a plan."""
+        if self.plan is None:
+            return []
+        size, unit = byte_unit(self.plan.problem.limit_bytes)
+        more_ms = self.ms_per_gb * size / 1e9
+        lines = [f"At this budget 1 {unit} more would save {more_ms:.2f} ms of the step, by the bound."]
         found = self._given_up_next()
         if found is not None:
             chunk, name, now, then = found
             lines.append(
-                f"Given up next: {name} in microbatch {chunk[1]} of stage {chunk[0]}, from '{now.name}' to "
+                f"Given up next: {name} in microbatch {chunk[1]}, from '{now.name}' to "
                 f"'{then.name}': {bytes_text(now.saved_bytes - then.saved_bytes)} for "
                 f"{(then.recompute_s - now.recompute_s) * 1e3:.2f} ms."
             )

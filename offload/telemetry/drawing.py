@@ -12,7 +12,7 @@ from typing import Any
 
 from offload.telemetry.timeline import Span, Timeline
 
-__all__ = ["draw", "require_matplotlib"]
+__all__ = ["byte_unit", "draw", "require_matplotlib", "time_unit"]
 
 _ROWS = {  # middle, height, label
     "chunk": (4.25, 0.5, "microbatch"),
@@ -47,7 +47,7 @@ def draw(timeline: Timeline, path: str | Path, *, title: str) -> None:
     figure = Figure(figsize=(11, 6.6), layout="constrained")
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(title, fontsize=12)
-    scale, unit = _time_unit(timeline.duration_ms)
+    scale, unit = time_unit(timeline.duration_ms)
     _memory(memory, timeline, scale)
     _lanes(lanes, timeline, scale)
     lanes.set_xlabel(
@@ -61,7 +61,7 @@ def _memory(axes: Any, timeline: Timeline, scale: float) -> None:
     samples = timeline.memory
     most = max((sample.without_bytes + sample.other_bytes for sample in samples), default=0)
     most = max([most, *(sample.host_bytes for sample in samples)], default=0)
-    size, unit = _byte_unit(most)
+    size, unit = byte_unit(most)
     times = [sample.ms * scale for sample in samples]
     other = [sample.other_bytes / size for sample in samples]
     held = [(sample.saved_bytes + sample.other_bytes) / size for sample in samples]
@@ -142,14 +142,14 @@ def _innermost_last(spans: Sequence[Span]) -> list[Span]:
     return sorted(spans, key=lambda span: (span.kind == "stall", span.start_ms - span.end_ms))
 
 
-def _time_unit(duration_ms: float) -> tuple[float, str]:
+def time_unit(duration_ms: float) -> tuple[float, str]:
     """What a time in ms is multiplied with, and its unit."""
     if duration_ms >= 10_000:
         return 1e-3, "s"
     return (1.0, "ms") if duration_ms >= 1 else (1e3, "µs")
 
 
-def _byte_unit(nbytes: int) -> tuple[int, str]:
+def byte_unit(nbytes: int) -> tuple[int, str]:
     """Bytes of the unit, and its name; units of 1000, as wherever this project says MB or GB."""
     for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if nbytes >= size:

@@ -13,6 +13,10 @@ import pytest
 import offload
 from offload import PipelineOffloadManager
 from offload.groups.recorder import Recorder
+from offload.planner.explained import Explanation
+from offload.planner.explained_picture import figure_of
+from offload.policy.actions import one_f_one_b
+from offload.policy.mixture import choose_mixture
 from offload.telemetry.drawing import draw
 from offload.telemetry.timeline import MemorySample, Span, Timeline
 from tests.unit.groups.stack import (
@@ -26,6 +30,7 @@ from tests.unit.groups.stack import (
     gpipe,
     installed,
 )
+from tests.unit.policy.mixtures import GB, H200, W2_BLOCK, Stage
 
 INPUT = ROWS * WIDTH * 4  # of fc1, in bytes
 LAYERS, MICROBATCHES = 2, 3
@@ -215,6 +220,58 @@ def gpu_timeline() -> Timeline:
         device_limit_bytes=gb,
         simulated=False,
     )
+
+
+def explained_of(num_blocks: int, microbatches: int, limit_gb: int) -> Explanation:
+    pytest.importorskip("scipy")
+    stage = Stage.of(one_f_one_b(0, 4, microbatches), W2_BLOCK, num_blocks)
+    limit = limit_gb * GB
+    return Explanation(
+        state="the plan is settled",
+        names={chunk: tuple(f"layers.{at}" for at in range(num_blocks)) for chunk in stage.blocks},
+        total_bytes=limit + 11 * GB,
+        rest_bytes=11 * GB,
+        limit_bytes=limit,
+        plan=choose_mixture(stage.actions, stage.blocks, H200, limit, max_trials=2),
+        rates=H200,
+    )
+
+
+def test_a_plans_picture_has_each_blocks_bytes_by_microbatch_and_what_they_cost(tmp_path: Path) -> None:
+    explained = explained_of(3, 4, limit_gb=9)
+    assert explained.plan is not None
+    calls, shares = explained.calls, explained.shares
+    assert [(chunk, share.name) for chunk, share in calls] == [
+        ((0, microbatch), f"layers.{at}") for microbatch in range(4) for at in range(3)
+    ]
+    for share in shares:
+        own = [call for _, call in calls if call.name == share.name]
+        assert share.saved_bytes == 4 * W2_BLOCK.menu[0].saved_bytes
+        assert list(share[1:5]) == [sum(call[field] for call in own) for field in range(1, 5)]
+        assert sum(share.levels.values()) == 4
+    figure = figure_of(explained)
+    memory, times, cells, sums = figure.axes
+    # a call's parts lie side by side and fill its cell: every call saves the most that one does
+    widths = [path.get_extents().width for drawn in cells.collections for path in drawn.get_paths()]
+    assert sum(widths) == pytest.approx(len(calls) * 0.92)
+    assert sum(bar.get_width() for bar in sums.patches) == pytest.approx(
+        sum(share.saved_bytes for share in shares) / GB
+    )
+    assert memory.patches[0].get_width() == 11
+    assert memory.patches[1].get_width() == pytest.approx(explained.plan.predicted_peak_bytes / GB)
+    assert sum(bar.get_width() for bar in times.patches) == pytest.approx(
+        sum(explained.as_dict()[name] for name in ("plain_ms", "predicted_ms", "bound_ms")), rel=1e-3
+    )
+    offload.plot(tmp_path / "plan.svg", explained, title="mine")
+    text = (tmp_path / "plan.svg").read_text()
+    for said in ("mine", "layers.2", "moved to the host and back", "1 GB more would save", "total: 20.00"):
+        assert said in text, said
+
+
+def test_a_plan_that_is_not_made_yet_is_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no plan to draw: no plan yet: 1 of at least 2 steps"):
+        offload.plot(tmp_path / "plan.png", Explanation(state="no plan yet: 1 of at least 2 steps"))
+    assert not (tmp_path / "plan.png").exists()
 
 
 def test_without_matplotlib_the_error_names_the_extra(
