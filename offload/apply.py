@@ -236,7 +236,7 @@ def apply(
         return Applied(model, mode, {}, None)
     if min_numel is not None:
         check_min_elements(min_numel, "min_numel")
-    watermark = marks_of(mode, high, low)
+    watermark = marks_of(mode, high, low, device_limit)
     groups = _groups_of(model, mode, blocks, modules)
     whole = {} if mode in WITHOUT_BLOCKS or modules is None else _blocks_of(model, blocks)
     hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]

@@ -22,6 +22,7 @@ from offload.modules.root import ModelRoot
 from offload.modules.steps import Steps
 from offload.sizes import optional_bytes
 from offload.spill.config import MIB, ActivationConfig
+from offload.spill.hooks import ActivationHookContext
 from offload.spill.runtime import ActivationRuntime
 
 __all__ = ["Marks", "WatermarkRoot", "marks_of"]
@@ -42,9 +43,11 @@ class Marks(NamedTuple):
     low: int
 
 
-def marks_of(mode: Mode, high: int | str | None, low: int | str | None) -> Marks | None:
+def marks_of(
+    mode: Mode, high: int | str | None, low: int | str | None, device_limit: int | str | None
+) -> Marks | None:
     """The marks of mode="watermark"; None for another mode. Raises ValueError for marks that cannot be, or
-    that go with no such mode."""
+    that go with no such mode, and for a limit beside them."""
     if mode != "watermark":
         for name, given in (("high", high), ("low", low)):
             if given is not None:
@@ -53,6 +56,11 @@ def marks_of(mode: Mode, high: int | str | None, low: int | str | None) -> Marks
                     "limits the saved tensors of the other modes"
                 )
         return None
+    if device_limit is not None:
+        raise ValueError(
+            f"device_limit={device_limit!r} with mode='watermark', which keeps what is saved until the "
+            "device's memory comes to a mark: give the mark, high=, and no limit"
+        )
     total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
     high_bytes = optional_bytes(high, name="high", of_bytes=total)
     low_bytes = optional_bytes(low, name="low", of_bytes=total)
@@ -63,6 +71,11 @@ def marks_of(mode: Mode, high: int | str | None, low: int | str | None) -> Marks
                 "saved tensors at which they begin to leave, as in high='8GB'"
             )
         high_bytes = total * _HIGH_PERCENT // 100
+    if total is not None and high_bytes > total:
+        raise ValueError(
+            f"high is {high_bytes:,} bytes and the GPU has {total:,}: it would be full before anything left; "
+            "give a mark below that, as in high='90%'"
+        )
     if low_bytes is None:
         low_bytes = int(high_bytes * _LOW_SHARE)
     if not 0 < low_bytes <= high_bytes:
@@ -85,7 +98,7 @@ def marks_of(mode: Mode, high: int | str | None, low: int | str | None) -> Marks
     return marks
 
 
-def _runtime(engine: OffloadEngine, marks: Marks, min_numel: int | None) -> ActivationRuntime:
+def _runtime(engine: OffloadEngine, marks: Marks) -> ActivationRuntime:
     """The one of this engine."""
     found = _shared.get(engine)
     runtime = None if found is None else found()
@@ -94,7 +107,6 @@ def _runtime(engine: OffloadEngine, marks: Marks, min_numel: int | None) -> Acti
             vram_high_watermark_mb=marks.high / MIB,
             vram_low_watermark_mb=marks.low / MIB,
             telemetry_enabled=False,
-            min_numel=min_numel,
         )
         runtime = ActivationRuntime(config, engine=engine)
         _shared[engine] = weakref.ref(runtime)
@@ -126,21 +138,21 @@ class WatermarkRoot(ModelRoot):
         super().__init__(model, {}, steps, manager, min_elements=None, everything="watermark")
         self._marks = marks
         self._min_numel = min_numel
-        self._runtime = _runtime(manager().engine, marks, min_numel)
+        self._runtime = _runtime(manager().engine, marks)
 
     @property
     def runtime(self) -> ActivationRuntime:
         """Of the process's engine, which `configure` may have replaced."""
         engine = self.manager().engine
         if self._runtime.engine is not engine:
-            self._runtime = _runtime(engine, self._marks, self._min_numel)
+            self._runtime = _runtime(engine, self._marks)
         return self._runtime
 
     def open_own(self) -> _ManagedCall | None:
         """As ModelRoot: a managed forward. None where nothing is saved."""
         if not (torch.is_grad_enabled() and self.manager().do_offload):
             return None
-        context = self.runtime.managed_forward()
+        context = ActivationHookContext(self.runtime, self._min_numel)
         context.__enter__()
         return _ManagedCall(context)
 

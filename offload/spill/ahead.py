@@ -12,8 +12,9 @@ low mark.
 
 In the backward, what is read next comes back as soon as there is room for it below the high mark.
 
-One invariant: after a save or a read the device has less than the high mark, or nothing more can leave. All
-of this is decided in program order, on the host: whether a copy has ended is never asked.
+One invariant: after each reading of the device (readings.py) it has less than the high mark, or nothing more
+can leave. Saves and reads of every client of the engine count. All of this is decided in program order, on
+the host: whether a copy has ended is never asked.
 """
 
 from __future__ import annotations
@@ -30,19 +31,14 @@ from offload.errors import HostBudgetError
 from offload.saved.handles import Handle
 from offload.spill.curve import Curves
 from offload.spill.forward import Forward
+from offload.spill.readings import Readings
 from offload.spill.scheduler import ActivationScheduler, Parts, SpillCounts
-from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads, Prefetcher
 
 __all__ = ["ForecastOrder"]
 
 logger = logging.getLogger(__name__)
-
-_READINGS = 8
-"""The device is asked again when an eighth of the room below the mark has been saved."""
-
-_STRIDE = 64
-"""In a backward, when a part in so many of the high mark has been read."""
 
 
 class ForecastOrder(ActivationScheduler):
@@ -53,17 +49,12 @@ class ForecastOrder(ActivationScheduler):
         engine = self.engine
         self._piece_bytes = engine.config.piece_bytes
         self._prefetch = (
-            Prefetcher(engine.transfers, piece_bytes=self._piece_bytes, room=self._room)
+            Prefetcher(engine.transfers, piece_bytes=self._piece_bytes, fills_room=True)
             if restore_ahead
             else None
         )
+        self.readings = Readings(parts.budget, parts.transfer, self._piece_bytes)
         self._curves = Curves()
-        self._away: list[DeviceBlock] = []  # spilled, and their device memory is free
-        self._lingering: list[DeviceBlock] = []  # spilled, and something else holds their device memory
-        self._away_bytes = 0
-        self._saved_bytes = 0  # since the last reading
-        self._next_reading = 0  # of those
-        self._read_bytes = 0  # since the backward was looked at
         self._level = 0
         self._rise = self._rise_before = (
             0  # of the level, from one reading of a backward to the next, at most
@@ -75,8 +66,8 @@ class ForecastOrder(ActivationScheduler):
         self._before: dict[int, tuple[int, int]] = {}  # both, of the step before
         self._current: Forward | None = None  # being read
         self._coming: list[ComingReads] = []
-        self._held_when_full = -1  # host bytes held when they were too few
-        self._warned = False
+        self._free_when_full = -1  # of the host bytes held, when they were too few
+        self._said: set[str] = set()
 
     # -- saves -----------------------------------------------------------------------------------------------
     def take(self, forward: Forward, tensor: torch.Tensor) -> Handle | None:
@@ -92,51 +83,24 @@ class ForecastOrder(ActivationScheduler):
         forward.forecast = self._curves.forecast(forward.number)
         self._began[forward.number] = next(self._places)
 
+    def saved_elsewhere(self, nbytes: int) -> None:
+        if self.can_take():
+            allocated = self.readings.after_save(nbytes)
+            if self.budget.spilling:
+                self._hold_mark(self.budget.high_bytes, allocated)
+
     def _saved(self, forward: Forward, block: DeviceBlock) -> None:
-        self._saved_bytes += block.nbytes
-        if self._saved_bytes < self._next_reading:
-            allocated = self.budget.last_bytes + self._saved_bytes
-        else:
-            allocated = self._read_device()
-        level = allocated + self._away_bytes
+        allocated = self.readings.after_save(block.nbytes)
+        level = allocated + self.readings.away_bytes
         forward.recorder.saved(block.nbytes, level)
         highest = forward.forecast.saved(block.nbytes, level)
         if highest is not None:
             leaving_bytes = self.engine.transfers.spilling_bytes
-            short_bytes = highest - (self.budget.high_bytes - 1) - self._away_bytes - leaving_bytes
+            short_bytes = highest - (self.budget.high_bytes - 1) - self.readings.away_bytes - leaving_bytes
             if short_bytes > 0:
                 self.counts.forecast_bytes += self._send_oldest(short_bytes)
         if self.budget.spilling:
             self._hold_mark(self.budget.low_bytes if highest is None else self.budget.high_bytes, allocated)
-
-    def _read_device(self) -> int:
-        self._count_away()
-        allocated = self.budget.read()
-        self._saved_bytes = 0
-        room = max(0, self.budget.high_bytes - allocated)
-        self._next_reading = min(self._piece_bytes, room // _READINGS)
-        return allocated
-
-    def _count_away(self) -> None:
-        """Bytes that would be on the device if nothing had left."""
-        for block in self.transfer.take_settled():
-            self._lingering.append(block)
-        lingering: list[DeviceBlock] = []
-        for block in self._lingering:
-            if block.state is not BlockState.SPILLED or block.is_freed:
-                continue
-            if block.storage() is None:
-                self._away.append(block)
-                self.counts.released_bytes += block.nbytes
-            else:
-                lingering.append(block)
-        self._lingering = lingering
-        self._away = [
-            block
-            for block in self._away
-            if block.state is BlockState.SPILLED and not block.is_freed and block.unread
-        ]
-        self._away_bytes = sum(block.nbytes for block in self._away)
 
     def _hold_mark(self, floor_bytes: int, allocated: int) -> None:
         """Bring the device below the high mark. floor_bytes: what is to be left of it once all copies in
@@ -146,14 +110,20 @@ class ForecastOrder(ActivationScheduler):
         if excess > 0 and self.budget.spilling:
             self.counts.latched_bytes += self._send_oldest(excess, must=True)
         while allocated >= high_bytes:
-            if not transfers.settle_oldest():
-                sent = self._send_oldest(allocated - (floor_bytes - 1), must=True)
-                self.counts.latched_bytes += sent
-                if not sent:
-                    self.counts.times_over += 1
-                    return
-            else:
-                allocated = self._read_device()
+            if transfers.settle_oldest():
+                allocated = self.readings.read()
+                continue
+            sent = self._send_oldest(allocated - (floor_bytes - 1), must=True)
+            self.counts.latched_bytes += sent
+            if sent:
+                continue
+            ahead_bytes = transfers.restoring_bytes
+            transfers.drop_furthest(allocated - high_bytes + 1)
+            if transfers.restoring_bytes == ahead_bytes:
+                self.counts.times_over += 1
+                self._say_it_is_passed(allocated)
+                return
+            allocated = self.readings.read()
 
     # -- what leaves -----------------------------------------------------------------------------------------
     def _send_oldest(self, nbytes: int, *, must: bool = False) -> int:
@@ -162,8 +132,8 @@ class ForecastOrder(ActivationScheduler):
         sent = 0
         if not self.transfer.can_spill():
             return 0  # max_spilling_bytes is 0
-        if not must and self.engine.arena.held_bytes == self._held_when_full:
-            return 0  # nothing was pinned since
+        if not must and self._free_host_bytes() <= self._free_when_full:
+            return 0  # nothing was pinned or came back since
         for forward, blocks in self._pieces(nbytes, must=must):
             sent_now = self.send(forward, blocks)
             missing = sum(block.nbytes for block in blocks if self.may_leave(block))
@@ -172,9 +142,13 @@ class ForecastOrder(ActivationScheduler):
                 missing = sum(block.nbytes for block in blocks if self.may_leave(block))
             sent += sent_now
             if missing:
-                self._held_when_full = self.engine.arena.held_bytes
+                self._free_when_full = self._free_host_bytes()
                 break
         return sent
+
+    def _free_host_bytes(self) -> int:
+        arena = self.engine.arena
+        return arena.held_bytes - arena.lent_bytes
 
     def _pieces(self, nbytes: int, *, must: bool) -> Iterator[tuple[Forward, list[DeviceBlock]]]:
         """What may leave, piece by piece, what is read last first; what something else holds comes after all
@@ -235,8 +209,8 @@ class ForecastOrder(ActivationScheduler):
         try:
             arena.reserve(arena.held_bytes + nbytes)
         except HostBudgetError as error:
-            if not self._warned:
-                self._warned = True
+            if "host" not in self._said:
+                self._said.add("host")
                 logger.warning(
                     "the high mark of %s bytes is reached, and the host has no memory for %s bytes that "
                     "should leave (%s); they stay on the device, which may run out of memory. Raise "
@@ -251,6 +225,18 @@ class ForecastOrder(ActivationScheduler):
             self.transfer.blocked_count += 1
         return True
 
+    def _say_it_is_passed(self, allocated: int) -> None:
+        if not self._said:  # a host that is full is a reason that has been said
+            self._said.add("passed")
+            logger.warning(
+                "%s bytes of the device are allocated, the high mark is %s, and no more saved tensors "
+                "can leave: the rest is weights, gradients, optimizer state, what operators use, and tensors "
+                "that never leave. Where that is so the mark does not hold, which is counted as times_over; "
+                "raise the mark (high=, vram_high_watermark_mb), or make the rest smaller",
+                f"{allocated:,}",
+                f"{self.budget.high_bytes:,}",
+            )
+
     def relieve(self) -> None:
         self.counts.latched_bytes += self._send_oldest(sys.maxsize, must=True)
 
@@ -262,9 +248,20 @@ class ForecastOrder(ActivationScheduler):
             self._begin_reading(forward)
         if block.unread == 0:
             forward.recorder.reads.append(block.slot)
-            self._read_bytes += block.nbytes
-            if self._read_bytes * _STRIDE >= self.budget.high_bytes or self._read_bytes >= self._piece_bytes:
+            if self.readings.is_due_after_read(block.nbytes):
                 self._look()
+
+    def read_elsewhere(self, handle: Handle) -> None:
+        block = handle.record.block
+        if block.unread == 0 and self.readings.is_due_after_read(block.nbytes) and self.can_take():
+            self.readings.read()
+            self._settle_above()
+            if self.budget.above_high_watermark():
+                self._hold_mark(self.budget.high_bytes, self.budget.last_bytes)
+
+    def _settle_above(self) -> None:
+        while self.budget.above_high_watermark() and self.engine.transfers.settle_oldest():
+            self.readings.read()
 
     def _begin_reading(self, forward: Forward) -> None:
         self._current = forward
@@ -276,8 +273,7 @@ class ForecastOrder(ActivationScheduler):
             curve = forward.forecast.curve
             if curve is not None and curve.reads:
                 forward.chunk.expect([(0, slot) for slot in curve.reads])
-            lingering = {block.slot for block in self._lingering if block.group is forward.group.id}
-            forward.recorder.held |= lingering
+            forward.recorder.held |= self.readings.lingering_slots(forward.group.id)
         others = [
             other
             for other in reversed(self._read_last_first())
@@ -290,33 +286,30 @@ class ForecastOrder(ActivationScheduler):
     def _look(self) -> None:
         """Hold the mark in a backward, and fetch what is read next."""
         assert self._current is not None
-        self._read_bytes = 0
         transfers = self.engine.transfers
-        allocated = self._read_device()
-        level = allocated + self._away_bytes
+        allocated = self.readings.read()
+        level = allocated + self.readings.away_bytes
         self._rise = max(self._rise, level - self._level)
         self._level = level
         self._current.recorder.read(level)
         if self.budget.above_high_watermark():
-            while self.budget.above_high_watermark() and transfers.settle_oldest():
-                self._read_device()
+            self._settle_above()
             if self.budget.above_high_watermark():
                 transfers.drop_furthest(self.budget.last_bytes - self.budget.high_bytes + 1)
-                self._hold_mark(self.budget.high_bytes, self._read_device())
+                self._hold_mark(self.budget.high_bytes, self.readings.read())
         elif self._prefetch is not None:
             if transfers.dropped:
                 self._prefetch.look_back(self._current.chunk.coming)
             self._prefetch.pump(self._coming)
 
-    def _room(self) -> int:
-        """For what is fetched ahead: with a step of the level left free, so that it need not be dropped."""
-        return self.budget.room() - self._rise_before
+    def room(self) -> int:
+        """Bytes that may be fetched ahead, by whichever client: with a step of the level left free, so that
+        they need not be dropped."""
+        return self.budget.high_bytes - 1 - self.readings.read() - self._rise_before
 
     # -- steps -----------------------------------------------------------------------------------------------
-    def end_step(self, ending: Sequence[Forward]) -> SpillCounts:
-        self.counts.forwards_lost = sum(
-            forward.forecast.lost for forward in ending if forward.number is not None and self._curves.known
-        )
+    def forget(self, ending: Sequence[Forward]) -> None:
+        self.counts.forwards_lost += sum(forward.forecast.lost for forward in ending)
         self._curves.learn(
             (forward.number, forward.recorder)
             for forward in ending
@@ -327,11 +320,11 @@ class ForecastOrder(ActivationScheduler):
             number: (began, read_at[number]) for number, began in self._began.items() if number in read_at
         }
         self._began, self._read_at = {}, {}
+        super().forget(ending)
+
+    def end_step(self) -> SpillCounts:
         self._rise_before, self._rise = self._rise, 0
         self._current = None
         self._coming = []
-        counts = super().end_step(ending)
-        self._away.clear()
-        self._lingering.clear()
-        self._away_bytes = self._saved_bytes = self._next_reading = self._read_bytes = 0
-        return counts
+        self.counts.released_bytes = self.readings.end_step()
+        return super().end_step()

@@ -21,9 +21,39 @@ from offload.errors import HostBudgetError, PoolError
 from offload.memory.arena import Block, HostArena
 from offload.memory.sub_pool import SubPool
 
-__all__ = ["CPUSpillBackend"]
+__all__ = ["CPUSpillBackend", "checked_classes"]
 
 MIB = 1 << 20
+
+
+def checked_classes(
+    class_sizes_mb: Sequence[int],
+    slabs_per_class: int | Sequence[int],
+    *,
+    name: str = "class_sizes_mb",
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes, and a count for each. Raises ValueError for what cannot be. name: of the sizes, for that."""
+    sizes = _whole_numbers(name, class_sizes_mb)
+    if type(slabs_per_class) is int:
+        counts = (slabs_per_class,) * len(sizes)
+    else:
+        counts = _whole_numbers("slabs_per_class", slabs_per_class)
+    if len(counts) != len(sizes):
+        raise ValueError(
+            f"slabs_per_class has {len(counts)} counts for {len(sizes)} class sizes; give one for each, or "
+            "an int for all"
+        )
+    if list(sizes) != sorted(set(sizes)) or any(size <= 0 for size in sizes):
+        raise ValueError(f"{name}={sizes} must be positive and ascending, each size once")
+    if any(count < 0 for count in counts):
+        raise ValueError(f"slabs_per_class={counts} has a negative count; 0 switches a class off")
+    return sizes, counts
+
+
+def _whole_numbers(name: str, given: object) -> tuple[int, ...]:
+    if not isinstance(given, (list, tuple)) or not all(type(one) is int for one in given):
+        raise ValueError(f"{name}={given!r} must be whole numbers, such as (1, 4, 16)")
+    return tuple(given)
 
 
 class CPUSpillBackend:
@@ -44,19 +74,7 @@ class CPUSpillBackend:
         arena: HostArena | None = None,
         event_device: Device | None = None,
     ) -> None:
-        sizes = tuple(class_sizes_mb)
-        counts = (
-            (slabs_per_class,) * len(sizes) if isinstance(slabs_per_class, int) else tuple(slabs_per_class)
-        )
-        if len(counts) != len(sizes):
-            raise ValueError(
-                f"slabs_per_class has {len(counts)} counts for {len(sizes)} class sizes; give one for each, "
-                "or an int for all"
-            )
-        if list(sizes) != sorted(set(sizes)) or any(size <= 0 for size in sizes):
-            raise ValueError(f"class_sizes_mb={sizes} must be positive and ascending, each size once")
-        if any(count < 0 for count in counts):
-            raise ValueError(f"slabs_per_class={counts} has a negative count; 0 switches a class off")
+        sizes, counts = checked_classes(class_sizes_mb, slabs_per_class)
         self._event_device = event_device or (arena.device if arena is not None else None)
         # by size, with the count of slabs
         self._classes = [
@@ -171,7 +189,8 @@ class CPUSpillBackend:
             self._unpooled.clear()
 
     def clear(self) -> None:
-        """Release every slab. Raises PoolError, and frees nothing, while slabs are lent."""
+        """Release every slab. Blocks the host until the last copies of unpinned buffers have ended. Raises
+        PoolError, and frees nothing, while slabs are lent."""
         with self._lock:
             if self._lent:
                 lent_bytes = sum(pool.nbytes for pool, _ in self._lent.values())
@@ -179,6 +198,9 @@ class CPUSpillBackend:
                     f"{len(self._lent)} slabs of {lent_bytes:,} bytes are lent, of {self.total_bytes:,}; "
                     "release them before clear"
                 )
+            for _, event in self._unpooled_in_use:
+                if self._event_device is not None:
+                    self._event_device.synchronize(event)
             self._unpooled_in_use.clear()
             for pool, _ in self._classes:
                 pool.release_free()

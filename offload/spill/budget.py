@@ -112,7 +112,3 @@ class ActivationBudgetManager:
     def below_low_watermark(self) -> bool:
         """Whether the last reading was below the low mark."""
         return self.last_bytes < self.low_bytes
-
-    def room(self) -> int:
-        """Bytes that may still be allocated before the high mark is reached, by a new reading."""
-        return self.high_bytes - 1 - self.read()

@@ -7,6 +7,7 @@ One invariant: a config that exists is valid. Names and defaults are the source 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal, Self, get_args
 
 from offload.described import described
 from offload.sizes import is_count
+from offload.spill.backend_cpu import checked_classes
 
 __all__ = ["MIB", "ActivationConfig", "Order"]
 
@@ -92,7 +94,7 @@ class ActivationConfig:
             )
         high, low = self.vram_high_watermark_mb, self.vram_low_watermark_mb
         for name, value in (("vram_high_watermark_mb", high), ("vram_low_watermark_mb", low)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}, must be a number of MiB above 0")
         if high < low:
             raise ValueError(
@@ -104,6 +106,14 @@ class ActivationConfig:
         _check_count("max_inflight_h2d", self.max_inflight_h2d, 1)
         if self.min_numel is not None:
             _check_count("min_numel", self.min_numel, 0)
+        for one in fields(self):
+            if isinstance(one.default, bool) and not isinstance(getattr(self, one.name), bool):
+                raise ValueError(f"{one.name} is {getattr(self, one.name)!r}, must be True or False")
+        if not (self.telemetry_file and isinstance(self.telemetry_file, str)):
+            raise ValueError(
+                f"telemetry_file is {self.telemetry_file!r}, must be the path of a file, as text"
+            )
+        checked_classes(self.pinned_pool_classes_mb, self.slabs_per_class, name="pinned_pool_classes_mb")
         for name in ("pinned_pool_classes_mb", "slabs_per_class"):
             value = getattr(self, name)
             if isinstance(value, list):  # as JSON has it
@@ -131,7 +141,10 @@ class ActivationConfig:
         tuples; fields that are left out have their defaults. Raises ValueError for another strategy, a field
         that is not known, or a value that cannot be."""
         where = "the config" if isinstance(source, Mapping) else f"{source}"
-        found: Any = source if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+        try:
+            found: Any = source if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is no JSON: {error}") from None
         for depth, name in enumerate(_WAY):
             if not isinstance(found, Mapping) or name not in found:
                 raise ValueError(
@@ -139,10 +152,14 @@ class ActivationConfig:
                     f"expected in {'.'.join(_WAY)}"
                 )
             found = found[name]
+            if not isinstance(found, Mapping):
+                raise ValueError(
+                    f"{where} has {'.'.join(_WAY[: depth + 1])} {found!r}, must be an object of named fields"
+                )
             if name == "memory" and (strategy := found.get("strategy", "stagehand")) != "stagehand":
                 raise ValueError(f"{where} has memory.strategy {strategy!r}, must be 'stagehand'")
         known = {one.name for one in fields(cls)}
-        unknown = sorted(found.keys() - known)
+        unknown = sorted(map(str, found.keys() - known))
         if unknown:
             raise ValueError(
                 f"{where} has fields that are not known: {', '.join(unknown)}; known are "

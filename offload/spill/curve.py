@@ -82,11 +82,13 @@ class Forecast:
     """Follows a forward, save by save, along a curve of the same shape; else along the nearest one, larger or
     smaller by one factor.
 
-    curve: the one that it follows, of exactly this shape; None for another. lost: no curve fits any more.
+    curve: the one that it follows, of exactly this shape; None for another. lost: there were curves, and none
+    fits any more.
     """
 
     def __init__(self, curves: Sequence[Curve]) -> None:
         self._same = [curve for curve in curves if curve.sizes]
+        self._known = bool(self._same)
         self._like: Curve | None = None
         self._scale = 1.0
         self._at = 0
@@ -97,7 +99,7 @@ class Forecast:
 
     @property
     def lost(self) -> bool:
-        return not self._same and self._like is None
+        return self._known and not self._same and self._like is None
 
     def saved(self, nbytes: int, level: int) -> int | None:
         """The highest level to come, after this save; None where nothing like it was seen. level: bytes on
@@ -126,11 +128,6 @@ class Curves:
 
     def __init__(self) -> None:
         self._known: dict[int, list[Curve]] = {}
-
-    @property
-    def known(self) -> bool:
-        """Whether a step has been learned."""
-        return bool(self._known)
 
     def saved_bytes(self, number: int) -> int:
         """What the forward of that number has saved when it was seen last."""

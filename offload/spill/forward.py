@@ -1,16 +1,20 @@
 """One managed forward: what it saved, how much of that may leave now, and where its reads stand.
 
 One invariant: no block leaves while the operator that saved it may still write it. rrelu saves its noise and
-draws it afterwards; such an operator saves a tensor that requires no gradient.
+draws it afterwards; such an operator saves a tensor that requires no gradient. autograd numbers the operators
+of each thread by itself, so to another thread the last operator of a forward is never over.
 """
 
 from __future__ import annotations
+
+import threading
 
 import torch
 
 from offload.ids import ForwardId, GroupId
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.spill.curve import CurveRecorder, Forecast
+from offload.telemetry.records import ClientStats
 from offload.transfer.block import DeviceBlock
 
 __all__ = ["CLIENT", "Forward"]
@@ -28,6 +32,7 @@ class Forward:
     __slots__ = (
         "_complete",
         "_operator",
+        "_thread",
         "_unwritten",
         "being_read",
         "chunk",
@@ -53,6 +58,7 @@ class Forward:
         self.next = 0
         self.ends = 0
         self._operator = -1  # autograd's number of the one that saves
+        self._thread = 0  # where it runs
         self._unwritten = False
         self._complete = 0  # blocks of operators before it
 
@@ -61,6 +67,7 @@ class Forward:
         operator = _sequence_nr()
         if operator != self._operator:
             self._operator, self._unwritten = operator, False
+            self._thread = threading.get_ident()
             self._complete = len(self.chunk.blocks)
         if not tensor.requires_grad:
             self._unwritten = True
@@ -68,9 +75,22 @@ class Forward:
     @property
     def written(self) -> int:
         """How many of its blocks, from the first on, have the bytes that they will be read with."""
-        if self.running and self._unwritten and _sequence_nr() == self._operator:
-            return self._complete
-        return len(self.chunk.blocks)
+        if not (self.running and self._unwritten):
+            return len(self.chunk.blocks)
+        is_over = _sequence_nr() != self._operator and threading.get_ident() == self._thread
+        return len(self.chunk.blocks) if is_over else self._complete
+
+    def figures(self) -> ClientStats:
+        """Where its bytes went."""
+        kept = came_back = read_here = 0
+        for block in self.chunk.blocks:
+            if block.copies == 0:
+                kept += block.nbytes
+            elif block.copies > 1:
+                came_back += block.nbytes
+            elif block.unread < block.readers:
+                read_here += block.nbytes
+        return ClientStats(kept_bytes=kept, came_back_bytes=came_back, read_here_bytes=read_here)
 
     @property
     def is_over(self) -> bool:

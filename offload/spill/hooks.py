@@ -7,6 +7,7 @@ inside a checkpoint, torch's own hooks get all tensors.
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 from typing import Protocol
 
@@ -53,28 +54,44 @@ class _SpillScope:
         """As Scope: memory of CUDA graphs that torch.compile records never leaves."""
 
 
+class _Entered(threading.local):
+    """Of each thread its own, as torch's stack of hooks is."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Forward, InstalledScope]] = []
+
+
 class ActivationHookContext:
-    """What `managed_forward` returns. It may be entered again, nested too: each time is a forward of its own.
+    """What `managed_forward` returns. It may be entered again, nested too, in any thread: each time is a
+    forward of its own, which ends in the thread where it began.
 
     An out-of-memory error of an operator inside gets a note of what was spilled, and what could have been.
+
+    min_elements: of a tensor that is looked at; None for the runtime's.
     """
 
-    def __init__(self, runtime: ManagedForwards) -> None:
+    def __init__(self, runtime: ManagedForwards, min_elements: int | None = None) -> None:
         self._runtime = runtime
-        self._entered: list[tuple[Forward, InstalledScope]] = []
+        self._min_elements = runtime.min_elements if min_elements is None else min_elements
+        self._entered = _Entered()
 
     @untraced
     def __enter__(self) -> None:
         runtime = self._runtime
         forward = runtime.begin_forward()
-        scope = _SpillScope(runtime.scheduler, forward, runtime.min_elements)
-        self._entered.append((forward, runtime.engine.hooks.push(scope)))
+        scope = _SpillScope(runtime.scheduler, forward, self._min_elements)
+        try:
+            installed = runtime.engine.hooks.push(scope)
+        except BaseException:  # inside a transform of torch.func, which admits no hooks
+            runtime.end_forward(forward)
+            raise
+        self._entered.stack.append((forward, installed))
 
     @untraced
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        forward, installed = self._entered.pop()
+        forward, installed = self._entered.stack.pop()
         self._runtime.engine.hooks.pop(installed)
         self._runtime.end_forward(forward)
         if isinstance(error, torch.OutOfMemoryError):

@@ -32,6 +32,7 @@ class ReactiveOrder(ActivationScheduler):
         spills = self.budget.spilling and self.coordinator.may_spill(tensor.nbytes) and self.can_take()
         if not spills or not (self._inline_finalize or self.transfer.can_spill()):
             self.counts.kept += 1
+            self.counts.keep_bytes += tensor.nbytes
             self.counts.logical_bytes += tensor.nbytes
             self.counts.storage_bytes += tensor.untyped_storage().nbytes()
             return None

@@ -17,7 +17,8 @@ engine's. One invariant: below the low mark nothing moves.
     config.py       marks, caps, defaults           budget.py      the meter and the latch
     hooks.py        the scope of a forward          scheduler.py   what both orders share
     reactive.py     the source system's letter      ahead.py       the forecast and the restore ahead
-    curve.py        the allocation curve            transfer.py    spills in flight
+    curve.py        the allocation curve            readings.py    when the device is asked
+    transfer.py     spills in flight                forward.py     what a forward saved
     backend_cpu.py  the fixed pool                  registry.py    records, as the source names them
     checkpoint.py   what is never spilled           telemetry.py   a JSON line a step
 """
@@ -25,6 +26,7 @@ engine's. One invariant: below the low mark nothing moves.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -52,7 +54,7 @@ from offload.spill.scheduler import ActivationScheduler, Parts, SpillCounts
 from offload.spill.telemetry import ActivationStepMetrics, ActivationTelemetry, SpillDetails
 from offload.spill.transfer import ActivationTransfer
 from offload.telemetry.records import ClientStats, StepStats
-from offload.transfer.block import living
+from offload.transfer.block import DeviceBlock
 
 __all__ = ["ActivationRuntime"]
 
@@ -91,11 +93,13 @@ class ActivationRuntime(Client):
             )
         import_compiler()
         self.config = config = ActivationConfig(**fields) if config is None else config
+        writes = config.enabled and config.telemetry_enabled
+        self.telemetry = ActivationTelemetry(config.telemetry_file if writes else None)
         self.min_elements = config.min_elements
         self.engine = engine = default_engine() if engine is None else engine
         self.pool: CPUSpillBackend | None = None
         reactive = config.order == "reactive"
-        if reactive:
+        if reactive and config.enabled:
             self.pool = CPUSpillBackend(
                 config.pinned_pool_classes_mb, config.slabs_per_class, arena=engine.arena
             )
@@ -122,7 +126,6 @@ class ActivationRuntime(Client):
             if reactive
             else ForecastOrder(parts, restore_ahead=config.restore_ahead)
         )
-        self.telemetry = ActivationTelemetry(config.telemetry_file if config.telemetry_enabled else None)
         self.last_metrics: ActivationStepMetrics | None = None
         self.last_details = SpillDetails()
         self._stage = -next(_numbers)
@@ -130,10 +133,11 @@ class ActivationRuntime(Client):
         self._by_chunk: dict[ForwardId, Forward] = {}
         self._step = 0
         self._ends_by_hand = False  # the end under way is `step_end`'s
+        self._figures = ClientStats()  # of this step's forwards that are over and forgotten
         self._ended: tuple[SpillCounts, float, int, float] | None = None
         self._pool_counts = (0, 0)
         self._closed = False
-        self._detach = _attach(self)
+        self._detach: Callable[[], object] = _attach(self) if config.enabled else int
 
     # -- a step ----------------------------------------------------------------------------------------------
     def step_begin(self, step: int | None = None) -> None:
@@ -158,7 +162,8 @@ class ActivationRuntime(Client):
     def step_end(self) -> ActivationStepMetrics | None:
         """The step ends, for all clients of the engine, once its gradients are final: saved tensors whose
         backward has not run are dropped, with one warning. Returns the step's figures; None if the runtime is
-        disabled. Blocks the host: never."""
+        disabled. Raises OSError where the step's line cannot be written; the step has ended then. Blocks the
+        host: never."""
         if not self.config.enabled:
             return None
         self._refuse_closed()
@@ -181,16 +186,19 @@ class ActivationRuntime(Client):
 
     def close(self) -> None:
         """End the step; the engine closes and unpins, unless another client uses it. Called again, it does
-        nothing. Blocks the host until the copies in flight have passed."""
+        nothing. Blocks the host until the copies in flight have passed. Raises OSError, and is closed, where
+        the step's line cannot be written."""
         if self._closed:
             return
         with self.engine.lock:
-            self.step_end()
-            self._closed = True
-            self._detach()
-            if self.pool is not None:
-                self.pool.clear()
-            self.engine.close_unused()
+            try:
+                self.step_end()
+            finally:
+                self._closed = True
+                self._detach()
+                if self.pool is not None:
+                    self.pool.clear()
+                self.engine.close_unused()
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -214,22 +222,11 @@ class ActivationRuntime(Client):
             self.scheduler.forward_ends(forward)
 
     def explain(self, error: torch.OutOfMemoryError) -> None:
-        """Add to an operator's out-of-memory error what the runtime had done."""
+        """Add to an operator's out-of-memory error what the runtime had done, once."""
         with self.engine.lock:
-            counts = self.scheduler.counts
-            kept = [
-                block
-                for forward in self.scheduler.forwards
-                for block in living(forward.chunk.blocks)
-                if self.scheduler.may_leave(block)
-            ]
-            kept_bytes = sum(block.nbytes for block in kept)
-        error.add_note(
-            f"watermark: {counts.spill_bytes:,} bytes in {counts.spilled:,} saved tensors had been sent to "
-            f"the host, and {kept_bytes:,} bytes in {len(kept):,} more could have been; the high mark is "
-            f"{self.budget.high_bytes:,} bytes. What an operator uses for itself comes on top of the mark: "
-            "lower vram_high_watermark_mb by what it asked for"
-        )
+            note = self.scheduler.out_of_memory_note()
+        if note not in getattr(error, "__notes__", ()):  # a forward inside another one
+            error.add_note(note)
 
     # -- as Client -------------------------------------------------------------------------------------------
     def end_step(self) -> ClientStats:
@@ -241,29 +238,14 @@ class ActivationRuntime(Client):
             outlives = not self._ends_by_hand and forward.ends <= _ENDS_OUTLIVED
             if not (outlives and (forward.running or not forward.is_over)):
                 ending.append(forward)
-        kept = came_back = read_here = 0
-        for block in (block for forward in ending for block in forward.chunk.blocks):
-            if block.copies == 0:
-                kept += block.nbytes
-            elif block.copies > 1:
-                came_back += block.nbytes
-            elif block.unread < block.readers:
-                read_here += block.nbytes
-        counts = self._forget(ending)
-        figures = self.engine.end_saves([forward.chunk for forward in ending])
+        self._forget(ending)
+        counts = self.scheduler.end_step()
+        figures, self._figures = self._figures, ClientStats()
+        figures += self.engine.end_saves([forward.chunk for forward in ending])
         self.registry.clear()
         blocked_ms, blocked_count = self.transfer.end_step()
         self._ended = counts, blocked_ms, blocked_count, self.budget.meter.peak() / MIB
-        return ClientStats(
-            lent_bytes=figures.lent_bytes,
-            stall_ms=figures.stall_ms,
-            stall_count=figures.stall_count,
-            refused=figures.refused,
-            refused_bytes=figures.refused_bytes,
-            kept_bytes=kept,
-            came_back_bytes=came_back,
-            read_here_bytes=read_here,
-        )
+        return figures
 
     def step_ended(self, stats: StepStats) -> None:
         """As Client: write the step's line."""
@@ -303,16 +285,25 @@ class ActivationRuntime(Client):
         before, self._pool_counts = self._pool_counts, (self.pool.pool_hits, self.pool.pool_misses)
         return self._pool_counts[0] - before[0], self._pool_counts[1] - before[1]
 
-    def _forget(self, ending: list[Forward]) -> SpillCounts:
+    def _forget(self, ending: list[Forward]) -> None:
+        """These forwards are over, or their step is."""
         for forward in ending:
             del self._by_chunk[forward.chunk.id]  # type: ignore[arg-type]
-        return self.scheduler.end_step(ending)
+            self._figures += forward.figures()
+        self.scheduler.forget(ending)
 
     def on_read(self, handle: Handle) -> None:
         """Called after every read of a record of the engine, under its lock."""
         forward = self._by_chunk.get(handle.record.block.group.chunk)  # type: ignore[call-overload]
         if forward is not None:
             self.scheduler.read(forward, handle)
+        else:
+            self.scheduler.read_elsewhere(handle)
+
+    def on_save(self, block: DeviceBlock, nbytes: int) -> None:
+        """Called after every save of the engine, under its lock."""
+        if block.group.chunk not in self._by_chunk:
+            self.scheduler.saved_elsewhere(nbytes)
 
 
 def _attach(runtime: ActivationRuntime) -> Callable[[], object]:
@@ -324,24 +315,37 @@ def _attach(runtime: ActivationRuntime) -> Callable[[], object]:
         if (found := reference()) is not None:
             found.on_read(handle)
 
+    def on_save(block: DeviceBlock, nbytes: int) -> None:
+        if (found := reference()) is not None:
+            found.on_save(block, nbytes)
+
+    def room() -> int:
+        found = reference()
+        return sys.maxsize if found is None else found.scheduler.room()
+
     def relieve() -> None:
         if (found := reference()) is not None:
             found.scheduler.relieve()
 
     def detach() -> None:
         engine.off_read(on_read)
-        if relieve in engine.transfers.relievers:
-            engine.transfers.relievers.remove(relieve)
+        transfers = engine.transfers
+        if relieve in transfers.relievers:
+            transfers.relievers.remove(relieve)
+            transfers.watchers.remove(on_save)
+            transfers.rooms.remove(room)
         if (found := reference()) is not None:
             engine.detach(found)
         if not any(client.name == CLIENT for client in engine.clients):
             engine.limits.bounded_elsewhere = False
             engine.follow(engine.config)
-            engine.transfers.audit = engine.config.audit
+            transfers.audit = engine.config.audit
 
     engine.attach(runtime)
     engine.on_read(on_read)
     engine.transfers.relievers.append(relieve)
+    engine.transfers.watchers.append(on_save)
+    engine.transfers.rooms.append(room)
     with engine.lock:
         if runtime.config.order == "forecast":
             engine.limits.bounded_elsewhere = True

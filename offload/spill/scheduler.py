@@ -6,6 +6,7 @@ engine's lock.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from offload.spill.checkpoint import CheckpointCoordinator
 from offload.spill.forward import Forward
 from offload.spill.registry import ActivationRegistry
 from offload.spill.transfer import ActivationTransfer
-from offload.transfer.block import BlockState, DeviceBlock
+from offload.transfer.block import BlockState, DeviceBlock, living
 
 __all__ = ["ActivationScheduler", "Parts", "SpillCounts"]
 
@@ -41,6 +42,7 @@ class SpillCounts:
     """Of one step; the fields are those of the metrics."""
 
     kept: int = 0  # reactive: saves that made no record
+    keep_bytes: int = 0  # of those
     saved: int = 0  # records
     spilled: int = 0
     restored: int = 0
@@ -82,20 +84,33 @@ class ActivationScheduler:
             self.counts.restored += 1
             self.counts.restore_bytes += block.nbytes
 
+    def saved_elsewhere(self, nbytes: int) -> None:
+        """Another client of the engine has saved so many bytes."""
+
+    def read_elsewhere(self, handle: Handle) -> None:
+        """A saved tensor of another client has been read."""
+
     def forward_ends(self, forward: Forward) -> None:
         """Nothing more is saved in it."""
         forward.running = False
         forward.chunk.complete()
 
+    def room(self) -> int:
+        """Bytes that may be fetched ahead, by whichever client of the engine."""
+        return sys.maxsize
+
     def relieve(self) -> None:
         """An allocation of the engine has failed: send what can leave. Its caller settles the copies."""
 
-    def end_step(self, ending: Sequence[Forward]) -> SpillCounts:
-        """ending: forwards that are over. Returns the step's counts."""
+    def forget(self, ending: Sequence[Forward]) -> None:
+        """These forwards are over, and the next one is numbered 0 again. The step may go on."""
         self.forwards = [forward for forward in self.forwards if forward not in ending]
-        counts, self.counts = self.counts, SpillCounts()
         self._numbered = 0
         self.levels = []
+
+    def end_step(self) -> SpillCounts:
+        """Returns the step's counts."""
+        counts, self.counts = self.counts, SpillCounts()
         return counts
 
     # -- for both --------------------------------------------------------------------------------------------
@@ -135,6 +150,28 @@ class ActivationScheduler:
             and block.stored is None
             and block.device_bytes is not None
             and self.coordinator.may_spill(block.nbytes)
+        )
+
+    def out_of_memory_note(self) -> str:
+        """What was sent in this step, and what could have been."""
+        counts = self.counts
+        left = [
+            block.nbytes
+            for forward in self.forwards
+            for block in living(forward.chunk.blocks)
+            if self.may_leave(block)
+        ]
+        number = len(left) + counts.kept
+        remedy = (
+            "What an operator uses for itself comes on top of the mark: lower the mark by what it asked for "
+            "(vram_high_watermark_mb, or high= of apply)"
+            if number
+            else "No saved tensor is left that could leave: make the batch, or something else, smaller"
+        )
+        return (
+            f"watermark: {counts.spill_bytes:,} bytes in {counts.spilled:,} saved tensors had been sent to "
+            f"the host, and {sum(left) + counts.keep_bytes:,} bytes in {number:,} more could have been; the "
+            f"high mark is {self.budget.high_bytes:,} bytes. {remedy}"
         )
 
     def send(self, forward: Forward, blocks: Sequence[DeviceBlock]) -> int:

@@ -6,6 +6,7 @@ One invariant: a line has exactly the fields of `ActivationStepMetrics`, which a
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -90,13 +91,25 @@ class SpillDetails:
 
 
 class ActivationTelemetry:
-    """Appends a line a step. path: of the file; None writes none."""
+    """Appends a line a step. path: of the file, which need not be there yet; None writes none. Raises
+    ValueError for one that cannot be written."""
 
     def __init__(self, path: str | None) -> None:
-        self._path = None if path is None else Path(path)
+        self._path = None if path is None else Path(path).absolute()  # wherever the process goes
+        if self._path is not None and not _can_be_written(self._path):
+            raise ValueError(
+                f"telemetry_file is {path!r}, which cannot be written: give a file in a folder that is "
+                "there, or telemetry_enabled=False"
+            )
 
     def write(self, metrics: ActivationStepMetrics) -> None:
         """Raises OSError where the file cannot be written."""
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps(asdict(metrics)) + "\n")
+
+
+def _can_be_written(path: Path) -> bool:
+    if path.exists():
+        return not path.is_dir() and os.access(path, os.W_OK)
+    return path.parent.is_dir() and os.access(path.parent, os.W_OK)

@@ -15,7 +15,7 @@ nothing while what is read next is on the device anyway.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -148,14 +148,12 @@ class Prefetcher:
     stride_bytes: how much is to be read before looking again is worth its host time: a piece, or a quarter of
         a small window. As of the last `pump`. most_bytes: a window that is enough for what this step saves,
         None where that is not known; it holds unless the config names one.
-    room: bytes that the device has room for, asked before each piece; then the window is as wide as the room,
-        unless the config names one.
+    fills_room: the window is as wide as the room that clients say is left on the device (`rooms` of the
+        engine's transfers), unless the config names one. Every prefetch asks for that room before each piece.
     """
 
-    def __init__(
-        self, transfers: TransferEngine, *, piece_bytes: int, room: Callable[[], int] | None = None
-    ) -> None:
-        self._room = room
+    def __init__(self, transfers: TransferEngine, *, piece_bytes: int, fills_room: bool = False) -> None:
+        self._fills_room = fills_room
         self._transfers = transfers
         self.piece_bytes = piece_bytes
         self.stride_bytes = min(piece_bytes, transfers.limits.max_restoring_bytes // 4)
@@ -181,7 +179,7 @@ class Prefetcher:
         limits = transfers.limits
         window, most_bytes = limits.max_restoring_bytes, self.most_bytes
         if not limits.names_window:
-            if self._room is not None:
+            if self._fills_room:
                 window = sys.maxsize
             elif most_bytes is not None and most_bytes < window:
                 window = most_bytes
@@ -195,13 +193,13 @@ class Prefetcher:
                 return  # what is read after one that is not known is further away than a window
             while (found := coming.look(window, self.piece_bytes)) is not None:
                 fetch, keep, sizes = found
-                # above the mark what is on its way out leaves, and is looked at again
-                if keep and self._room is not None and self._room() <= 0:
+                # without room what is on its way out leaves, and is looked at again
+                if keep and self._has_no_room(1):
                     return
                 for block in keep:
                     transfers.reclaim(block)
                 if fetch:
-                    if self._room is not None and sum(block.nbytes for block in fetch) > self._room():
+                    if self._has_no_room(sum(block.nbytes for block in fetch)):
                         return
                     later = partial(_read_later, chunks, rank, fetch[-1].touch)
                     if transfers.restore(fetch, Priority.SPECULATIVE, later) is None:
@@ -210,6 +208,9 @@ class Prefetcher:
                 if coming.ahead_bytes >= window:
                     return
             window -= coming.ahead_bytes
+
+    def _has_no_room(self, nbytes: int) -> bool:
+        return any(room() < nbytes for room in self._transfers.rooms)
 
     def _look_ahead(self, disk: DiskTier, chunks: Sequence[ComingReads]) -> None:
         """Have the disk's reader follow the coming reads. Not at every call: its window may be long, and is

@@ -111,6 +111,10 @@ class InFlight:
         self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
         # of clients that keep what could leave: send it, and release it
         self.relievers: list[Callable[[], None]] = []
+        # of clients that measure the device: told of every save of any client, with its bytes; and asked how
+        # many bytes may be fetched ahead
+        self.watchers: list[Callable[[DeviceBlock, int], None]] = []
+        self.rooms: list[Callable[[], int]] = []
 
     # -- counts ----------------------------------------------------------------------------------------------
     @property
@@ -159,6 +163,8 @@ class InFlight:
             counts.device_bytes_peak = held
         if nbytes > counts.largest_bytes:
             counts.largest_bytes = nbytes
+        for watcher in self.watchers:
+            watcher(block, nbytes)
 
     def claim(self, nbytes: int) -> None:
         """From here on so many bytes of the device limit are for tensors that no block has, such as those

@@ -7,6 +7,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import offload
 from offload import HybridDeviceOptimizer, PipelineOffloadManager
-from offload.modules.watermark import WatermarkRoot
+from offload.modules.watermark import WatermarkRoot, marks_of
 from offload.spill.runtime import ActivationRuntime
 from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, train
 
@@ -208,9 +209,56 @@ def test_two_models_share_the_marks_and_other_ones_are_refused(manager: Pipeline
     second.remove()
 
 
+def test_each_model_has_its_own_least_size_under_the_shared_marks(manager: PipelineOffloadManager) -> None:
+    models = [build(), build()]
+    handles = [
+        offload.apply(model, mode="watermark", **{**MARKS, "min_numel": least})
+        for model, least in zip(models, (1, 1 << 20), strict=True)
+    ]
+    seen = []
+    for model in models:
+        model(torch.ones(ROWS, WIDTH)).sum().backward()
+        offload.step_end()
+        metrics = runtime_of(handles[0]).last_metrics
+        assert metrics is not None
+        seen.append(metrics.activations_saved)
+    assert seen[0] > 0 == seen[1]
+    for handle in handles:
+        handle.remove()
+
+
+def test_around_groups_that_take_everything_the_mark_holds_as_well(manager: PipelineOffloadManager) -> None:
+    """What groups send is settled, and what they fetch ahead waits, by the marks of the device."""
+    engine = manager.engine
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(12)])
+    handles = [
+        offload.apply(model, min_numel=1),
+        offload.apply(model, mode="watermark", high=6 * TENSOR, low=5 * TENSOR, min_numel=1),
+    ]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(ROWS, WIDTH)).square().mean().backward()
+        optimizer.step()
+        assert engine.last_stats.spilled >= 20, "two a block, but for what the plan keeps"
+        # and what an operator saves at once, before anybody is asked
+        assert engine.last_stats.device_bytes_peak <= 8 * TENSOR
+    for handle in handles:
+        handle.remove()
+    assert not engine.transfers.watchers
+    assert not engine.transfers.rooms
+
+
+def test_a_mark_above_what_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=80))
+    with pytest.raises(ValueError, match="high is 90 bytes and the GPU has 80: it would be full before"):
+        marks_of("watermark", 90, None, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"mode": "watermark", "high": 9, "device_limit": "1GB"}, "device_limit='1GB' with mode='watermark'"),
         ({"mode": "groups", "high": 9}, "high=9 with mode='groups': marks go with mode='watermark'"),
         ({"mode": True, "low": "1GB"}, "low='1GB' with mode=True: marks go with mode='watermark'"),
         (

@@ -4,6 +4,7 @@ clock, compared with each other."""
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
 from tests.unit.spill.timed import peak_without, timed_steps
 from tests.unit.spill.training import (
+    MIB,
     ROWS,
     TENSOR,
     LivingStorages,
@@ -138,9 +140,43 @@ def test_a_host_that_has_no_memory_left_is_said_once_and_tensors_stay(
         assert metrics is not None
         assert metrics.activations_spilled <= 2
         assert runtime.last_details.times_over > 0
+        assert runtime.last_details.forecast_bytes == 2 * TENSOR, (
+            "what there is leaves ahead, in later steps too"
+        )
     messages = [record.getMessage() for record in caplog.records if "high mark" in record.getMessage()]
     assert len(messages) == 1
     assert "the host has no memory for 32,768 bytes that should leave" in messages[0]
+
+
+def test_a_mark_that_cannot_hold_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with runtime_of(high=4 * TENSOR, low=TENSOR, memory_allocated=lambda: 9 * TENSOR) as runtime:
+        train(blocks(4), runtime, steps=2)
+        assert runtime.last_details.times_over > 0
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(
+        "294,912 bytes of the device are allocated, the high mark is 131,072, and no more saved tensors can "
+        "leave: the rest is weights"
+    )
+
+
+@pytest.mark.parametrize(("before", "calls"), [(1, 64), (60, 8)])
+def test_memory_that_nobody_saves_is_seen_after_so_many_saves_at_the_latest(before: int, calls: int) -> None:
+    """An eighth of the room below the mark is far more than what is saved here. Then something else takes all
+    of it."""
+    allocated, engine = before * TENSOR, engine_of(piece_bytes=32 * MIB)
+    fields: dict[str, Any] = {"high": 100 * TENSOR, "low": 90 * TENSOR, "memory_allocated": lambda: allocated}
+    with (
+        runtime_of(engine=engine, **fields) as runtime,
+        runtime.managed_forward(),
+    ):
+        x, spilled = batch(0, 8).requires_grad_(), []
+        for _ in range(calls + 2):
+            x = x.sigmoid()
+            allocated = 100 * TENSOR
+            spilled.append(runtime.scheduler.counts.spilled)
+        del x
+    assert next(at for at, number in enumerate(spilled) if number) == calls, "after the first save's look"
 
 
 class FullDevice(SimDevice):

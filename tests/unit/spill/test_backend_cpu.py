@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from offload.device.sim import SimDevice
 from offload.errors import HostBudgetError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
@@ -213,6 +214,20 @@ def test_a_spent_host_budget_is_a_pool_miss() -> None:
     assert (backend.pool_hits, backend.pool_misses) == (1, 1)
     with pytest.raises(HostBudgetError, match="raise host_limit_bytes"):
         backend.reserve()
+
+
+def test_clear_waits_for_the_last_copy_of_an_unpinned_buffer() -> None:
+    device = SimDevice(executor="late")
+    pool = CPUSpillBackend((1,), 0, event_device=device)
+    buffer, source = pool.allocate(64), device.empty(64)
+    device.wait(device.d2h, device.record(device.compute), "spill")
+    device.copy(device.d2h, [(buffer, source)])
+    copied = device.record(device.d2h)
+    pool.release(buffer, after=copied)
+    del buffer
+    pool.clear()
+    device.record(device.compute)  # where bytes that died under a copy are found out
+    assert device.poll(copied)
 
 
 def test_a_dropped_pool_gives_its_slabs_back() -> None:

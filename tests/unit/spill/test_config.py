@@ -46,6 +46,16 @@ def test_a_low_mark_above_the_high_one_is_refused_and_equal_marks_are_not() -> N
         ({"max_inflight_h2d": 0}, "max_inflight_h2d is 0, must be a whole number, 1 or more"),
         ({"recompute_threshold_bytes": 1.5}, "recompute_threshold_bytes is 1.5, must be a whole number"),
         ({"min_numel": -1}, "min_numel is -1, must be a whole number, 0 or more"),
+        ({"vram_high_watermark_mb": float("inf")}, "vram_high_watermark_mb is inf, must be a number of MiB"),
+        ({"restore_ahead": "off"}, "restore_ahead is 'off', must be True or False"),
+        ({"telemetry_file": ""}, "telemetry_file is '', must be the path of a file, as text"),
+        ({"pinned_pool_classes_mb": 5}, "pinned_pool_classes_mb=5 must be whole numbers"),
+        (
+            {"pinned_pool_classes_mb": (4, 1), "slabs_per_class": 1},
+            r"pinned_pool_classes_mb=\(4, 1\) must be",
+        ),
+        ({"slabs_per_class": (1, 2)}, "slabs_per_class has 2 counts for 5 class sizes"),
+        ({"slabs_per_class": True}, "slabs_per_class=True must be whole numbers"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -81,9 +91,21 @@ def test_the_sources_json_file_loads_and_lists_count_as_tuples(tmp_path: Path) -
         ({}, "the config has no memory; the fields .* in memory.stagehand.activation_stagehand"),
         ({"memory": {"stagehand": {}}}, "has no memory.stagehand.activation_stagehand"),
         ({"memory": {"strategy": "none"}}, "memory.strategy 'none', must be 'stagehand'"),
+        ({"memory": []}, r"has memory \[\], must be an object of named fields"),
+        (
+            {"memory": {"stagehand": {"activation_stagehand": 5}}},
+            "has memory.stagehand.activation_stagehand 5, must be an object",
+        ),
         (file_of(vram_high_mb=1), "fields that are not known: vram_high_mb; known are .*vram_high_waterm"),
     ],
 )
 def test_a_file_of_another_shape_is_refused(found: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ActivationConfig.load(found)
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is no JSON: Expecting property name"):
+        ActivationConfig.load(path)

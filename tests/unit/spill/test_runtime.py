@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,36 @@ def test_a_disabled_runtime_adds_no_hook_and_counts_nothing(tmp_path: Path) -> N
         with runtime.managed_forward():
             assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         assert runtime.step_end() is None
+        assert runtime.engine.limits.max_spilling_bytes is not None, "nothing else bounds what is in flight"
+        assert not runtime.engine.clients
     assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["missing/steps.jsonl", "."])
+def test_a_telemetry_file_that_cannot_be_written_is_refused_before_the_first_step(
+    name: str, tmp_path: Path
+) -> None:
+    engine = engine_of()
+    with pytest.raises(ValueError, match=r"telemetry_file is .*, which cannot be written: give a file in a"):
+        ActivationRuntime(engine=engine, telemetry_file=str(tmp_path / name))
+    assert not engine.clients
+    assert (
+        ActivationRuntime(engine=engine, enabled=False, telemetry_file=str(tmp_path / name)).step_end()
+        is None
+    )
+
+
+def test_a_telemetry_file_that_is_lost_later_does_not_keep_the_runtime_open(tmp_path: Path) -> None:
+    engine = engine_of()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    runtime = ActivationRuntime(engine=engine, telemetry_file=str(folder / "steps.jsonl"))
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError):
+        runtime.close()
+    runtime.close()
+    assert engine.closed
+    assert not engine.clients
 
 
 @pytest.mark.req("S0-38", "S0-68", "S4-37")
@@ -284,6 +314,11 @@ def run_out_of_memory(model: nn.Module, kept: list[Tensor]) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def forward_in(runtime: ActivationRuntime, model: nn.Module, x: Tensor) -> Tensor:
+    with runtime.managed_forward():
+        return model(x).sum()
+
+
 def test_a_read_twice_and_an_exception_inside_leave_the_next_step_right() -> None:
     model = blocks(8)
     with runtime_of(**short("forecast")) as runtime:
@@ -296,7 +331,10 @@ def test_a_read_twice_and_an_exception_inside_leave_the_next_step_right() -> Non
             with pytest.raises(ValueError, match="shapes"), runtime.managed_forward():
                 fail_after(model)
             assert runtime.engine.hooks.innermost() is None
+            with pytest.raises(RuntimeError, match="support saved tensor hooks"):
+                torch.func.grad(lambda x: forward_in(runtime, model, x))(batch(0))
             del loss
+            assert not runtime.holds
             runtime.step_end()
             assert runtime.engine.transfers.device_bytes == 0
 
@@ -304,7 +342,11 @@ def test_a_read_twice_and_an_exception_inside_leave_the_next_step_right() -> Non
 def test_an_out_of_memory_error_inside_says_what_was_spilled_and_what_could_have_been() -> None:
     with runtime_of(**short("forecast")) as runtime:
         kept: list[Tensor] = []
-        with pytest.raises(torch.OutOfMemoryError) as caught, runtime.managed_forward():
+        with (
+            pytest.raises(torch.OutOfMemoryError) as caught,
+            runtime.managed_forward(),
+            runtime.managed_forward(),  # the inner one says it
+        ):
             run_out_of_memory(blocks(8), kept)
         counts = runtime.scheduler.counts
         left = counts.saved - counts.spilled
@@ -312,10 +354,14 @@ def test_an_out_of_memory_error_inside_says_what_was_spilled_and_what_could_have
         assert note == (
             f"watermark: {counts.spill_bytes:,} bytes in {counts.spilled} saved tensors had been sent to the "
             f"host, and {left * TENSOR:,} bytes in {left} more could have been; the high mark is "
-            f"{10 * TENSOR:,} bytes. What an operator uses for itself comes on top of the mark: lower "
-            "vram_high_watermark_mb by what it asked for"
+            f"{10 * TENSOR:,} bytes. What an operator uses for itself comes on top of the mark: lower the "
+            "mark by what it asked for (vram_high_watermark_mb, or high= of apply)"
         )
         del kept
+    with runtime_of(**{**short("reactive"), "memory_allocated": lambda: 0}) as runtime:
+        with pytest.raises(torch.OutOfMemoryError) as caught, runtime.managed_forward():
+            run_out_of_memory(blocks(8), [])
+        assert f"and {17 * TENSOR:,} bytes in 17 more could have been" in caught.value.__notes__[0]
 
 
 def test_two_models_and_two_threads_share_a_runtime() -> None:
@@ -344,6 +390,66 @@ def test_two_models_and_two_threads_share_a_runtime() -> None:
         assert metrics.activations_spilled == metrics.activations_restored > 0
     for gradients, wanted in zip(found, plain, strict=True):
         assert [one.numpy().tobytes() for one in gradients if one is not None] == wanted[: len(gradients)]
+
+
+def test_an_operator_that_writes_what_it_has_saved_is_waited_for_by_other_threads_too() -> None:
+    """rrelu hands its noise to autograd and draws it afterwards. Meanwhile another thread's forward reaches
+    the mark; autograd counts that thread's operators by itself."""
+
+    def gradient(runtime: ActivationRuntime | None) -> Tensor:
+        x, other, outputs = batch(0).requires_grad_(), blocks(4), []
+
+        def in_between() -> None:
+            assert runtime is not None
+            with runtime.managed_forward():
+                outputs.append(other(batch(1)).sum())
+
+        def pack(tensor: Tensor) -> Any:
+            packed = runtime.engine.hooks.pack(tensor) if runtime else tensor
+            if runtime and not outputs:
+                thread = threading.Thread(target=in_between)
+                thread.start()
+                thread.join()
+            return packed
+
+        with nullcontext() if runtime is None else runtime.managed_forward(), torch.random.fork_rng():
+            y = x * 1
+            torch.manual_seed(7)
+            unpack = runtime.engine.hooks.unpack if runtime else (lambda tensor: tensor)
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                y = torch.nn.functional.rrelu(y, training=True)
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    plain = gradient(None)
+    with runtime_of("early", high=3 * TENSOR, low=2 * TENSOR, restore_ahead=False) as runtime:
+        assert torch.equal(gradient(runtime), plain)
+        assert runtime.scheduler.counts.spilled > 0
+
+
+def test_one_context_may_be_entered_by_two_threads_at_once() -> None:
+    with runtime_of() as runtime:
+        context = runtime.managed_forward()
+
+        def beside() -> None:
+            context.__enter__()
+            entered.set()
+            left.wait()
+            innermost.append(runtime.engine.hooks.innermost())
+            context.__exit__(None, None, None)
+            innermost.append(runtime.engine.hooks.innermost())
+
+        entered, left, innermost = threading.Event(), threading.Event(), []
+        thread = threading.Thread(target=beside)
+        with context:
+            thread.start()
+            entered.wait()
+        assert runtime.engine.hooks.innermost() is None
+        left.set()
+        thread.join()
+        assert innermost[0] is not None
+        assert innermost[1] is None
 
 
 def test_two_runtimes_on_one_engine_each_count_their_own() -> None:
@@ -406,3 +512,8 @@ def test_no_step_end_is_no_leak(caplog: pytest.LogCaptureFixture) -> None:
                 loss = model(batch(step, 8)).square().mean()
             loss.backward()
         assert len(runtime.scheduler.forwards) <= 256
+        metrics = runtime.step_end()
+        assert metrics is not None
+        assert metrics.activations_saved == 3 * 300, "also of the forwards that were forgotten meanwhile"
+        assert runtime.engine.last_stats.clients["watermark"].kept_bytes == 3 * 300 * TENSOR // 16
+        assert runtime.last_details.forwards_lost == 0

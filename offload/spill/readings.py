@@ -1,0 +1,103 @@
+"""When the device is asked how much is allocated, and how much would be if nothing had left.
+
+One invariant: between two readings no more than an eighth of the room below the high mark is saved, and there
+are at most 64 saves and reads, eight from half of the mark on. So memory that nobody saves may grow
+meanwhile, and is seen soon.
+"""
+
+from __future__ import annotations
+
+from offload.ids import GroupId
+from offload.spill.budget import ActivationBudgetManager
+from offload.spill.transfer import ActivationTransfer
+from offload.transfer.block import BlockState, DeviceBlock
+
+__all__ = ["Readings"]
+
+_SHARE = 8
+"""Of the room below the mark, what may be saved before the next reading: one part in so many."""
+
+_MOST_CALLS = 64
+_MOST_CALLS_ABOVE_HALF = 8
+"""Saves and reads. A reading costs about as much as a save."""
+
+_STRIDE = 64
+"""In a backward, the part of the high mark that may be read."""
+
+
+class Readings:
+    """piece_bytes: no more is saved or read between two readings."""
+
+    def __init__(
+        self, budget: ActivationBudgetManager, transfer: ActivationTransfer, piece_bytes: int
+    ) -> None:
+        self._budget = budget
+        self._transfer = transfer
+        self._piece_bytes = piece_bytes
+        self._away: list[DeviceBlock] = []  # spilled, and their device memory is free
+        self._lingering: list[DeviceBlock] = []  # spilled, and something else holds their device memory
+        self.away_bytes = 0
+        self.released_bytes = 0  # in this step
+        self._saved_bytes = 0  # since the last reading
+        self._read_bytes = 0
+        self._calls = 0
+        self._next_saved_bytes = 0  # at which the next one is due
+
+    def after_save(self, nbytes: int) -> int:
+        """Bytes on the device, after a save of so many."""
+        self._saved_bytes += nbytes
+        self._calls += 1
+        if self._saved_bytes < self._next_saved_bytes and not self._many_calls():
+            return self._budget.last_bytes + self._saved_bytes
+        return self.read()
+
+    def is_due_after_read(self, nbytes: int) -> bool:
+        """Whether a reading is due, after so many bytes have been read for the last time."""
+        self._read_bytes += nbytes
+        self._calls += 1
+        due_bytes = min(self._piece_bytes, self._budget.high_bytes // _STRIDE)
+        return self._read_bytes >= due_bytes or self._many_calls()
+
+    def _many_calls(self) -> bool:
+        is_above_half = 2 * self._budget.last_bytes >= self._budget.high_bytes
+        return self._calls >= (_MOST_CALLS_ABOVE_HALF if is_above_half else _MOST_CALLS)
+
+    def read(self) -> int:
+        """Bytes on the device, asked now."""
+        self._count_away()
+        allocated = self._budget.read()
+        self._saved_bytes = self._read_bytes = self._calls = 0
+        room = max(0, self._budget.high_bytes - allocated)
+        self._next_saved_bytes = min(self._piece_bytes, room // _SHARE)
+        return allocated
+
+    def _count_away(self) -> None:
+        """Bytes that would be on the device if nothing had left."""
+        lingering: list[DeviceBlock] = []
+        for block in (*self._lingering, *self._transfer.take_settled()):
+            if block.state is not BlockState.SPILLED or block.is_freed:
+                continue
+            if block.storage() is None:
+                self._away.append(block)
+                self.released_bytes += block.nbytes
+            else:
+                lingering.append(block)
+        self._lingering = lingering
+        self._away = [
+            block
+            for block in self._away
+            if block.state is BlockState.SPILLED and not block.is_freed and block.unread
+        ]
+        self.away_bytes = sum(block.nbytes for block in self._away)
+
+    def lingering_slots(self, group: GroupId) -> set[int]:
+        """Of a group's blocks, those whose device memory something else holds."""
+        return {block.slot for block in self._lingering if block.group is group}
+
+    def end_step(self) -> int:
+        """The released bytes of the step; counted anew from here."""
+        found, self.released_bytes = self.released_bytes, 0
+        self._away.clear()
+        self._lingering.clear()
+        self.away_bytes = self._saved_bytes = self._read_bytes = self._calls = self._next_saved_bytes = 0
+        return found
