@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-__all__ = ["run_ranks"]
+__all__ = ["context_of", "run_ranks"]
 
 GRACE_S = 5.0
 """After a rank has failed, how long the others may take to fail by themselves, so that their tracebacks are
@@ -39,7 +39,7 @@ def run_ranks(
     picklable. folder: empty; the ranks meet in a file there. backend: one with "nccl" in it gives rank r the
     CUDA device r. Raises AssertionError if a rank fails or time runs out.
     """
-    context = _context("spawn" if "nccl" in backend else "forkserver")
+    context = context_of("spawn" if "nccl" in backend else "forkserver")
     meeting = folder / "store"
     processes = [
         context.Process(target=_rank, args=(main, rank, world, meeting, backend, timeout_s, arguments))
@@ -68,14 +68,21 @@ def run_ranks(
     return [pickle.loads(_result_of(meeting, rank).read_bytes()) for rank in range(world)]
 
 
-def _context(method: str) -> Any:
+def context_of(method: str) -> Any:
     """forkserver: ranks are forks of a process that has imported torch and done nothing else, which takes
     each of them 5 s of a core. It has no thread and knows no device; a process that is to use CUDA shall
     import torch itself."""
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(
-            ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]
+            [
+                "torch",
+                "torch._dynamo",
+                "torch.distributed.fsdp",
+                "torch.distributed.pipelining",
+                "offload",
+                "offload.pipelining",
+            ]
         )
     return context
 

@@ -1,11 +1,11 @@
 """One rank of a pipeline that never stops by itself, and in which one rank is lost in the middle of a step.
 Not a test: started by some.
 
-    python tests/integration/dying_pipeline.py RANK FOLDER DEVICE SIGNAL VICTIM ENDING TIMEOUT_S
+    RANK=0 ... python tests/integration/dying_pipeline.py FOLDER DEVICE SIGNAL VICTIM ENDING TIMEOUT_S
 
-SIGNAL is what the victim sends to itself as a backward begins in its third step: KILL, or STOP for a rank
-that is there and never answers. ENDING is `run_rank` for the way this repository's scripts end, or `plain`
-for a user's script, which leaves through the interpreter's exit.
+RANK and its like are what torchrun sets. SIGNAL is what the victim sends to itself as a backward begins in
+its third step: KILL, or STOP for a rank that is there and never answers. ENDING is `run_rank` for the way
+this repository's scripts end, or `plain` for a user's script, which leaves through the interpreter's exit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def started(
     ranks = []
     try:
         for rank in range(2):
-            arguments = [str(rank), str(folder), device, signal_name, str(victim), ending, str(timeout_s)]
+            arguments = [str(folder), device, signal_name, str(victim), ending, str(timeout_s)]
             place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
             ranks.append(
                 subprocess.Popen(
@@ -101,13 +101,14 @@ def main(
 
 
 if __name__ == "__main__":
-    from parallel.launch import Ranks, run_rank
+    from parallel.launch import ranks_from_environment, run_rank
 
-    _rank, _folder, _device, _signal, _victim, _ending, _timeout = sys.argv[1:]
+    _folder, _device, _signal, _victim, _ending, _timeout = sys.argv[1:]
+    _ranks = ranks_from_environment()
 
     def _main() -> int:
-        return main(int(_rank), _folder, _device, _signal, int(_victim), float(_timeout))
+        return main(_ranks.rank, _folder, _device, _signal, int(_victim), float(_timeout))
 
     if _ending == "run_rank":
-        run_rank(_main, Ranks(int(_rank), 2, int(_rank), 2))
+        run_rank(_main, _ranks)
     sys.exit(_main())

@@ -6,53 +6,42 @@ pytest tests/integration/test_bench_pipeline.py
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+import bench.run
+import bench_pipeline
+from tests.forks import run_forked
 from tests.once import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
-LONG = 240.0  # seconds; a loaded machine is slow, not wrong
 
 
 def run(
-    folder: Path, *arguments: str, script: Path = ROOT / "scripts" / "bench_pipeline.py"
+    folder: Path,
+    *arguments: str,
+    script: Path = ROOT / "scripts" / "bench_pipeline.py",
+    launch: Callable[..., subprocess.CompletedProcess[str]] = run_forked,
 ) -> tuple[dict[str, Any], str]:
-    """What it wrote, and what it said."""
+    """What it wrote, and what it said. script: of the ranks. launch: starts them."""
     out = folder / "out.json"
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    }
-    finished = subprocess.run(
-        [
-            sys.executable,
-            str(script),
-            "--tiny",
-            "--samples",
-            "1",
-            "--warmup",
-            "3",
-            "--out",
-            str(out),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=LONG,
-        env={**clean, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    tiny = ["--tiny", "--samples", "1", "--warmup", "3", "--out", str(out)]
+    with (
+        patch.object(bench.run.subprocess, "run", launch),
+        patch.object(bench_pipeline, "__file__", str(script)),
+        redirect_stdout(io.StringIO()) as said,
+    ):
+        assert bench_pipeline.main([*tiny, *arguments]) == 0, said.getvalue()
     written: dict[str, Any] = json.loads(out.read_text())
-    return written, finished.stdout
+    return written, said.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -127,34 +116,31 @@ def test_first_rank_keeps_as_many_microbatches_as_there_are_ranks_and_the_limits
 def test_row_that_fills_a_device_is_a_row_of_the_table_and_the_next_one_runs_in_a_new_launch(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 finds its device full in the row without offload, while rank 1 waits for its first message."""
+    """Rank 0 finds its device full in the row without offload, while rank 1 waits for its first message;
+    torchrun ends it."""
     full = tmp_path / "full.py"
     full.write_text(
         "import sys\n"
         f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'scripts')!r}]\n"
         "import torch, bench_pipeline\n"
         "from pipelines.rows import Bench\n"
-        "honest = Bench._nothing\n"
         "def nothing(self, row):\n"
         "    if self.rank.ranks.rank == 0:\n"
         "        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 1.00 GiB')\n"
-        "    return honest(self, row)\n"
+        "    torch.distributed.recv(torch.zeros(1), src=0)\n"
         "Bench._nothing = nothing\n"
-        "bench_pipeline.__file__ = __file__\n"
         "sys.exit(bench_pipeline.main())\n"
     )
-    arguments = [
-        "--isolate",
-        "--schedules",
-        "1f1b",
-        "--rows",
-        "nothing,ours",
-        "--saved-limit-gb",
-        "0.0002",
-        "--budget-s",
-        "200",
-    ]
-    written, said = run(tmp_path, *arguments, script=full)
+    launches: list[str] = []
+    under_torchrun = subprocess.run
+
+    def launch(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        launches.append(" ".join(command[1:3]))
+        return (under_torchrun if len(launches) == 2 else run_forked)(command, **options)
+
+    arguments = ["--isolate", "--schedules", "1f1b", "--rows", "nothing,ours", "--saved-limit-gb", "0.0002"]
+    written, said = run(tmp_path, *arguments, script=full, launch=launch)
+    assert launches == ["-m torch.distributed.run"] * 3
     assert [result["status"] for result in written["results"]] == ["ok", "out of memory", "ok"]
     assert written["results"][1]["reason"].startswith(
         "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB"

@@ -9,40 +9,70 @@ pytest tests/integration/test_lost_rank.py
 
 from __future__ import annotations
 
+import signal
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from tests.integration.dying_pipeline import LAST_STEP, started
+from tests.forks import Ended, Fork, forked_ranks
+from tests.integration import dying_pipeline
+from tests.integration.dying_pipeline import LAST_STEP
+from tests.once import made_once
 
-BOUND_S = 90.0
-"""Start-up on a loaded machine, the message's time limit and the bystander's grace; a rank that hangs takes
-for ever."""
+Case = tuple[str, int, str]
+"""What the victim sends itself, which of the two it is, and how its process ends otherwise."""
+
+KILLED: list[Case] = [("KILL", 0, "run_rank"), ("KILL", 1, "plain")]
+SILENT: Case = ("STOP", 1, "run_rank")
+SILENCE_S = 8.0
+"""What a message may take where one rank never answers: far longer than the steps before."""
 
 
-def steps_of(output: str) -> list[str]:
-    return output.split()
+def started(folder: Path, case: Case, timeout_s: float) -> AbstractContextManager[list[Fork]]:
+    sent, victim, ending = case
+    meeting = folder / f"{sent}-{victim}"
+    meeting.mkdir()
+    arguments = [str(meeting), "cpu", sent, str(victim), ending, str(timeout_s)]
+    return forked_ranks(Path(dying_pipeline.__file__), arguments, ranks=2)
 
 
-@pytest.mark.parametrize(("victim", "ending"), [(0, "run_rank"), (1, "plain")])
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[Ended]]:
+    """Of each case, how its ranks ended; of the one that is silent, the other alone. The cases that are quick
+    run while that one waits."""
+
+    def all_cases(folder: Path) -> dict[Case, list[Ended]]:
+        found: dict[Case, list[Ended]] = {}
+        with started(folder, SILENT, SILENCE_S) as (bystander, _):
+            bystander.wait_for(f"{LAST_STEP - 1}\n")
+            for case in KILLED:
+                with started(folder, case, 60.0) as ranks:
+                    found[case] = [rank.ended() for rank in ranks]
+            found[SILENT] = [bystander.ended()]
+        return found
+
+    ended: dict[Case, list[Ended]] = made_once(tmp_path_factory, "lost-rank", all_cases)
+    return ended
+
+
+def ended_with_an_error(bystander: Ended, said: str) -> None:
+    assert bystander.code == 1, bystander.errors
+    assert bystander.output.split() == [str(step) for step in range(LAST_STEP)]
+    assert said in bystander.errors
+
+
+@pytest.mark.parametrize("case", KILLED)
 def test_rank_ends_with_an_error_when_the_other_is_killed_in_a_step(
-    tmp_path: Path, victim: int, ending: str
+    ends: dict[Case, list[Ended]], case: Case
 ) -> None:
-    with started(
-        tmp_path, device="cpu", signal_name="KILL", victim=victim, ending=ending, timeout_s=60.0
-    ) as ranks:
-        output, errors = ranks[1 - victim].communicate(timeout=BOUND_S)
-        assert ranks[victim].wait(timeout=BOUND_S) == -9
-    assert ranks[1 - victim].returncode == 1, errors
-    assert steps_of(output) == [str(step) for step in range(LAST_STEP)]
-    assert ("lost another rank" if ending == "run_rank" else "RuntimeError") in errors
+    _, victim, ending = case
+    assert ends[case][victim].code == -signal.SIGKILL
+    said = "lost another rank" if ending == "run_rank" else "RuntimeError"
+    ended_with_an_error(ends[case][1 - victim], said)
 
 
-def test_rank_ends_with_an_error_when_the_other_does_not_answer_in_time(tmp_path: Path) -> None:
-    with started(
-        tmp_path, device="cpu", signal_name="STOP", victim=1, ending="run_rank", timeout_s=8.0
-    ) as ranks:
-        output, errors = ranks[0].communicate(timeout=BOUND_S)
-    assert ranks[0].returncode == 1, errors
-    assert steps_of(output) == [str(step) for step in range(LAST_STEP)]
-    assert "lost another rank" in errors
+def test_rank_ends_with_an_error_when_the_other_does_not_answer_in_time(
+    ends: dict[Case, list[Ended]],
+) -> None:
+    ended_with_an_error(ends[SILENT][0], "lost another rank")

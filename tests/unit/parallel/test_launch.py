@@ -3,29 +3,27 @@ returns."""
 
 from __future__ import annotations
 
-import ast
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 
+from parallel import launch
 from parallel.launch import Ranks, choose_device, ranks_from_environment
-from tests.once import made_once
+from tests.forks import LONG_S, Ended, forked
 
-ROOT = Path(__file__).resolve().parents[3]
 ALONE = Ranks(0, 1, 0, 1)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 PRELUDE = textwrap.dedent("""
-    import sys, time, threading
+    import signal, sys, time, threading
     from datetime import timedelta
     import torch
     import torch.distributed as dist
@@ -35,42 +33,10 @@ PRELUDE = textwrap.dedent("""
 """)
 
 
-def _main(body: str) -> str:
-    return "def main():\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n"
-
-
-def start(body: str, **environment: str) -> subprocess.Popen[str]:
-    """Run `body` as the main function of a rank."""
-    return _started(PRELUDE + _main(body) + "launch.run_rank(main, ranks)\n", **environment)
-
-
-def _started(program: str, **environment: str) -> subprocess.Popen[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    return subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={
-            **clean,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            **environment,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def ended(process: subprocess.Popen[str], seconds: float = 30) -> tuple[int, str]:
-    """Exit code and standard error; a process that does not end fails the test."""
-    try:
-        _, errors = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
-    return process.returncode, errors
-
-
-def wait_for(process: subprocess.Popen[str], word: str) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == word
+def program(body: str) -> str:
+    """Runs `body` as the main function of a rank."""
+    main = "def main():\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ")
+    return f"{PRELUDE}{main}\nlaunch.run_rank(main, ranks)\n"
 
 
 BODIES = {
@@ -95,37 +61,13 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Exit code and standard error of each body, in a process of its own: a fork of one that has imported
-    torch, for all of them."""
-    return cast(dict[str, tuple[int, str]], made_once(tmp_path_factory, "launch", _forked))
+def end_of(body: str) -> Ended:
+    with forked(program(body)) as process:
+        return process.ended()
 
 
-def _forked(folder: Path) -> dict[str, tuple[int, str]]:
-    each = textwrap.dedent("""
-        import os
-        bodies, folder, codes = {bodies!r}, {folder!r}, {{}}
-        for name, body in bodies.items():
-            child = os.fork()
-            if child == 0:
-                os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), 2)
-                exec(body)
-                launch.run_rank(main, ranks)
-            codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(codes)
-    """).format(bodies={name: _main(body) for name, body in BODIES.items()}, folder=str(folder))
-    process = _started(PRELUDE + each)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    codes = ast.literal_eval(output)
-    return {name: (codes[name], (folder / name).read_text()) for name in BODIES}
-
-
-def test_rank_alone_gets_a_process_group_a_mesh_and_a_store_and_ends_well(
-    ends: dict[str, tuple[int, str]],
-) -> None:
-    assert ends["alone"] == (0, "")
+def test_rank_alone_gets_a_process_group_a_mesh_and_a_store_and_ends_well() -> None:
+    assert end_of(BODIES["alone"]) == (0, "", "")
 
 
 @pytest.mark.parametrize(
@@ -137,33 +79,60 @@ def test_rank_alone_gets_a_process_group_a_mesh_and_a_store_and_ends_well(
         ("interrupt", 130, "interrupted after 3 of 20 steps"),
     ],
 )
-def test_failure_is_one_line_and_an_exit_code(
-    raised: str, code: int, said: str, ends: dict[str, tuple[int, str]]
-) -> None:
-    returned, errors = ends[raised]
-    assert (returned, errors.strip()) == (code, said)
+def test_failure_is_one_line_and_an_exit_code(raised: str, code: int, said: str) -> None:
+    ended = end_of(BODIES[raised])
+    assert (ended.code, ended.errors.strip()) == (code, said)
 
 
-def test_first_cause_is_told_instead_of_the_message_wrapped_around_it(
-    ends: dict[str, tuple[int, str]],
+def test_first_cause_is_told_instead_of_the_message_wrapped_around_it() -> None:
+    assert end_of(BODIES["cause"]) == (1, "", "\nKeyError: 'wq'\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "waits"),
+    [
+        (ValueError("no layer has the mark x"), 0, False),
+        (ValueError("no layer has the mark x"), 1, True),
+        (RuntimeError("its host burns"), 1, False),
+        (RuntimeError("Connection closed by peer"), 0, True),
+    ],
+)
+def test_rank_leaves_it_to_another_to_say_what_that_knows_as_well_or_better(
+    error: Exception,
+    rank: int,
+    waits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert ends["cause"] == (1, "\nKeyError: 'wq'\n")
+    """torchrun ends it meanwhile."""
+    waited = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    launch._explained(error, Ranks(rank, 2, rank, 2))
+    assert str(error) in capsys.readouterr().err
+    assert waited == [launch._GRACE] * waits
 
 
 def test_interrupt_ends_a_rank_that_waits_for_a_message() -> None:
     body = """
-        store = dist.HashStore()
-        print("waiting", flush=True)
-        store.wait(["what never comes"], timedelta(seconds=60))
+        gate = threading.Semaphore(0)
+        def told():
+            gate.acquire()
+            print("waiting", flush=True)
+        threading.Thread(target=told, daemon=True).start()
+        sys.setswitchinterval(1000)  # the thread goes on once this one is inside wait()
+        gate.release()
+        dist.HashStore().wait(["what never comes"], timedelta(seconds=600))
     """
-    process = start(body)
-    wait_for(process, "waiting")
-    time.sleep(1.0)  # it said so before it waits
-    began = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    code, errors = ended(process)
+    with forked(program(body)) as process:
+        process.wait_for("waiting\n")
+        process.send_signal(signal.SIGINT)
+        code, _, errors = process.ended()
     assert (code, errors.strip()) == (130, "interrupted while waiting")
-    assert time.monotonic() - began < 10
 
 
 def test_interrupt_that_a_finaliser_swallowed_is_repeated() -> None:
@@ -171,24 +140,24 @@ def test_interrupt_that_a_finaliser_swallowed_is_repeated() -> None:
         class Swallows:
             def __del__(self):
                 print("finalising", flush=True)
-                time.sleep(0.4)
+                signal.pause()
         def work():
             Swallows()
-            time.sleep(60)
+            signal.pause()
         try:
             work()
         except KeyboardInterrupt:
             raise KeyboardInterrupt("after its work") from None
     """
-    process = start(body)
-    wait_for(process, "finalising")
-    process.send_signal(signal.SIGINT)
-    code, errors = ended(process)
+    with forked(program(body)) as process:
+        process.wait_for("finalising\n")
+        process.send_signal(signal.SIGINT)
+        code, _, errors = process.ended()
     assert (code, errors.strip()) == (130, "interrupted after its work")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
-def test_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
+def test_rank_does_not_outlive_its_launcher() -> None:
     environment = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -200,35 +169,31 @@ def test_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     rank = """
         with launch.launched(ranks, torch.device("cpu")):
             print("up", flush=True)
-            time.sleep(60)
+            signal.pause()
         return 0
     """
     launcher = textwrap.dedent(f"""
-        import subprocess, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import test_launch
-        child = test_launch.start({rank!r}, **{environment!r})
-        test_launch.wait_for(child, "up")
-        print(child.pid, flush=True)
-        child.wait()
+        import os
+        child = os.fork()
+        if child == 0:
+            exec({program(rank)!r}, {{"__name__": "__main__"}})
+        print("launched", child, flush=True)
+        os.waitpid(child, 0)
     """)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [sys.executable, "-c", launcher],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    child = int(process.stdout.readline())
-    process.kill()
-    process.wait()
-    for _ in range(100):
-        if not running(child):
-            return
-        time.sleep(0.1)
-    os.kill(child, signal.SIGKILL)
-    pytest.fail("the rank went on without its launcher")
+    with forked(launcher, environment=environment) as process:
+        process.wait_for("up\n")
+        process.wait_for("launched ")
+        child = int(process.output.split("launched ")[1].split()[0])
+        process.send_signal(signal.SIGKILL)
+        assert process.ended().code == -signal.SIGKILL
+        try:
+            end = time.monotonic() + LONG_S
+            while running(child) and time.monotonic() < end:
+                time.sleep(0.01)
+            assert not running(child), "the rank went on without its launcher"
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
 
 def running(pid: int) -> bool:

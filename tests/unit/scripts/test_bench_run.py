@@ -8,10 +8,12 @@ import pickle
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+import bench.run
 import bench_optimizer
 import bench_stage
 from bench.child import RowRequest
@@ -19,6 +21,7 @@ from bench.measure import Clock
 from bench.optim_child import OptimRequest
 from bench.rows import RowOptions
 from bench.run import NotInstalledError, Run, SkippedError, answer_child, outcome, outcome_of_process
+from tests.forks import run_forked
 
 
 def test_figures_are_added_to_what_the_row_is_about() -> None:
@@ -91,7 +94,8 @@ def test_rows_after_the_budget_are_told_and_what_ran_is_written(tmp_path: Path) 
     ],
 )
 def test_each_script_answers_in_a_process_of_its_own(script: ModuleType, asked: Any, tmp_path: Path) -> None:
-    result = outcome_of_process(Path(str(script.__file__)), asked, tmp_path, timeout_s=120.0)
+    with patch.object(bench.run.subprocess, "run", run_forked):
+        result = outcome_of_process(Path(str(script.__file__)), asked, tmp_path, timeout_s=120.0)
     assert result["status"] == "ok", result
     assert result["links"]["measured"] is False
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import io
 import time
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from offload.telemetry.summary import format_offload_summary_table, print_offload_summary_table
+from tests.once import made_once
+from tests.ranks import run_ranks
 
 MB = 10**6
-LIMIT_S = 60
 
 
 def cells(table: str) -> list[list[str]]:
@@ -106,8 +104,6 @@ class SlowFile(io.StringIO):
 def summarise_on_one_rank(rank: int, world_size: int, folder: str) -> None:
     """Three tables in one job: ranks with unlike names, ranks with nothing, and the last rank alone. Each
     rank's output goes to files."""
-    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=LIMIT_S)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", **options)
     last_rank_alone = dist.new_group([world_size - 1])
     unlike: dict[str, int] = (
         {"core_attn": 2 * MB, "mlp_act": MB} if rank == 0 else {"a_name_that_only_this_rank_has" * 20: MB}
@@ -122,26 +118,19 @@ def summarise_on_one_rank(rank: int, world_size: int, folder: str) -> None:
         print_offload_summary_table(nbytes, process_group=group, file=out)
         Path(folder, f"{title}{rank}_returned").write_text("after" if table_is_out.exists() else "before")
         Path(folder, f"{title}{rank}").write_text(out.getvalue())
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def outputs_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each of two gloo ranks wrote, by title and rank: "unlike0", "unlike1", "nothing0", ..."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ranks = mp.start_processes(
-        summarise_on_one_rank, args=(2, str(folder)), nprocs=2, join=False, start_method="spawn"
-    )
-    try:
-        # True once all have ended well; a rank's exception is raised here; False if one is still running,
-        # that is, hangs.
-        assert ranks.join(timeout=LIMIT_S) or ranks.join(timeout=LIMIT_S), (
-            f"a rank still runs after {2 * LIMIT_S} s"
-        )
-    finally:
-        for process in ranks.processes:
-            process.kill()
-    return {path.name: path.read_text() for path in folder.iterdir() if path.name != "rendezvous"}
+
+    def said(folder: Path) -> dict[str, str]:
+        (folder / "said").mkdir()
+        run_ranks(summarise_on_one_rank, 2, folder, str(folder / "said"))
+        return {path.name: path.read_text() for path in (folder / "said").iterdir()}
+
+    found: dict[str, str] = made_once(tmp_path_factory, "summary", said)
+    return found
 
 
 @pytest.mark.req("S2-3", "S2-5", "S2-7")
