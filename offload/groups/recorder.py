@@ -60,12 +60,12 @@ class Recorder:
         """Begin to observe. Raises RuntimeError while another recorder is at work. Blocks the host: never."""
         engine = self._engine
         with engine.lock:
-            if engine.copier.watcher is not None:
+            if any(isinstance(observer, Recorder) for observer in engine.hooks.observers):
                 raise RuntimeError("a recording is under way; end it before another begins")
             self._seen_s = time.perf_counter()
             self._begin = self._device.record(self._device.compute, timed=True)
             self._stalls = [(engine.transfers.stalls, len(engine.transfers.stalls))]
-            engine.copier.watcher = self._copied
+            engine.copier.watch(self._copied)
             engine.hooks.observers.append(self)
             engine.on_read(self._read)
             self._sample()
@@ -74,8 +74,8 @@ class Recorder:
         """Observe no more. Called again, it does nothing."""
         engine = self._engine
         with engine.lock:
-            if engine.copier.watcher == self._copied:
-                engine.copier.watcher = None
+            if self in engine.hooks.observers:
+                engine.copier.unwatch(self._copied)
                 engine.hooks.observers.remove(self)
                 engine.off_read(self._read)
 

@@ -129,7 +129,7 @@ class Auto(Client):
         if not self.models and engine is not None:
             engine.detach(self)
             engine.transfers.claim(0)
-            self.memory.give_limit_back(engine)
+            self.plan.end(engine)
 
     def is_of(self, engine: OffloadEngine) -> bool:
         """Whether it plans for this engine, or will."""
@@ -144,6 +144,7 @@ class Auto(Client):
         engine = self._attached()
         if engine is not None:
             self.memory.begin_step(engine)
+            self.plan.begin_step(engine)
 
     def step_ended(self, stats: StepStats) -> None:
         """As Client: plan, once enough is known. Blocks the host at the end of the first step, until the
@@ -155,9 +156,9 @@ class Auto(Client):
         agrees = self._ranks.agree_on_profiles(end_was_guessed=manager.end_was_guessed)
         has_run = self._look_at_step(manager, stats)
         if agrees:
-            self._ranks.agree_on_plan(engine)
+            self._ranks.agree_on_plan(manager)
         elif has_run and not self.calls.peers:
-            plan.make_if_wanted(engine)
+            plan.make_if_wanted(manager)
             if plan.followed is None and plan.num_steps == _PATIENCE and not self.memory.has_no_room:
                 self._say_no_plan(manager)
 
@@ -176,8 +177,8 @@ class Auto(Client):
             if self.calls.peers:
                 plan.plans_left = 1  # one for all, where ranks agree next
             else:
-                plan.follow(manager.engine, None)
-        plan.step_ended(seen, ran)
+                plan.follow(manager, None)
+        plan.step_ended(manager, ran)
         return True
 
     def _is_part(self, manager: GroupsManager) -> bool:

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
-from offload.groups.seen import SeenStep
+from offload.groups.manager import GroupsManager
+from offload.modules.auto_drift import AutoDrift
 from offload.modules.auto_memory import AutoMemory
 from offload.modules.block_calls import BlockCalls
 from offload.planner.recent import RecentSteps
@@ -47,19 +48,27 @@ class AutoPlan:
         self.plans_left = _PLANS
         self._calls = calls
         self._memory = memory
+        self._drift = AutoDrift()
         self._since_plan = 1  # steps
         self._shape: object = ()
         self._shape_before: object = None
         self._lengths: Mapping[int, float] = {}  # that the plan is for, by stage
 
-    def step_ended(self, seen: SeenStep, ran: Mapping[ChunkKey, Sequence[Ran]]) -> None:
+    def begin_step(self, engine: OffloadEngine) -> None:
+        """The first forward of a step begins."""
+        self._drift.begin_step(engine, plans_more=self.plans_left > 0)
+
+    def step_ended(self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]]) -> None:
         """A step with a backward has ended."""
+        seen = manager.last_step
+        assert seen is not None
         self.num_steps += 1
         self._since_plan += 1
         known, _ = seen.schedule()
         ran = {chunk: with_halves(calls, seen.halves.get(chunk, ())) for chunk, calls in ran.items()}
         self.recent.ended(known, ran, seen.seconds, head_bytes=self._memory.head_bytes)
         self._look_at_shape(known)
+        self._drift.step_ended(manager.engine, self.recent.last_timed, plans_more=self.plans_left > 0)
 
     def _look_at_shape(self, known: list[Action]) -> None:
         """A shape that comes twice in a row is planned for, and so are steps that vary. Where these had no
@@ -76,33 +85,34 @@ class AutoPlan:
     def is_wanted(self) -> bool:
         """Whether a plan shall be made now."""
         is_time = self._since_plan > 1 and self._memory.is_known
-        return is_time and (self.plans_left > 0 or self._is_too_old)
+        return is_time and (self.plans_left > 0 or self._is_too_old or self._drift.is_too_much)
 
     @property
     def _is_too_old(self) -> bool:
         lengths = self.recent.lengths
         return lengths.vary and lengths.drifted(self._lengths)
 
-    def make_if_wanted(self, engine: OffloadEngine) -> None:
+    def make_if_wanted(self, manager: GroupsManager) -> None:
         """Choose the levels of the next steps, if there is a reason to. Blocks the host for as long as a
         search takes, and as `follow` does."""
         plan = self.followed
         work = self.recent.step() if self.is_wanted and (self.plans_left or plan is not None) else None
         if work is None:
             return
-        if not self.plans_left and plan is not None and len(work.actions) <= len(plan.problem.actions):
-            self._scale(engine, plan)
+        is_like = plan is not None and len(work.actions) <= len(plan.problem.actions)
+        if plan is not None and is_like and not (self.plans_left or self._drift.is_too_much):
+            self._scale(manager, plan)
         else:
-            self.follow(engine, self.choose(engine, work))
+            self.follow(manager, self.choose(manager.engine, work))
 
-    def _scale(self, engine: OffloadEngine, plan: MixedPlan) -> None:
+    def _scale(self, manager: GroupsManager, plan: MixedPlan) -> None:
         """The steps that come are longer or shorter than the planned one was, for long enough."""
         typical = self.recent.lengths.typical()
         problem = plan.problem
         if self._memory.total is not None:
             limit_bytes = self._memory.limit_bytes
             if limit_bytes is None:
-                self.follow(engine, None)
+                self.follow(manager, None)
                 return
             problem = replace(problem, limit_bytes=limit_bytes)
         factors = {
@@ -110,7 +120,7 @@ class AutoPlan:
             for chunk in problem.blocks
             if chunk[0] in typical and chunk[0] in self._lengths
         }
-        self.follow(engine, scaled(replace(plan, problem=problem), factors))
+        self.follow(manager, scaled(replace(plan, problem=problem), factors))
 
     def choose(self, engine: OffloadEngine, work: StepWork) -> MixedPlan | None:
         """The plan for this work; None where the total leaves no choice. Blocks the host for as long as a
@@ -138,11 +148,11 @@ class AutoPlan:
         )
         return plan
 
-    def follow(self, engine: OffloadEngine, plan: MixedPlan | None) -> None:
+    def follow(self, manager: GroupsManager, plan: MixedPlan | None) -> None:
         """From the next step on, within the room that this rank has; None: there is no room for any. Blocks
         the host on a GPU only: where the plan needs more pinned memory than is held, for 1 ms for each 17 MB
         more, and 30 ms where the link was not measured yet."""
-        memory = self._memory
+        engine, memory, before = manager.engine, self._memory, self.followed
         self._since_plan = 0
         self._lengths = self.recent.lengths.typical()
         if plan is None:
@@ -160,11 +170,19 @@ class AutoPlan:
         engine.limits.again_room_bytes = plan.again_room_bytes
         self._leave_room(engine, plan)
         self._reserve(engine, plan)
+        self._drift.planned(self.recent.last_timed, engine.rates)
+        if before is not None and before.problem.rates != plan.problem.rates:
+            manager.limits_changed()  # what stays was searched for with the rates of before
 
     def follow_none(self, engine: OffloadEngine) -> None:
         """From the next step on every block is recomputed, under the engine's own limit."""
         self.followed = self._calls.levels = None
         self.plans_left = 0
+        self.end(engine)
+
+    def end(self, engine: OffloadEngine) -> None:
+        """What a plan has changed of the engine is as before. Takes no lock."""
+        self._drift.end()
         engine.limits.again_room_bytes = None
         self._memory.give_limit_back(engine)
 

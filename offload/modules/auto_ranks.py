@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from offload.engine import OffloadEngine
+from offload.groups.manager import GroupsManager
 from offload.modules.auto_memory import AutoMemory
 from offload.modules.auto_plan import AutoPlan
 from offload.modules.block_calls import BlockCalls
@@ -65,7 +65,7 @@ class AutoRanks:
         calls.follow_common(common)
         return True
 
-    def agree_on_plan(self, engine: OffloadEngine) -> None:
+    def agree_on_plan(self, manager: GroupsManager) -> None:
         """Follow the plan of the rank that has the least room, if any rank wants another one. Blocks the host
         for the other ranks, and as `AutoPlan.follow`."""
         agreement, plan, work = self._agreement, self._plan, self._plan.recent.step()
@@ -79,7 +79,7 @@ class AutoRanks:
         if work is None or len(found) < len(rooms) or not any(room.wants_plan for room in found.values()):
             return  # as every member sees
         if len({room.shape for room in found.values()}) > 1:
-            plan.follow_none(engine)
+            plan.follow_none(manager.engine)
             self._say_once(
                 "shapes",
                 "blocks of ranks %s communicate, and the ranks run other forwards or in another order: no "
@@ -93,11 +93,11 @@ class AutoRanks:
             chosen = agreement.hear_plan(planner)
             plan.plans_left = max(0, plan.plans_left - 1)
         else:
-            chosen = agreement.tell_plan(lambda: plan.choose(engine, work))
+            chosen = agreement.tell_plan(lambda: plan.choose(manager.engine, work))
         if chosen is not None or (room is not None and room.limit_bytes == 0):
-            plan.follow(engine, chosen)
+            plan.follow(manager, chosen)
         else:  # another rank has no room
-            plan.follow_none(engine)
+            plan.follow_none(manager.engine)
 
     def _say_once(self, what: str, text: str, *values: object) -> None:
         if what not in self._said:

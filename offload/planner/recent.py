@@ -62,6 +62,11 @@ class RecentSteps:
         if work is not None:
             self._timed.append(_Timed(work, before.amounts))
 
+    @property
+    def last_timed(self) -> StepWork | None:
+        """Of the last step whose times are known, as it was."""
+        return self._timed[-1].work if self._timed else None
+
     def step(self) -> StepWork | None:
         """To plan for; None where too little is known."""
         if not self.lengths.vary:

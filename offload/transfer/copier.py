@@ -43,8 +43,7 @@ class Copier:
     def __init__(self, device: Device, admission: Admission) -> None:
         self.device = device
         self.admission = admission
-        # told of every copy, with timed events of its begin and end, while somebody records
-        self.watcher: CopyWatcher | None = None
+        self._watchers: tuple[CopyWatcher, ...] = ()
         self._lock = threading.Lock()
         self._counts: defaultdict[str, CopyCounts] = defaultdict(CopyCounts)
 
@@ -80,8 +79,8 @@ class Copier:
         device, out = self.device, direction is Direction.D2H
         if lane is None:
             lane = device.d2h if out else device.h2d
-        watcher = None if self.watcher is None or device.is_capturing() else self.watcher
-        start = None if watcher is None else device.record(lane, timed=True)
+        watchers = self._watchers if self._watchers and not device.is_capturing() else ()
+        start = device.record(lane, timed=True) if watchers else None
         # a range that nobody listens to would still cost 8 microseconds
         if torch.autograd.profiler._is_profiler_enabled:
             name = owner.label.rpartition("/")[2]  # of all microbatches alike
@@ -90,8 +89,10 @@ class Copier:
         else:
             device.copy(lane, pairs)
         event = device.record(lane)
-        if watcher is not None and start is not None:
-            watcher(direction, owner, nbytes, start, device.record(lane, timed=True))
+        if start is not None:
+            end = device.record(lane, timed=True)
+            for watcher in watchers:
+                watcher(direction, owner, nbytes, start, end)
         if lease is not UNCOUNTED:
             lease.done(event)
         with self._lock:
@@ -101,6 +102,15 @@ class Copier:
             else:
                 counts.in_bytes += nbytes
         return event
+
+    def watch(self, watcher: CopyWatcher) -> None:
+        """Tell `watcher` of every copy outside of a capture, until `unwatch`. Takes no lock, so a finaliser
+        may undo it on any thread."""
+        self._watchers = (*self._watchers, watcher)
+
+    def unwatch(self, watcher: CopyWatcher) -> None:
+        """Undo `watch`, once or again."""
+        self._watchers = tuple(other for other in self._watchers if other != watcher)
 
     def of(self, owner: Owner) -> OwnedCopies:
         """Copies of one owner, each REQUIRED."""
