@@ -35,7 +35,7 @@ from offload.planner.reference import Cut  # noqa: E402
 from parallel.schedules import SCHEDULES  # noqa: E402
 from planning import picture, report  # noqa: E402
 from planning.measure import measured  # noqa: E402
-from planning.orders import orders_of  # noqa: E402
+from planning.orders import messages_of, orders_of  # noqa: E402
 
 GB = 1e9
 FITS, NO_QUESTION, DOES_NOT_FIT = 0, 2, 3
@@ -88,13 +88,13 @@ def _job(given: argparse.Namespace) -> Job:
     for name in ("pp", "tp", "dp", "ep", "sequence", "batch", "microbatches"):
         if getattr(given, name) < 1:
             raise ValueError(f"--{name} is {getattr(given, name)}; it must be at least 1")
+    counts = {"ranks": given.pp, "virtual_stages": given.vpp, "microbatches": given.microbatches}
     return Job(
         model=_model(given.model),
         gpu=_gpu(given),
         cut=Cut(sequence=given.sequence, batch=given.batch, tp=given.tp, ep=given.ep),
-        orders=orders_of(
-            given.schedule, ranks=given.pp, virtual_stages=given.vpp, microbatches=given.microbatches
-        ),
+        orders=orders_of(given.schedule, **counts),
+        messages=messages_of(given.schedule, **counts),
         dp=given.dp,
         zero=given.zero,
         gradient_bytes=given.gradient_bytes,

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from offload.planner.rates import Gpu
-from offload.planner.trace import Call, Trace
+from offload.planner.trace import Call, Halves, Trace
 from offload.policy.menu import Level, Menu, convex
 
 __all__ = ["Piece", "piece_of", "seconds_of"]
@@ -41,8 +41,13 @@ class Piece:
     output_bytes: int
     forward_s: float
     backward_s: float
+    input_s: float
     weight_s: float
-    """Of `backward_s`, what the W of a split backward takes: the products that make weights' gradients."""
+    """Of the halves of a split backward: norms run in both, so these may be more than `backward_s`."""
+    weight_bytes: int
+    """Of its saved bytes, what that W reads."""
+    held_bytes: int
+    """Gradients that torch keeps from the I to the W."""
     forward_host_s: float
     backward_host_s: float
     """Of the host, for the calls of a plain forward and of its backward."""
@@ -100,17 +105,17 @@ def piece_of(
     *,
     gpus_per_host: int,
     expert_parameters: int = 0,
+    halves: Halves | None = None,
 ) -> Piece:
     """checkpointed: the same module under torch's checkpoint; None for one that is no block of the engine, so
-    never recomputed or moved."""
+    never recomputed or moved. halves: of its backward; None where that is never split."""
     is_layer = checkpointed is not None
     forward = [seconds_of(call, gpu, gpus_per_host) for call in seen.forward]
     backward = [seconds_of(call, gpu, gpus_per_host) for call in seen.backward]
-    products = [
-        seconds
-        for call, seconds in zip(seen.forward, forward, strict=True)
-        if call.flops and not call.operator.startswith(_ATTENTION)
-    ]
+    by_input, by_weight = (
+        sum(seconds_of(call, gpu, gpus_per_host) for call in calls)
+        for calls in (((), ()) if halves is None else (halves.input, halves.weight))
+    )
     forward_host_s, backward_host_s = (gpu.call_s * len(calls) for calls in (seen.forward, seen.backward))
     host_s = forward_host_s + backward_host_s
     plain = Level("plain", seen.saved_bytes, 0.0)
@@ -122,8 +127,10 @@ def piece_of(
         output_bytes=seen.output_bytes,
         forward_s=sum(forward),
         backward_s=sum(backward),
-        # each has as many flops as the forward's product
-        weight_s=min(sum(products), sum(backward)),
+        input_s=by_input,
+        weight_s=by_weight,
+        weight_bytes=0 if halves is None else halves.read_bytes,
+        held_bytes=0 if halves is None else halves.held_bytes,
         forward_host_s=forward_host_s,
         backward_host_s=backward_host_s,
         sent_bytes=sum(map(sent_bytes_of, (*seen.forward, *seen.backward))),

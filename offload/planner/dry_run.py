@@ -16,16 +16,10 @@ from offload.planner.job import Held, Job, Stage, held_by, stages_of_job
 from offload.planner.rank_plan import LAST_LEVEL, MOVING, plan_rank
 from offload.planner.rank_step import MODES, Mode, RankPlan, RankStep, StepPlay
 from offload.planner.simulate import Played, RankTimes, play_pipeline
+from offload.planner.together import play_together, sends_of
 from offload.policy.actions import Action, Rates
 
 __all__ = ["DryRun", "HostNeed", "ModeNeed", "PositionNeed", "dry_run"]
-
-_ROUNDS = 4
-"""Of waits and stalls in turn."""
-_SHARINGS = 2
-"""Times that positions are planned again, after it was seen which GPUs of a host copy."""
-_STEADY = 1e-3
-"""Of the step: less change than this ends the rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +123,6 @@ def dry_run(job: Job, mode: Mode) -> DryRun:
     stages = stages_of_job(job)
     own = [{stage: stages[stage] for stage in {action.stage for action in order}} for order in job.orders]
     held = [held_by(job, [*mine.values()]) for mine in own]
-    send_s = _sends(job)
     positions = range(job.pp)
 
     def step_of(rank: int, wanted: Mode, rates: Rates) -> RankStep:
@@ -140,18 +133,14 @@ def dry_run(job: Job, mode: Mode) -> DryRun:
         return step, plan_rank(job, mode, step, held[rank].total)
 
     all_copy, said = job.gpu.link(job.ranks_of_host)
-    pairs = [planned(rank, all_copy) for rank in positions]
-    plays, times = _played_together(job, pairs, send_s)
-    for _ in range(_SHARINGS):
-        links = [job.gpu.link(gpus)[0] for gpus in _copying(job, plays)]
-        changed = [rank for rank in positions if links[rank] != pairs[rank][0].rates]
-        if not changed or mode not in MOVING:
-            break
-        for rank in changed:
-            pairs[rank] = planned(rank, links[rank])
-        plays, times = _played_together(job, pairs, send_s)
-    steps = [step for step, _ in pairs]
-    plain = play_pipeline(job.orders, [step.compute_s(step.uniform(0)) for step in steps], send_s=send_s)
+    together = play_together(job, planned, moves=mode in MOVING)
+    pairs, plays, times = together.pairs, together.plays, together.times
+    plain = play_pipeline(
+        job.orders,
+        [step.compute_s(step.uniform(0)) for step, _ in pairs],
+        send_s=sends_of(job),
+        messages=job.messages,
+    )
     found = tuple(
         _position(
             job,
@@ -189,31 +178,6 @@ def _parameters(job: Job, stage: Stage) -> int:
     experts = stage.expert_parameters
     shared_by = job.cut.ep if job.cut.ep > 1 else job.cut.tp
     return (stage.parameters - experts) * job.cut.tp + experts * shared_by
-
-
-def _played_together(
-    job: Job, pairs: Sequence[tuple[RankStep, RankPlan]], send_s: Mapping[tuple[int, int], float]
-) -> tuple[list[StepPlay], tuple[RankTimes, ...]]:
-    plays = [step.play(plan) for step, plan in pairs]
-    times = play_pipeline(job.orders, [play.durations_s for play in plays], send_s=send_s)
-    for _ in range(_ROUNDS if any(play.result.moved_bytes for play in plays) else 0):
-        before_s = times[0].step_s
-        plays = [step.play(plan, own.waits_s) for (step, plan), own in zip(pairs, times, strict=True)]
-        times = play_pipeline(job.orders, [play.durations_s for play in plays], send_s=send_s)
-        if abs(times[0].step_s - before_s) < _STEADY * before_s:
-            break
-    return plays, times
-
-
-def _copying(job: Job, plays: Sequence[StepPlay]) -> list[float]:
-    """For each position, how many GPUs of its host copy as much as the one that copies most."""
-    found = []
-    for rank in range(job.pp):
-        counts = job.positions_of_host(rank)
-        moved = {other: plays[other].result.moved_bytes for other in counts}
-        most = max(moved.values())
-        found.append(sum(moved[other] * count for other, count in counts.items()) / most if most else 1.0)
-    return found
 
 
 def _position(
@@ -281,13 +245,6 @@ def _least(job: Job, mode: Mode, steps: Sequence[RankStep], held: Sequence[Held]
         plan = step.move_all(level) if mode in MOVING else step.keep_all(level)
         most_bytes = max(most_bytes, own.total + max(step.play(plan).peaks_bytes))
     return ModeNeed(mode, most_bytes, most_bytes <= job.limit_bytes)
-
-
-def _sends(job: Job) -> dict[tuple[int, int], float]:
-    rank_of = {action.stage: rank for rank, order in enumerate(job.orders) for action in order}
-    pairs = {(rank_of[stage], rank_of[stage + 1]) for stage in range(job.num_stages - 1)}
-    both = pairs | {(receiver, sender) for sender, receiver in pairs}
-    return {pair: job.send_s(*pair) for pair in both}
 
 
 def _after_backward(job: Job, held: Sequence[Held]) -> tuple[float, float]:

@@ -16,7 +16,8 @@ from offload.planner.costs import Piece, piece_of
 from offload.planner.models import ModelShape
 from offload.planner.rates import Gpu
 from offload.planner.reference import Cut, Embedding, Head, Layer
-from offload.planner.trace import trace
+from offload.planner.simulate import Messages
+from offload.planner.trace import trace, trace_halves
 from offload.policy.actions import Action
 
 __all__ = ["Held", "Job", "Stage", "held_by", "stages_of_job"]
@@ -34,6 +35,8 @@ class Job:
     cut: Cut
     orders: tuple[tuple[Action, ...], ...]
     """What each rank of the pipeline computes in one step."""
+    messages: Messages | None = None
+    """When each rank comes to which message; None for a schedule that sends when an action has ended."""
     dp: int = 1
     zero: int = 1
     """1: optimizer state is cut over the replicas; 0: each holds all."""
@@ -103,7 +106,7 @@ class Job:
         """Hidden states of one microbatch from rank to rank of the pipeline."""
         near = receiver in self.positions_of_host(sender)
         nbytes = WEIGHT_BYTES * self.cut.tokens // self.cut.tp * self.model.hidden
-        return nbytes / (self.gpu.peer_rate if near else self.gpu.network_rate)
+        return nbytes / (self.gpu.send_rate if near else self.gpu.network_rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,7 @@ def stages_of_job(job: Job) -> tuple[Stage, ...]:
     """Trace each distinct module once, and put the stages together."""
     model, cut = job.model, job.cut
     found: dict[str, Piece] = {}
+    splits = any(action.kind == "I" for order in job.orders for action in order)
 
     def rows() -> Tensor:
         return torch.empty(cut.tokens // cut.tp, model.hidden, dtype=torch.bfloat16, device="meta")
@@ -176,6 +180,7 @@ def stages_of_job(job: Job) -> tuple[Stage, ...]:
             job.gpu,
             gpus_per_host=job.gpus_per_host,
             expert_parameters=routed,
+            halves=trace_halves(module, make_input) if splits and name != "embedding" else None,
         )
 
     stages = []

@@ -71,6 +71,7 @@ def _moved(step: RankStep, level: int, room_bytes: int, max_trials: int) -> Rank
         keeps=chosen.keeps,
         saved_limit_bytes=room_bytes,
         restoring_room_bytes=chosen.restoring_room_bytes,
+        half_room_bytes=chosen.half_room_bytes,
     )
 
 
@@ -88,7 +89,9 @@ def _mixed(job: Job, step: RankStep, room_bytes: int, max_trials: int) -> RankPl
     )
     return RankPlan(
         levels=plan.levels,
-        keeps=tail_keeps(step.sizes(plan.levels), plan.kept_bytes),
+        keeps=tail_keeps(step.sizes(plan.levels, plan.again_room_bytes), plan.kept_bytes),
         saved_limit_bytes=plan.saved_limit_bytes,
         restoring_room_bytes=plan.restoring_room_bytes,
+        half_room_bytes=plan.half_room_bytes,
+        again_room_bytes=plan.again_room_bytes,
     )

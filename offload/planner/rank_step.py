@@ -20,7 +20,7 @@ from offload.planner.costs import Piece
 from offload.planner.job import Stage
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates, lives_of
 from offload.policy.keeps import all_of
-from offload.policy.levels import Levels, groups_at, units_a_chunk
+from offload.policy.levels import Levels, groups_at, num_leaving, units_a_chunk
 from offload.policy.menu import Block, Level
 from offload.policy.simulate import Simulation, simulate
 
@@ -48,6 +48,8 @@ class RankPlan:
     keeps: Keeps
     saved_limit_bytes: int
     restoring_room_bytes: int
+    half_room_bytes: int = 0
+    again_room_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +89,20 @@ class RankStep:
             for chunk, blocks in self.blocks.items()
         }
 
-    def sizes(self, levels: Mapping[ChunkKey, Levels]) -> dict[ChunkKey, list[GroupSize]]:
+    def sizes(
+        self, levels: Mapping[ChunkKey, Levels], again_room_bytes: int = 0
+    ) -> dict[ChunkKey, list[GroupSize]]:
+        """again_room_bytes: of a chunk with a split backward, what its I leaves of what it computed again."""
         units = units_a_chunk(len(self.blocks))
-        return {chunk: groups_at(blocks, levels[chunk], units) for chunk, blocks in self.blocks.items()}
+        return {
+            chunk: groups_at(
+                blocks,
+                levels[chunk],
+                units,
+                num_leaving(blocks, levels[chunk], again_room_bytes) if chunk in self._halved else 0,
+            )
+            for chunk, blocks in self.blocks.items()
+        }
 
     def compute_s(self, levels: Mapping[ChunkKey, Levels]) -> list[float]:
         """Of each action, without what is computed again: the device's time, or more where the host is
@@ -117,7 +130,7 @@ class RankStep:
 
     def play(self, plan: RankPlan, waits_s: Sequence[float] | None = None) -> StepPlay:
         """waits_s: before each action, for other ranks."""
-        sizes = self.sizes(plan.levels)
+        sizes = self.sizes(plan.levels, plan.again_room_bytes)
         compute_s = self.compute_s(plan.levels)
         order, seconds, places = list(self.order), list(compute_s), list(range(len(compute_s)))
         if waits_s is not None:
@@ -131,6 +144,7 @@ class RankStep:
             limit_bytes=plan.saved_limit_bytes,
             keeps=plan.keeps,
             restoring_room_bytes=plan.restoring_room_bytes,
+            half_room_bytes=plan.half_room_bytes,
         )
         starts = (0.0, *result.ends_s)
         working = [
@@ -164,13 +178,9 @@ class RankStep:
         if action.kind == "F":
             return sum(piece.forward_s for piece in pieces)
         backward_s = sum(piece.backward_s for piece in pieces)
-        weight_s = sum(piece.weight_s for piece in pieces)
         if action.chunk not in self._halved:
             return backward_s
-        if action.stage == 0:
-            # its input wants no gradient: nothing runs before the W
-            return backward_s if action.kind == "W" else 0.0
-        return weight_s if action.kind == "W" else backward_s - weight_s
+        return sum(piece.weight_s if action.kind == "W" else piece.input_s for piece in pieces)
 
     def _host_s(self, action: Action, levels: Sequence[Level]) -> float:
         pieces = self._stages[action.stage].pieces
@@ -198,6 +208,9 @@ class RankStep:
         level = [0] * len(self.order)
         for chunk, life in lives_of(self.order).items():
             stage = self._stages[chunk[0]]
+            if life.half_read is not None:
+                for at in range(life.half_read + 1, life.last_read + 1):
+                    level[at] += sum(piece.held_bytes for piece in stage.pieces)
             nbytes = stage.output_bytes + sum(
                 piece.saved_bytes for piece in stage.pieces if not _is_layer(piece)
             )
@@ -266,7 +279,8 @@ def _block(piece: Piece, mode: Mode) -> Block:
         menu=menu,
         forward_s=piece.forward_s,
         backward_s=piece.backward_s,
-        weight_part=min(1.0, piece.weight_s / piece.backward_s) if piece.backward_s else 0.5,
+        weight_part=piece.weight_s / (piece.input_s + piece.weight_s) if piece.weight_s else 0.5,
+        w_reads=min(1.0, piece.weight_bytes / piece.saved_bytes) if piece.weight_bytes else 1.0,
         host_s=piece.forward_host_s + piece.backward_host_s,
     )
 

@@ -1,21 +1,41 @@
 """All ranks of a pipeline on one clock: an action starts when its rank is free and what it reads has arrived.
 
-One invariant: numbers only. A rank computes its actions in its own order; a send takes no compute of either
-rank, and arrives its time after the action that made it has ended.
+One invariant: numbers only. A rank computes its actions in its own order; a message takes no compute of
+either rank.
 
     F of stage s    after the F of stage s - 1 of the same microbatch has arrived
     B or I of s     after the B or I of stage s + 1 has arrived; on the last stage after its own F
     W of s          after its own I; without one it is the whole backward, and waits as a B
+
+A schedule without a runtime (1F1B, GPipe) sends when an action has ended. torch's runtime lists its messages
+between the actions: each of the two ranks comes to a message when it has ended the actions before it and the
+messages before it with the same rank, and it begins when both have. So one that is not ready holds up those
+behind it (torch's own note on `_batch_p2p` has it: head of line).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from offload.policy.actions import Action, ChunkKey
 
-__all__ = ["Played", "RankTimes", "play_pipeline"]
+__all__ = ["Message", "Messages", "Played", "RankTimes", "play_pipeline"]
+
+
+class Message(NamedTuple):
+    """What stage `stage` makes in its forward ("F") or backward ("B") of a microbatch, for another rank; the
+    sender and the receiver come to the same one."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    microbatch: int
+
+
+Messages = Sequence[Mapping[int, Sequence[Message]]]
+"""By rank, before which of its actions, by their places, it comes to which messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +73,10 @@ def play_pipeline(
     seconds: Sequence[Sequence[float]],
     *,
     send_s: Mapping[tuple[int, int], float],
+    messages: Messages | None = None,
 ) -> tuple[RankTimes, ...]:
     """orders, seconds: by rank, each action with its time. send_s: from rank to rank, where stages of both
-    are neighbours; within a rank nothing is sent.
+    are neighbours; within a rank nothing is sent. messages: None for a schedule without a runtime.
 
     Raises ValueError where the orders wait for one another for ever, or an action is missing.
     """
@@ -66,6 +87,7 @@ def play_pipeline(
     ends: dict[tuple[str, ChunkKey], float] = {}
     played: list[list[Played]] = [[] for _ in ranks]
     free_s = [0.0 for _ in ranks]
+    lines = _Lines(rank_of, send_s, messages)
     ready = list(ranks)
     while ready:
         rank = ready.pop()
@@ -73,13 +95,14 @@ def play_pipeline(
         while len(played[rank]) < len(order):
             at = len(played[rank])
             action = order[at]
+            ready += lines.come_to(rank, at, free_s[rank])
             source = _needs(action, last_stage, halved)
-            arrives_s = 0.0
+            arrives_s: float | None = 0.0
             if source is not None:
-                if source not in ends:
-                    break
                 sender = rank_of[source[1][0]]
-                arrives_s = ends[source] + (0.0 if sender == rank else send_s[sender, rank])
+                arrives_s = ends.get(source) if sender == rank else lines.arrives_s(source, ends, rank)
+            if arrives_s is None:
+                break
             start_s = max(free_s[rank], arrives_s)
             free_s[rank] = start_s + seconds[rank][at]
             played[rank].append(Played(action, start_s, free_s[rank]))
@@ -88,6 +111,8 @@ def play_pipeline(
             for stage in (action.stage - 1, action.stage + 1):
                 if (other := rank_of.get(stage, rank)) != rank and other not in ready:
                     ready.append(other)
+        else:
+            ready += lines.come_to(rank, len(order), free_s[rank])
     stuck = [rank for rank in ranks if len(played[rank]) < len(orders[rank])]
     if stuck:
         rank = stuck[0]
@@ -105,6 +130,65 @@ def play_pipeline(
         )
         for rank in ranks
     )
+
+
+class _Lines:
+    """The messages between ranks: a line for each pair of ranks, in which those of both directions go one
+    after the other."""
+
+    def __init__(
+        self,
+        rank_of: Mapping[int, int],
+        send_s: Mapping[tuple[int, int], float],
+        messages: Messages | None,
+    ) -> None:
+        self._rank_of, self._send_s, self._messages = rank_of, send_s, messages
+        self._come_to = [0] * (0 if messages is None else len(messages))  # actions, so far
+        # by rank and other rank, what the rank has come to and since when
+        self._waiting: dict[tuple[int, int], deque[tuple[Message, float]]] = {}
+        self._free_s: dict[frozenset[int], float] = {}
+        self._arrived: dict[Message, float] = {}
+
+    def come_to(self, rank: int, at: int, now_s: float) -> list[int]:
+        """`rank` has ended its actions before the one at this place. Returns the ranks that may go on."""
+        if self._messages is None:
+            return []
+        found: list[int] = []
+        for place in range(self._come_to[rank], at + 1):
+            for message in self._messages[rank].get(place, ()):
+                ends = self._ends_of(message)
+                other = ends[0] if ends[1] == rank else ends[1]
+                self._waiting.setdefault((rank, other), deque()).append((message, now_s))
+                found += self._match(rank, other)
+        self._come_to[rank] = max(self._come_to[rank], at + 1)
+        return found
+
+    def arrives_s(
+        self, source: tuple[str, ChunkKey], ends: Mapping[tuple[str, ChunkKey], float], rank: int
+    ) -> float | None:
+        """When `rank` has what another one made; None if that is not known yet."""
+        kind, (stage, microbatch) = source
+        if self._messages is not None:
+            return self._arrived.get(Message("F" if kind == "F" else "B", stage, microbatch))
+        end_s = ends.get(source)
+        return None if end_s is None else end_s + self._send_s[self._rank_of[stage], rank]
+
+    def _ends_of(self, message: Message) -> tuple[int, int]:
+        """(sender, receiver)."""
+        to = message.stage + (1 if message.kind == "F" else -1)
+        return self._rank_of[message.stage], self._rank_of[to]
+
+    def _match(self, rank: int, other: int) -> list[int]:
+        """Send what both ranks have come to."""
+        mine = self._waiting[rank, other]
+        theirs = self._waiting.get((other, rank), deque())
+        line, found = frozenset((rank, other)), []
+        while mine and theirs and mine[0][0] == theirs[0][0]:
+            (message, since_s), (_, also_s) = mine.popleft(), theirs.popleft()
+            start_s = max(since_s, also_s, self._free_s.get(line, 0.0))
+            self._free_s[line] = self._arrived[message] = start_s + self._send_s[self._ends_of(message)]
+            found += [rank, other]
+        return found
 
 
 def _needs(action: Action, last_stage: int, halved: Collection[ChunkKey]) -> tuple[str, ChunkKey] | None:

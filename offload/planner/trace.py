@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Call", "Trace", "trace"]
+__all__ = ["Call", "Halves", "Trace", "trace", "trace_halves"]
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -137,6 +137,42 @@ def trace(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halves:
+    """What the two halves of a backward that torch's schedules split were seen to do."""
+
+    input: tuple[Call, ...]
+    weight: tuple[Call, ...]
+    read_bytes: int
+    """Of what autograd saves, what the weight half reads."""
+    held_bytes: int
+    """Gradients of products' outputs, which torch keeps from the input half to the weight half."""
+
+
+def trace_halves(module: nn.Module, make_input: Callable[[], Tensor]) -> Halves:
+    """Run the module forward, and backward in two halves, as `trace` does. make_input: must require gradients
+    of its type."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x = make_input().requires_grad_()
+    seen = _Seen([*module.parameters(), *module.buffers()], x)
+    with seen, saved_tensors_hooks(seen.pack, seen.unpack):
+        y = module(x)
+    seen.begin_backward()
+    with seen:
+        groups = stage_backward_input([y], [torch.empty_like(y)], [x], iter(module.parameters()))[1]
+    x.grad = None  # has been sent
+    del y
+    held_bytes, calls = seen.made_bytes, seen.calls()
+    seen.begin_backward()
+    seen.read.clear()
+    with seen:
+        stage_backward_weight(iter(module.parameters()), groups)
+    return Halves(input=calls, weight=seen.calls(), read_bytes=sum(seen.read.values()), held_bytes=held_bytes)
+
+
 class _Seen(TorchDispatchMode):
     """The calls so far, and the storages that are alive."""
 
@@ -153,6 +189,7 @@ class _Seen(TorchDispatchMode):
         self._numbers: Counter[str] = Counter()
         self._first = 0  # of the pass that runs
         self._reading: dict[int, int] = {}  # by storage: what the node that runs has read
+        self.read: dict[int, int] = {}  # what any has read
         self._reads_on = False  # no kernel has run since the last read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,7 +277,7 @@ class _Seen(TorchDispatchMode):
             self._reading.clear()
             self._reads_on = True
         if storage._cdata in self._saved:
-            self._reading[storage._cdata] = storage.nbytes()
+            self._reading[storage._cdata] = self.read[storage._cdata] = storage.nbytes()
         return tensor
 
     def calls(self) -> tuple[Call, ...]:

@@ -48,6 +48,8 @@ _WINDOW_STARTS = (0.18, 0.32)
 """Restoring windows to start from, of the limit."""
 _WINDOW_REGIONS = 1.25
 """Another one, of what the largest recompute reads: less would fetch the next one's while it waits."""
+_LEFT_PART = 0.75
+"""Of the limit, what input halves leave at most in a plan to start from."""
 _STEPS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """Changes tried around the best: of a chunk's bytes and blocks, of half the limit; coarse to fine."""
 
@@ -119,6 +121,7 @@ class MixedSearch:
         self._most_half_bytes = float(
             max((sum(block.w_bytes for block in problem.blocks[chunk]) for chunk in self._halves), default=0)
         )
+        self._most_between = _most_between(problem.actions)
         self._groups: dict[tuple[int, Levels, int], list[GroupSize]] = {}
         self._tried: set[tuple[tuple[Levels, ...], tuple[int, ...], Keeps, int, int, int]] = set()
         units = sum(len(self._groups_of(at, (0,) * len(own), 0)) for at, own in enumerate(self._blocks))
@@ -174,8 +177,11 @@ class MixedSearch:
                 self.try_state(self._start(levels, kept, window))
 
     def _start(self, levels: tuple[Levels, ...], kept: tuple[float, ...], window: float) -> State:
-        """To start from, with nothing computed again twice."""
-        return State(levels, kept, window, self._problem.limit_bytes, again_room_bytes=self._most_half_bytes)
+        """To start from, with little computed again twice: as much is left as has room where most chunks are
+        between their halves."""
+        limit_bytes = self._problem.limit_bytes
+        room = min(self._most_half_bytes, _LEFT_PART * limit_bytes / max(1, self._most_between))
+        return State(levels, kept, window, limit_bytes, again_room_bytes=room)
 
     def _windows(self, levels: tuple[Levels, ...]) -> list[float]:
         """Windows to start from: parts of the limit, and about what one recompute and one unit after it
@@ -382,3 +388,15 @@ class MixedSearch:
             ),
             default=0,
         )
+
+
+def _most_between(actions: Sequence[Action]) -> int:
+    """The most chunks that are between the I and the W of their backward at once."""
+    between, most = set[ChunkKey](), 0
+    for action in actions:
+        if action.kind == "I":
+            between.add(action.chunk)
+        elif action.kind == "W":
+            most = max(most, len(between))
+            between.discard(action.chunk)
+    return most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.planner.simulate import play_pipeline
+from offload.planner.simulate import Message, play_pipeline
 from offload.policy.actions import Action, one_f_one_b, parse_action
 
 F_S, B_S = 1.0, 2.0
@@ -72,3 +72,27 @@ def test_orders_that_wait_for_one_another_are_refused_by_name() -> None:
         ValueError, match="2 of 2 ranks wait for ever; rank 0 for what its action 1, 0B0, reads"
     ):
         play_pipeline(orders, timed(orders), send_s=neighbours(2, 0.0))
+
+
+@pytest.mark.parametrize(("behind", "starts_s"), [(True, 4.25), (False, 3.75)])
+def test_a_message_that_is_not_ready_holds_up_those_behind_it(behind: bool, starts_s: float) -> None:
+    """Rank 1 has stage 1's forward for rank 0 at 2.25. Rank 0 makes another message until 3.75. If that one
+    is to go first, it ends at 4, and rank 0's stage 2 starts when the other has followed."""
+    orders = read("0F0 0F1 2F0", "1F0 3F0")
+    first, second, back, last = (Message("F", *of) for of in ((0, 0), (0, 1), (1, 0), (2, 0)))
+    own: list[dict[int, list[Message]]]
+    if behind:
+        own = [{1: [first], 2: [second, back], 3: [last]}, {0: [first], 1: [second, back, last]}]
+    else:
+        own = [{1: [first, back], 2: [second], 3: [last]}, {0: [first], 1: [back, second, last]}]
+    times = play_pipeline(orders, [[1.0, 2.75, 1.0], [1.0, 1.0]], send_s=neighbours(2, 0.25), messages=own)
+    assert [played.start_s for played in times[0].played] == [0.0, 1.0, starts_s]
+    assert [played.start_s for played in times[1].played] == [1.25, starts_s + 1.25]
+
+
+def test_messages_that_wait_for_one_another_are_told() -> None:
+    orders = read("0F0 0B0", "1F0 1B0")
+    there, back = Message("F", 0, 0), Message("B", 1, 0)
+    crossed = [{1: [there, back]}, {0: [back, there]}]
+    with pytest.raises(ValueError, match="2 of 2 ranks wait for ever"):
+        play_pipeline(orders, timed(orders), send_s=neighbours(2, 0.0), messages=crossed)

@@ -16,7 +16,7 @@ from offload.planner.costs import Piece, piece_of, seconds_of
 from offload.planner.models import KNOWN, ModelShape
 from offload.planner.rates import GPUS
 from offload.planner.reference import Cut, Embedding, Head, Layer
-from offload.planner.trace import trace
+from offload.planner.trace import trace, trace_halves
 
 T, D, F, Q, KV = 16384, 4096, 14336, 32 * 128, 8 * 128  # W2's layer: tokens, widths
 W2 = ModelShape(
@@ -59,6 +59,25 @@ def test_a_backward_needs_gradients_of_both_factors_while_their_product_is_taken
     assert seen.backward_working_bytes == 2 * T * D + 2 * T * F * (3 - 1)
     # where what was read is gone: the product's room is filled, and both factors are read
     assert seen.moving_working_bytes == 2 * T * D + 2 * T * F * (3 + 2)
+
+
+def test_the_halves_of_a_split_backward_are_torchs_own() -> None:
+    """The W makes the gradients of weights, and runs both norms once more. For it torch keeps the gradients
+    of what products and norms make: the layer's output, the attention's, both norms', q, k, v, gate and
+    up."""
+    make = partial(rows, T, D)
+    plain, halves = trace(Layer(W2, Cut(sequence=T)), make), trace_halves(Layer(W2, Cut(sequence=T)), make)
+    products = [call for call in plain.forward if call.operator == "aten.mm.default"]
+    weights = [call for call in halves.weight if call.operator == "aten.mm.default"]
+    assert sum(call.flops for call in weights) == sum(call.flops for call in products)
+    assert sum(call.flops for call in (*halves.input, *halves.weight)) == sum(
+        call.flops for call in plain.backward
+    )
+    norms = [sum("norm" in call.operator for call in calls) for calls in (halves.input, halves.weight)]
+    assert norms == [2, 2]
+    # both norms' inputs, outputs and two numbers a row; what the attention and the last product made
+    assert halves.read_bytes == 2 * T * (5 * D + F) + 4 * 4 * T
+    assert halves.held_bytes == 2 * T * (5 * D + 2 * KV + 2 * F)
 
 
 def test_a_checkpoint_needs_what_it_makes_again_and_what_a_plain_backward_needs() -> None:
