@@ -99,7 +99,7 @@ class MixedSearch:
     def __init__(self, problem: MixtureProblem, max_trials: int | None) -> None:
         self.best: Trial | None = None
         self._here: Trial | None = None  # where a climb is
-        self.by_levels: dict[tuple[Levels, ...], Trial] = {}
+        self._by_levels: dict[tuple[Levels, ...], Trial] = {}
         self.num_trials = 0
         self._problem = problem
         self._chunks = [action.chunk for action in problem.actions if action.kind == "F"]
@@ -213,7 +213,7 @@ class MixedSearch:
         every = range(len(self._chunks))
         # a long step's chunks in runs: one alone changes little
         run = math.ceil(len(every) / _MOST_RUNS) or 1
-        found = sorted(self.by_levels.values(), key=lambda trial: trial.score)
+        found = sorted(self._by_levels.values(), key=lambda trial: trial.score)
         one_level = [trial for trial in found if len({at for own in trial.state.levels for at in own}) < 2]
         # a mixture is to be no worse than any plan that has all blocks at one level
         starts = [*dict.fromkeys([*found[: _CLIMBS - 1], *one_level[:1], *found[_CLIMBS - 1 :]])][:_CLIMBS]
@@ -268,9 +268,9 @@ class MixedSearch:
         # what differs by rounding alone is equal
         score = (over_bytes, float(f"{max(result.step_s, host_s):.7g}"), float(result.moved_bytes))
         trial = Trial(score, state._replace(window_bytes=float(room)), result, host_s)
-        known = self.by_levels.get(state.levels)
+        known = self._by_levels.get(state.levels)
         if known is None or score < known.score:
-            self.by_levels[state.levels] = trial
+            self._by_levels[state.levels] = trial
         if self.best is None or score < self.best.score:
             self.best = trial
         if self._here is None or score >= self._here.score:

@@ -21,15 +21,11 @@ from offload.policy.levels import Levels
 from offload.policy.menu import Host
 from offload.policy.mixed_bound import least_mixed_step
 from offload.policy.mixed_program import ChunkBlocks, MixedBound, num_flows
-from offload.policy.mixed_search import MixedSearch, MixtureProblem, State, Trial
+from offload.policy.mixed_search import MixedSearch, MixtureProblem, State
 from offload.policy.simulate import Simulation
 
 __all__ = ["MixedPlan", "cheapest_mixture", "choose_mixture", "scaled"]
 
-_NEAR = 1.03
-"""A second plan that is predicted within so much of the best one may be the better one in truth."""
-_OTHER_BLOCKS = 1 / 8
-"""Of all blocks: a second plan has so many at another level."""
 _BISECTIONS = 12
 
 
@@ -79,8 +75,6 @@ class MixedPlan:
     """Simulated steps that the choice took."""
     problem: MixtureProblem
     """What was asked."""
-    others: tuple[MixedPlan, ...] = ()
-    """A plan with other levels that is predicted to take about as long, if one was found."""
 
     @property
     def predicted_step_s(self) -> float:
@@ -246,18 +240,8 @@ def _choose(
         for levels in search.uniform():
             search.try_equal_amounts(levels)
         search.climb()
-    best = search.best
-    assert best is not None
-    others = [
-        trial
-        for trial in search.by_levels.values()
-        if trial.score[:2] <= (best.score[0], best.score[1] * _NEAR) and _differ(trial, best)
-    ]
-    second = [_plan(min(others), search, problem, bound)] if others else []
-    return replace(_plan(best, search, problem, bound), others=tuple(second))
-
-
-def _plan(trial: Trial, search: MixedSearch, problem: MixtureProblem, bound: MixedBound) -> MixedPlan:
+    trial = search.best
+    assert trial is not None
     state = trial.state
     return MixedPlan(
         levels=dict(zip(search.chunks, state.levels, strict=True)),
@@ -273,12 +257,3 @@ def _plan(trial: Trial, search: MixedSearch, problem: MixtureProblem, bound: Mix
         num_trials=search.num_trials,
         problem=problem,
     )
-
-
-def _differ(trial: Trial, other: Trial) -> bool:
-    pairs = [
-        (mine, its)
-        for levels, others in zip(trial.state.levels, other.state.levels, strict=True)
-        for mine, its in zip(levels, others, strict=True)
-    ]
-    return sum(mine != its for mine, its in pairs) > _OTHER_BLOCKS * len(pairs)
