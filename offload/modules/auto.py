@@ -210,7 +210,6 @@ class Auto(Client):
             rest_bytes=None if total is None else total.rest_bytes,
             limit_bytes=None if engine is None else engine.limits.device_limit_bytes,
             plan=plan.followed,
-            rates=None if engine is None else engine.rates,
         )
 
     def _say_no_plan(self, manager: GroupsManager) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from offload.policy.actions import ChunkKey, Rates
+from offload.policy.actions import ChunkKey
 from offload.policy.menu import Level
 from offload.policy.mixed_bound import least_mixed_step
 from offload.policy.mixture import MixedPlan
@@ -52,8 +52,8 @@ class BlockShare(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """names: of the blocks that a chunk calls, in that order. total_bytes: None where none was asked for.
-    rest_bytes: weights, gradients and working set. plan, rates: None before the plan was made; state says
-    what is waited for then."""
+    rest_bytes: weights, gradients and working set. plan: None before it was made; state says what is waited
+    for then."""
 
     state: str
     names: Mapping[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
@@ -61,7 +61,6 @@ class Explanation:
     rest_bytes: int | None = None
     limit_bytes: int | None = None
     plan: MixedPlan | None = None
-    rates: Rates | None = None
 
     @property
     def calls(self) -> list[tuple[ChunkKey, BlockShare]]:
@@ -212,15 +211,27 @@ class Explanation:
         return None if best is None else best[1]
 
     def _larger_budget(self) -> tuple[int, float] | None:
-        if self.total_bytes is None or self.limit_bytes is None or self.rates is None:
+        if self.total_bytes is None:
             return None
-        assert self.plan is not None
         more = round(self.total_bytes * _MORE)
+        bound_ms = self.bound_ms(self.total_bytes + more)
+        if bound_ms is None or self.plan is None:
+            return None
+        return more, self.plan.bound.step_s * 1e3 - bound_ms
+
+    def bound_ms(self, total_bytes: int) -> float | None:
+        """The least step of any plan within another total, in ms. None before there is a plan, and for a
+        total that is less than weights, gradients and working set. Raises ValueError where none was asked
+        for. Blocks the host: for about 0.1 s, to solve for it."""
+        if self.total_bytes is None:
+            raise ValueError("no total was asked for, so none can be compared with it; give device_total")
+        if self.plan is None or self.limit_bytes is None:
+            return None
+        limit_bytes = self.limit_bytes + total_bytes - self.total_bytes
+        if limit_bytes < 0:
+            return None
+        problem = self.plan.problem
         bound = least_mixed_step(
-            self.plan.problem.actions,
-            self.plan.problem.blocks,
-            self.rates,
-            self.limit_bytes + more,
-            rest_s=self.plan.problem.rest_s,
+            problem.actions, problem.blocks, problem.rates, limit_bytes, rest_s=problem.rest_s
         )
-        return more, (self.plan.bound.step_s - bound.step_s) * 1e3
+        return bound.step_s * 1e3

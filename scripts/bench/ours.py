@@ -274,11 +274,16 @@ class OursSelective(OursBlockInputs):
         return self.marks.commit(y, BLOCK_INPUT)
 
 
+_BOUND_PARTS = (0.7, 0.85, 1.0, 1.25, 1.6, 2.5)
+"""Of its total: where the row notes the bound, for the line of scripts/headline.py."""
+
+
 class OursAuto(Ours):
     """What a user writes: offload.apply(model, mode="auto", device_total=...), in steps that are announced as
     a pipeline stage does.
 
-    bound_ms: of the mixture, with the rates, the compute and the working set that the mode has measured.
+    bound_ms: of the mixture, with the rates, the compute and the working set that the mode has measured;
+        notes["bounds"] has it for other totals, as pairs of bytes and ms.
     """
 
     settling_steps = 14
@@ -309,7 +314,12 @@ class OursAuto(Ours):
         return None if plan is None else plan.bound.step_s * 1e3
 
     def close(self) -> None:
-        self.notes["explained"] = str(self._handle.explain())
+        explained = self._handle.explain()
+        self.notes["explained"] = str(explained)
+        total = self.context.options.total_limit_bytes
+        if total is not None:
+            bounds = [(round(total * part), explained.bound_ms(round(total * part))) for part in _BOUND_PARTS]
+            self.notes["bounds"] = [pair for pair in bounds if pair[1] is not None]
         self._handle.remove()
         super().close()
 

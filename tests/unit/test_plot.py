@@ -233,7 +233,6 @@ def explained_of(num_blocks: int, microbatches: int, limit_gb: int) -> Explanati
         rest_bytes=11 * GB,
         limit_bytes=limit,
         plan=choose_mixture(stage.actions, stage.blocks, H200, limit, max_trials=2),
-        rates=H200,
     )
 
 

@@ -276,3 +276,7 @@ def test_auto_gives_the_gradients_of_nothing_and_has_a_bound_of_its_own() -> Non
     assert gradients.compare(reference, prints_of(row))["verdict"] == "bitwise"
     row.close()
     assert "blocks.0" in row.notes["explained"]
+    # the bound at other totals, less time for more memory, is the line of scripts/headline.py
+    totals, least_ms = zip(*row.notes["bounds"], strict=True)
+    assert 400_000 in totals
+    assert list(least_ms) == sorted(least_ms, reverse=True)
