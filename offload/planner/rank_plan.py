@@ -23,8 +23,8 @@ LAST_LEVEL = 1 << 16
 _CORRECTIONS, _NEAR = 3, 0.015
 """Choices for one position, each with its room corrected by what the last one was over the limit, or under it
 by more than this part of it."""
-_MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 100, 12, 120_000
-"""Simulated steps of one position's choice; and groups times steps of all positions, about 2 s of host
+_MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 100, 12, 60_000
+"""Simulated steps of one position's choice; and groups times steps of all positions, about 1 s of host
 time."""
 _HOST_S_PER_MOVED_BYTE = 60e-6 / (1 << 26)
 """A moved tensor costs the host 60 microseconds; one of 64 MiB is taken for typical."""

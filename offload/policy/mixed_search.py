@@ -105,6 +105,7 @@ class MixedSearch:
         self._chunks = [action.chunk for action in problem.actions if action.kind == "F"]
         self._blocks = [tuple(problem.blocks[chunk]) for chunk in self._chunks]
         self._compute_s = action_seconds(problem.actions, problem.blocks, problem.rest_s)
+        self._plain_s = sum(self._compute_s)
         self._host = problem.host or Host()
         self._plain_host_s = host_seconds(problem.actions, problem.blocks, self._host)
         self._halves = {action.chunk for action in problem.actions if action.kind == "I"}
@@ -122,6 +123,9 @@ class MixedSearch:
             max((sum(block.w_bytes for block in problem.blocks[chunk]) for chunk in self._halves), default=0)
         )
         self._most_between = _most_between(problem.actions)
+        # of each chunk the first one with the same blocks, which has the same groups
+        firsts: dict[tuple[Block, ...], int] = {}
+        self._alike = [firsts.setdefault(own, at) for at, own in enumerate(self._blocks)]
         self._groups: dict[tuple[int, Levels, int], list[GroupSize]] = {}
         self._tried: set[tuple[tuple[Levels, ...], tuple[int, ...], Keeps, int, int, int]] = set()
         units = sum(len(self._groups_of(at, (0,) * len(own), 0)) for at, own in enumerate(self._blocks))
@@ -235,6 +239,10 @@ class MixedSearch:
         if self.num_trials >= self._stop_at:
             return False
         leaving = self._leaving(state)
+        best = self._here or self.best
+        least_s = self._plain_s + self._recompute_s(state.levels, leaving)
+        if best is not None and best.score[0] == 0 and least_s > best.score[1]:
+            return False
         sizes = self._sizes(state.levels, leaving)
         room = round(min(max(state.window_bytes, 0.0), state.limit_bytes))
         kept = dict(zip(self._chunks, state.kept_bytes, strict=True))
@@ -244,10 +252,6 @@ class MixedSearch:
         if key in self._tried:
             return False
         self._tried.add(key)
-        best = self._here or self.best
-        least_s = sum(self._compute_s) + self._recompute_s(state.levels, leaving)
-        if best is not None and best.score[0] == 0 and least_s > best.score[1]:
-            return False
         if best is not None and kept_peak_bytes(problem.actions, sizes, keeps) > state.limit_bytes:
             return False
         self.num_trials += 1
@@ -356,10 +360,10 @@ class MixedSearch:
         return {chunk: self._groups_of(at, levels[at], leaving[at]) for at, chunk in enumerate(self._chunks)}
 
     def _groups_of(self, at: int, levels: Levels, leaving: int) -> list[GroupSize]:
-        found = self._groups.get((at, levels, leaving))
+        key = self._alike[at], levels, leaving
+        found = self._groups.get(key)
         if found is None:
-            found = groups_at(self._blocks[at], levels, self._num_units, leaving)
-            self._groups[at, levels, leaving] = found
+            found = self._groups[key] = groups_at(self._blocks[at], levels, self._num_units, leaving)
         return found
 
     def _saved(self, at: int, levels: Levels) -> int:

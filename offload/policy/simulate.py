@@ -225,12 +225,13 @@ class _Step:
         leaves: Counter[int] = Counter()
         for group in own:
             claims[group.region] += group.again_bytes
-            leaves[group.region] += group.left_bytes if self._half_runs else 0
+            if self._half_runs:
+                leaves[group.region] += group.left_bytes
         for read, group, read_s in zip(reads, own, spread, strict=True):
             key = read.group
             if group.region != region:
                 self.now_s += owed_s
-                self._leave(action.chunk, leaves.pop(region, 0))
+                self._leave(action.chunk, leaves[region])
                 region, owed_s = group.region, 0.0
                 self._claim(claims[region])
             if self._at[key] is _At.AWAY:
@@ -248,12 +249,14 @@ class _Step:
             self._next_fetch = max(self._next_fetch, self._next_read)
             self._fetch()
         self.now_s += owed_s
-        self._leave(action.chunk, leaves.pop(region, 0))
+        self._leave(action.chunk, leaves[region])
         self._claim(0)
         self._reading = None
 
     def _leave(self, chunk: ChunkKey, nbytes: int) -> None:
         """Of what was claimed so many bytes stay for the W of this chunk."""
+        if nbytes == 0:
+            return
         self._left[chunk] += nbytes
         self._device_bytes += nbytes
         self._again_bytes = max(0, self._again_bytes - nbytes)
