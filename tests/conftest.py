@@ -4,6 +4,7 @@ exists."""
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +39,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 raise pytest.Collector.CollectError(
                     f"{test}: {TABLE.name} has no row for req({number!r}); correct the mark or add the row"
                 )
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: a full collection of a test, of which there are hundreds,
+    does not walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied, so that gpus(n) is left out wherever gpu is
