@@ -31,7 +31,7 @@ from offload.policy.levels import (
 from offload.policy.menu import Block, Host
 from offload.policy.mixed_bound import action_seconds, host_seconds
 from offload.policy.mixed_program import ChunkBlocks, MixedBound
-from offload.policy.simulate import Simulation, simulate
+from offload.policy.simulate import Simulation, simulate_within
 
 __all__ = ["MixedSearch", "MixtureProblem", "State", "Trial"]
 
@@ -255,7 +255,10 @@ class MixedSearch:
         if best is not None and kept_peak_bytes(problem.actions, sizes, keeps) > state.limit_bytes:
             return False
         self.num_trials += 1
-        result = simulate(
+        here = self._here
+        result = simulate_within(
+            # what differs by rounding alone is equal
+            here.score[1] * (1 + 1e-6) if here is not None and here.score[0] == 0 else math.inf,
             problem.actions,
             sizes,
             self._compute_s,
@@ -265,11 +268,12 @@ class MixedSearch:
             restoring_room_bytes=room,
             half_room_bytes=half_room,
         )
+        if result is None:
+            return False
         over_bytes = max(0, result.peak_bytes - problem.limit_bytes)
         if problem.host_limit_bytes is not None:
             over_bytes += max(0, result.host_peak_bytes - problem.host_limit_bytes)
         host_s = self._host_s(state.levels, result.moved_bytes) if problem.host is not None else 0.0
-        # what differs by rounding alone is equal
         score = (over_bytes, float(f"{max(result.step_s, host_s):.7g}"), float(result.moved_bytes))
         trial = Trial(score, state._replace(window_bytes=float(room)), result, host_s)
         known = self._by_levels.get(state.levels)

@@ -44,7 +44,6 @@ from offload.policy.actions import (
     Action,
     ChunkKey,
     ChunkSizes,
-    GroupKey,
     GroupSize,
     Keeps,
     Rates,
@@ -53,7 +52,7 @@ from offload.policy.actions import (
 )
 from offload.policy.link_model import D2H, H2D, Link
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["Simulation", "simulate", "simulate_within"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,35 @@ def simulate(
     restoring_room_bytes: int,
     half_room_bytes: int = 0,
 ) -> Simulation:
-    """Play one step.
+    """Play one step. Arguments as of `simulate_within`."""
+    found = simulate_within(
+        float("inf"),
+        actions,
+        sizes,
+        compute_s,
+        rates,
+        limit_bytes=limit_bytes,
+        keeps=keeps,
+        restoring_room_bytes=restoring_room_bytes,
+        half_room_bytes=half_room_bytes,
+    )
+    assert found is not None
+    return found
+
+
+def simulate_within(
+    most_s: float,
+    actions: Sequence[Action],
+    sizes: ChunkSizes,
+    compute_s: Sequence[float],
+    rates: Rates,
+    *,
+    limit_bytes: int,
+    keeps: Keeps,
+    restoring_room_bytes: int,
+    half_room_bytes: int = 0,
+) -> Simulation | None:
+    """Play one step; None as soon as it is seen to take longer than `most_s` seconds.
 
     actions, compute_s: this rank's order, and the seconds that each action computes.
     keeps: groups that stay; every other group leaves as soon as it is made.
@@ -110,9 +137,14 @@ def simulate(
     step = _Step(actions, sizes, rates, limit_bytes, keeps, restoring_room_bytes, half_room_bytes)
     ends_s: list[float] = []
     peaks_bytes: list[int] = []
+    # what is still to compute, but for what was computed again
+    left_s = sum(compute_s) + step.least_recompute_s
     for action, seconds in zip(actions, compute_s, strict=True):
         peaks_bytes.append(step.do(action, seconds))
         ends_s.append(step.now_s)
+        left_s -= seconds
+        if step.now_s + left_s - step.recompute_s > most_s:
+            return None
     return Simulation(
         step_s=step.now_s,
         compute_s=sum(compute_s),
@@ -158,24 +190,34 @@ class _Step:
         self.moved_bytes = self.restored_bytes = self.host_peak_bytes = 0
         self._sizes = sizes
         self._limit_bytes = limit_bytes
-        self._keeps = keeps
         self._window_bytes = window_bytes
         self._half_room_bytes = half_room_bytes
         self._link = Link(rates)
         self._reads = reads_of(actions, sizes)
+        # a group is a number, chunk by chunk: most of the time of a search is here
+        self._first: dict[ChunkKey, int] = {}
+        num_groups = 0
+        for chunk, own in sizes.items():
+            self._first[chunk] = num_groups
+            num_groups += len(own)
+        self._keys = [self._first[read.group.chunk] + read.group.position for read in self._reads]
+        self._keeps = {self._first[key.chunk] + key.position for key in keeps}
+        self.least_recompute_s = sum(
+            sizes[read.group.chunk][read.group.position].again_s for read in self._reads
+        )
         self._ahead_bytes = [0, *accumulate(read.nbytes for read in self._reads)]
         self._num_reads = Counter(read.action_index for read in self._reads)
         self._num_ended = self._next_read = self._next_fetch = self._device_bytes = 0
         self._again_bytes = self._host_bytes = self._peak_bytes = 0
-        self._at: dict[GroupKey, _At] = {}
-        self._here: dict[GroupKey, int] = {}  # bytes on the device, while there are any
+        self._at: dict[int, _At] = {}
+        self._here: dict[int, int] = {}  # bytes on the device, while there are any
         self._half_runs = False
-        self._staying: frozenset[GroupKey] = frozenset()  # from the I that runs, or ran last, to its W
+        self._staying: frozenset[int] = frozenset()  # from the I that runs, or ran last, to its W
         self._left: Counter[ChunkKey] = Counter()  # bytes that an I has computed again and left
-        self._spills: deque[GroupKey] = deque()
+        self._spills: deque[int] = deque()
         # of what the window holds, with the places of the reads
-        self._wanted: deque[tuple[int, GroupKey]] = deque()
-        self._ahead: list[tuple[int, GroupKey]] = []
+        self._wanted: deque[tuple[int, int]] = deque()
+        self._ahead: list[tuple[int, int]] = []
         self._dropped: dict[ChunkKey, int] = {}  # the first of those of each chunk that made room
         self._reading: ChunkKey | None = None
 
@@ -196,8 +238,9 @@ class _Step:
         return self._peak_bytes
 
     def _forward(self, chunk: ChunkKey, groups: Sequence[GroupSize], seconds: Sequence[float]) -> None:
+        first = self._first[chunk]
         for index, group in enumerate(groups):
-            key = GroupKey(chunk, index)
+            key = first + index
             self._make_room(group.nbytes)
             self._take(group.nbytes)
             self._here[key] = group.nbytes
@@ -228,7 +271,7 @@ class _Step:
             if self._half_runs:
                 leaves[group.region] += group.left_bytes
         for read, group, read_s in zip(reads, own, spread, strict=True):
-            key = read.group
+            key = self._keys[self._next_read]
             if group.region != region:
                 self.now_s += owed_s
                 self._leave(action.chunk, leaves[region])
@@ -272,23 +315,22 @@ class _Step:
     def _end(self, chunk: ChunkKey, groups: Sequence[GroupSize]) -> None:
         """The graph of a chunk is gone."""
         self._device_bytes -= self._left.pop(chunk, 0)
-        for index, group in enumerate(groups):
-            key = GroupKey(chunk, index)
+        for key, group in enumerate(groups, self._first[chunk]):
             if self._at[key] is _At.HERE:
                 self._at[key] = _At.GONE
                 self._device_bytes -= group.nbytes
             if key not in self._keeps:
                 self._host_bytes -= group.nbytes
 
-    def _stays_between(self, chunk: ChunkKey, groups: Sequence[GroupSize]) -> frozenset[GroupKey]:
+    def _stays_between(self, chunk: ChunkKey, groups: Sequence[GroupSize]) -> frozenset[int]:
         """The groups of a chunk of which its W finds on the device what its I brought back: as many of the
         first as there is room for, since the W reads them first and the I last."""
         ends = accumulate(group.w_bytes for group in groups)
         return frozenset(
-            GroupKey(chunk, place) for place, end in enumerate(ends) if end <= self._half_room_bytes
+            key for key, end in enumerate(ends, self._first[chunk]) if end <= self._half_room_bytes
         )
 
-    def _has_read(self, key: GroupKey, group: GroupSize, last: bool) -> None:
+    def _has_read(self, key: int, group: GroupSize, last: bool) -> None:
         """A read has ended."""
         where, left_bytes = self._at[key], 0 if last else group.w_bytes
         if where is _At.HERE and self._half_runs:
@@ -314,30 +356,32 @@ class _Step:
         if self._reading is not None and self._reading in self._dropped:
             self._next_fetch = max(self._next_read, min(self._next_fetch, self._dropped.pop(self._reading)))
         while self._next_fetch < len(self._reads):
-            read = self._reads[self._next_fetch]
+            read, key = self._reads[self._next_fetch], self._keys[self._next_fetch]
+            if read.after > self._num_ended:
+                return  # as of most: while forwards run
             if (
                 self._ahead_bytes[self._next_fetch + 1] - self._ahead_bytes[self._next_read]
                 > self._window_bytes
             ):
                 return
-            if read.after >= self._num_ended:
+            if read.after == self._num_ended:
                 # the I that runs leaves it there for its W
-                if read.after > self._num_ended or read.group not in self._staying:
+                if key not in self._staying:
                     return
                 self._next_fetch += 1
                 continue
-            where = self._at[read.group]
+            where = self._at[key]
             if where is _At.LEAVING:
-                self._at[read.group] = _At.WANTED
-                self._wanted.append((self._next_fetch, read.group))
+                self._at[key] = _At.WANTED
+                self._wanted.append((self._next_fetch, key))
             elif where is _At.AWAY:
                 if not self._make_room(read.nbytes, ahead=True):
                     return
-                self._restore(read.group, read.nbytes)
-                self._ahead.append((self._next_fetch, read.group))
+                self._restore(key, read.nbytes)
+                self._ahead.append((self._next_fetch, key))
             self._next_fetch += 1
 
-    def _restore(self, key: GroupKey, nbytes: int) -> None:
+    def _restore(self, key: int, nbytes: int) -> None:
         self._take(nbytes)
         self._here[key] = nbytes
         self._at[key] = _At.BACK
@@ -366,10 +410,11 @@ class _Step:
                 self._wait(lane, key)
                 self._at[key] = _At.AWAY
                 self._device_bytes -= self._here[key]
-                self._dropped[key.chunk] = min(place, self._dropped.get(key.chunk, place))
+                chunk = self._reads[place].group.chunk
+                self._dropped[chunk] = min(place, self._dropped.get(chunk, place))
         return self._device_bytes + nbytes <= limit_bytes
 
-    def _wait(self, direction: int, key: GroupKey) -> None:
+    def _wait(self, direction: int, key: int) -> None:
         waited_s = max(0.0, self._link.finish(direction, key) - self.now_s)
         self.stall_s[direction] += waited_s
         self.now_s += waited_s
