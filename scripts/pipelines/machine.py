@@ -7,6 +7,7 @@ and what is measured alone is measured while the others wait.
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -24,6 +25,9 @@ from parallel.launch import Rank
 from pipelines.memory import BlockFacts
 from pipelines.requests import JobShape, Request
 
+_MESSAGES, _PRODUCTS = 9, 40
+"""Timed sends of each kind; products that a busy sender goes on with."""
+
 
 def machine_facts(request: Request, rank: Rank, min_elements: int) -> dict[str, Any]:
     """This rank's figures; `usable_bytes` is the fullest device's, the same on every rank. Blocks for some
@@ -32,6 +36,7 @@ def machine_facts(request: Request, rank: Rank, min_elements: int) -> dict[str, 
         "hardware": hardware(),
         "rates": [_rates_of_set(rank, members) for members in _sets(rank.ranks.world)],
         "block": asdict(_block_facts(request.shape, rank, min_elements)),
+        "message_ms": _message_ms(request.shape, rank),
     }
     usable: list[Any] = [None] * rank.ranks.world
     dist.all_gather_object(usable, found["block"]["usable_bytes"], group=rank.group)
@@ -111,6 +116,37 @@ def _block_facts(shape: JobShape, rank: Rank, min_elements: int) -> BlockFacts:
             for name, group in groups.items()
         },
     )
+
+
+def _message_ms(shape: JobShape, rank: Rank) -> dict[str, float]:
+    """Median milliseconds of one stage's hidden states from rank 0 to rank 1, as rank 1 waits for them: from
+    an idle sender, and from one that goes on with a block's products, as it does in a step. {} elsewhere."""
+    device, clock, me = rank.device, Clock(rank.device), rank.ranks.rank
+    dtype = torch.float32 if shape.tiny else torch.bfloat16
+    hidden = shape.stack(1).hidden
+    rows = torch.zeros((shape.sequence, hidden), device=device, dtype=dtype)
+    weight = torch.zeros((hidden, hidden), device=device, dtype=dtype)
+    found: dict[str, float] = {}
+    for name, products in (("alone", 0), ("beside products", _PRODUCTS)):
+        times = []
+        for _ in range(_MESSAGES):
+            clock.drain()
+            line_up(rank.group)
+            if me > 1:
+                continue
+            start = clock.mark()
+            kind = dist.isend if me == 0 else dist.irecv
+            sent = dist.batch_isend_irecv([dist.P2POp(kind, rows, group=rank.group, group_peer=1 - me)])
+            for _ in range(products if me == 0 else 0):
+                rows @ weight
+            for work in sent:
+                work.wait()
+            end = clock.mark()
+            clock.drain()
+            times.append(clock.ms(start, end))
+        if me == 1:
+            found[name] = statistics.median(times)
+    return found
 
 
 def _exchange_once(rank: Rank) -> None:

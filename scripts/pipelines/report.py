@@ -104,6 +104,10 @@ def link_lines(result: Mapping[str, Any]) -> list[str]:
         fields = (("d2h",), ("h2d",), ("duplex_d2h", "duplex_h2d"))
         each = [" ".join(f"{sum(rate[n] for n in names) / GB:.1f}" for rate in rates) for names in fields]
         lines.append(f"  ranks {', '.join(map(str, copying))}: {'; '.join(each)}")
+    for rank in result["ranks"][1:2]:
+        each = [f"{name} {ms:.2f} ms" for name, ms in rank.get("message_ms", {}).items()]
+        if each:
+            lines.append(f"  a stage's hidden states from rank 0 to rank 1: {', '.join(each)}")
     return lines
 
 

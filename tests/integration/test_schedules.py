@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from offload import OffloadConfig, PipelineOffloadManager, configure
+from offload import OffloadConfig, PipelineOffloadManager, apply, configure
 from parallel.order import actions_of
 from parallel.schedules import SCHEDULES, build_schedule, forget_failed_step, schedule_named, stages_of
 from parallel.stage import OffloadPipelineStage
@@ -38,6 +38,7 @@ MODEL = TransformerConfig(
     offload_modules=group_names("all"),
 )
 NAMES = tuple(SCHEDULES)
+SPLIT = ("interleavedzerobubble", "zbv", "dualpipev")
 
 
 # ---- one rank ----
@@ -237,19 +238,23 @@ def report_of(name: str, rank: int, ranks: int, microbatches: int) -> dict[str, 
     on_grads = pipeline.grads()
     second_step = manager.stats
     expected = reference_grads(pipeline, 2)
+    forwards_after_eval = dict(pipeline.forwards)
+    recomputed = recomputed_step(pipeline) if name in SPLIT else 0
     return {
         "said": said,
         "foretold": list(actions_of(pipeline.schedule, rank)),
         "left_open": recorder.open,
         "forwards_of_a_step": forwards_of_a_step,
         "forwards_of_eval": forwards_of_eval,
-        "forwards_after_eval": dict(pipeline.forwards),
+        "forwards_after_eval": forwards_after_eval,
         "said_in_eval": said_in_eval,
         "eval_kept_grads": eval_kept_grads,
         "eval_losses": eval_losses,
         "off_losses": off_losses,
         "on_losses": on_losses,
         "bitwise": same(off_grads, on_grads),
+        "recomputed_bitwise": same(off_grads, pipeline.grads()),
+        "recomputed_forwards": recomputed,
         "grads": [len(on_grads), pipeline.parameters()],
         "near_reference": on_grads.keys() == expected.keys()
         and all(torch.allclose(on_grads[key], expected[key], rtol=1e-4, atol=1e-6) for key in expected),
@@ -260,6 +265,25 @@ def report_of(name: str, rank: int, ranks: int, microbatches: int) -> dict[str, 
         "buffers_most": recorder.most_buffers,
         "buffers_all": len(recorder.buffers),
     }
+
+
+def recomputed_step(pipeline: Pipeline) -> int:
+    """One more step, with every block recomputed. Returns how often a block ran."""
+    ran = [0]
+
+    def count(*_args: Any) -> None:
+        ran[0] += 1
+
+    handles = []
+    for stage in pipeline.stages:
+        handles.append(apply(stage.submod, mode="hidden_states"))
+        for layer in stage.submod.blocks.values():
+            handles.append(layer.attn.register_forward_hook(count))
+    pipeline.manager.engine.limits.again_room_bytes = 0  # nothing stays between the halves
+    pipeline.step(2)
+    for handle in handles:
+        handle.remove()
+    return ran[0]
 
 
 def host_bytes_lent(manager: PipelineOffloadManager) -> int:
@@ -294,6 +318,20 @@ def check_gradients(reports: list[dict[str, Any]]) -> None:
         assert report["near_reference"]
         assert report["on_losses"] == report["off_losses"]
     assert any(report["on_losses"][0] for report in reports), "some rank has the losses"
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_block_that_is_recomputed_runs_once_more_for_each_half_of_its_backward_and_no_bit_changes(
+    two_ranks: list[dict[str, Any]], name: str
+) -> None:
+    """However many groups of parameters it has. Stage 0 has no input half."""
+    for rank in two_ranks:
+        report = rank[name]
+        assert report["recomputed_bitwise"]
+        passes = sum(kind in "FBW" or stage > 0 for kind, stage, _ in report["said"])
+        stages = {stage for _, stage, _ in report["said"]}
+        layers = MODEL.layers // (2 * len(stages))
+        assert report["recomputed_forwards"] == layers * passes
 
 
 @pytest.mark.parametrize("name", NAMES)
