@@ -128,6 +128,10 @@ def panels_of_runs(records: Iterable[Mapping[str, Any]]) -> list[Panel]:
             if result["status"] != "ok":
                 continue
             shape, row, label = result["shape"], result["row"], result.get("label", result["row"])
+            if not result["active_bytes"]:
+                raise ValueError(
+                    f"the row {label} measured no device memory: its run had no GPU, draw another"
+                )
             title = f"{result['workload']}: {shape['layers']} layers, {shape['sequence']:,} tokens"
             if row == "nothing":
                 plain_ms[title] = result["step_ms"]

@@ -92,9 +92,11 @@ def test_rows_of_several_runs_are_points_and_ours_under_limits_are_curves(tmp_pa
     ]
 
 
-def test_a_run_without_what_its_times_are_over_is_refused() -> None:
+def test_a_run_without_memory_or_what_its_times_are_over_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the row checkpoint of W1: .* has no row nothing before it"):
         panels_of_runs([{"results": [result("checkpoint", 750.0, 17.0)]}])
+    with pytest.raises(ValueError, match="the row nothing measured no device memory: its run had no GPU"):
+        panels_of_runs([{"results": [result("nothing", 200.0, 0.0)]}])
     with pytest.raises(SystemExit):
         headline.main(["run.json"])
 
