@@ -95,7 +95,8 @@ class Chosen:
     is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: for
     the begin of its recompute; returns what is for its end. cost: None where it is not known. timing: begins
     a measurement of its forward, None where none is wanted. profiler: of its forward. required: what a plain
-    call saves leaves, whatever the groups' plan would keep.
+    call saves leaves, whatever the groups' plan would keep. alike: calls for which it is equal save alike;
+    None where the host need not be spared looking at them.
     """
 
     is_plain: bool
@@ -105,6 +106,7 @@ class Chosen:
     timing: Callable[[], Timing] | None = None
     profiler: BlockProfiler | None = None
     required: bool = False
+    alike: Hashable = None
 
 
 class Called(NamedTuple):
@@ -196,6 +198,7 @@ class BlockCalls:
             timing=lambda: Timing(engine.device, partial(host.note_forward, way)),
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
             required=self.levels is None,
+            alike=(kind, input_bytes) if profile.is_host_bound and not profile.depends_on_data else None,
         )
 
     def take_ran(self) -> dict[ChunkKey, list[Ran]]:

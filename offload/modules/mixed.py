@@ -48,7 +48,9 @@ class MixedCalls(RecomputedCalls):
         chosen = auto.choose(root, self._name, module, args, kwargs)
         if chosen.is_plain:
             timing = None if chosen.timing is None else chosen.timing()
-            group = root.open_group(self._name, cost=chosen.cost, required=chosen.required)
+            group = root.open_group(
+                self._name, cost=chosen.cost, required=chosen.required, alike=chosen.alike
+            )
             if chosen.profiler is not None:
                 chosen.profiler.begin()
             return _Call(group, timing, chosen.profiler)

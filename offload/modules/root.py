@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -264,16 +264,23 @@ class ModelRoot:
         return self.open_group(self._everything or INPUTS, between=True, required=bool(self._everything))
 
     def open_group(
-        self, name: str, *, between: bool = False, required: bool = False, cost: Cost | None = None
+        self,
+        name: str,
+        *,
+        between: bool = False,
+        required: bool = False,
+        cost: Cost | None = None,
+        alike: Hashable = None,
     ) -> GroupCall | None:
         """Open a group in the current chunk, and install hooks; None where nothing may leave. between: it
-        takes only while `takes` is set. required: no plan keeps it on the device. cost: of its block."""
+        takes only while `takes` is set. required: no plan keeps it on the device. cost, alike: as of
+        `Group`."""
         manager = self.manager()
         handler = manager.active_handler()
         if handler is None:
             return None
         manager.engine.transfers.check_capture(f"group {name!r}")
-        group = handler.on_group_start_forward(name, required=required, cost=cost)
+        group = handler.on_group_start_forward(name, required=required, cost=cost, alike=alike)
         group.hooked = True
         owner = _Between(handler, group, self) if between else GroupScope(handler, group)
         return GroupCall(manager, handler, group, manager.engine.hooks.push(owner))

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _graph_task = torch._C._current_graph_task_id
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Scope(Protocol):
@@ -76,10 +77,13 @@ class PackObserver(Protocol):
 @dataclass(slots=True, eq=False)
 class InstalledScope:
     """A scope that the pair is installed for. stays: predicate over tensors: never offload this one,
-    whichever scope owns it."""
+    whichever scope owns it. alone: there is no other pair of hooks around this one. left: the pair is gone
+    already."""
 
     scope: Scope
     stays: Callable[[torch.Tensor], bool] | None = None
+    alone: bool = False
+    left: bool = False
 
 
 def inside_checkpoint() -> bool:
@@ -165,7 +169,7 @@ class SavedTensorHooks:
         stays: predicate, asked of each tensor saved while the scope is innermost, and of a wrapper and its
             members. True keeps the tensor on the device.
         """
-        installed = InstalledScope(scope, stays)
+        installed = InstalledScope(scope, stays, _top_hooks(True) is None)
         pack = self._observed_pack if self.observers else self.pack
         _push_hooks(pack, self.unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
         self._here.stack.append(installed)
@@ -178,9 +182,22 @@ class SavedTensorHooks:
         scopes = self._here.stack
         if installed in scopes:  # not after a `pop` of the same
             scopes.remove(installed)
-        _pop_hooks()
+        if not installed.left:
+            _pop_hooks()
         for observer in self.observers:
             observer.closed(installed.scope)
+
+    def may_leave(self, scope: Scope) -> bool:
+        """Whether `leave` may be called: nobody else would be shown what is saved from then on."""
+        scopes = self._here.stack
+        return bool(scopes) and scopes[-1].scope is scope and scopes[-1].alone and not self.observers
+
+    def leave(self, scope: Scope) -> None:
+        """Inside a pack for `scope`, the innermost one: take the pair out ahead of its `pop`."""
+        installed = self._here.stack.pop()
+        assert installed.scope is scope
+        installed.left = True
+        _pop_hooks()
 
     def innermost(self) -> Scope | None:
         scopes = self._here.stack

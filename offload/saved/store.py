@@ -65,12 +65,18 @@ class TensorStore:
 
     # -- saving ----------------------------------------------------------------------------------------------
     def save(
-        self, tensor: torch.Tensor, chunk: SavedChunk, group: SavedGroup, lane: Lane | None = None
+        self,
+        tensor: torch.Tensor,
+        chunk: SavedChunk,
+        group: SavedGroup,
+        lane: Lane | None = None,
+        whole_bytes: int = 0,
     ) -> Handle:
         """Take a plain, eligible tensor into `group`. Its bytes may be on their way when this returns. Blocks
         the host: never.
 
-        lane: the compute lane that wrote it; None for the current one.
+        lane: the compute lane that wrote it; None for the current one. whole_bytes: to count with it, where
+            `may_stand_for` says so.
         """
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()
@@ -93,7 +99,7 @@ class TensorStore:
         ):
             group.leaves_after_all()
         if record is None and whole and group.slots >= group.first_kept:
-            record = self._keep(storage, version, chunk, group)
+            record = self._keep(storage, version, chunk, group, whole_bytes or nbytes)
         elif record is None:
             block = DeviceBlock(
                 group.id, group.slots, start, stop - start, storage, self._transfers.freed_blocks
@@ -161,12 +167,30 @@ class TensorStore:
             self._transfers.resize(block, min(block.start, start), max(block.stop, stop))
         return record
 
+    def may_stand_for(
+        self, whole_bytes: int, tensor: torch.Tensor, chunk: SavedChunk, group: SavedGroup
+    ) -> bool:
+        """Whether `whole_bytes`, all that the group will save, may stay, and be counted with this tensor."""
+        storage = tensor.untyped_storage()
+        return (
+            group.slots == 0
+            and storage._cdata not in chunk.table
+            and tensor.nbytes == storage.nbytes()
+            and tensor.is_contiguous()
+            and self._transfers.may_keep(whole_bytes)
+        )
+
     def _keep(
-        self, storage: torch.UntypedStorage, version: int, chunk: SavedChunk, group: SavedGroup
+        self,
+        storage: torch.UntypedStorage,
+        version: int,
+        chunk: SavedChunk,
+        group: SavedGroup,
+        nbytes: int,
     ) -> Record:
         """The record that counts a storage that stays, with its piece. Note: [What stays is counted by the
         piece]."""
-        nbytes, transfers, slot = storage.nbytes(), self._transfers, group.slots
+        transfers, slot = self._transfers, group.slots
         group.slots = slot + 1
         group.nbytes += nbytes
         group.slot_bytes[slot] = nbytes

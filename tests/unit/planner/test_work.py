@@ -55,8 +55,8 @@ def test_where_the_device_waits_for_the_host_the_profile_tells_its_seconds() -> 
     assert [block.backward_s for block in blocks] == [2.0, 2.0]
     assert [block.host_s for block in blocks] == [10.0, 10.0]
     assert work.rest_s == {F: 0.0, B: 0.0}
-    # 4 saves of a block's 100 bytes at 190 us each
-    assert work.host.seconds_per_moved_byte == pytest.approx(4 * 190e-6 / 100)
+    # 4 saves of a block's 100 bytes at 334 us each
+    assert work.host.seconds_per_moved_byte == pytest.approx(4 * 334e-6 / 100)
 
 
 def test_a_chunk_of_blocks_without_a_profile_cannot_be_planned_for() -> None:
