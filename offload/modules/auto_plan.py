@@ -179,6 +179,7 @@ class AutoPlan:
         self.followed = self._calls.levels = None
         self.plans_left = 0
         self.end(engine)
+        engine.limits.again_room_bytes = 0
 
     def end(self, engine: OffloadEngine) -> None:
         """What a plan has changed of the engine is as before. Takes no lock."""
