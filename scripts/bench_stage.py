@@ -7,6 +7,8 @@ run, one GPU.
     python scripts/bench_stage.py --workload W2 --rows ours_all --device-limit-gb 40 --profile-summary
     python scripts/bench_stage.py --workload W5 --profile       small operators: the host's time, by function
     python scripts/bench_stage.py --workload WV --rows ours_auto    lengths that vary: means of the same steps
+    python scripts/bench_stage.py --workload W2 --out w2.json   and then, for time over memory as a picture:
+    python scripts/headline.py w2.json --picture w2.png
     python scripts/bench_stage.py --micro                       host cost a saved tensor
     python scripts/bench_stage.py --tiny                        the whole script on a CPU and the simulated
                                                                 device, for its own sake

@@ -118,8 +118,8 @@ _SERIES: Mapping[str, Series] = {"ours_auto": "auto", "ours_all": "groups"}
 
 def panels_of_runs(records: Iterable[Mapping[str, Any]]) -> list[Panel]:
     """A panel for each workload and length that the records have; of a row that several have, the last is
-    drawn. Rows that did not run are left out. Raises ValueError for a record without the row "nothing", which
-    times are over."""
+    drawn. Rows that did not run are left out. Raises ValueError for a record of another script, of a run
+    without a GPU, or without the row "nothing", which times are over."""
     points: dict[str, dict[str, Point]] = {}
     bounds: dict[str, tuple[tuple[float, float], ...]] = {}
     for record in records:
@@ -127,11 +127,16 @@ def panels_of_runs(records: Iterable[Mapping[str, Any]]) -> list[Panel]:
         for result in record["results"]:
             if result["status"] != "ok":
                 continue
-            shape, row, label = result["shape"], result["row"], result.get("label", result["row"])
+            row, label = result["row"], result.get("label", result["row"])
+            if "shape" not in result:
+                raise ValueError(
+                    f"the row {label} has no workload: give files that bench_stage.py --out wrote"
+                )
             if not result["active_bytes"]:
                 raise ValueError(
                     f"the row {label} measured no device memory: its run had no GPU, draw another"
                 )
+            shape = result["shape"]
             title = f"{result['workload']}: {shape['layers']} layers, {shape['sequence']:,} tokens"
             if row == "nothing":
                 plain_ms[title] = result["step_ms"]

@@ -57,7 +57,12 @@ RUNS = [
 ]
 
 
-def test_rows_of_several_runs_are_points_and_ours_under_limits_are_curves(tmp_path: Path) -> None:
+def test_rows_of_several_runs_are_points_and_ours_under_limits_are_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = []
+    draw = headline.draw
+    monkeypatch.setattr(headline, "draw", lambda panels: figures.append(draw(panels)) or figures[-1])
     (panel,) = panels_of_runs(RUNS)
     assert panel == Panel(
         "W1: 12 layers, 16,384 tokens",
@@ -76,7 +81,7 @@ def test_rows_of_several_runs_are_points_and_ours_under_limits_are_curves(tmp_pa
         file.write_text(json.dumps(record))
     assert headline.main([*map(str, files), "--picture", str(tmp_path / "runs.png")]) == 0
     assert data_of(tmp_path / "runs.png") == as_data([panel])
-    axes = headline.draw([panel]).axes[0]
+    (axes,) = figures[0].axes
     drawn = {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.lines}
     assert drawn == {
         "ours, mode auto within a total": [(22.0, 1.1)],
@@ -97,6 +102,8 @@ def test_a_run_without_memory_or_what_its_times_are_over_is_refused() -> None:
         panels_of_runs([{"results": [result("checkpoint", 750.0, 17.0)]}])
     with pytest.raises(ValueError, match="the row nothing measured no device memory: its run had no GPU"):
         panels_of_runs([{"results": [result("nothing", 200.0, 0.0)]}])
+    with pytest.raises(ValueError, match="the row auto@14 has no workload: give files that bench_stage"):
+        panels_of_runs([{"results": [{"row": "auto", "label": "auto@14", "status": "ok"}]}])
     with pytest.raises(SystemExit):
         headline.main(["run.json"])
 
