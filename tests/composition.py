@@ -31,7 +31,7 @@ from parallel.transformer import Block, TransformerConfig, TransformerStage, bui
 
 __all__ = ["ALONE", "CASES", "Case", "Compared", "check", "check_tables", "compared", "run_alone"]
 
-TOKENS, SEQUENCES, MICROBATCHES, STEPS = 32, 2, 3, 2
+TOKENS, SEQUENCES, MICROBATCHES, STEPS = 32, 2, 2, 2
 MARKS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
 MODEL = TransformerConfig(
     dim=64,
