@@ -160,7 +160,8 @@ class Auto(Client):
             self._ranks.agree_on_plan(manager)
         elif has_run and not self.calls.peers:
             plan.make_if_wanted(manager)
-            if plan.followed is None and plan.num_steps == _PATIENCE and not self.memory.has_no_room:
+            is_late = plan.num_steps == _PATIENCE and not (plan.is_searched or self.memory.has_no_room)
+            if plan.followed is None and is_late:
                 self._say_no_plan(manager)
 
     def _look_at_step(self, manager: GroupsManager, stats: StepStats) -> bool:
@@ -172,7 +173,7 @@ class Auto(Client):
             manager,
             stats,
             is_planned=self.calls.levels is not None,
-            is_final=plan.plans_left == 0,
+            is_final=plan.is_final,
             vary=plan.recent.lengths.vary,
         ):
             if self.calls.peers:
@@ -199,7 +200,7 @@ class Auto(Client):
                 "block is recomputed meanwhile"
             )
         else:
-            state = "the plan is settled" if plan.plans_left == 0 else "planned; it is still measured"
+            state = "the plan is settled" if plan.is_final else "planned; it is still measured"
         stages = {stage for stage, _ in plan.names}
         return Explanation(
             state=state,

@@ -1,21 +1,27 @@
 """Mode "auto": which plan the next steps follow: made from what the last ones were seen to do, and made anew
 where that changed.
 
-One invariant: a plan is made and followed at the end of a step only.
+A plan is searched for beside the steps, and followed from the end of the first step at which it is ready,
+if it is still for the steps that come. Ranks that follow one plan wait for it.
+
+One invariant: a plan is followed from the end of a step only.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.groups.manager import GroupsManager
 from offload.modules.auto_drift import AutoDrift
 from offload.modules.auto_memory import AutoMemory
+from offload.modules.beside import Beside
 from offload.modules.block_calls import BlockCalls
 from offload.planner.recent import RecentSteps
 from offload.planner.work import Ran, StepWork, with_halves
@@ -36,6 +42,19 @@ _NO_LINK = Rates(d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15)
 """Of the simulated device, which has no link to measure."""
 
 
+_LESS_ROOM = 0.99
+"""Of the limit that a plan was made for: what is measured beside saved tensors is not the same in every
+step."""
+
+
+class _Search(NamedTuple):
+    """Under way. shape, lengths: of the steps that it is for."""
+
+    plan: Beside[MixedPlan]
+    shape: object
+    lengths: Mapping[int, float]
+
+
 class AutoPlan:
     """Of one engine. followed: None: every block is recomputed. names: of the blocks that it is for.
     num_steps: whole ones with a backward, so far. plans_left: of this shape of step."""
@@ -49,6 +68,7 @@ class AutoPlan:
         self._calls = calls
         self._memory = memory
         self._drift = AutoDrift()
+        self._search: _Search | None = None
         self._since_plan = 1  # steps
         self._shape: object = ()
         self._shape_before: object = None
@@ -56,7 +76,8 @@ class AutoPlan:
 
     def begin_step(self, engine: OffloadEngine) -> None:
         """The first forward of a step begins."""
-        self._drift.begin_step(engine, plans_more=self.plans_left > 0)
+        if self._search is None:
+            self._drift.begin_step(engine, plans_more=self.plans_left > 0)
 
     def step_ended(self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]]) -> None:
         """A step with a backward has ended."""
@@ -68,7 +89,8 @@ class AutoPlan:
         ran = {chunk: with_halves(calls, seen.halves.get(chunk, ())) for chunk, calls in ran.items()}
         self.recent.ended(known, ran, seen.seconds, head_bytes=self._memory.head_bytes)
         self._look_at_shape(known)
-        self._drift.step_ended(manager.engine, self.recent.last_timed, plans_more=self.plans_left > 0)
+        if self._search is None:
+            self._drift.step_ended(manager.engine, self.recent.last_timed, plans_more=self.plans_left > 0)
 
     def _look_at_shape(self, known: list[Action]) -> None:
         """A shape that comes twice in a row is planned for, and so are steps that vary. Where these had no
@@ -82,6 +104,16 @@ class AutoPlan:
             memory.measure()
 
     @property
+    def is_searched(self) -> bool:
+        """Whether a search is under way."""
+        return self._search is not None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no other plan will be made for steps like the last ones."""
+        return self.plans_left == 0 and self._search is None
+
+    @property
     def is_wanted(self) -> bool:
         """Whether a plan shall be made now."""
         is_time = self._since_plan > 1 and self._memory.is_known
@@ -93,8 +125,12 @@ class AutoPlan:
         return lengths.vary and lengths.drifted(self._lengths)
 
     def make_if_wanted(self, manager: GroupsManager) -> None:
-        """Choose the levels of the next steps, if there is a reason to. Blocks the host for as long as a
-        search takes, and as `follow` does."""
+        """Choose the levels of the next steps, if there is a reason to. Blocks the host as `follow` does, and
+        at the first search for 30 ms, to measure the link; where there is no link, for as long as a search
+        takes."""
+        search = self._search
+        if search is not None and (not search.plan.is_over or self._follow_found(manager, search)):
+            return
         plan = self.followed
         work = self.recent.step() if self.is_wanted and (self.plans_left or plan is not None) else None
         if work is None:
@@ -103,7 +139,30 @@ class AutoPlan:
         if plan is not None and is_like and not (self.plans_left or self._drift.is_too_much):
             self._scale(manager, plan)
         else:
-            self.follow(manager, self.choose(manager.engine, work))
+            engine = manager.engine
+            choose = self._choice(engine, work)
+            if choose is None:
+                self.follow(manager, None)
+                return
+            # a device without a link is simulated: its programs are to run alike each time
+            found = Beside(choose, waits=not engine.device.pins)
+            self._search = _Search(found, self._shape, self.recent.lengths.typical())
+            if found.is_over:
+                self._follow_found(manager, self._search)
+
+    def _follow_found(self, manager: GroupsManager, search: _Search) -> bool:
+        """Follow what was searched for; False if it is not for the steps that come, and another one is to
+        be."""
+        self._search = None
+        plan, memory, lengths = search.plan.result(), self._memory, self.recent.lengths
+        fits = self._shape == search.shape and not (lengths.vary and lengths.drifted(search.lengths))
+        if memory.total is not None:
+            fits = fits and (memory.limit_bytes or 0) >= _LESS_ROOM * plan.problem.limit_bytes
+        if fits:
+            self.follow(manager, plan)
+        else:
+            self.plans_left = max(self.plans_left, 1)
+        return fits
 
     def _scale(self, manager: GroupsManager, plan: MixedPlan) -> None:
         """The steps that come are longer or shorter than the planned one was, for long enough."""
@@ -125,28 +184,30 @@ class AutoPlan:
     def choose(self, engine: OffloadEngine, work: StepWork) -> MixedPlan | None:
         """The plan for this work; None where the total leaves no choice. Blocks the host for as long as a
         search takes; on a GPU also for 30 ms, once, to measure the link."""
+        self._stop_search()
+        choose = self._choice(engine, work)
+        return None if choose is None else choose(int)
+
+    def _choice(
+        self, engine: OffloadEngine, work: StepWork
+    ) -> Callable[[Callable[[], object]], MixedPlan] | None:
+        """The search of a plan for this work, with all that it needs; None where the total leaves no
+        choice."""
         self.plans_left = max(0, self.plans_left - 1)
         self._since_plan = 0
         _measure_link(engine)
         rates = engine.rates if engine.rates is not None else _NO_LINK
-        began_s = time.perf_counter()
         if self._memory.total is None:
-            plan = cheapest_mixture(work.actions, work.blocks, rates, rest_s=work.rest_s, host=work.host)
-        else:
-            limit_bytes = self._memory.limit_bytes
-            if limit_bytes is None:
-                return None
-            plan = choose_mixture(
-                work.actions, work.blocks, rates, limit_bytes, rest_s=work.rest_s, host=work.host
-            )
-        logger.info(
-            "auto: planned in %.0f ms: step %.1f ms, of which %.1f plain compute; bound %.1f ms",
-            (time.perf_counter() - began_s) * 1e3,
-            plan.predicted.step_s * 1e3,
-            plan.bound.compute_s * 1e3,
-            plan.bound.step_s * 1e3,
-        )
-        return plan
+            return _timed(partial(cheapest_mixture, work.actions, work.blocks, rates), work)
+        limit_bytes = self._memory.limit_bytes
+        if limit_bytes is None:
+            return None
+        return _timed(partial(choose_mixture, work.actions, work.blocks, rates, limit_bytes), work)
+
+    def _stop_search(self) -> None:
+        if self._search is not None:
+            self._search.plan.stop()
+            self._search = None
 
     def follow(self, manager: GroupsManager, plan: MixedPlan | None) -> None:
         """From the next step on, within the room that this rank has; None: there is no room for any. Blocks
@@ -165,6 +226,7 @@ class AutoPlan:
         if memory.total is not None:
             limit_bytes = max(limit_bytes, memory.limit_bytes or 0)
             memory.total.restart()
+            memory.measure()
         _measure_link(engine)
         memory.set_limit(engine, limit_bytes)
         engine.limits.again_room_bytes = plan.again_room_bytes
@@ -183,6 +245,7 @@ class AutoPlan:
 
     def end(self, engine: OffloadEngine) -> None:
         """What a plan has changed of the engine is as before. Takes no lock."""
+        self._stop_search()
         self._drift.end()
         engine.limits.again_room_bytes = None
         self._memory.give_limit_back(engine)
@@ -216,3 +279,21 @@ class AutoPlan:
 def _measure_link(engine: OffloadEngine) -> None:
     if engine.rates is None and engine.device.pins:
         engine.reserve_host(max(LINK_TEST_BYTES, engine.config.host_reserve_bytes))
+
+
+def _timed(choose: Callable[..., MixedPlan], work: StepWork) -> Callable[[Callable[[], object]], MixedPlan]:
+    """`choose` with the rest of its arguments, which says how long it took."""
+
+    def chosen(rest: Callable[[], object]) -> MixedPlan:
+        began_s = time.perf_counter()
+        plan = choose(rest_s=work.rest_s, host=work.host, rest=rest)
+        logger.info(
+            "auto: planned in %.0f ms: step %.1f ms, of which %.1f plain compute; bound %.1f ms",
+            (time.perf_counter() - began_s) * 1e3,
+            plan.predicted.step_s * 1e3,
+            plan.bound.compute_s * 1e3,
+            plan.bound.step_s * 1e3,
+        )
+        return plan
+
+    return chosen

@@ -10,7 +10,7 @@ that were tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -96,12 +96,16 @@ class Trial(NamedTuple):
 class MixedSearch:
     """The best state so far, and the best of each choice of levels."""
 
-    def __init__(self, problem: MixtureProblem, max_trials: int | None) -> None:
+    def __init__(
+        self, problem: MixtureProblem, max_trials: int | None, rest: Callable[[], object] = int
+    ) -> None:
+        """rest: called before each simulated step."""
         self.best: Trial | None = None
         self._here: Trial | None = None  # where a climb is
         self._by_levels: dict[tuple[Levels, ...], Trial] = {}
         self.num_trials = 0
         self._problem = problem
+        self._rest = rest
         self._chunks = [action.chunk for action in problem.actions if action.kind == "F"]
         self._blocks = [tuple(problem.blocks[chunk]) for chunk in self._chunks]
         self._compute_s = action_seconds(problem.actions, problem.blocks, problem.rest_s)
@@ -255,6 +259,7 @@ class MixedSearch:
         if best is not None and kept_peak_bytes(problem.actions, sizes, keeps) > state.limit_bytes:
             return False
         self.num_trials += 1
+        self._rest()
         here = self._here
         result = simulate_within(
             # what differs by rounding alone is equal

@@ -12,7 +12,7 @@ The limit is for saved bytes and for what a recompute makes again beside them, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -111,6 +111,7 @@ def choose_mixture(
     host_limit_bytes: int | None = None,
     max_trials: int | None = None,
     known: Sequence[MixedPlan] = (),
+    rest: Callable[[], object] = int,
 ) -> MixedPlan:
     """The plan with the shortest simulated step that fits; of equal ones, that which moves fewest bytes.
 
@@ -119,6 +120,7 @@ def choose_mixture(
     max_trials: steps to simulate at most; None for as many as about 0.5 s of host time allow.
     known: plans of the same step for other limits. What fits less fits more, so with them a larger limit
         never gives a longer predicted step.
+    rest: called between parts of the choice, of some ms each: for one that is made beside other work.
 
     Raises ValueError for numbers that cannot be, ImportError without scipy (extra `bench`).
     """
@@ -133,7 +135,7 @@ def choose_mixture(
         host=host,
         host_limit_bytes=host_limit_bytes,
     )
-    return _choose(problem, max_trials, known, _STARTS)
+    return _choose(problem, max_trials, known, _STARTS, rest)
 
 
 def cheapest_mixture(
@@ -146,6 +148,7 @@ def cheapest_mixture(
     host_limit_bytes: int | None = None,
     most_slower: float = 0.01,
     max_trials: int | None = None,
+    rest: Callable[[], object] = int,
 ) -> MixedPlan:
     """Without a limit: the plan for the least limit whose bound is at most `most_slower` above the step that
     gives up nothing. Its own predicted step may be a little longer than that. Raises as `choose_mixture`."""
@@ -153,6 +156,7 @@ def cheapest_mixture(
         raise ValueError(f"most_slower is {most_slower}; give 0 or more")
 
     def least_s(cap_bytes: int) -> float:
+        rest()
         return least_mixed_step(
             actions,
             blocks,
@@ -184,6 +188,7 @@ def cheapest_mixture(
         host=host,
         host_limit_bytes=host_limit_bytes,
         max_trials=max_trials,
+        rest=rest,
     )
 
 
@@ -199,9 +204,14 @@ def scaled(plan: MixedPlan, factors: Mapping[ChunkKey, float]) -> MixedPlan:
 
 
 def _choose(
-    problem: MixtureProblem, max_trials: int | None, known: Sequence[MixedPlan], starts: Sequence[_Start]
+    problem: MixtureProblem,
+    max_trials: int | None,
+    known: Sequence[MixedPlan],
+    starts: Sequence[_Start],
+    rest: Callable[[], object] = int,
 ) -> MixedPlan:
     def bound_of(start: _Start, **options: Any) -> MixedBound:
+        rest()
         link = replace(
             problem.rates,
             d2h_bytes_per_s=problem.rates.d2h_bytes_per_s * start.link,
@@ -220,7 +230,7 @@ def _choose(
         )
 
     bound = bound_of(_Start(1.0, 1.0), slices=_BOUND_SLICES)
-    search = MixedSearch(problem, max_trials)
+    search = MixedSearch(problem, max_trials, rest)
     for plan in known:
         search.try_state(
             State(

@@ -14,7 +14,8 @@ import offload
 from offload import PipelineOffloadManager
 from offload.device.sim import SimDevice
 from offload.groups import timed
-from offload.modules import auto_drift
+from offload.modules import auto_drift, auto_plan
+from offload.modules.beside import Beside
 from offload.policy import mixed_search, mixture
 from offload.policy.actions import Rates
 from offload.policy.mixture import MixedPlan
@@ -58,6 +59,7 @@ class Run:
             block.register_full_backward_hook(self._computed(2))
         self.handle = offload.apply(self.model, "auto", min_numel=1, device_total=TOTAL)
         self.plans: list[MixedPlan] = []
+        self.microbatches = MICROBATCHES
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def _computed(self, passes: int) -> Callable[..., None]:
@@ -68,7 +70,7 @@ class Run:
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            losses = [self.model(torch.randn(ROWS, WIDTH)).square().mean() for _ in range(MICROBATCHES)]
+            losses = [self.model(torch.randn(ROWS, WIDTH)).square().mean() for _ in range(self.microbatches)]
             for loss in losses:
                 loss.backward()
             self._optimizer.step()
@@ -81,10 +83,11 @@ class Run:
 @pytest.fixture
 def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Run]]:
     """On a link of so many bytes a second. Plans may follow each other within 8 steps, looks within 2, and
-    searches are short."""
+    searches are short and waited for."""
     monkeypatch.setattr(mixture, "_STARTS", mixture._STARTS[:1])
     monkeypatch.setattr(mixed_search, "_MOST_TRIALS", 40)
     monkeypatch.setattr(timed, "_MOST_TRIALS", 12)
+    monkeypatch.setattr(auto_plan, "Beside", lambda calculate, waits: Beside(calculate, waits=True))
     monkeypatch.setattr(auto_drift, "_PLAN_EVERY", 8)
     monkeypatch.setattr(auto_drift, "_LOOK_EVERY", 2)
     with installed(None):
@@ -146,7 +149,7 @@ def test_another_clock_of_the_device_is_planned_for_once(new_run: Callable[[floa
     run = new_run(RATE / 2)
     run.steps(SETTLED)
     run.device.block_s *= 1.5
-    run.steps(AFTER + 6)
+    run.steps(AFTER + 2)
     assert len(run.plans) == 4
     assert moved_and_recomputed(run.plans[3])[0] > moved_and_recomputed(run.plans[2])[0]
 
@@ -156,7 +159,7 @@ def test_rates_and_seconds_that_tremble_a_little_change_no_plan(
 ) -> None:
     run = new_run(RATE)
     run.steps(SETTLED)
-    for step in range(AFTER + 6):
+    for step in range(AFTER + 2):
         sign = (1, -1, -1, 1, 1)[step % 5]
         run.device.set_rate(RATE * (1 + 0.05 * sign))
         run.device.block_s = FORWARD_S * (1 + 0.02 * sign)
