@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from enum import Enum
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from offload.saved.replayed import ReplayedMemory
 from offload.transfer.layout import WeakStorage
@@ -24,6 +25,9 @@ class ExternalKind(Enum):
     # may leave, but is written from outside autograd: its version says nothing, so no save shares another's
     # copy
     BUFFER = "buffer"
+
+
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
 class ExternalStorages:
@@ -56,13 +60,19 @@ class ExternalStorages:
 
 
 def _plain_parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The tensors with storages of their own behind a wrapper subclass (a DTensor's local shard), or the
-    tensor itself."""
+    """The tensors with storages of their own behind a wrapper subclass (a DTensor's local shard) or a sparse
+    tensor, or the tensor itself; none of a lazy module's parameter that has no shape yet."""
+    if is_lazy(tensor):
+        return
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.Tensor:
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             member = getattr(tensor, name)
             if isinstance(member, torch.Tensor):  # a DTensor also names its mesh
                 yield from _plain_parts(member)
-    else:
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in _COMPRESSED:
+        yield tensor.values()
+    elif tensor.layout is torch.strided:
         yield tensor

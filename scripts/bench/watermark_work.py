@@ -31,18 +31,21 @@ MIB = 1 << 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpec:
     """One row. order: of the runtime; None for none. checkpoints: every block is recomputed. high_bytes: the
-    mark, if the row has one."""
+    mark, if the row has one. slabs: of order="reactive", their MiB and how many: enough for what leaves, so
+    that its copies are pinned."""
 
     name: str
     order: str | None = None
     restore_ahead: bool = True
     checkpoints: bool = False
     high_bytes: int = 0
+    slabs: tuple[tuple[int, int], ...] = ((16, 64), (64, 32), (256, 32), (512, 24))
 
 
 @dataclass(slots=True)
 class RowResult:
-    """status: "ok", or why the row ended. Bytes, unless the name says otherwise."""
+    """status: "ok", or why the row ended. Bytes, unless the name says otherwise. moved_bytes, stall_ms: of a
+    timed step, on average. details: the runtime's counts of all timed steps together."""
 
     name: str
     status: str = "ok"
@@ -74,10 +77,11 @@ class Stage(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + functional.silu(self.conv(self.norm(x)))
         batch, width, rows, columns = x.shape
-        q, k, v = self.qkv(x).view(batch, 3, self.heads, width // self.heads, rows * columns).unbind(1)
-        q, k, v = (part.transpose(2, 3) for part in (q, k, v))
-        seen = functional.scaled_dot_product_attention(q, k, v).transpose(2, 3)
-        x = x + self.out(seen.reshape(x.shape))
+        # with the vectors of each head contiguous: no fused kernel takes others
+        pixels = self.qkv(x).flatten(2).transpose(1, 2).contiguous()
+        qkv = pixels.view(batch, rows * columns, 3, self.heads, width // self.heads)
+        seen = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+        x = x + self.out(seen.transpose(2, 3).reshape(x.shape))
         return x + functional.silu(self.last(x))
 
 
@@ -154,7 +158,8 @@ def run_row(spec: RowSpec, work: Work, *, steps: int, warmup: int, sim: bool) ->
     """Make the steps of a row; its figures. Blocks the host."""
     result = RowResult(spec.name)
     runtime = None if spec.order is None else _runtime(spec, sim=sim)
-    first = 0
+    seen: list[dict[str, Any]] = []
+    step = 0
     try:
         for step in range(warmup + steps):
             if step == warmup and not sim:
@@ -166,19 +171,23 @@ def run_row(spec: RowSpec, work: Work, *, steps: int, warmup: int, sim: bool) ->
                 torch.cuda.synchronize()
             if step >= warmup:
                 result.ms.append((time.perf_counter() - began) * 1000)
-            first = step
+                if runtime is not None and runtime.last_metrics is not None:
+                    seen.append({**asdict(runtime.last_metrics), **asdict(runtime.last_details)})
     except torch.OutOfMemoryError as error:
-        result.status = f"out of memory in step {first + 1}: {str(error).splitlines()[0][:80]}"
+        result.status = (
+            f"out of memory in step {step + 1} of {warmup + steps}: {str(error).splitlines()[0][:80]}"
+        )
     if not sim:
         stats = torch.cuda.memory_stats()
         result.active_bytes = stats["active_bytes.all.peak"]
         result.reserved_bytes = stats["reserved_bytes.all.peak"]
     if runtime is not None:
         result.pinned_bytes = runtime.engine.arena.held_bytes
-        if runtime.last_metrics is not None:
-            result.moved_bytes = runtime.last_metrics.spill_bytes
-            result.stall_ms = runtime.last_metrics.stall_time_ms
-            result.details = {**asdict(runtime.last_metrics), **asdict(runtime.last_details)}
+    if seen:
+        result.details = {name: sum(one[name] for one in seen) for name in seen[0] if name != "step"}
+        result.details["vram_peak_mb"] = max(one["vram_peak_mb"] for one in seen)
+        result.moved_bytes = round(result.details["spill_bytes"] / len(seen))
+        result.stall_ms = result.details["stall_time_ms"] / len(seen)
     work.model.zero_grad(set_to_none=True)
     if runtime is not None:
         runtime.close()
@@ -202,9 +211,9 @@ def _runtime(spec: RowSpec, *, sim: bool) -> ActivationRuntime:
         "vram_low_watermark_mb": high_mb * 15 / 16,
         "telemetry_enabled": False,
     }
-    if spec.order == "reactive":  # slabs that hold this workload's tensors, so that its copies are pinned
-        fields["pinned_pool_classes_mb"] = (16, 64, 256, 512)
-        fields["slabs_per_class"] = 1 if sim else (64, 32, 32, 24)
+    if spec.order == "reactive":
+        fields["pinned_pool_classes_mb"] = tuple(size for size, _ in spec.slabs)
+        fields["slabs_per_class"] = 1 if sim else tuple(count for _, count in spec.slabs)
         fields["memory_allocated"] = (lambda: spec.high_bytes) if sim else None
     else:
         fields["restore_ahead"] = spec.restore_ahead

@@ -329,6 +329,20 @@ def test_a_registered_storage_is_not_kept_alive_and_is_forgotten() -> None:
     assert len(registry.kinds) == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_and_parameters_without_a_shape_yet_can_be_registered() -> None:
+    """A model has them as buffers, and a lazy module makes its weights in the first forward."""
+    externals, sparse, compressed = (
+        ExternalStorages(),
+        torch.eye(16).to_sparse(),
+        torch.eye(16).to_sparse_csr(),
+    )
+    externals.register_parameters([sparse, compressed, *nn.LazyLinear(4).parameters()])
+    for values in (sparse._values(), compressed.values()):
+        assert verdict_of(values, externals=externals) is Verdict.PARAMETER
+    assert len(externals.kinds) == 3, "and the coordinates of the first"
+
+
 def test_a_step_s_end_forgets_receive_buffers_that_are_gone() -> None:
     rig = Rig()
     rig.engine.register_external(torch.randn(4))
