@@ -31,6 +31,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from offload.checkpoint.arguments import TensorsBefore, is_cache, refuse_cache
 from offload.checkpoint.attributes import AttributesBefore
 from offload.checkpoint.buffers import BuffersBefore
 from offload.checkpoint.halves import Reads, SplitCall
@@ -39,7 +40,7 @@ from offload.checkpoint.selective import Contexts
 from offload.errors import OffloadError
 from offload.saved.filters import waited
 
-__all__ = ["HIDDEN_STATES", "InputGroup", "Manager", "RecomputedCall", "cache_written", "is_recompute"]
+__all__ = ["HIDDEN_STATES", "InputGroup", "Manager", "RecomputedCall", "is_recompute"]
 
 HIDDEN_STATES = "hidden_states"
 """The group of the inputs."""
@@ -83,7 +84,7 @@ def is_recompute(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if _due.module is not module:
         return False
     given, _due.module, _due.tensors = _due.tensors, None, ()
-    leaves = tree_leaves((args, kwargs), is_leaf=_is_cache)
+    leaves = tree_leaves((args, kwargs), is_leaf=is_cache)
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if len(found) != len(given) or not all(map(_same, found, given)):
         raise OffloadError(
@@ -140,7 +141,7 @@ class RecomputedCall:
         self._group: InputGroup | None = None
         self._buffers: BuffersBefore | None = None
         self._attributes: AttributesBefore | None = None
-        self._given: list[tuple[torch.Tensor, int]] = []
+        self._given: TensorsBefore | None = None
         self._again: _Again | None = None
         self._split: torch.autograd.graph.saved_tensors_hooks | None = None
 
@@ -157,7 +158,7 @@ class RecomputedCall:
             parameter.requires_grad for parameter in self._module.parameters()
         ):
             return
-        _refuse_cache(self._module, *arguments)
+        refuse_cache(self._module, again.leaves)
         again.before = self._before_again
         group = self._manager.input_group(HIDDEN_STATES, alone=self._alone, cost=self._cost)
         buffers = again.buffers = BuffersBefore(self._module)
@@ -186,7 +187,7 @@ class RecomputedCall:
             self._split.__enter__()
         self._run, self._group, self._buffers, self._again = run, group, buffers, again
         self._attributes = attributes
-        self._given = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._given = TensorsBefore(self._module, tensors)
 
     def end(self, output: Any) -> None:
         """The forward is over. output: what it returned, None if it raised after all. Raises RuntimeError as
@@ -205,23 +206,16 @@ class RecomputedCall:
             self._leave(output)
         self._buffers.learn()
         self._attributes.learn()
-        given, self._given = self._given, []
-        for tensor, version in given:
-            if tensor._version != version:
-                raise OffloadError(
-                    f"the forward of a {type(self._module).__name__} that is recomputed has written to its "
-                    f"argument {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} in place, "
-                    "from which its recompute would start: use mode='groups', which recomputes nothing, or "
-                    "leave the block out with blocks=. mode='auto' recomputes no block whose first forward "
-                    "does that"
-                )
+        given, self._given = self._given, None
+        assert given is not None
+        given.refuse_written()
 
     def abort(self, *, interrupted: bool = False) -> None:
         """The forward raised. interrupted: a while ago, and nobody was told: what autograd has saved since,
         wherever, cannot be read."""
         run, self._run = self._run, None
         again, self._again = self._again, None
-        self._given = []
+        self._given = None
         if again is not None:
             again.interrupted = interrupted
         if run is not None:
@@ -249,7 +243,6 @@ class _Again:
     """
 
     __slots__ = (
-        "_leaves",
         "_module",
         "_places",
         "_spec",
@@ -257,6 +250,7 @@ class _Again:
         "before",
         "buffers",
         "interrupted",
+        "leaves",
         "members",
     )
 
@@ -264,7 +258,7 @@ class _Again:
         self, module: nn.Module, leaves: list[Any], places: list[int | None], spec: TreeSpec
     ) -> None:
         self._module = module
-        self._leaves = leaves
+        self.leaves = leaves
         self._places = places
         self._spec = spec
         self.attributes: AttributesBefore | None = None
@@ -282,7 +276,7 @@ class _Again:
             )
         leaves = [
             leaf if place is None else tensors[place]
-            for leaf, place in zip(self._leaves, self._places, strict=True)
+            for leaf, place in zip(self.leaves, self._places, strict=True)
         ]
         after = None if self.before is None else self.before()
         leaves = _cast_as_fsdp(self._module, leaves)
@@ -320,34 +314,11 @@ def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:
     ]
 
 
-def cache_written(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object | None:
-    """An argument of a call of `module` to which its forward adds what it has computed; None without one."""
-    if getattr(module, "_can_checkpoint_with_cache", False):
-        return None  # it only reads it
-    leaves: list[object] = tree_leaves((args, kwargs), is_leaf=_is_cache)
-    return next((leaf for leaf in leaves if _is_cache(leaf)), None)
-
-
-def _refuse_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = cache_written(module, args, kwargs)
-    if cache is not None:
-        raise OffloadError(
-            f"a {type(module).__name__} that is recomputed was called with a {type(cache).__name__}, to "
-            "which its forward adds keys and values, and its recompute would add them again. Call the model "
-            "with use_cache=False, or without gradients"
-        )
-
-
-def _is_cache(value: object) -> bool:
-    """Whether it is a cache of keys and values, as transformers has them."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
 def _taken_apart(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], _Again]:
     """The tensors of a call, each once however often it is given, and what calls the module on them again."""
-    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_cache)
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=is_cache)
     tensors: list[torch.Tensor] = []
     known: dict[int, int] = {}
     places: list[int | None] = []

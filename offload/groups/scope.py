@@ -62,13 +62,20 @@ class GroupScope:
         would cost the host 50 microseconds a save, to find out what is known."""
         group, saved, handler = self._group, self._saved, self._handler
         whole, group.whole = group.whole, None
-        hooks, store, chunk = handler.engine.hooks, handler.engine.store, handler.saved
+        engine, chunk, storage = handler.engine, handler.saved, tensor.untyped_storage()
+        hooks = engine.hooks
         assert whole is not None
         assert saved is not None
-        nbytes = whole.total_offload_bytes
-        if not hooks.may_leave(self) or not store.may_stand_for(nbytes, tensor, chunk, saved):
+        if (
+            saved.slots
+            or storage._cdata in chunk.table
+            or tensor.nbytes != storage.nbytes()
+            or not tensor.is_contiguous()
+            or not engine.transfers.may_keep(whole.total_offload_bytes)
+            or not hooks.may_leave(self)
+        ):
             return None
-        handle = store.save(tensor, chunk, saved, whole_bytes=nbytes)
+        handle = engine.store.save(tensor, chunk, saved, whole_bytes=whole.total_offload_bytes)
         hooks.leave(self)
         saved.nbytes, saved.slots, saved.logical_bytes, _ = whole
         saved.slot_bytes = dict(whole.slot_bytes)

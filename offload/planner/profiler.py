@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
-from offload.checkpoint.hidden_states import cache_written
+from offload.checkpoint.arguments import cache_written
 from offload.checkpoint.kept import UNTRACKED_VIEWS, plain_parts, storages_of, version_probe
 from offload.checkpoint.selective import CallMode, telling
 from offload.device import Event
@@ -110,7 +110,7 @@ class BlockProfiler:
         probes = [probe for tensor in given if (probe := version_probe(tensor)) is not None]
         self._given = [(probe, probe._version) for probe in probes]
         self._plain: tuple[float, float] | None = None
-        cache = cache_written(module, args, kwargs or {})
+        cache = cache_written(module, (args, kwargs))
         if cache is not None:
             self._mode.only = f"it adds to a {type(cache).__name__}"
 

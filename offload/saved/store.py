@@ -75,8 +75,8 @@ class TensorStore:
         """Take a plain, eligible tensor into `group`. Its bytes may be on their way when this returns. Blocks
         the host: never.
 
-        lane: the compute lane that wrote it; None for the current one. whole_bytes: to count with it, where
-            `may_stand_for` says so.
+        lane: the compute lane that wrote it; None for the current one. whole_bytes: to count with it, of
+            all that the group will save: its first save then, and one that stays.
         """
         storage = tensor.untyped_storage()
         storage_bytes = storage.nbytes()
@@ -166,19 +166,6 @@ class TensorStore:
             # still here: the commit decides on the union of the saved ranges
             self._transfers.resize(block, min(block.start, start), max(block.stop, stop))
         return record
-
-    def may_stand_for(
-        self, whole_bytes: int, tensor: torch.Tensor, chunk: SavedChunk, group: SavedGroup
-    ) -> bool:
-        """Whether `whole_bytes`, all that the group will save, may stay, and be counted with this tensor."""
-        storage = tensor.untyped_storage()
-        return (
-            group.slots == 0
-            and storage._cdata not in chunk.table
-            and tensor.nbytes == storage.nbytes()
-            and tensor.is_contiguous()
-            and self._transfers.may_keep(whole_bytes)
-        )
 
     def _keep(
         self,

@@ -1,0 +1,64 @@
+"""What a forward that will be run a second time does to its arguments, from which the second run starts.
+
+One invariant: arguments that are another thing after the forward are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from offload.errors import OffloadError
+
+__all__ = ["TensorsBefore", "cache_written", "is_cache", "refuse_cache"]
+
+
+class TensorsBefore:
+    """The tensors that one call of `module` is given: built just before its forward."""
+
+    __slots__ = ("_module", "_tensors")
+
+    def __init__(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        self._module = module
+        self._tensors = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+    def refuse_written(self) -> None:
+        """The forward is over: raise OffloadError if it has written to one of them."""
+        for tensor, version in self._tensors:
+            if tensor._version != version:
+                raise OffloadError(
+                    f"the forward of a {type(self._module).__name__} that is recomputed has written to its "
+                    f"argument {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} in place, "
+                    "from which its recompute would start: use mode='groups', which recomputes nothing, or "
+                    "leave the block out with blocks=. mode='auto' recomputes no block whose first forward "
+                    "does that"
+                )
+
+
+def is_cache(value: object) -> bool:
+    """Whether it is a cache of keys and values, as transformers has them."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def cache_written(module: nn.Module, arguments: Any) -> object | None:
+    """Among the arguments of a call of `module` one to which its forward adds what it has computed; None
+    without one."""
+    if getattr(module, "_can_checkpoint_with_cache", False):
+        return None  # it only reads it
+    leaves: list[object] = tree_leaves(arguments, is_leaf=is_cache)
+    return next((leaf for leaf in leaves if is_cache(leaf)), None)
+
+
+def refuse_cache(module: nn.Module, arguments: Any) -> None:
+    """Raise OffloadError for such an argument."""
+    cache = cache_written(module, arguments)
+    if cache is not None:
+        raise OffloadError(
+            f"a {type(module).__name__} that is recomputed was called with a {type(cache).__name__}, to "
+            "which its forward adds keys and values, and its recompute would add them again. Call the model "
+            "with use_cache=False, or without gradients"
+        )
