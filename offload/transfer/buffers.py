@@ -47,7 +47,8 @@ class Buffers(CaptureSide):
             logger.warning(
                 "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it "
                 "holds; for the rest of such a step each tensor comes back when it is read. Lower "
-                "device_limit (device_limit_bytes in OffloadConfig, %s here) to leave more room",
+                "device_limit (device_limit_bytes in OffloadConfig, %s here), or the high mark of "
+                "mode='watermark', to leave more room",
                 f"{sum(block.nbytes for block in blocks):,}",
                 blocks[0].group,
                 f"{self.device_bytes:,}",

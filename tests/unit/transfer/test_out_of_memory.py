@@ -100,6 +100,7 @@ def test_a_prefetch_without_room_gives_up_and_asks_no_more_in_that_step(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "the device has no room for 1,024 bytes that come back" in caplog.text
     assert "Lower device_limit (device_limit_bytes in OffloadConfig, " in caplog.text
+    assert "or the high mark of mode='watermark', to leave more room" in caplog.text
 
     device.heal()
     y.backward()
