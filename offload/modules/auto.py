@@ -204,6 +204,7 @@ class Auto(Client):
         stages = {stage for stage, _ in plan.names}
         return Explanation(
             state=state,
+            is_final=plan.is_final,
             names={
                 chunk: tuple(f"{name} of stage {chunk[0]}" if len(stages) > 1 else name for name in names)
                 for chunk, names in plan.names.items()

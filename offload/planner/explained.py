@@ -51,11 +51,13 @@ class BlockShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """names: of the blocks that a chunk calls, in that order. total_bytes: None where none was asked for.
+    """is_final: no other plan will be made for steps like the last ones. names: of the blocks that a chunk
+    calls, in that order. total_bytes: None where none was asked for.
     rest_bytes: weights, gradients and working set. plan: None before it was made; state says what is waited
     for then."""
 
     state: str
+    is_final: bool = False
     names: Mapping[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
     total_bytes: int | None = None
     rest_bytes: int | None = None

@@ -86,6 +86,10 @@ DEFAULT_ROWS: Mapping[str, tuple[str, ...]] = {
 }
 LIMITED_ROWS = ("ours_all", "ours_selective", "ours_auto")
 """Rows that run once for each device limit."""
+_MOST_LATE_STEPS = 60
+"""Beyond the warm-up, for a row whose plan takes its time."""
+_SETTLED_STEPS = 6
+"""After them: what stays is tried anew under the last plan, a step each."""
 _SLOW_ROWS = ("save_on_cpu",)
 """Rows whose step takes several times the baseline: five samples tell enough."""
 
@@ -181,6 +185,8 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     first = numbered_step(row, clock, -1)
     for number in range(warmup):
         numbered_step(row, clock, -2 - number)
+    if request.warmup is None:
+        _settle(row, clock, -2 - warmup)
     # rows that settle longer are timed in the same steps
     result = summarise(first, [numbered_step(row, clock, number) for number in range(samples)], vary=vary)
     result["varies"] = vary
@@ -201,6 +207,19 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     if request.gradients and request.reference is not None:
         result["gradients"] = _gradients(request, row, clock, Path(request.reference))
     return result
+
+
+def _settle(row: Row, clock: Clock, number: int) -> None:
+    """Steps until the row needs no more, if it needs any, and some under what it has settled on. number: of
+    the first."""
+    if row.is_settled:
+        return
+    last = number - _MOST_LATE_STEPS
+    while not row.is_settled and number > last:
+        numbered_step(row, clock, number)
+        number -= 1
+    for later in range(_SETTLED_STEPS):
+        numbered_step(row, clock, number - later)
 
 
 def numbered_step(row: Row, clock: Clock, number: int) -> StepCost:

@@ -304,6 +304,11 @@ class OursAuto(Ours):
     def _mark_stack(self) -> None:
         self.context.stack.mark(None, ())
 
+    @property
+    def is_settled(self) -> bool:
+        """Plans are searched for beside the steps, so their number depends on the machine."""
+        return self._handle.explain().is_final
+
     def _given(self) -> dict[str, Any]:
         options = self.context.options
         return {"host_limit_bytes": options.host_limit_bytes, **options.engine}

@@ -76,6 +76,8 @@ class Row:
 
     settling_steps = 0
     """Steps between the first and the timed ones that it needs at least."""
+    is_settled = True
+    """Whether no further steps are needed before the timed ones, where their number is not known."""
     moves_all_groups = False
     """Whether every saved byte leaves, so that the copy limit of W1 applies to the row."""
 

@@ -60,6 +60,7 @@ def test_steps_go_on_without_a_plan_and_follow_it_once_it_is_ready(
     assert gate.searches == 1
     assert run.plans == []
     assert "no plan yet" in str(run.handle.explain())
+    assert not run.handle.explain().is_final
     assert not [text for text in caplog.messages if "has no plan after" in text]
     gate.opened.set()
     found = search_of(run).result()

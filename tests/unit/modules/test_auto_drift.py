@@ -125,6 +125,7 @@ def test_where_the_link_comes_to_carry_half_the_plan_is_that_of_a_link_that_alwa
     run = new_run(RATE)
     run.steps(SETTLED)
     assert len(run.plans) == 3  # of one shape
+    assert run.handle.explain().is_final
     run.device.set_rate(RATE / 2)
     run.steps(AFTER)
     *_, fast, slow = run.plans
