@@ -24,6 +24,13 @@ with contextlib.suppress(ImportError):
     settings.load_profile("pipeline-offload")
 
 
+if not torch.accelerator.is_available():
+    # torch.manual_seed queues a seed for every kind of device that there may be later, each with the text of
+    # its caller's stack, which is deep here: together they take more than what many a test does
+    for _kind in (torch.cuda, torch.xpu, torch.mtia):
+        _kind.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
+
+
 @pytest.fixture(autouse=True)
 def _no_default_engine_of_another_test() -> Iterator[None]:
     """Whoever is given no engine takes the process's own, which must not be one that a test has left."""
