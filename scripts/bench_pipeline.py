@@ -4,6 +4,7 @@ link they share.
 
     python scripts/bench_pipeline.py --verify --out pipeline.json
     python scripts/bench_pipeline.py --ranks 4 --schedules 1f1b,zbv --saved-limit-gb 30,15 --budget-s 300
+    python scripts/bench_pipeline.py --ranks 2 --schedules zbv --rows auto --layers 22 --device-total-gb 125
     python scripts/bench_pipeline.py --ranks 2 --tiny --verify    gloo and the simulated device, for the
                                                                   script's own sake
 
@@ -81,6 +82,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             "and a quarter of 1f1b's)"
         ),
     )
+    parser.add_argument(
+        "--device-total-gb",
+        default="",
+        help="comma-separated GB of 1e9 of all active bytes of each device, a row of mode auto each",
+    )
     parser.add_argument("--samples", type=int, default=3, help="timed steps a row (%(default)s)")
     parser.add_argument(
         "--warmup",
@@ -112,6 +118,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             if unknown
             else "--schedules is empty"
         )
+    if ("auto" in args.row_list) != bool(args.device_total_gb):
+        raise ValueError("a row of mode auto needs both: --rows auto and --device-total-gb 120, say")
     args.microbatches = args.microbatches if args.microbatches is not None else max(2, 2 * args.ranks)
     args.sequence = args.sequence if args.sequence is not None else (32 if args.tiny else 8192)
     for name in ("ranks", "layers", "sequence", "samples"):
@@ -146,7 +154,13 @@ def request_of(args: argparse.Namespace) -> Request:
     )
     host_gb = args.host_limit_gb or (1.0 if args.tiny else HOST_GB_A_GPU * args.ranks)
     return Request(
-        rows=rows_of(args.schedule_list, args.row_list, limits, verify=args.verify),
+        rows=rows_of(
+            args.schedule_list,
+            args.row_list,
+            limits,
+            verify=args.verify,
+            totals_bytes=[round(float(text) * GB) for text in args.device_total_gb.split(",") if text],
+        ),
         shape=shape,
         device="cpu" if args.tiny else "cuda",
         host_limit_bytes=round(host_gb * GB),

@@ -18,7 +18,7 @@ from pipelines.memory import BlockFacts, need_lines, need_of
 from pipelines.requests import JobShape
 
 GB = 1e9
-TIMED = ("nothing", "ours", "attention")
+TIMED = ("nothing", "ours", "auto", "attention")
 
 
 def step_ms(result: Mapping[str, Any]) -> list[float]:

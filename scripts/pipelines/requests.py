@@ -15,7 +15,8 @@ from parallel.schedules import schedule_named
 from pipelines.memory import BlockFacts, most_layers, need_of
 
 SCHEDULE_NAMES = ("1f1b", "interleaved1f1b", "zbv", "dualpipev")
-KINDS = ("links", "nothing", "ours", "attention", "verify")
+KINDS = ("links", "nothing", "ours", "auto", "attention", "verify")
+"""Of "auto" the limit is of all active bytes: a device_total."""
 LIMITED_SHARES = (0.5, 0.25)
 """Default limits, of what the first rank under 1F1B would hold: half, which later ranks hardly notice, and a
 quarter."""
@@ -86,7 +87,12 @@ class Request:
 
 
 def rows_of(
-    schedules: Sequence[str], kinds: Sequence[str], limits_bytes: Sequence[int], *, verify: bool
+    schedules: Sequence[str],
+    kinds: Sequence[str],
+    limits_bytes: Sequence[int],
+    *,
+    verify: bool,
+    totals_bytes: Sequence[int] = (),
 ) -> tuple[RowRequest, ...]:
     """The rows in the order of their value: the first schedule with and without offload, whether gradients
     are equal, then the other schedules under the first limit, and last what only rounds
@@ -109,6 +115,11 @@ def rows_of(
         *([RowRequest(kind="verify", schedule=name) for name in schedules] if verify else []),
         *(row for name in others for row in limited(name, slice(0, 1))),
         *limited(first, slice(1, None)),
+        *(
+            RowRequest(kind="auto", schedule=name, saved_limit_bytes=total)
+            for name in schedules
+            for total in totals_bytes
+        ),
         *(RowRequest(kind="nothing", schedule=name) for name in others),
         *(RowRequest(kind="attention", schedule=name) for name in others),
     ]

@@ -17,7 +17,7 @@ from bench.gradients import deterministic, fingerprint
 from bench.measure import median
 from bench.ours import STAT_FIELDS
 from bench.workload import ATTENTION_GROUPS, GROUPS
-from offload import OffloadConfig, PipelineOffloadManager, configure
+from offload import OffloadConfig, PipelineOffloadManager, apply, configure
 from offload.policy.actions import Action
 from parallel.host import line_up, reserve_host_together
 from parallel.launch import Rank
@@ -26,6 +26,9 @@ from pipelines.job import PipelineJob
 from pipelines.machine import empty_device, machine_facts, rates_json
 from pipelines.memory import BlockFacts
 from pipelines.requests import Request, RowRequest
+
+_AUTO_WARMUP = 14
+"""Untimed steps of mode auto: two without a plan, then its plans and what stays under each."""
 
 
 class Bench:
@@ -46,6 +49,7 @@ class Bench:
             "links": self._links,
             "nothing": self._nothing,
             "ours": self._ours,
+            "auto": self._auto,
             "attention": self._attention,
             "verify": self._verify,
         }
@@ -63,6 +67,18 @@ class Bench:
     def _ours(self, row: RowRequest) -> dict[str, Any]:
         with self._offloading(row.schedule, GROUPS, device_limit_bytes=self._limit_bytes(row)) as job:
             return self._timed(job)
+
+    def _auto(self, row: RowRequest) -> dict[str, Any]:
+        with self._offloading(row.schedule, ()) as job:
+            handles = [
+                apply(module.stack, mode="auto", device_total=row.saved_limit_bytes)
+                for module in job.modules.values()
+            ]
+            # the plan is made anew from what was measured under the one before
+            found = self._timed(job, warmup=_AUTO_WARMUP)
+            for handle in handles:
+                handle.remove()
+            return found
 
     def _attention(self, row: RowRequest) -> dict[str, Any]:
         with self._offloading(row.schedule, ATTENTION_GROUPS) as job:

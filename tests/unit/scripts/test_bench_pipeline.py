@@ -53,6 +53,11 @@ def test_rows_come_in_the_order_of_their_value() -> None:
     ]
 
 
+def test_a_total_is_a_row_of_mode_auto_for_each_schedule() -> None:
+    rows = rows_of(["1f1b", "zbv"], ["auto"], [], verify=False, totals_bytes=[100 * GB])
+    assert [row.label for row in rows] == ["links", "1f1b auto 100 GB", "zbv auto 100 GB"]
+
+
 def test_rows_that_were_not_asked_for_are_left_out_but_the_link_is_always_measured() -> None:
     assert [row.kind for row in rows_of(["1f1b"], ["ours"], [GB], verify=False)] == ["links", "ours"]
     assert [row.kind for row in rows_of(["1f1b"], [], [], verify=True)] == ["links", "verify"]
@@ -70,7 +75,8 @@ def test_request_has_what_the_command_line_says() -> None:
     [
         (["--schedules", "chimera"], "no schedule is called 'chimera'"),
         (["--schedules", ","], "--schedules is empty"),
-        (["--rows", "ours,theirs"], "--rows theirs: known are nothing, ours, attention"),
+        (["--rows", "ours,theirs"], "--rows theirs: known are nothing, ours, auto, attention"),
+        (["--rows", "auto"], "a row of mode auto needs both: --rows auto and --device-total-gb 120, say"),
         (["--layers", "7"], "--layers 7 cannot be cut into the 2 virtual stages of interleaved1f1b"),
         (["--microbatches", "3"], "dualpipev needs a microbatch for every stage: 3 for 4 stages"),
         (["--samples", "0"], "--samples is 0; it must be at least 1"),
