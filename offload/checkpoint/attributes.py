@@ -3,25 +3,30 @@ numpy draw in it, so that both end as after one forward.
 
 One invariant: a recompute starts from the values that its forward had, and leaves what it found.
 
-What a forward binds anew, and whether it draws, is learned in the first one: until then all is remembered,
-later only that, which for most blocks is nothing. What a forward adds to a list or writes into an object is
-not seen, and happens twice.
+Both are looked at in every forward, because one may bind or draw what none before did: that takes the host
+about a thirtieth of what a layer of a transformer takes it, forward, recompute and backward. What a forward
+adds to a list or writes into an object is not seen, and happens twice.
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 __all__ = ["AttributesBefore"]
+
+logger = logging.getLogger(__name__)
 
 _ABSENT: Any = object()
 _NOT_HELD: Any = object()
@@ -29,17 +34,9 @@ _NOT_HELD: Any = object()
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-_Generator = tuple[Callable[[], Any], Callable[[Any], None]]
-"""What returns a random state, and what sets it."""
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
-
-class _Changing(NamedTuple):
-    attributes: list[tuple[ref[nn.Module], str]]
-    generators: list[_Generator]
-
-
-_changing: WeakKeyDictionary[nn.Module, _Changing] = WeakKeyDictionary()
-"""By block: what its first forward has changed."""
+_said: set[tuple[type, str]] = set()
 
 
 class _Attribute(NamedTuple):
@@ -59,82 +56,81 @@ class _Attribute(NamedTuple):
         return self._replace(value=vars(self.owner).get(self.name, _ABSENT))
 
 
+class _Generator(NamedTuple):
+    """comparable: of a state; two are equal if the states are."""
+
+    read: Callable[[], Any]
+    put: Callable[[Any], None]
+    comparable: Callable[[Any], Any]
+
+
 class AttributesBefore:
     """Those of `module`, and of all modules inside, before one forward of it: built just before, and `learn`
     called just after. Blocks the host: never."""
 
-    __slots__ = ("_attributes", "_learns", "_module", "_states")
+    __slots__ = ("_attributes", "_before", "_states")
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        known = _changing.get(module)
-        self._learns = known is None
-        generators = _generators() if known is None else known.generators
-        self._states = [(generator, generator[0]()) for generator in generators]
-        if known is None:
-            self._attributes = _all_of(module)
-            return
-        places = ((owner(), name) for owner, name in known.attributes)
-        found = (_Attribute(owner, name, None).now() for owner, name in places if owner is not None)
-        self._attributes = [attribute._replace(value=_held(attribute.value)) for attribute in found]
+        self._attributes: list[_Attribute] = []
+        self._before = [(owner, vars(owner).copy()) for owner in module.modules()]
+        self._states = [(generator, generator.read()) for generator in _generators()]
 
     def learn(self) -> None:
-        """The forward is over: keep what it has changed."""
-        if not self._learns:
-            return
-        before = {(id(attribute.owner), attribute.name) for attribute in self._attributes}
-        made = [
-            attribute._replace(value=_ABSENT)
-            for attribute in _all_of(self._module)
-            if (id(attribute.owner), attribute.name) not in before
-        ]
-        changed = [
-            attribute._replace(value=_held(attribute.value))
-            for attribute in self._attributes
-            if not _equal(attribute.value, attribute.now().value)
-        ]
-        self._attributes = [*changed, *made]
+        """The forward is over: keep what it has changed. Says once for each class and attribute that it
+        cannot be kept."""
+        before, self._before = self._before, []
+        self._attributes = [bound for owner, values in before for bound in _bound_anew(owner, values)]
         self._states = [
             (generator, state)
             for generator, state in self._states
-            if pickle.dumps(state) != pickle.dumps(generator[0]())
+            if generator.comparable(state) != generator.comparable(generator.read())
         ]
-        _changing[self._module] = _Changing(
-            [(ref(attribute.owner), attribute.name) for attribute in self._attributes],
-            [generator for generator, _ in self._states],
-        )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The recompute runs inside; at the end, by an exception too, everything is as it was found."""
-        attributes = [attribute.now() for attribute in self._attributes]
-        states = [(generator, generator[0]()) for generator, _ in self._states]
+        found = [attribute.now() for attribute in self._attributes]
+        states = [(generator, generator.read()) for generator, _ in self._states]
         try:
             for attribute in self._attributes:
-                attribute.bind()
-            for (_, put), state in self._states:
-                put(state)
+                attribute._replace(value=_held(attribute.value)).bind()  # a recompute may add to a list
+            for generator, state in self._states:
+                generator.put(state)
             yield
         finally:
-            for attribute in attributes:
+            for attribute in found:
                 attribute.bind()
-            for (_, put), state in states:
-                put(state)
+            for generator, state in states:
+                generator.put(state)
 
 
-def _all_of(module: nn.Module) -> list[_Attribute]:
-    return [
-        _Attribute(owner, name, value)
-        for owner in module.modules()
-        for name, value in vars(owner).items()
-        if name not in _OF_EVERY_MODULE
-    ]
+def _bound_anew(owner: nn.Module, before: dict[str, Any]) -> Iterator[_Attribute]:
+    now = vars(owner)
+    if before.keys() == now.keys() and all(map(is_, before.values(), now.values())):
+        return
+    for name in (before.keys() | now.keys()) - _OF_EVERY_MODULE:
+        value = before.get(name, _ABSENT)
+        if _equal(value, now.get(name, _ABSENT)):
+            continue
+        held = _held(value)
+        if held is _NOT_HELD and (type(owner), name) not in _said:
+            _said.add((type(owner), name))
+            logger.warning(
+                "attribute %r of a %s is bound anew in a forward that is recomputed, and was a %s, which is "
+                "not kept for each recompute: one that reads it finds what is bound by then. Numbers, "
+                "tensors, arrays, and lists, tuples, sets and dicts of these are kept",
+                name,
+                type(owner).__name__,
+                type(value).__name__,
+            )
+        yield _Attribute(owner, name, held)
 
 
-def _generators() -> list[_Generator]:
-    found: list[_Generator] = [(random.getstate, random.setstate)]
+def _generators() -> Iterator[_Generator]:
+    yield _Generator(random.getstate, random.setstate, lambda state: state)
     numpy = sys.modules.get("numpy")
-    return found if numpy is None else [*found, (numpy.random.get_state, numpy.random.set_state)]
+    if numpy is not None:
+        yield _Generator(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, pickle.dumps)
 
 
 def _equal(before: Any, now: Any) -> bool:
@@ -142,13 +138,26 @@ def _equal(before: Any, now: Any) -> bool:
 
 
 def _held(value: Any) -> Any:
-    if value is _ABSENT or _is_plain(value) or (isinstance(value, torch.Tensor) and value.grad_fn is None):
+    """The value without a graph: a recompute needs none, since it only makes again what was saved."""
+    if value is _ABSENT or value is _NOT_HELD or _is_plain(value):
         return value
-    return _NOT_HELD
+    if isinstance(value, torch.Tensor):
+        return value if value.grad_fn is None else value.detach().requires_grad_()
+    if type(value) in (list, tuple, set, frozenset):
+        parts = [_held(part) for part in value]
+        return _NOT_HELD if any(part is _NOT_HELD for part in parts) else type(value)(parts)
+    if type(value) is dict:
+        held = {name: _held(part) for name, part in value.items()}
+        return _NOT_HELD if any(part is _NOT_HELD for part in held.values()) else held
+    numpy = sys.modules.get("numpy")
+    is_array = (
+        numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and not value.dtype.hasobject
+    )
+    return value if is_array else _NOT_HELD
 
 
 def _is_plain(value: Any) -> bool:
     """Whether it leads to no other object but values like it."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype))
+    return value is None or isinstance(value, _PLAIN)

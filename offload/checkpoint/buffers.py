@@ -46,8 +46,7 @@ class BuffersBefore:
     """The buffers of `module`, and of all modules inside, before one forward of it: built just before, and
     `learn` called just after.
 
-    Buffers only: what a forward keeps in plain attributes is not put back, and counts twice. Blocks the host:
-    in the first forward, see above; in a CUDA graph's capture never.
+    Blocks the host: in the first forward, see above; in a CUDA graph's capture never.
     """
 
     def __init__(self, module: nn.Module) -> None:

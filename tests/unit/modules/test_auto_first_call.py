@@ -4,10 +4,12 @@ bits; if not, the block is kept or moved whole. With plain torch all of these tr
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ import offload
 from offload import OffloadError, PipelineOffloadManager
 from offload.modules.block_calls import Timing
 from tests.unit.modules.test_auto import SLOW_LINK
-from tests.unit.modules.training import WIDTH, Model, equal, train
+from tests.unit.modules.training import ROWS, WIDTH, Model, equal, train
 
 LAYERS = 3
 
@@ -81,7 +83,23 @@ def counts(block: Any, x: Tensor) -> Tensor:
 
 
 def draws(block: Any, x: Tensor) -> Tensor:
-    return x.cos() * 2 if random.random() < 0.5 else x
+    """From numpy's generator only where Python's says so: in the first forward of none of the blocks."""
+    return x.cos() * float(np.random.rand()) if random.random() < 0.25 else x
+
+
+def counts_late(block: Any, x: Tensor) -> Tensor:
+    """Draws and binds nothing in its first forwards."""
+    if block.fc.weight.grad is not None:
+        block.count += 1
+        x = x * (block.count + random.random())
+    return x
+
+
+def binds_containers(block: Any, x: Tensor) -> Tensor:
+    seen = getattr(block, "seen", [])
+    block.seen = [*seen[-2:], {"mean": (x * 1).mean(0)}]
+    block.array = getattr(block, "array", np.zeros(2)) + 1
+    return x * float(block.array[0]) + sum(one["mean"].detach() for one in block.seen)
 
 
 def state_of(model: Model) -> list[Tensor]:
@@ -92,6 +110,7 @@ def state_of(model: Model) -> list[Tensor]:
 
 def trained(model: Model, mode: Any, **options: Any) -> list[Tensor]:
     random.seed(5)
+    np.random.seed(5)
     if mode is None:
         return [*train(model, steps=4), *state_of(model)]
     with offload.activations(model, mode, min_numel=1, **options) as handle:
@@ -123,13 +142,42 @@ def test_a_block_whose_input_is_written_after_it_or_that_adds_to_a_cache_is_neve
 
 
 @pytest.mark.parametrize("mode", ["hidden_states", "selective", "auto"])
-@pytest.mark.parametrize("body", [counts, draws])
+@pytest.mark.parametrize("body", [counts, counts_late, draws, binds_containers])
 def test_what_a_block_binds_and_draws_happens_once_although_it_is_recomputed(
     body: Any, mode: str, manager: PipelineOffloadManager
 ) -> None:
     manager.engine.rates = SLOW_LINK
     plain = trained(build(body), None)
     assert equal(trained(build(body), mode), plain)
+
+
+class _Bound:
+    """Of a class of its own."""
+
+
+def test_a_bound_object_that_may_lead_to_a_graph_is_not_kept_for_a_recompute_which_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.checkpoint.attributes._said", set())
+    held: list[weakref.ref[_Bound]] = []
+
+    def body(block: Any, x: Tensor) -> Tensor:
+        block.last = _Bound()
+        held.append(weakref.ref(block.last))
+        return x
+
+    model = build(body)
+    with offload.activations(model, "hidden_states", min_numel=1):
+        first = model(torch.randn(ROWS, WIDTH))
+        second = model(torch.randn(ROWS, WIDTH))
+    assert [reference() is not None for reference in held] == [False] * LAYERS + [True] * LAYERS
+    del first, second
+    (said,) = [text for text in caplog.messages if "is bound anew" in text]
+    assert said == (
+        "attribute 'last' of a Body is bound anew in a forward that is recomputed, and was a _Bound, which "
+        "is not kept for each recompute: one that reads it finds what is bound by then. Numbers, tensors, "
+        "arrays, and lists, tuples, sets and dicts of these are kept"
+    )
 
 
 def test_a_block_that_writes_to_its_input_in_a_later_call_only_is_an_error_with_the_way_out(
