@@ -74,8 +74,9 @@ _RECOMPUTING = {
 _APPLIED = {"all": True, "groups": "groups", "hidden_states": "hidden_states", "selective": "selective"}
 """Rows of `offload.apply`, by their mode."""
 ROWS = ("nothing", *_RECOMPUTING, *_APPLIED, "auto")
-_SETTLING = {"auto": 16}
-"""Steps before the timed ones, of rows that measure and plan; the others need four."""
+_SETTLING = {"auto": 28}
+"""Steps before the timed ones, of rows that measure and plan, three times, each search a few steps beside
+others; the others need four."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,9 @@ from pipelines.machine import empty_device, machine_facts, rates_json
 from pipelines.memory import BlockFacts
 from pipelines.requests import Request, RowRequest
 
-_AUTO_WARMUP = 14
-"""Untimed steps of mode auto: two without a plan, then its plans and what stays under each."""
+_AUTO_WARMUP = 24
+"""Untimed steps of mode auto: two without a plan, then its three plans, each searched for beside a few steps,
+and what stays under each."""
 
 
 class Bench:
