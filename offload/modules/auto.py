@@ -1,16 +1,18 @@
 """Mode "auto": which blocks of which chunks are kept, moved or recomputed, so that a step fits a total of
 device memory and takes the least time.
 
-    step 1      every block is recomputed whole, so the total holds from the start; one block of each kind is
-                profiled in its forward
-    step 2      the same, without profiles: what a step needs beside saved tensors is measured
+    step 1      the first block of each kind runs plain and is profiled, and all that it saves leaves. The
+                others are recomputed whole, where that is right, so the total holds from the start
+    step 2      recomputes all of these: what a step needs beside saved tensors is measured
     its end     a linear program and a simulation (policy/mixture.py) choose a level for each block of each
                 chunk. What waits for the backward under these levels is kept or moved by the groups' own plan
-    later       times and memory are measured under the plan, and it is made anew where they differ
+    later       times and memory are measured under the plan, and it is made anew where they differ, or where
+                the link or the device's clock drifts
 
 Here is what is done at a forward and at the end of a step. block_calls.py has how a call runs under the plan,
-auto_memory.py the limit that the total leaves, auto_plan.py which plan is followed, auto_ranks.py how ranks
-whose blocks communicate agree on one.
+auto_memory.py the limit that the total leaves, auto_plan.py which plan is followed, auto_drift.py when the
+link or the clock asks for another, beside.py the search on a thread, auto_ranks.py how ranks whose blocks
+communicate agree on one.
 
 There is one plan for all models of a process that the mode is applied to: they share the device.
 
