@@ -165,6 +165,12 @@ class Applied:
     def _taken(self) -> weakref.WeakKeyDictionary[nn.Module, Applied]:
         return _watermarked if self.mode == "watermark" else _applied
 
+    def __getstate__(self) -> object:
+        raise TypeError(
+            f"{self!r} cannot be pickled or copied: it holds the hooks of a model of this process; save the "
+            "model's state_dict(), and call apply() on the model that is built where it is needed"
+        )
+
     def __repr__(self) -> str:
         state = "" if self._root is not None or self.mode is False else ", removed"
         found = "; ".join(

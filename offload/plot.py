@@ -69,12 +69,18 @@ def plot(path: str | Path, shown: Trace | Explanation, *, title: str | None = No
         beside that of plain blocks and the least possible; below, what is kept, moved and recomputed of each
         block in each microbatch.
     title: None says how long a traced step took and what its peaks were, or the state of the plan.
-    Raises ImportError without matplotlib (the extra `plot`), and ValueError for a trace in which nothing was
-    saved or copied, or before there is a plan. Blocks the host: while it draws.
+    Raises ImportError without matplotlib (the extra `plot`), ValueError for a trace in which nothing was
+    saved or copied, or before there is a plan, and TypeError for anything else. Blocks the host: while it
+    draws.
     """
     if isinstance(shown, Explanation):
         draw_explanation(shown, path, title=title)
         return
+    if not isinstance(shown, Trace):
+        raise TypeError(
+            f"plot() was given a {type(shown).__name__} to draw, must be what offload.tracing() yields or "
+            "what handle.explain() returns: plot('step.png', trace)"
+        )
     timeline = shown.timeline
     if not timeline.spans:
         raise ValueError(

@@ -101,10 +101,11 @@ class Report:
             return (
                 f"nothing that was saved may leave; most of it is {reasons[0][0]}"
                 if reasons
-                else "the groups saved nothing; open their hooks with `with offload_hooks():`"
+                else "the groups saved nothing: their forwards ran without gradients, or without hooks "
+                "(`with offload_hooks():`)"
             )
         reasons_of_kept = {
-            "the plan kept it (activation_offload_fraction, or a limit that has room for all)": (
+            "the plan kept it (activation_offload_fraction, or a limit or high mark that has room for all)": (
                 total.by_plan_bytes
             ),
             "the host had no free memory; raise host_reserve_bytes or host_limit_bytes": total.no_host_bytes,
@@ -204,7 +205,7 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
         if always or any(values):
             yield label, (bytes_text(values[0]), bytes_text(values[1]))
 
-    yield from row("saved for the backward", "saved_bytes")
+    yield from row("saved for the backward, and may leave", "saved_bytes")
     yield from row("  moved to the host", "moved_bytes")
     yield from row("    copied back", "came_back_bytes")
     yield from row("    read before it left the device", "read_here_bytes", always=False)
@@ -216,7 +217,7 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
     yield from row("    freed before it was sent", "freed_first_bytes", always=False)
     yield from row("copied back once more", "again_bytes", always=False)
     yield from row("on the device at once, at most", "peak_bytes")
-    yield from row("  if nothing had left", "would_hold_bytes")
+    yield from row("  if nothing had left", "would_hold_bytes", always=not last.moved_bytes)
     if limit is not None:
         yield from row(f"  beyond device_limit ({bytes_text(limit)})", "over_limit_bytes")
     yield from row("pinned host memory", "host_bytes")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -101,7 +102,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, help="a config.json of a causal language model")
+    parser.add_argument(
+        "--config", type=Path, help="a config.json of a causal language model; with --tiny, in tiny sizes"
+    )
     parser.add_argument("--layers", type=int, help="instead of the config's num_hidden_layers")
     parser.add_argument("--sequence", type=int, default=16384, help="tokens (%(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="sequences a step (%(default)s)")
@@ -123,6 +126,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parsed.rows = [name for name in parsed.rows.split(",") if name and name != "nothing"]
     if unknown := [name for name in parsed.rows if name not in ROWS]:
         parser.error(f"unknown rows {', '.join(unknown)}; known are {', '.join(ROWS)}")
+    try:
+        parsed.totals = [float(text) for text in parsed.device_total_gb.split(",")]
+    except ValueError:
+        parsed.totals = []
+    if not parsed.totals or not all(0 < total < math.inf for total in parsed.totals):
+        parser.error(f"--device-total-gb is {parsed.device_total_gb!r}; must be numbers above 0, as 12,14.5")
+    if parsed.config is not None and not parsed.config.is_file():
+        parser.error(f"--config {parsed.config} is no file; give the config.json of a model of transformers")
+    for name in ("sequence", "batch", "samples", "layers"):
+        given = getattr(parsed, name)
+        if given is not None and given < 1:
+            parser.error(f"--{name} is {given}; it must be at least 1")
     return parsed
 
 
@@ -131,10 +146,9 @@ def requests(args: argparse.Namespace, folder: Path) -> list[ModelRequest]:
     config = dict(LLAMA if args.config is None else json.loads(args.config.read_text()))
     config |= _TINY if args.tiny else {}
     config |= {} if args.layers is None else {"num_hidden_layers": args.layers}
-    totals = [float(text) for text in args.device_total_gb.split(",")]
     found = []
     for row in ("nothing", *args.rows):
-        for total in totals if row == "auto" else [None]:
+        for total in args.totals if row == "auto" else [None]:
             found.append(
                 ModelRequest(
                     row=row,

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpu", default="h200", help=f"{', '.join(GPUS)} (%(default)s)")
     add("--measure", action="store_true", help="take the rates of the GPU that is here")
     add("--pp", type=int, default=1, help="ranks of the pipeline")
-    add("--vpp", type=int, help="virtual stages of a rank; what the schedule usually has")
+    add("--vpp", "--virtual-stages", type=int, help="virtual stages of a rank; what the schedule usually has")
     add("--tp", type=int, default=1, help="ranks that share a layer, sequence parallelism included")
     add("--dp", type=int, default=1, help="replicas")
     add("--ep", type=int, default=1, help="ranks that share the experts, out of tp x dp")

@@ -313,6 +313,8 @@ class GroupsManager(OpenScopes, Client):
         over; two such ends later it is dropped. In a capture nothing happens. Blocks the host: as
         `step_end`."""
         by_hand = self._ends_by_hand or self._forwards_by_hand
+        if self._ends_by_hand and not guessed:
+            self.mark_report.optimizer_stepped(len(self._forward_order))
         if by_hand or not self._forward_order or self.engine.device.is_capturing():
             return
         self._infers_end, self.end_was_guessed = True, guessed

@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 FORWARDS_WITHOUT_END = 1024
 """Forwards of one virtual stage after which a step is taken for one that is never ended."""
 
+OPTIMIZER_STEPS_WITHOUT_END = 16
+"""Optimizer steps, with forwards between them, after which the same is said of a loop that has once called
+`step_end`."""
+
 MANY_SHAPES = 4
 """Plans made, each for another shape of step, after which shapes are said to vary: a first step, a shorter
 last batch and the next first step are three."""
@@ -57,6 +61,8 @@ class MarkReport(_Report):
         super().__init__()
         self._expected: set[int | None] = set()
         self._recomputed: set[str] = set()
+        self._forwards_at_step = 0  # when an optimizer stepped last
+        self._unended = 0  # its steps since the last `step_end`
 
     def not_announced(self, name: str) -> None:
         """Group `name` was started in a forward that no chunk was begun for."""
@@ -100,6 +106,20 @@ class MarkReport(_Report):
                 "and no plan is made. Call step_end() once a step, when its gradients are final",
                 f"{number:,}",
                 stage,
+            )
+
+    def optimizer_stepped(self, num_forwards: int) -> None:
+        """An optimizer's step ends nothing, since `step_end` was called once. num_forwards: since then."""
+        if num_forwards < self._forwards_at_step:
+            self._unended = 0  # a step_end() came between
+        self._unended += num_forwards > self._forwards_at_step
+        self._forwards_at_step = num_forwards
+        if self._unended >= OPTIMIZER_STEPS_WITHOUT_END and self._first("no step_end"):
+            logger.warning(
+                "an optimizer has stepped %d times since the last step_end(): this process has called "
+                "step_end(), so from then on no optimizer's step ends a step, nothing is counted and no plan "
+                "is made. Call step_end() once a step, or never; configure() begins anew",
+                self._unended,
             )
 
     def expect(self, stage: int) -> None:
@@ -255,28 +275,37 @@ class StepReport(_Report):
         """stats: of a step that followed its plan. live_peak_bytes: what its saved tensors would take of the
         device at once if none left."""
         limit, peak = limits.device_limit_bytes, stats.device_bytes_peak
+        is_auto = limits.again_room_bytes is not None
         if limit is not None and peak > limit and self._first("passed"):
             if stats.refused_bytes:
                 self._first("refused")  # said here
             logger.warning(
-                "saved tensors took up to %s bytes of the device at once in step %d, %s more than "
-                "device_limit (device_limit_bytes in OffloadConfig), %s: %s",
+                "saved tensors took up to %s bytes of the device at once in step %d, %s more than %s, %s: %s",
                 f"{peak:,}",
                 stats.step,
                 f"{peak - limit:,}",
+                "mode='auto' had planned for"
+                if is_auto
+                else "device_limit (device_limit_bytes in OffloadConfig)",
                 f"{limit:,}",
                 f"{stats.refused_bytes:,} bytes found no host memory; call "
                 f"reserve_host({stats.host_bytes_wanted_peak:,}) before the first step"
                 if stats.refused_bytes
-                else "what is being saved or read must fit beside what is on its way; raise the limit, or "
-                "mark smaller groups",
+                else "what is being saved or read must fit beside what is on its way; "
+                + (
+                    "where that passes device_total, give a larger one"
+                    if is_auto
+                    else "raise the limit, or mark smaller groups"
+                ),
             )
-        saves_nothing = limit is None and stats.spill_bytes and peak >= live_peak_bytes
+        # mode "auto" says itself where its total leaves it no choice
+        saves_nothing = limit is None and not is_auto and stats.spill_bytes and peak >= live_peak_bytes
         if saves_nothing and self._first("nothing saved"):
             logger.warning(
                 "step %d copied %s bytes out and %s back, and its saved tensors took as much of the device "
-                "at once, %s bytes, as if none had left: copies in flight have room for all of them. Set "
-                "device_limit (device_limit_bytes in OffloadConfig) to what they may take",
+                "at once, %s bytes, as if none had left: copies in flight have room for all of them. Results "
+                "are right, and a step that saves so little needs no offload. Set device_limit "
+                "(device_limit_bytes in OffloadConfig) to what they may take",
                 stats.step,
                 f"{stats.spill_bytes:,}",
                 f"{stats.restore_bytes:,}",

@@ -7,7 +7,7 @@ itself.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -46,7 +46,7 @@ def find_blocks(model: nn.Module) -> Blocks:
         name_them = f" Name the blocks, such as blocks={_example(model)!r}, or take" if children else " Take"
         raise ValueError(
             f"{type(model).__name__} has no blocks that can be found: two or more neighbouring children of "
-            f"one class in a ModuleList or Sequential. Its children are {_listed(children)}.{name_them} "
+            f"one class in a ModuleList or Sequential. {_children(children)}.{name_them} "
             "mode=True, which needs none: every saved tensor leaves"
         )
     return found
@@ -74,7 +74,7 @@ def match_modules(model: nn.Module, patterns: str | Sequence[str], argument: str
     argument: of `apply`, for errors. Raises ValueError for a pattern that matches nothing, with the nearest
     names.
     """
-    given = [patterns] if isinstance(patterns, str) else list(patterns)
+    given = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else list(patterns)
     if not given or not all(isinstance(pattern, str) and pattern for pattern in given):
         raise ValueError(
             f"{argument} is {patterns!r}, must be a pattern such as {_example(model)!r}, or a list of such"
@@ -119,8 +119,9 @@ def _near(model: nn.Module, pattern: str) -> str:
             f"{_listed(of_class)}: write {_patterns_of(model, of_class)!r}"
         )
     near = difflib.get_close_matches(pattern, names, 4, 0.3)
-    children = _listed([name for name, _ in model.named_children()])
-    return f"the nearest names are {_listed(near)}. Its children are {children}"
+    children = [name for name, _ in model.named_children()]
+    nearest = f"the nearest names are {_listed(near)}" if near else "no name is like it"
+    return f"{nearest}. {_children(children)}"
 
 
 def _patterns_of(model: nn.Module, names: Sequence[str]) -> str | list[str]:
@@ -147,4 +148,8 @@ def _example(model: nn.Module) -> str | list[str]:
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (", ".join(names[:_SHOWN]) or "none") + more
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _children(children: Sequence[str]) -> str:
+    return f"Its children are {_listed(children)}" if children else "It has no children"

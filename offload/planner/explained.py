@@ -146,21 +146,31 @@ class Explanation:
             return f"auto: {self.state}"
         plain_ms = plan.bound.compute_s * 1e3
         again_ms = sum(share.recompute_ms for share in self.shares)
+        late_ms = (plan.predicted_step_s - plan.predicted.stall_s) * 1e3 - plain_ms - again_ms
         lines = [
             f"auto: {self.state}",
             f"A step of plain blocks computes {plain_ms:.1f} ms. Planned: "
             f"{plan.predicted_step_s * 1e3:.1f} ms, {plan.predicted_step_s * 1e3 / plain_ms:.3f} of it, of "
-            f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms wait for copies. "
-            f"No plan can take less than {plan.bound.step_s * 1e3:.1f} ms "
+            f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms wait for copies"
+            + (f", and {late_ms:.1f} ms wait for the host. " if late_ms >= 0.05 else ". ")
+            + f"No plan can take less than {plan.bound.step_s * 1e3:.1f} ms "
             f"({plan.bound.step_s * 1e3 / plain_ms:.3f}).",
         ]
         if self.total_bytes is not None and self.rest_bytes is not None and self.limit_bytes is not None:
-            lines.append(
-                f"Of {bytes_text(self.total_bytes)} on the device, {bytes_text(self.rest_bytes)} are "
-                f"weights, gradients and working set; {bytes_text(self.limit_bytes)} are left for saved "
-                "tensors and what recomputes make again, and the plan takes "
-                f"{bytes_text(plan.predicted_peak_bytes)} of them."
+            spare_bytes = self.total_bytes - self.rest_bytes - self.limit_bytes
+            rest = (
+                f"{bytes_text(self.rest_bytes)} are weights, gradients and working set"
+                if self.rest_bytes
+                else "nothing is counted for weights, gradients and working set, which only a GPU shows"
             )
+            lines.append(
+                f"Of {bytes_text(self.total_bytes)} on the device, {rest}"
+                + (f" and {bytes_text(spare_bytes)} are spare" if spare_bytes > 0 else "")
+                + f"; {bytes_text(self.limit_bytes)} are left for saved tensors and what recomputes make "
+                f"again, and the plan takes {bytes_text(plan.predicted_peak_bytes)} of them."
+            )
+        if not self.shares:
+            return "\n".join([*lines, "No block saves a tensor that may leave, so nothing was to choose."])
         size, unit = byte_unit(max((share.saved_bytes for share in self.shares), default=0))
         table = tabulate(
             [
@@ -188,9 +198,9 @@ class Explanation:
         if found is not None:
             chunk, name, now, then = found
             lines.append(
-                f"Given up next: {name} in microbatch {chunk[1]}, from '{now.name}' to "
-                f"'{then.name}': {bytes_text(now.saved_bytes - then.saved_bytes)} for "
-                f"{(then.recompute_s - now.recompute_s) * 1e3:.2f} ms."
+                f"Given up next, if there were less: {name} in microbatch {chunk[1]}, from '{now.name}' to "
+                f"'{then.name}', which saves {bytes_text(now.saved_bytes - then.saved_bytes)} less and "
+                f"recomputes for {(then.recompute_s - now.recompute_s) * 1e3:.2f} ms."
             )
         more = self._larger_budget()
         if more is not None:
@@ -234,6 +244,12 @@ class Explanation:
             return None
         problem = self.plan.problem
         bound = least_mixed_step(
-            problem.actions, problem.blocks, problem.rates, limit_bytes, rest_s=problem.rest_s
+            problem.actions,
+            problem.blocks,
+            problem.rates,
+            limit_bytes,
+            rest_s=problem.rest_s,
+            host=problem.host,
+            host_limit_bytes=problem.host_limit_bytes,
         )
         return bound.step_s * 1e3

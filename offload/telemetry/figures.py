@@ -163,7 +163,8 @@ class Figures(_Sum):
 
     would_hold_bytes: int = _level()
     """Largest number of these bytes that the device would have held at once if none had left: less than plain
-    training holds where blocks are recomputed. 0 until a step was planned for."""
+    training holds where blocks are recomputed. At least `peak_bytes`; 0 where it is not known: until a step
+    was planned for, and of what a watermark alone sends."""
 
     peak_bytes: int = _level()
     """Largest number that it did hold at once, in any state."""
@@ -233,6 +234,8 @@ def figures_of(
     left = stats.kept_bytes - by_plan - no_host
     denied = max(0, min(left, stats.refused_bytes - no_host))
     limit = device_limit_bytes
+    if would_hold_bytes or not stats.spill_bytes:
+        would_hold_bytes = max(would_hold_bytes, stats.device_bytes_peak)
     return replace(
         figures_without_offload(stats),
         steps=1,

@@ -67,7 +67,14 @@ class Job:
         if options.auto:
             total = options.device_total_bytes
             for module in self.modules.values():
-                apply(module, mode="auto", device_total=total, min_numel=options.min_elements)
+                # named: a stage of one layer has no neighbours to find it by
+                apply(
+                    module,
+                    mode="auto",
+                    blocks="blocks.*",
+                    device_total=total,
+                    min_numel=options.min_elements,
+                )
         self.stages = [self._stage(index, module) for index, module in self.modules.items()]
         self.schedule = build_schedule(spec, self.stages, microbatches=options.microbatches, loss_fn=_loss)
         self.actions = actions_of(self.schedule, ranks.rank)

@@ -144,9 +144,10 @@ def test_above_a_mark_it_trains_with_every_gradient_verified(tmp_path: Path) -> 
         assert rank["engine"]["clients"]["watermark"]["out_bytes"] == rank["engine"]["spill_bytes"] > 0
 
 
-def test_within_a_total_it_trains_with_every_gradient_verified() -> None:
-    total = ["--offload", "auto", "--device-total-gb", "0.0005"]
-    code, output, errors = run(["--steps", "4", "--verify", *total, *SMALL], ranks=None)
+def test_within_a_total_stages_of_one_layer_train_with_every_gradient_verified() -> None:
+    total = ["--offload", "auto", "--device-total-gb", "0.00025"]
+    stages = ["--schedule", "zbv", *SMALL, "--layers", "2"]
+    code, output, errors = run(["--steps", "4", "--verify", *total, *stages], ranks=None)
     assert code == 0, errors
     assert "every gradient of all 4 steps is bit for bit what it is without offload" in output
     assert "hidden_states" in output

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from offload.groups.recorder import Recorder
 from offload.planner.explained import Explanation
 from offload.planner.explained_picture import figure_of
 from offload.policy.actions import one_f_one_b
+from offload.policy.menu import Host
 from offload.policy.mixture import choose_mixture
 from offload.telemetry.drawing import draw
 from offload.telemetry.timeline import MemorySample, Span, Timeline
@@ -267,6 +269,25 @@ def test_a_plans_picture_has_each_blocks_bytes_by_microbatch_and_what_they_cost(
         assert said in text, said
 
 
+def test_a_plan_that_waits_for_the_host_says_so_and_a_larger_budget_gains_nothing_then() -> None:
+    """One block, all of it kept, whose host takes 3 s longer than its device: nothing that memory mends."""
+    plain = explained_of(1, 4, limit_gb=40)
+    assert plain.plan is not None
+    problem = plain.plan.problem
+    late = Host(rest_s=plain.plan.bound.compute_s + 3)
+    plan = choose_mixture(
+        problem.actions, problem.blocks, problem.rates, problem.limit_bytes, host=late, max_trials=2
+    )
+    explained = replace(plain, plan=plan)
+    assert plan.predicted_step_s == pytest.approx(plan.bound.compute_s + 3)
+    text = str(explained)
+    assert "0.0 ms recompute and 0.0 ms wait for copies, and 3000.0 ms wait for the host." in text
+    assert "would save 0.0 ms a step" in text
+    assert "are weights, gradients and working set; " in text, "the three add up to the total"
+    no_gpu = replace(explained, rest_bytes=0, limit_bytes=50 * GB)
+    assert "working set, which only a GPU shows and 1.00 GB are spare; 50.00 GB are left" in str(no_gpu)
+
+
 def test_a_plan_that_is_not_made_yet_is_no_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no plan to draw: no plan yet: 1 of at least 2 steps"):
         offload.plot(tmp_path / "plan.png", Explanation(state="no plan yet: 1 of at least 2 steps"))
@@ -290,6 +311,11 @@ def test_a_trace_of_nothing_is_refused(manager: PipelineOffloadManager, tmp_path
     with pytest.raises(ValueError, match="nothing was recorded: no group was open and nothing was copied"):
         offload.plot(tmp_path / "step.png", trace)
     assert not (tmp_path / "step.png").exists()
+
+
+def test_what_is_neither_a_trace_nor_a_plan_is_refused_with_how_to_call(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"plot\(\) was given a str to draw, must be what offload\.tra"):
+        offload.plot(offload.report(), str(tmp_path / "step.png"))  # type: ignore[arg-type]
 
 
 def test_matplotlib_is_not_imported_by_the_package() -> None:

@@ -32,6 +32,18 @@ def test_a_limit_that_is_passed_is_said_with_both_numbers(caplog: pytest.LogCapt
     )
 
 
+def test_what_mode_auto_sets_itself_is_not_called_a_users_limit(caplog: pytest.LogCaptureFixture) -> None:
+    limits = Limits(OffloadConfig(device_limit_bytes=1000))
+    limits.again_room_bytes = 0
+    stats = StepStats(step=3, device_bytes_peak=2000, spill_bytes=10)
+    StepReport().look(stats, limits, 2000)
+    limits.device_limit_bytes = None
+    StepReport().look(stats, limits, 2000)  # it leaves no choice, and says so itself
+    (message,) = caplog.messages
+    assert "1,000 more than mode='auto' had planned for, 1,000: what is being saved" in message
+    assert message.endswith("where that passes device_total, give a larger one")
+
+
 def test_a_limit_that_is_passed_for_want_of_host_memory_says_how_much_to_reserve(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

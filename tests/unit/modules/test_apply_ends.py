@@ -63,6 +63,8 @@ def test_remove_puts_the_model_back_and_leaves_a_pending_backward_right(
     assert equal(results[1], results[0])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert "removed" in repr(handle)
+    with pytest.raises(TypeError, match="cannot be pickled or copied: it holds the hooks of a model of this"):
+        copy.copy(handle)
     again = offload.apply(model, min_numel=1)
     assert len(again.blocks) == 3
 
@@ -109,6 +111,8 @@ def test_what_is_applied_already_is_refused(manager: PipelineOffloadManager) -> 
     [
         ({"mode": "disc"}, r"mode is 'disc', must be one of False, 'groups', True"),
         ({"mode": True, "blocks": "layers.*"}, r"blocks='layers.\*' with mode=True, which takes every saved"),
+        ({"blocks": 3}, "blocks is 3, must be a pattern such as"),
+        ({"blocks": "zzz.*"}, r"'zzz.\*' matches no module of Model; no name is like it\. Its children are "),
         ({"blocks": "layer.*"}, r"'layer.\*' matches no module of Model; the nearest names are layers"),
         ({"min_numel": -1}, r"min_numel is -1, must be a whole number of elements"),
         ({"device_limit": 8}, r"device_limit is 8, which is 8 bytes; write '8GB', or '8B' if so few are mea"),

@@ -166,6 +166,24 @@ def test_a_users_own_step_end_and_chunks_are_believed(manager: PipelineOffloadMa
     assert len({stats.saved for stats in ended if stats is not None}) == 1
 
 
+def test_a_loop_that_ends_one_step_by_hand_and_no_other_is_told(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    offload.apply(model, min_numel=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for calls in (15, 15, 17):
+        for _ in range(calls):
+            model(torch.ones(ROWS, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.step()  # of a wrapper: no forward since, so no step of its own
+        if calls == 15:
+            assert not [said for said in caplog.messages if "step_end()" in said]
+            offload.step_end()
+    (message,) = [said for said in caplog.messages if "step_end()" in said]
+    assert "an optimizer has stepped 16 times since the last step_end(): this process has called" in message
+
+
 def test_blocks_that_are_called_without_their_model_begin_chunks_of_their_own(
     manager: PipelineOffloadManager,
 ) -> None:

@@ -77,7 +77,7 @@ def test_a_model_without_blocks_is_refused_with_its_children_and_what_would_matc
 
 def test_of_a_bare_module_all_tensors_may_leave_and_the_refusal_of_other_modes_says_so() -> None:
     with pytest.raises(
-        ValueError, match=r"Its children are none\. Take mode=True, which needs none: every saved"
+        ValueError, match=r"It has no children\. Take mode=True, which needs none: every saved"
     ):
         find_blocks(linear())
     bare = nn.Linear(8, 8)

@@ -30,7 +30,22 @@ def test_each_row_trains_the_same_model_and_its_gradients_are_compared(
     assert "transformer.h.0" in said
 
 
-def test_an_unknown_row_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rows", "auto,trl"], "unknown rows trl; known are nothing, checkpoint, every_second,"),
+        (
+            ["--device-total-gb", "12,x"],
+            "--device-total-gb is '12,x'; must be numbers above 0, as 12,14.5",
+        ),
+        (["--device-total-gb=-3"], "--device-total-gb is '-3'; must be numbers above 0"),
+        (["--config", "missing.json"], "--config missing.json is no file; give the config.json of a model"),
+        (["--samples", "0"], "--samples is 0; it must be at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_first_row(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        bench_model.parse(["--rows", "auto,trl"])
-    assert "unknown rows trl; known are nothing, checkpoint, every_second," in capsys.readouterr().err
+        bench_model.parse(arguments)
+    assert said in capsys.readouterr().err
