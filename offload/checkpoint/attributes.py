@@ -1,5 +1,6 @@
-"""The plain attributes of a block whose forward is run a second time, and the random numbers that Python and
-numpy draw in it, so that both end as after one forward.
+"""The plain attributes of a block whose forward is run a second time, and the random numbers that it draws
+from Python's and numpy's generators and from those that are bound to its attributes, so that all end as after
+one forward.
 
 One invariant: a recompute starts from the values that its forward had, and leaves what it found.
 
@@ -18,11 +19,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from operator import is_
+from operator import eq, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["AttributesBefore"]
 
@@ -57,11 +59,9 @@ class _Attribute(NamedTuple):
 
 
 class _Generator(NamedTuple):
-    """comparable: of a state; two are equal if the states are."""
-
     read: Callable[[], Any]
-    put: Callable[[Any], None]
-    comparable: Callable[[Any], Any]
+    put: Callable[[Any], object]
+    same: Callable[[Any, Any], bool]
 
 
 class AttributesBefore:
@@ -73,7 +73,7 @@ class AttributesBefore:
     def __init__(self, module: nn.Module) -> None:
         self._attributes: list[_Attribute] = []
         self._before = [(owner, vars(owner).copy()) for owner in module.modules()]
-        self._states = [(generator, generator.read()) for generator in _generators()]
+        self._states = [(generator, generator.read()) for generator in _generators(self._before)]
 
     def learn(self) -> None:
         """The forward is over: keep what it has changed. Says once for each class and attribute that it
@@ -83,7 +83,7 @@ class AttributesBefore:
         self._states = [
             (generator, state)
             for generator, state in self._states
-            if generator.comparable(state) != generator.comparable(generator.read())
+            if not generator.same(state, generator.read())
         ]
 
     @contextmanager
@@ -126,11 +126,35 @@ def _bound_anew(owner: nn.Module, before: dict[str, Any]) -> Iterator[_Attribute
         yield _Attribute(owner, name, held)
 
 
-def _generators() -> Iterator[_Generator]:
-    yield _Generator(random.getstate, random.setstate, lambda state: state)
+def _generators(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[_Generator]:
+    yield _Generator(random.getstate, random.setstate, eq)
+    types: set[type] = {torch.Generator, random.Random}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        yield _Generator(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, pickle.dumps)
+        types.add(numpy.random.Generator)
+        yield _Generator(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _pickled_same)
+    for _, values in before:
+        if types.isdisjoint(map(type, values.values())):
+            continue
+        for value in values.values():
+            if type(value) is torch.Generator:
+                yield _Generator(value.get_state, value.set_state, _tensors_same)
+            elif type(value) is random.Random:
+                yield _Generator(value.getstate, value.setstate, eq)
+            elif type(value) in types:
+                bits = value.bit_generator
+                yield _Generator(
+                    partial(getattr, bits, "state"), partial(setattr, bits, "state"), _pickled_same
+                )
+
+
+def _pickled_same(one: object, other: object) -> bool:
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
+def _tensors_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with _disable_current_modes():
+        return torch.equal(one, other)
 
 
 def _equal(before: Any, now: Any) -> bool:

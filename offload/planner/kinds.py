@@ -7,6 +7,8 @@ kind.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from enum import Enum
+from types import BuiltinFunctionType
 
 import torch
 from torch import nn
@@ -19,7 +21,8 @@ def kind_of(module: nn.Module) -> Hashable:
     buffer, and whether it is compiled.
 
     Of a fraction among the settings it counts whether it is 0: a dropout of 0 saves nothing, and rates that
-    rise from layer to layer save alike. Whole numbers are left out: a layer's own index is one.
+    rise from layer to layer save alike. Whole numbers of the model's own modules are left out: a layer's own
+    index is one. Those of torch's modules count, and those in tuples: strides and sizes.
     """
     return (
         getattr(module, "_compiled_call_impl", None) is not None,
@@ -34,20 +37,26 @@ def _make(tensor: torch.Tensor) -> Hashable:
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """Plain attributes: switches and words, fractions as switches, and of the rest whether it is there."""
+    """Plain attributes: switches, words and functions, fractions as switches, and of the rest whether it is
+    there."""
+    of_torch = type(module).__module__.startswith("torch.nn.")
     return tuple(
-        (name, _setting(value))
+        (name, value if of_torch and isinstance(value, int) else _setting(value))
         for name, value in sorted(vars(module).items())
         if not name.startswith("_") and name != "training"
     )
 
 
 def _setting(value: object) -> object:
-    if isinstance(value, bool) or _is_word(value):
+    if isinstance(value, (bool, Enum, torch.dtype)) or _is_word(value):
         return value
     if isinstance(value, float):
         return float, value != 0.0
-    return type(value)
+    if isinstance(value, tuple):
+        return tuple(part if isinstance(part, int) else _setting(part) for part in value)
+    if isinstance(value, BuiltinFunctionType):
+        return value
+    return getattr(value, "__code__", type(value))
 
 
 def _is_word(value: object) -> bool:

@@ -95,6 +95,15 @@ def counts_late(block: Any, x: Tensor) -> Tensor:
     return x
 
 
+def own_generators(block: Any, x: Tensor) -> Tensor:
+    """Which a block does that has weights, and another one of its kind does not."""
+    if block.fc.weight.sum() > 0:
+        if not hasattr(block, "python"):
+            block.python, block.numpy = random.Random(1), np.random.default_rng(1)
+        x = x * torch.rand(x.shape, generator=block.own) * block.python.random() * float(block.numpy.random())
+    return x
+
+
 def binds_containers(block: Any, x: Tensor) -> Tensor:
     seen = getattr(block, "seen", [])
     block.seen = [*seen[-2:], {"mean": (x * 1).mean(0)}]
@@ -142,7 +151,7 @@ def test_a_block_whose_input_is_written_after_it_or_that_adds_to_a_cache_is_neve
 
 
 @pytest.mark.parametrize("mode", ["hidden_states", "selective", "auto"])
-@pytest.mark.parametrize("body", [counts, counts_late, draws, binds_containers])
+@pytest.mark.parametrize("body", [counts, counts_late, draws, own_generators, binds_containers])
 def test_what_a_block_binds_and_draws_happens_once_although_it_is_recomputed(
     body: Any, mode: str, manager: PipelineOffloadManager
 ) -> None:

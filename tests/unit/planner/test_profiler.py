@@ -329,7 +329,7 @@ def test_a_compiled_block_is_plain_or_recomputed_whole(manager: Manager) -> None
 
 
 class Layer(Block):
-    def __init__(self, index: int, window: int | None = None, kind: str = "full", drop: float = 0.0) -> None:
+    def __init__(self, index: int, window: Any = None, kind: str = "full", drop: float = 0.0) -> None:
         super().__init__()
         self.index, self.window, self.kind = index, window, kind
         self.drop = nn.Dropout(drop)
@@ -343,6 +343,8 @@ def test_blocks_of_one_kind_differ_in_their_index_and_in_how_much_they_drop() ->
     assert rates[1] == rates[2] == rates[3] != rates[0]
     assert len({kind_of(layer) for layer in (first, second)}) == 1
     others = [Layer(0, window=8), Layer(0, kind="sliding"), Layer(0).eval(), Layer(0).bfloat16(), Block()]
+    windows = ((1, 2), (2, 2), torch.float16, torch.relu, nn.functional.silu, *map(nn.MaxPool1d, (2, 3)))
+    others += [Layer(0, window=window) for window in windows]
     others += [Layer(0).requires_grad_(False), Layer(0)]
     others[-1]._compiled_call_impl = others[-1]._call_impl
     assert len({kind_of(layer) for layer in (first, *others)}) == 1 + len(others)
