@@ -16,7 +16,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from offload.saved.filters import is_dtensor
 
 __all__ = ["MembersBefore"]
 
@@ -49,7 +50,7 @@ class MembersBefore:
                 owner.training = not owner.training
             for places, name, tensor in self._members:
                 now = places.get(name)
-                if now is None or now is tensor or isinstance(now, DTensor) or isinstance(tensor, DTensor):
+                if now is None or now is tensor or is_dtensor(now) or is_dtensor(tensor):
                     continue
                 exchanged.append((places, name, now))
                 places[name] = tensor  # type: ignore[assignment]

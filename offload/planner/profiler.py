@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
@@ -53,6 +52,7 @@ from offload.planner.operators import (
 from offload.planner.profile import BlockProfile, SeenCall, TimedCall, kept_always, settled_seconds
 from offload.planner.storages import SavedBytes, can_leave, waiting_bytes
 from offload.planner.unseen import UnseenWrites
+from offload.saved.filters import is_dtensor
 from offload.transfer.layout import WeakStorage
 
 __all__ = ["BlockProfiler"]
@@ -300,7 +300,7 @@ class _ProfileMode(CallMode):
         if draws_by_itself(func, kwargs):
             self.only = self.only or f"{func} draws from a generator of the block's own"
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, DTensor):  # its operators communicate below what a mode sees
+            if is_dtensor(leaf):  # its operators communicate below what a mode sees
                 self.collectives.update(group.group_name for group in leaf.device_mesh.get_all_groups())
         for written in writes_of(func, args, kwargs):
             self._note_write(call, written)

@@ -20,7 +20,7 @@ from offload.device import Device
 from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.replayed import TREES
 
-__all__ = ["Verdict", "is_plain", "is_wrapper", "judge", "waited"]
+__all__ = ["Verdict", "is_dtensor", "is_plain", "is_wrapper", "judge", "waited"]
 
 # views and casts between a parameter and what an op saves of it: weight.t() under autocast is T <- ToCopy <-
 # AccumulateGrad
@@ -71,6 +71,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """A wrapper subclass whose bytes are in inner tensors, such as DTensor or a float8 tensor."""
     return hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, FakeTensor)
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether it is one; there is none before its module is imported, which takes a second."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
