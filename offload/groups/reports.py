@@ -279,25 +279,17 @@ class StepReport(_Report):
         if limit is not None and peak > limit and self._first("passed"):
             if stats.refused_bytes:
                 self._first("refused")  # said here
-            logger.warning(
-                "saved tensors took up to %s bytes of the device at once in step %d, %s more than %s, %s: %s",
-                f"{peak:,}",
-                stats.step,
-                f"{peak - limit:,}",
-                "mode='auto' had planned for"
-                if is_auto
-                else "device_limit (device_limit_bytes in OffloadConfig)",
-                f"{limit:,}",
-                f"{stats.refused_bytes:,} bytes found no host memory; call "
-                f"reserve_host({stats.host_bytes_wanted_peak:,}) before the first step"
-                if stats.refused_bytes
-                else "what is being saved or read must fit beside what is on its way; "
-                + (
-                    "where that passes device_total, give a larger one"
-                    if is_auto
-                    else "raise the limit, or mark smaller groups"
-                ),
-            )
+            if is_auto and not stats.refused_bytes:
+                logger.warning(
+                    "saved tensors took up to %s bytes of the device at once in step %d, and mode='auto' had "
+                    "planned for %s: what is being saved or read must fit beside what is on its way. Where "
+                    "device_total is passed, give a larger one",
+                    f"{peak:,}",
+                    stats.step,
+                    f"{limit:,}",
+                )
+            else:
+                _say_passed(stats, limit)
         # mode "auto" says itself where its total leaves it no choice
         saves_nothing = limit is None and not is_auto and stats.spill_bytes and peak >= live_peak_bytes
         if saves_nothing and self._first("nothing saved"):
@@ -311,6 +303,23 @@ class StepReport(_Report):
                 f"{stats.restore_bytes:,}",
                 f"{peak:,}",
             )
+
+
+def _say_passed(stats: StepStats, limit: int) -> None:
+    peak = stats.device_bytes_peak
+    logger.warning(
+        "saved tensors took up to %s bytes of the device at once in step %d, %s more than device_limit "
+        "(device_limit_bytes in OffloadConfig), %s: %s",
+        f"{peak:,}",
+        stats.step,
+        f"{peak - limit:,}",
+        f"{limit:,}",
+        f"{stats.refused_bytes:,} bytes found no host memory; call "
+        f"reserve_host({stats.host_bytes_wanted_peak:,}) before the first step"
+        if stats.refused_bytes
+        else "what is being saved or read must fit beside what is on its way; raise the limit, or mark "
+        "smaller groups",
+    )
 
 
 def _listed(names: Iterable[str]) -> str:

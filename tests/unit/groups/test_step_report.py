@@ -40,8 +40,8 @@ def test_what_mode_auto_sets_itself_is_not_called_a_users_limit(caplog: pytest.L
     limits.device_limit_bytes = None
     StepReport().look(stats, limits, 2000)  # it leaves no choice, and says so itself
     (message,) = caplog.messages
-    assert "1,000 more than mode='auto' had planned for, 1,000: what is being saved" in message
-    assert message.endswith("where that passes device_total, give a larger one")
+    assert "2,000 bytes of the device at once in step 3, and mode='auto' had planned for 1,000: " in message
+    assert message.endswith("Where device_total is passed, give a larger one")
 
 
 def test_a_limit_that_is_passed_for_want_of_host_memory_says_how_much_to_reserve(
