@@ -194,12 +194,12 @@ class Prefetcher:
             while (found := coming.look(window, self.piece_bytes)) is not None:
                 fetch, keep, sizes = found
                 # without room what is on its way out leaves, and is looked at again
-                if keep and self._has_no_room(1):
+                if keep and transfers.rooms and self._has_no_room(1):
                     return
                 for block in keep:
                     transfers.reclaim(block)
                 if fetch:
-                    if self._has_no_room(sum(block.nbytes for block in fetch)):
+                    if transfers.rooms and self._has_no_room(sum(block.nbytes for block in fetch)):
                         return
                     later = partial(_read_later, chunks, rank, fetch[-1].touch)
                     if transfers.restore(fetch, Priority.SPECULATIVE, later) is None:
