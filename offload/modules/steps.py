@@ -15,6 +15,7 @@ user's `step_end` are believed instead, from the first on.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -54,6 +55,7 @@ class Steps:
         self._manager = manager
         self._roots: list[weakref.ref[Any]] = []
         self._hook: Any = None
+        self._ending = threading.Lock()
 
     def roots(self) -> list[Root]:
         """Those that are alive."""
@@ -103,6 +105,12 @@ class Steps:
             self._end(self._manager(), guessed=False)
 
     def _end(self, manager: GroupsManager, *, guessed: bool) -> None:
-        for root in self.roots():
-            root.step_ends()
-        manager.end_inferred_step(guessed=guessed)
+        """Where another thread ends the step already, a guess adds nothing."""
+        if not self._ending.acquire(blocking=not guessed):
+            return
+        try:
+            for root in self.roots():
+                root.step_ends()
+            manager.end_inferred_step(guessed=guessed)
+        finally:
+            self._ending.release()

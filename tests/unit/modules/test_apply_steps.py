@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,36 @@ def test_a_step_ends_where_the_optimizer_steps(manager: PipelineOffloadManager) 
     before = manager.engine.step
     train(model, steps=3)
     assert manager.engine.step == before + 3
+
+
+def test_a_forward_in_another_thread_ends_no_step_that_is_being_ended(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guess comes between the end and what is learned of the step: nothing is alive, and no forward of
+    a new step has begun."""
+    model = build()
+    ended, failed = manager.step_ended, list[BaseException]()
+
+    def forward() -> None:
+        try:
+            model(torch.randn(ROWS, WIDTH))
+        except BaseException as error:
+            failed.append(error)
+
+    def ended_meanwhile(stats: StepStats) -> None:
+        monkeypatch.undo()
+        other = threading.Thread(target=forward)
+        other.start()
+        other.join()
+        ended(stats)
+
+    offload.apply(model, min_numel=1)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    before = manager.engine.step
+    monkeypatch.setattr(manager, "step_ended", ended_meanwhile)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert manager.engine.step == before + 1
+    assert not failed
 
 
 class _Loop:
