@@ -198,8 +198,8 @@ class Auto(Client):
             state = "device_total leaves no choice: every block is recomputed, and its input moved"
         elif plan.followed is None:
             state = (
-                f"no plan yet: {plan.num_steps} of at least 2 steps that it is made from have ended; every "
-                "block is recomputed meanwhile"
+                f"no plan yet: {plan.num_steps} of at least 2 steps that it is made from have ended; "
+                "meanwhile a block is recomputed, or moved whole if a recompute would give it other bits"
             )
         else:
             state = "the plan is settled" if plan.is_final else "planned; it is still measured"
