@@ -69,13 +69,15 @@ def test_saved_tensors_and_what_is_made_again_keep_within_the_total(manager: Pip
     assert max(peaks[3:]) <= total
 
 
-def test_the_first_steps_recompute_every_block_and_say_that_no_plan_is_made_yet(
+def test_before_there_is_a_plan_that_is_said_and_how_blocks_run_meanwhile(
     manager: PipelineOffloadManager,
 ) -> None:
     model = build(blocks=LAYERS)
     handle = offload.apply(model, "auto", min_numel=1, device_total=20_000)
     train(model, steps=1, microbatches=1)
-    assert "no plan yet: 1 of at least 2 steps" in str(handle.explain())
+    said = str(handle.explain())
+    assert "no plan yet: 1 of at least 2 steps" in said
+    assert "moved whole if a recompute would give it other bits" in said
     assert handle.explain().shares == []
     handle.remove()
 
