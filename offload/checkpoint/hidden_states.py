@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import (
     _DEFAULT_DETERMINISM_MODE,
     _checkpoint_without_reentrant_generator,
+    _StopRecomputationError,
     noop_context_fn,
 )
 
@@ -289,6 +290,10 @@ class _Again:
             _due.tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             try:
                 self._module(*args, **kwargs)
+            except Exception as error:
+                if not isinstance(error, _StopRecomputationError):
+                    after = None  # it did not come to its end
+                raise
             finally:
                 _due.module, _due.tensors = None, ()
                 if after is not None:

@@ -90,7 +90,8 @@ class Auto(Client):
             engine.attach(self)
             engine.limits.again_room_bytes = 0  # until a plan says how much there is
             self.begin_step()
-        engine.transfers.claim(0)
+        with engine.lock:
+            engine.transfers.claim(0)
         self.memory.phase_begins(engine, BLOCKS)
         chosen = self.calls.chosen(manager, root, name, module, args, kwargs)
         before_again = chosen.before_again

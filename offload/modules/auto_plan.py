@@ -214,6 +214,7 @@ class AutoPlan:
         the host on a GPU only: where the plan needs more pinned memory than is held, for 1 ms for each 17 MB
         more, and 30 ms where the link was not measured yet."""
         engine, memory, before = manager.engine, self._memory, self.followed
+        self._stop_search()  # other ranks may have planned meanwhile
         self._since_plan = 0
         self._lengths = self.recent.lengths.typical()
         if plan is None:

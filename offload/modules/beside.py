@@ -5,7 +5,7 @@ at a step's end: operators issued a second fall to two fifths and less. One that
 it worked leaves four fifths, and a host that is ahead of its device by more than that loses nothing.
 
 One invariant: what the calculation raised is raised where its result is taken, and a process that ends waits
-for no more than its next rest.
+no longer than for the part that is under way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ __all__ = ["Beside"]
 T = TypeVar("T")
 
 _REST = 3.0
-"""Seconds for each that it worked."""
+"""Seconds for each that it worked, waiting for the interpreter not counted."""
+
+_STOPS_WITHIN_S = 0.01
 
 
 class _Stopped(BaseException):
@@ -64,7 +66,7 @@ class Beside(Generic[T]):
         self._is_stopped = True
 
     def _run(self) -> None:
-        self._began_s = time.perf_counter()
+        self._began_s = time.thread_time()
         try:
             self._found.append(self._calculate(self._rest))
         except _Stopped:
@@ -73,9 +75,10 @@ class Beside(Generic[T]):
             self._error = error
 
     def _rest(self) -> None:
-        if not self._is_stopped:
-            time.sleep(_REST * (time.perf_counter() - self._began_s))
-            self._began_s = time.perf_counter()
+        until_s = time.monotonic() + _REST * (time.thread_time() - self._began_s)
+        while not self._is_stopped and (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _STOPS_WITHIN_S))
+        self._began_s = time.thread_time()
         if self._is_stopped:
             raise _Stopped
 

@@ -308,7 +308,7 @@ class ForecastOrder(ActivationScheduler):
     def room(self) -> int:
         """Bytes that may be fetched ahead, by whichever client: with a step of the level left free, so that
         they need not be dropped."""
-        return self.budget.high_bytes - 1 - self.readings.read() - self._rise_before
+        return self.budget.high_bytes - 1 - self.readings.look() - self._rise_before
 
     # -- steps -----------------------------------------------------------------------------------------------
     def forget(self, ending: Sequence[Forward]) -> None:

@@ -1,8 +1,8 @@
 """When the device is asked how much is allocated, and how much would be if nothing had left.
 
-One invariant: between two readings no more than an eighth of the room below the high mark is saved, and there
-are at most 64 saves and reads, eight from half of the mark on. So memory that nobody saves may grow
-meanwhile, and is seen soon.
+One invariant: between two readings no more than an eighth of the room below the high mark, or a piece, is
+saved, and there are at most 64 saves and reads, eight from half of the mark on. So memory that nobody saves
+may grow meanwhile, and is seen soon.
 """
 
 from __future__ import annotations
@@ -69,6 +69,13 @@ class Readings:
         self._saved_bytes = self._read_bytes = self._calls = 0
         room = max(0, self._budget.high_bytes - allocated)
         self._next_saved_bytes = min(self._piece_bytes, room // _SHARE)
+        return allocated
+
+    def look(self) -> int:
+        """As `read`, for whoever fetches ahead: what was read before still counts for the next reading."""
+        reads = self._read_bytes, self._calls
+        allocated = self.read()
+        self._read_bytes, self._calls = reads
         return allocated
 
     def _count_away(self) -> None:

@@ -35,6 +35,7 @@ class LinkWatch:
 
     def begin(self) -> None:
         """Watch from here on."""
+        self._copier.unwatch(self._copied)  # a step that was no whole one has not ended it
         self._copies = {direction: [] for direction in Direction}
         self._copier.watch(self._copied)
 
@@ -48,7 +49,8 @@ class LinkWatch:
         under way, or were read before. thought: rates that they are compared with."""
         device, (out, back) = self._copier.device, (self._ended.get(way, []) for way in Direction)
         self._ended = {}
-        if not out or not back or not (device.poll(out[-1].end) and device.poll(back[-1].end)):
+        # not the last alone: a copy may have gone on a lane of its own
+        if not out or not back or not all(device.poll(timed.end) for timed in (*out, *back)):
             return None
         begin = out[0].start
 
