@@ -287,6 +287,20 @@ def test_rank_that_is_killed_ends_the_job_and_leaves_no_orphan(tmp_path: Path, m
 
 
 @ON_LINUX
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, mark: str) -> None:
+    telemetry = tmp_path / "steps.jsonl"
+    with under_torchrun(["--steps", "100000", "--telemetry", str(telemetry), *SMALL], mark) as process:
+        wait_for_steps(telemetry, 2)
+        assert len(members(mark)) == 3
+        process.kill()
+        process.wait()
+        end = time.monotonic() + LONG_S
+        while members(mark):
+            assert time.monotonic() < end, "the ranks went on without torchrun"
+            time.sleep(0.1)
+
+
+@ON_LINUX
 def test_interrupt_ends_the_job_and_leaves_no_orphan(tmp_path: Path, mark: str) -> None:
     telemetry = tmp_path / "steps.jsonl"
     with under_torchrun(["--steps", "100000", "--telemetry", str(telemetry), *SMALL], mark) as process:
