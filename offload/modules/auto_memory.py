@@ -158,7 +158,7 @@ class AutoMemory:
             engine.follow(replace(engine.config, device_limit_bytes=self._limit_before))
 
     def no_room(self) -> None:
-        """The total is less than a step takes that recomputes every block: that is what is done."""
+        """The total is less than a step takes that recomputes every block that may be: that is done."""
         assert self.total is not None
         self.is_measured, self.has_no_room = False, True
         self._say_once(

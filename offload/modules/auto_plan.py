@@ -56,8 +56,8 @@ class _Search(NamedTuple):
 
 
 class AutoPlan:
-    """Of one engine. followed: None: every block is recomputed. names: of the blocks that it is for.
-    num_steps: whole ones with a backward, so far. plans_left: of this shape of step."""
+    """Of one engine. followed: None: every block is recomputed that may be. names: of the blocks that it
+    is for. num_steps: whole ones with a backward, so far. plans_left: of this shape of step."""
 
     def __init__(self, calls: BlockCalls, memory: AutoMemory) -> None:
         self.followed: MixedPlan | None = None
@@ -238,7 +238,7 @@ class AutoPlan:
             manager.limits_changed()  # what stays was searched for with the rates of before
 
     def follow_none(self, engine: OffloadEngine) -> None:
-        """From the next step on every block is recomputed, under the engine's own limit."""
+        """From the next step on every block that may be is recomputed, under the engine's own limit."""
         self.followed = self._calls.levels = None
         self.plans_left = 0
         self.end(engine)
