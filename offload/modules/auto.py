@@ -7,12 +7,12 @@ device memory and takes the least time.
     its end     a linear program and a simulation (policy/mixture.py) choose a level for each block of each
                 chunk. What waits for the backward under these levels is kept or moved by the groups' own plan
     later       times and memory are measured under the plan, and it is made anew where they differ, or where
-                the link or the device's clock drifts
+                the link or the device's clock drifts. One that is slower than no plan is given up
 
 Here is what is done at a forward and at the end of a step. block_calls.py has how a call runs under the plan,
 auto_memory.py the limit that the total leaves, auto_plan.py which plan is followed, auto_drift.py when the
-link or the clock asks for another, beside.py the search on a thread, auto_ranks.py how ranks whose blocks
-communicate agree on one.
+link or the clock asks for another, auto_guard.py whether it is slower than none, beside.py the search on a
+thread, auto_ranks.py how ranks whose blocks communicate agree on one.
 
 There is one plan for all models of a process that the mode is applied to: they share the device.
 
@@ -163,8 +163,8 @@ class Auto(Client):
             self._ranks.agree_on_plan(manager)
         elif has_run and not self.calls.peers:
             plan.make_if_wanted(manager)
-            is_late = plan.num_steps == _PATIENCE and not (plan.is_searched or self.memory.has_no_room)
-            if plan.followed is None and is_late:
+            has_reason = plan.is_searched or plan.gave_up or self.memory.has_no_room
+            if plan.followed is None and plan.num_steps == _PATIENCE and not has_reason:
                 self._say_no_plan(manager)
 
     def _look_at_step(self, manager: GroupsManager, stats: StepStats) -> bool:
@@ -183,7 +183,7 @@ class Auto(Client):
                 plan.plans_left = 1  # one for all, where ranks agree next
             else:
                 plan.follow(manager, None)
-        plan.step_ended(manager, ran)
+        plan.step_ended(manager, ran, stats.stall_ms / 1e3)
         return True
 
     def _is_part(self, manager: GroupsManager) -> bool:
@@ -197,6 +197,8 @@ class Auto(Client):
         engine, plan, total = self._attached(), self.plan, self.memory.total
         if self.memory.has_no_room:
             state = "device_total leaves no choice: every block is recomputed, and its input moved"
+        elif plan.gave_up:
+            state = "a step under the plan took longer than one that recomputes every block: that is done"
         elif plan.followed is None:
             state = (
                 f"no plan yet: {plan.num_steps} of at least 2 steps that it is made from have ended; "

@@ -20,6 +20,7 @@ from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.groups.manager import GroupsManager
 from offload.modules.auto_drift import AutoDrift
+from offload.modules.auto_guard import AutoGuard
 from offload.modules.auto_memory import AutoMemory
 from offload.modules.beside import Beside
 from offload.modules.block_calls import BlockCalls
@@ -57,7 +58,8 @@ class _Search(NamedTuple):
 
 class AutoPlan:
     """Of one engine. followed: None: every block is recomputed that may be. names: of the blocks that it
-    is for. num_steps: whole ones with a backward, so far. plans_left: of this shape of step."""
+    is for. num_steps: whole ones with a backward, so far. plans_left: of this shape of step. gave_up: the
+    plan of this shape was slower than none."""
 
     def __init__(self, calls: BlockCalls, memory: AutoMemory) -> None:
         self.followed: MixedPlan | None = None
@@ -65,9 +67,11 @@ class AutoPlan:
         self.recent = RecentSteps()
         self.num_steps = 0
         self.plans_left = _PLANS
+        self.gave_up = False
         self._calls = calls
         self._memory = memory
         self._drift = AutoDrift()
+        self._guard = AutoGuard()
         self._search: _Search | None = None
         self._since_plan = 1  # steps
         self._shape: object = ()
@@ -79,8 +83,10 @@ class AutoPlan:
         if self._search is None:
             self._drift.begin_step(engine, plans_more=self.plans_left > 0)
 
-    def step_ended(self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]]) -> None:
-        """A step with a backward has ended."""
+    def step_ended(
+        self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]], stall_before_s: float
+    ) -> None:
+        """A step with a backward has ended. stall_before_s: what the one before it waited for copies."""
         seen = manager.last_step
         assert seen is not None
         self.num_steps += 1
@@ -88,9 +94,19 @@ class AutoPlan:
         known, _ = seen.schedule()
         ran = {chunk: with_halves(calls, seen.halves.get(chunk, ())) for chunk, calls in ran.items()}
         self.recent.ended(known, ran, seen.seconds, head_bytes=self._memory.head_bytes)
+        is_slower = self._guard.step_ended(
+            (tuple(known), tuple(self.recent.lengths.last.items())),
+            is_planned=self.followed is not None,
+            is_final=self.is_final,
+            seconds_before=seen.seconds,
+            stall_before_s=stall_before_s,
+        )
+        engine = manager.engine
+        if is_slower and engine.device.pins and not self._calls.peers:  # another device is simulated
+            self._give_up(engine)
         self._look_at_shape(known)
         if self._search is None:
-            self._drift.step_ended(manager.engine, self.recent.last_timed, plans_more=self.plans_left > 0)
+            self._drift.step_ended(engine, self.recent.last_timed, plans_more=self.plans_left > 0)
 
     def _look_at_shape(self, known: list[Action]) -> None:
         """A shape that comes twice in a row is planned for, and so are steps that vary. Where these had no
@@ -100,7 +116,7 @@ class AutoPlan:
         is_new = shape != self._shape and (shape is None or shape == self._shape_before)
         self._shape_before = shape
         if is_new or (memory.has_no_room and self._is_too_old):
-            self._shape, self.plans_left = shape, _PLANS
+            self._shape, self.plans_left, self.gave_up = shape, _PLANS, False
             memory.measure()
 
     @property
@@ -236,6 +252,17 @@ class AutoPlan:
         self._drift.planned(self.recent.last_timed, engine.rates)
         if before is not None and before.problem.rates != plan.problem.rates:
             manager.limits_changed()  # what stays was searched for with the rates of before
+
+    def _give_up(self, engine: OffloadEngine) -> None:
+        guard, self.gave_up = self._guard, True
+        logger.warning(
+            "a step takes %.1f ms under the plan of mode='auto', and %.1f with every block recomputed, which "
+            "is what is done from now on: what it measured of blocks and copies does not hold here. "
+            "mode='selective' and mode='hidden_states' need no plan",
+            guard.planned_s * 1e3,
+            guard.recomputed_s * 1e3,
+        )
+        self.follow_none(engine)
 
     def follow_none(self, engine: OffloadEngine) -> None:
         """From the next step on every block that may be is recomputed, under the engine's own limit."""

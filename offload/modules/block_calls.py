@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -53,14 +53,17 @@ _PASSES = 3
 """A block's forward and backward together, in forwards."""
 
 
+class _Note(Protocol):
+    def __call__(self, seconds: float, *, paced: bool) -> None: ...
+
+
 class Timing:
     """One forward or recompute of a block on the host's clock, and on the device's if it is `timed`.
 
-    note: told of the host's seconds where the host did not wait: if by the end the device has passed the
-    begin, the queue of launches was not full.
+    note: told of the host's seconds, and whether they are `paced` (planner/host_seconds.py).
     """
 
-    def __init__(self, device: Device, note: Callable[[float], None], *, timed: bool = False) -> None:
+    def __init__(self, device: Device, note: _Note, *, timed: bool = False) -> None:
         self._device = device
         self._note = note
         self._timed = timed
@@ -77,8 +80,10 @@ class Timing:
             return
         if self._timed:
             self._events = self._start, self._device.record(self._device.compute, timed=True)
-        if self._device.poll(self._start):
-            self._note(self.host_s)
+        self._note(self.host_s, paced=self._is_paced(self._start))
+
+    def _is_paced(self, start: Event) -> bool:
+        return self._device.poll(start)
 
     def device_s(self) -> float | None:
         """None for a forward that raised. The device must have passed its end. Where compute is on the host,
@@ -109,13 +114,15 @@ class Chosen:
     alike: Hashable = None
 
 
-class Called(NamedTuple):
+@dataclass(slots=True)
+class Called:
     """A call of a block. level: its place in the menu of its profile, which may come later; -1 is the last
-    one."""
+    one. paced: as HostSeconds has it, of its forward."""
 
     kind: Hashable
     level: int
     input_bytes: int
+    paced: bool = False
 
 
 class BlockCalls:
@@ -172,17 +179,20 @@ class BlockCalls:
             self.names[chunk] = []
         self.names[chunk].append(name)
         input_bytes = _input_bytes(args, kwargs)
+        called = Called(kind, -1, input_bytes)
+        ran.append(called)
         if kind not in self.profiles:
             unplanned = self._unplanned(kind, root, module, args, kwargs, engine)
-            ran.append(Called(kind, 0 if unplanned.is_plain else -1, input_bytes))
+            if unplanned.is_plain:
+                called.level = 0
             return unplanned
         profile = self._profile_for(kind, input_bytes / self._input_bytes[kind])
         level = last = len(profile.menu) - 1
         if self.levels is not None:
             followed = nearest(chunk, self.levels)
             planned = () if followed is None else self.levels[followed]
-            level = min(planned[len(ran)], last) if len(ran) < len(planned) else last
-        ran.append(Called(kind, level, input_bytes))
+            level = min(planned[len(ran) - 1], last) if len(ran) <= len(planned) else last
+        called.level = level
         chosen, keeps = profile.menu[level], profile.keeps[level]
         way, host = _way_of(keeps), self._hosts[kind]
 
@@ -191,11 +201,15 @@ class BlockCalls:
                 engine.transfers.claim(chosen.made_again_bytes)
             return Timing(engine.device, partial(host.note_again, way)).end
 
+        def note_forward(seconds: float, *, paced: bool) -> None:
+            called.paced = paced
+            host.note_forward(way, seconds, paced=paced)
+
         return Chosen(
             is_plain=keeps is None,
             contexts=self._contexts_for(keeps) if keeps else None,
             before_again=before_again,
-            timing=lambda: Timing(engine.device, partial(host.note_forward, way)),
+            timing=lambda: Timing(engine.device, note_forward),
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
             required=self.levels is None,
             alike=(kind, input_bytes) if profile.is_host_bound and not profile.depends_on_data else None,
@@ -209,9 +223,9 @@ class BlockCalls:
     def _known(self, call: Called) -> Ran:
         """The call with the profile that its kind has by now."""
         if call.kind not in self.profiles:
-            return Ran(None, call.level, call.input_bytes)
+            return Ran(None, call.level, call.input_bytes, call.paced)
         profile = self._profile_for(call.kind, call.input_bytes / self._input_bytes[call.kind])
-        return Ran(profile, call.level, call.input_bytes)
+        return Ran(profile, call.level, call.input_bytes, call.paced)
 
     def _profile_for(self, kind: Hashable, factor: float) -> BlockProfile:
         if factor == 1.0:

@@ -26,8 +26,9 @@ _WEIGHT_PART = 0.5
 _HOST_BOUND = 0.7
 """Of a forward's time: if the host takes so much of it to issue it, the device waits for the host."""
 
-_PASSES_OF_HOST = 2.0
-"""Host seconds of a block's forward and backward, in those of its forward."""
+_PASSES_OF_HOST = 3.0
+"""Host seconds of a block's forward and backward, in those of its forward. Source: W5 of the benchmarks, one
+H200: a forward of 11 ms and a backward of 22 where launches set the pace."""
 
 _SECONDS_A_SAVE = 334e-6
 """Host time of a storage that is moved, out and back, its hooks included. Source: W5 of the benchmarks, one
@@ -52,13 +53,15 @@ class Profile(Protocol):
 
 class Ran(NamedTuple):
     """One call of a block. profile: for its number of tokens; None in the step that profiles. level: its
-    place in the menu. input_bytes: the measure of its tokens. weight_bytes: what the W of a split backward
-    was seen to read of it; None where none was, and of a plain call. left: its I left that, so its W computed
-    nothing again."""
+    place in the menu. input_bytes: the measure of its tokens. paced: when the host was done with its forward
+    the device had begun it, so it waited for launches. weight_bytes: what the W of a split backward was seen
+    to read of it; None where none was, and of a plain call. left: its I left that, so its W computed nothing
+    again."""
 
     profile: Profile | None
     level: int
     input_bytes: int = 1
+    paced: bool = False
     weight_bytes: int | None = None
     left: bool = False
 
@@ -106,7 +109,8 @@ class StepWork:
 
         The profile's seconds say how the blocks share a forward; how long it takes is what was measured. In a
         backward each block has its share of what is left when its recompute is taken off. Where the host was
-        the slower one, what was measured is the host's time: then the profile's device seconds are taken.
+        the slower one, what was measured is the host's time, with what it does for copies: then the profile's
+        device seconds are taken, and no more than a plain forward takes the host.
         """
         blocks: dict[ChunkKey, list[Block]] = {}
         rest_s: dict[Action, float] = {}
@@ -125,20 +129,19 @@ class StepWork:
             if inside_s == 0:
                 return None
             host_s = sum(profile.host_s for profile in profiles)
-            weight_s: float | None = None
+            is_paced = 2 * sum(call.paced for call in ran[chunk]) > len(ran[chunk])
+            is_slower = host_s > max(_HOST_BOUND * measured_s, inside_s)
             # the first: of a device without a clock
-            if measured_s == 0 or backward_s[chunk] == 0 or host_s > max(_HOST_BOUND * measured_s, inside_s):
-                measured_s = inside_s
-                backward_s[chunk] = _BACKWARD * inside_s + sum(
-                    _again_s(ran[chunk], [profile.menu for profile in profiles], chunk in split)
-                )
-                weight_s = None
-            elif chunk in split:
-                weight_s = seconds[Action("W", *chunk)]
+            is_host_time = measured_s == 0 or backward_s[chunk] == 0 or is_slower or is_paced
+            if is_host_time:
+                measured_s = min(inside_s, host_s) if is_paced and host_s > 0 else inside_s
             # a profile's events may count gaps between launches, which a whole forward has not
             scale = min(1.0, measured_s / inside_s)
             menus = [_timed(profile.menu, scale) for profile in profiles]
             again_s, weight_again_s = _again_s(ran[chunk], menus, chunk in split)
+            weight_s = seconds[Action("W", *chunk)] if chunk in split and not is_host_time else None
+            if is_host_time:
+                backward_s[chunk] = _BACKWARD * measured_s + again_s + weight_again_s
             plain_s = backward_s[chunk] - again_s - weight_again_s
             ratio = max(plain_s / measured_s, 1.0)
             weight_part = _WEIGHT_PART

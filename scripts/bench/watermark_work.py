@@ -124,11 +124,22 @@ class Work:
         self.loss_of = loss_of
 
 
+def _lengths(shape: StackShape) -> range:
+    return range(shape.sequence // 2, shape.sequence + 1, 64)
+
+
+def num_lengths(shape: StackShape) -> int:
+    """Of `stack_work` where they vary."""
+    return len(_lengths(shape))
+
+
 def stack_work(shape: StackShape, device: torch.device, dtype: torch.dtype, *, vary: bool, seed: int) -> Work:
-    """The block stack of W1. vary: the sequence is drawn from half of the shape's to all of it."""
+    """The block stack of W1. vary: the sequence is drawn from half of the shape's to all of it; the first
+    steps have each length once."""
     stack, inputs = Stack(shape, device, dtype), Inputs(shape, device, dtype)
     drawn = random.Random(seed)
-    lengths = [64 * drawn.randint(shape.sequence // 128, shape.sequence // 64) for _ in range(4096)]
+    possible = _lengths(shape)
+    lengths = drawn.sample(possible, len(possible)) + drawn.choices(possible, k=4096)
 
     def loss_of(step: int, checkpoints: bool) -> torch.Tensor:
         out = inputs.of(0)
@@ -154,29 +165,53 @@ def denoiser_work(device: torch.device, dtype: torch.dtype, *, tiny: bool, batch
     return Work(model, loss_of)
 
 
+class _Clock:
+    """Of steps that follow each other, as in training: the host may be ahead of the device."""
+
+    def __init__(self, *, sim: bool) -> None:
+        self._sim = sim
+        self._ends: list[Any] = []
+
+    def step_ended(self) -> None:
+        if self._sim:
+            self._ends.append(time.perf_counter())
+        else:
+            self._ends.append(torch.cuda.Event(enable_timing=True))
+            self._ends[-1].record()
+
+    def step_ms(self) -> list[float]:
+        """Of each step, from the end of the one before it. Blocks the host until all are over."""
+        pairs = list(zip(self._ends, self._ends[1:], strict=False))
+        if self._sim:
+            return [(end - start) * 1000 for start, end in pairs]
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
+
+
 def run_row(spec: RowSpec, work: Work, *, steps: int, warmup: int, sim: bool) -> RowResult:
     """Make the steps of a row; its figures. Blocks the host."""
     result = RowResult(spec.name)
     runtime = None if spec.order is None else _runtime(spec, sim=sim)
     seen: list[dict[str, Any]] = []
+    clock = _Clock(sim=sim)
     step = 0
     try:
         for step in range(warmup + steps):
-            if step == warmup and not sim:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
+            if step == warmup:
+                if not sim:
+                    torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
+                clock.step_ended()
             _step(work, runtime, step, checkpoints=spec.checkpoints)
-            if not sim:
-                torch.cuda.synchronize()
             if step >= warmup:
-                result.ms.append((time.perf_counter() - began) * 1000)
+                clock.step_ended()
                 if runtime is not None and runtime.last_metrics is not None:
                     seen.append({**asdict(runtime.last_metrics), **asdict(runtime.last_details)})
     except torch.OutOfMemoryError as error:
         result.status = (
             f"out of memory in step {step + 1} of {warmup + steps}: {str(error).splitlines()[0][:80]}"
         )
+    result.ms = clock.step_ms()
     if not sim:
         stats = torch.cuda.memory_stats()
         result.active_bytes = stats["active_bytes.all.peak"]

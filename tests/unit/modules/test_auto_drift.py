@@ -16,6 +16,7 @@ from offload.device.sim import SimDevice
 from offload.groups import timed
 from offload.modules import auto_drift, auto_plan
 from offload.modules.beside import Beside
+from offload.modules.block_calls import Timing
 from offload.policy import mixed_search, mixture
 from offload.policy.actions import Rates
 from offload.policy.mixture import MixedPlan
@@ -59,12 +60,14 @@ class Run:
             block.register_full_backward_hook(self._computed(2))
         self.handle = offload.apply(self.model, "auto", min_numel=1, device_total=TOTAL)
         self.plans: list[MixedPlan] = []
+        self.planned_factor = 1.0  # of a block's seconds while a plan is followed
         self.microbatches = MICROBATCHES
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def _computed(self, passes: int) -> Callable[..., None]:
         def compute(module: nn.Module, *_: Any) -> None:
-            self.device.compute_for(passes * self.device.block_s)
+            factor = self.planned_factor if self.handle.explain().plan is not None else 1.0
+            self.device.compute_for(passes * self.device.block_s * factor)
 
         return compute
 
@@ -82,8 +85,9 @@ class Run:
 
 @pytest.fixture
 def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Run]]:
-    """On a link of so many bytes a second. Plans may follow each other within 8 steps, looks within 2, and
-    searches are short and waited for."""
+    """On a link of so many bytes a second, with a host that is ahead of the device. Plans may follow each
+    other within 8 steps, looks within 2, and searches are short and waited for."""
+    monkeypatch.setattr(Timing, "_is_paced", lambda timing, start: False)
     monkeypatch.setattr(mixture, "_STARTS", mixture._STARTS[:1])
     monkeypatch.setattr(mixed_search, "_MOST_TRIALS", 40)
     monkeypatch.setattr(timed, "_MOST_TRIALS", 12)
@@ -153,6 +157,26 @@ def test_another_clock_of_the_device_is_planned_for_once(new_run: Callable[[floa
     run.steps(AFTER + 2)
     assert len(run.plans) == 4
     assert moved_and_recomputed(run.plans[3])[0] > moved_and_recomputed(run.plans[2])[0]
+
+
+def test_a_plan_whose_steps_are_slower_than_those_before_it_is_given_up_until_other_steps_come(
+    new_run: Callable[[float], Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = new_run(RATE / 2)
+    run.planned_factor = 3.0
+    run.steps(SETTLED + 6)
+    explained = run.handle.explain()
+    assert explained.plan is None
+    assert explained.is_final
+    assert "a step under the plan took longer than one that recomputes every block" in str(explained)
+    (said,) = [record.getMessage() for record in caplog.records if "under the plan" in record.message]
+    took_ms, recomputed_ms = (float(word) for word in said.split() if word.replace(".", "").isdigit())
+    assert took_ms > 1.05 * recomputed_ms
+    assert len(run.plans) == 3
+    run.microbatches += 1
+    run.planned_factor = 1.0
+    run.steps(SETTLED + 6)
+    assert run.handle.explain().plan is not None
 
 
 def test_rates_and_seconds_that_tremble_a_little_change_no_plan(

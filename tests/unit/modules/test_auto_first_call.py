@@ -280,13 +280,35 @@ def test_a_plan_is_made_with_the_host_seconds_that_hooks_have_measured(
     handle.remove()
 
 
-def test_host_seconds_count_only_where_the_device_had_come_so_far_that_the_host_did_not_wait(
+def test_host_seconds_are_paced_where_the_device_has_passed_the_begin_by_the_end(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, seen = manager.engine.device, list[float]()
+    device, seen = manager.engine.device, list[bool]()
     for passed in (False, True):
-        timing = Timing(device, seen.append)
+        timing = Timing(device, lambda seconds, *, paced: seen.append(paced))
         with monkeypatch.context() as patch:
             patch.setattr(device, "poll", lambda event, answer=passed: answer)
             timing.end()
-        assert len(seen) == passed
+    assert seen == [False, True]
+
+
+def test_of_each_call_of_a_block_it_is_known_whether_the_device_waited_for_it(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, told = iter([True, False, False] * 100), list[bool]()
+
+    def is_paced(timing: Timing, start: object) -> bool:
+        told.append(next(answers))
+        return told[-1]
+
+    model = build(lambda block, x: x)
+    handle = offload.apply(model, "auto", min_numel=1, device_total=1_000_000)
+    train(model, steps=4)
+    assert handle._auto is not None
+    assert handle._auto.calls.levels is not None
+    monkeypatch.setattr(Timing, "_is_paced", is_paced)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    (ran,) = handle._auto.calls.take_ran().values()
+    assert [call.paced for call in ran] == told[:LAYERS]
+    assert {True, False} == {call.paced for call in ran}
+    handle.remove()

@@ -103,19 +103,38 @@ def test_host_seconds_that_were_measured_since_change_no_level() -> None:
 
 def test_of_each_way_the_least_call_counts_and_a_way_that_was_not_seen_is_scaled() -> None:
     seen = HostSeconds()
-    seen.note_forward(Way.CHECKPOINT, 3.0)
+    seen.note_forward(Way.CHECKPOINT, 3.0, paced=True)
     assert seen.by_way() is None  # its recompute belongs to it
     for seconds in (4.0, 2.8, 9.0):
-        seen.note_again(Way.CHECKPOINT, seconds)
+        seen.note_again(Way.CHECKPOINT, seconds, paced=True)
     # twice what is usual
     assert seen.by_way() == pytest.approx((2.0, 5.8, 11.8))
-    seen.note_forward(Way.CHECKPOINT, 2.0)
-    seen.note_forward(Way.PLAIN, 1.0)
+    seen.note_forward(Way.CHECKPOINT, 2.0, paced=True)
+    seen.note_forward(Way.PLAIN, 1.0, paced=True)
     # of 4.8, where 2.9 are usual, and of 1
     assert seen.by_way() == pytest.approx((1.0, 4.8, 5.9 * (1.0 + 4.8 / 2.9) / 2))
-    seen.note_forward(Way.SELECTIVE, 3.0)
-    seen.note_again(Way.SELECTIVE, 3.5)
+    seen.note_forward(Way.SELECTIVE, 3.0, paced=True)
+    seen.note_again(Way.SELECTIVE, 3.5, paced=True)
     assert seen.by_way() == pytest.approx((1.0, 4.8, 6.5))
+
+
+def test_a_host_that_is_ahead_is_not_taken_for_slow_by_the_calls_that_something_held_up() -> None:
+    """Recomputes take the device's time while the queue is full. Where the host is held up so long that the
+    device catches up, they take even longer."""
+    seen = HostSeconds()
+    for way in (Way.CHECKPOINT, Way.SELECTIVE):
+        for _ in range(7):
+            seen.note_forward(way, 15.0, paced=False)
+            seen.note_again(way, 16.0, paced=False)
+        seen.note_forward(way, 80.0, paced=True)
+        seen.note_again(way, 90.0, paced=True)
+    assert seen.by_way() is None
+    seen.note_forward(Way.PLAIN, 2.0, paced=True)
+    assert seen.by_way() == pytest.approx((2.0, 2.9 * 2.0, 5.9 * 2.0))
+    # any call is a bound, whatever it waited for
+    seen.note_forward(Way.SELECTIVE, 2.0, paced=False)
+    seen.note_again(Way.SELECTIVE, 1.5, paced=False)
+    assert seen.by_way() == pytest.approx((2.0, 2.9 * 2.0, 3.5))
 
 
 def test_seconds_that_no_call_shows_are_computed_again_unless_the_device_waits_for_the_host() -> None:

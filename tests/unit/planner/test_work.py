@@ -22,6 +22,9 @@ class Profiled:
     num_saves: int = 4
 
 
+PACED = ((0, True), (1, False), (0, True))
+
+
 def work_of(
     forward_s: float, backward_s: float, levels: tuple[int, ...], profile: Profiled = Profiled()
 ) -> StepWork:
@@ -53,10 +56,30 @@ def test_where_the_device_waits_for_the_host_the_profile_tells_its_seconds() -> 
     blocks = work.blocks[0, 0]
     assert [block.forward_s for block in blocks] == [1.0, 1.0]
     assert [block.backward_s for block in blocks] == [2.0, 2.0]
-    assert [block.host_s for block in blocks] == [10.0, 10.0]
+    assert [block.host_s for block in blocks] == [15.0, 15.0]
     assert work.rest_s == {F: 0.0, B: 0.0}
     # 4 saves of a block's 100 bytes at 334 us each
     assert work.host.seconds_per_moved_byte == pytest.approx(4 * 334e-6 / 100)
+
+
+@pytest.mark.parametrize(("host_s", "forward_s"), [(0.75, 0.75), (2.0, 1.0)])
+def test_where_the_device_waited_for_launches_the_time_that_copies_take_the_host_is_not_compute(
+    host_s: float, forward_s: float
+) -> None:
+    """W5 of the benchmarks, every block moved: 32 ms a forward, of which plain ones take the host 11."""
+    ran = {(0, 0): [Ran(Profiled(host_s=host_s), level, paced=paced) for level, paced in PACED]}
+    work = StepWork.of((F, B), {F: 9.0, B: 18.0}, ran)
+    assert work is not None
+    blocks = work.blocks[0, 0]
+    assert [block.forward_s for block in blocks] == [pytest.approx(forward_s)] * 3
+    assert [block.backward_s for block in blocks] == [pytest.approx(2 * forward_s)] * 3
+    assert [block.menu[1].recompute_s for block in blocks] == [pytest.approx(forward_s)] * 3
+    assert work.rest_s == {F: 0.0, B: 0.0}
+    # a device that was behind in most of them has run at its own pace
+    ahead = {(0, 0): [call._replace(paced=not call.paced) for call in ran[0, 0]]}
+    work = StepWork.of((F, B), {F: 9.0, B: 18.0 + 1.0}, ahead)
+    assert work is not None
+    assert work.rest_s == {F: pytest.approx(6.0), B: pytest.approx(12.0)}
 
 
 def test_a_chunk_of_blocks_without_a_profile_cannot_be_planned_for() -> None:

@@ -1,0 +1,58 @@
+"""Mode "auto" gives a plan up whose steps are slower than those before it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from offload.modules.auto_guard import AutoGuard
+from offload.policy.actions import Action
+
+F = Action("F", 0, 0)
+
+
+class Step(NamedTuple):
+    took_s: float | None
+    is_planned: bool = True
+    is_final: bool = True
+    shape: int = 1
+
+
+def verdicts(*steps: Step) -> list[bool]:
+    """Of each step, given when the next one has ended. Half of a step's time it waited for copies."""
+    guard, found, before_s = AutoGuard(), list[bool](), None
+    for step in (*steps, steps[-1]):
+        seconds = None if before_s is None else {F: before_s / 2}
+        found.append(
+            guard.step_ended(
+                step.shape,
+                is_planned=step.is_planned,
+                is_final=step.is_final,
+                seconds_before=seconds,
+                stall_before_s=0.0 if before_s is None else before_s / 2,
+            )
+        )
+        before_s = step.took_s
+    return found[1:]
+
+
+RECOMPUTED = [Step(took_s, is_planned=False) for took_s in (12.0, 10.0)]
+
+
+@pytest.mark.parametrize(("fastest_s", "is_slower"), [(10.4, False), (10.6, True)])
+def test_the_fastest_of_the_first_steps_under_the_last_plan_is_compared_once(
+    fastest_s: float, is_slower: bool
+) -> None:
+    under = [Step(took_s) for took_s in (20.0, 30.0, fastest_s, 20.0, 20.0, 20.0)]
+    assert verdicts(*RECOMPUTED, *under) == [False] * 5 + [is_slower, False, False]
+
+
+@pytest.mark.parametrize(
+    "other", [Step(1.0, is_final=False), Step(None), Step(1.0, shape=2)], ids=["tried", "untimed", "shape"]
+)
+def test_a_step_under_an_earlier_plan_or_of_no_known_time_is_not_looked_at(other: Step) -> None:
+    if other.shape == 1:
+        assert verdicts(*RECOMPUTED, other, *[Step(20.0)] * 4)[-1]
+    else:  # what is known of one shape is not of the other
+        assert not any(verdicts(*RECOMPUTED, *[other] * 4, *[Step(20.0)] * 4))
