@@ -44,13 +44,15 @@ class RowSpec:
 
 @dataclass(slots=True)
 class RowResult:
-    """status: "ok", or why the row ended. Bytes, unless the name says otherwise. moved_bytes, stall_ms: of a
-    timed step, on average. details: the runtime's counts of all timed steps together."""
+    """status: "ok", or why the row ended. Bytes, unless the name says otherwise. saved_bytes: allocated when
+    the last step's forward is over. moved_bytes, stall_ms: of a timed step, on average. details: the
+    runtime's counts of all timed steps together."""
 
     name: str
     status: str = "ok"
     ms: list[float] = field(default_factory=list)
     active_bytes: int = 0
+    saved_bytes: int = 0
     reserved_bytes: int = 0
     pinned_bytes: int = 0
     moved_bytes: int = 0
@@ -202,7 +204,7 @@ def run_row(spec: RowSpec, work: Work, *, steps: int, warmup: int, sim: bool) ->
                     torch.cuda.synchronize()
                     torch.cuda.reset_peak_memory_stats()
                 clock.step_ended()
-            _step(work, runtime, step, checkpoints=spec.checkpoints)
+            result.saved_bytes = _step(work, runtime, step, checkpoints=spec.checkpoints)
             if step >= warmup:
                 clock.step_ended()
                 if runtime is not None and runtime.last_metrics is not None:
@@ -255,14 +257,16 @@ def _runtime(spec: RowSpec, *, sim: bool) -> ActivationRuntime:
     return ActivationRuntime(engine=engine, **fields)
 
 
-def _step(work: Work, runtime: ActivationRuntime | None, step: int, *, checkpoints: bool) -> None:
-    """Gradients are freed before each step."""
+def _step(work: Work, runtime: ActivationRuntime | None, step: int, *, checkpoints: bool) -> int:
+    """Gradients are freed before each step. Returns the bytes that are allocated when its forward is over."""
     work.model.zero_grad(set_to_none=True)
     if runtime is not None:
         runtime.step_begin(step)
     with nullcontext() if runtime is None else runtime.managed_forward():
         loss = work.loss_of(step, checkpoints)
+    saved_bytes = torch.cuda.memory_allocated() if loss.is_cuda else 0
     loss.backward()
     del loss
     if runtime is not None:
         runtime.step_end()
+    return saved_bytes
