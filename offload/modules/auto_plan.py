@@ -241,7 +241,7 @@ class AutoPlan:
         self.followed, self._calls.levels = plan, plan.levels
         limit_bytes = plan.problem.limit_bytes
         if memory.total is not None:
-            limit_bytes = max(limit_bytes, memory.limit_bytes or 0)
+            limit_bytes = limit_bytes if memory.limit_bytes is None else memory.limit_bytes
             memory.total.restart()
             memory.measure()
         _measure_link(engine)

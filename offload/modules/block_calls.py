@@ -14,7 +14,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -54,13 +53,14 @@ _PASSES = 3
 
 
 class _Note(Protocol):
-    def __call__(self, seconds: float, *, paced: bool) -> None: ...
+    def __call__(self, seconds: float, *, paced: bool, own: bool) -> None: ...
 
 
 class Timing:
     """One forward or recompute of a block on the host's clock, and on the device's if it is `timed`.
 
-    note: told of the host's seconds, and whether they are `paced` (planner/host_seconds.py).
+    note: told of the host's seconds, whether they are `paced` (planner/host_seconds.py), and whether they are
+    the block's own: not those of copies that it sent.
     """
 
     def __init__(self, device: Device, note: _Note, *, timed: bool = False) -> None:
@@ -73,14 +73,14 @@ class Timing:
         self._began_s = time.perf_counter()
         self.host_s = 0.0
 
-    def end(self) -> None:
-        """It is over."""
+    def end(self, *, own: bool = True) -> None:
+        """It is over. own: it sent no copy."""
         self.host_s = time.perf_counter() - self._began_s
         if self._start is None:
             return
         if self._timed:
             self._events = self._start, self._device.record(self._device.compute, timed=True)
-        self._note(self.host_s, paced=self._is_paced(self._start))
+        self._note(self.host_s, paced=self._is_paced(self._start), own=own)
 
     def _is_paced(self, start: Event) -> bool:
         return self._device.poll(start)
@@ -170,7 +170,7 @@ class BlockCalls:
         if kind is None:
             kind = kinds[module.training] = kind_of(module), root.min_elements
         if handler is None:  # nothing may leave, and no plan is for it
-            return self._unplanned(kind, root, module, args, kwargs, engine)
+            return self._unplanned(kind, root, module, args, kwargs, engine, None)
         chunk = handler.id
         begun, ran = self._ran.get(chunk, (None, []))
         if begun is not handler.saved:
@@ -182,7 +182,7 @@ class BlockCalls:
         called = Called(kind, -1, input_bytes)
         ran.append(called)
         if kind not in self.profiles:
-            unplanned = self._unplanned(kind, root, module, args, kwargs, engine)
+            unplanned = self._unplanned(kind, root, module, args, kwargs, engine, called)
             if unplanned.is_plain:
                 called.level = 0
             return unplanned
@@ -194,16 +194,13 @@ class BlockCalls:
             level = min(planned[len(ran) - 1], last) if len(ran) <= len(planned) else last
         called.level = level
         chosen, keeps = profile.menu[level], profile.keeps[level]
-        way, host = _way_of(keeps), self._hosts[kind]
+        way = _way_of(keeps)
+        note_forward, note_again = self._notes(kind, way, called)
 
         def before_again() -> Callable[[], None]:
             with engine.lock:
                 engine.transfers.claim(chosen.made_again_bytes)
-            return Timing(engine.device, partial(host.note_again, way)).end
-
-        def note_forward(seconds: float, *, paced: bool) -> None:
-            called.paced = paced
-            host.note_forward(way, seconds, paced=paced)
+            return Timing(engine.device, note_again).end
 
         return Chosen(
             is_plain=keeps is None,
@@ -214,6 +211,20 @@ class BlockCalls:
             required=self.levels is None,
             alike=(kind, input_bytes) if profile.is_host_bound and not profile.depends_on_data else None,
         )
+
+    def _notes(self, kind: Hashable, way: Way, called: Called | None) -> tuple[_Note, _Note]:
+        """What is told of a forward, and of its recompute."""
+        host = self._hosts[kind]
+
+        def note_forward(seconds: float, *, paced: bool, own: bool) -> None:
+            if called is not None:
+                called.paced = paced
+            host.note_forward(way, seconds, paced=paced and own)
+
+        def note_again(seconds: float, *, paced: bool, own: bool) -> None:
+            host.note_again(way, seconds, paced=paced and own)
+
+        return note_forward, note_again
 
     def take_ran(self) -> dict[ChunkKey, list[Ran]]:
         """The calls of the step that ended, by chunk."""
@@ -248,6 +259,7 @@ class BlockCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         engine: OffloadEngine,
+        called: Called | None,
     ) -> Chosen:
         """A call that no plan is for: the first of a kind is profiled, the others are recomputed where that
         may be, keeping what every level keeps, and timed until the profile is read."""
@@ -268,11 +280,11 @@ class BlockCalls:
         if only:
             return Chosen(is_plain=True, required=True)
 
-        way, host = _way_of(keeps), self._hosts[kind]
+        note_forward, note_again = self._notes(kind, _way_of(keeps), called)
 
         def timing() -> Timing:
             timed = kind not in self._own
-            measured = Timing(engine.device, partial(host.note_forward, way), timed=timed)
+            measured = Timing(engine.device, note_forward, timed=timed)
             if timed:
                 self._timings.setdefault(kind, []).append(measured)
             return measured
@@ -280,7 +292,7 @@ class BlockCalls:
         return Chosen(
             is_plain=False,
             contexts=self._contexts_for(keeps) if keeps else None,
-            before_again=lambda: Timing(engine.device, partial(host.note_again, way)).end,
+            before_again=lambda: Timing(engine.device, note_again).end,
             timing=timing,
         )
 

@@ -167,7 +167,12 @@ class Explanation:
                 f"Of {bytes_text(self.total_bytes)} on the device, {rest}"
                 + (f" and {bytes_text(spare_bytes)} are spare" if spare_bytes > 0 else "")
                 + f"; {bytes_text(self.limit_bytes)} are left for saved tensors and what recomputes make "
-                f"again, and the plan takes {bytes_text(plan.predicted_peak_bytes)} of them."
+                f"again, and the plan takes {bytes_text(plan.predicted_peak_bytes)}"
+                + (
+                    " of them."
+                    if plan.predicted_peak_bytes <= self.limit_bytes
+                    else f" of the {bytes_text(plan.problem.limit_bytes)} that there were when it was made."
+                )
             )
         if not self.shares:
             return "\n".join([*lines, "No block saves a tensor that may leave, so nothing was to choose."])

@@ -285,7 +285,7 @@ def test_host_seconds_are_paced_where_the_device_has_passed_the_begin_by_the_end
 ) -> None:
     device, seen = manager.engine.device, list[bool]()
     for passed in (False, True):
-        timing = Timing(device, lambda seconds, *, paced: seen.append(paced))
+        timing = Timing(device, lambda seconds, *, paced, own: seen.append(paced))
         with monkeypatch.context() as patch:
             patch.setattr(device, "poll", lambda event, answer=passed: answer)
             timing.end()

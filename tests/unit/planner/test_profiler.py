@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -289,7 +290,9 @@ def test_seconds_are_those_of_the_plain_forward_where_it_was_measured(manager: M
     run(manager, Block(), args, {}, None, profiler)
     alone = profiler.profile()
     assert alone.forward_s == pytest.approx(sum(call.device_s for call in alone.calls))
-    assert alone.host_s == pytest.approx(alone.forward_s)
+    # what runs for the first time takes the host long
+    host_s = [call.host_s for call in alone.calls]
+    assert alone.host_s == pytest.approx(len(host_s) * median(host_s))
     profiler.note_plain(alone.host_s / 8, alone.forward_s / 4)
     profile = profiler.profile()
     assert profile.host_s == pytest.approx(alone.host_s / 8)

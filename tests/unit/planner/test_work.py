@@ -55,7 +55,7 @@ def test_where_the_device_waits_for_the_host_the_profile_tells_its_seconds() -> 
     work = work_of(10.0, 20.0, (0, 0), Profiled(host_s=5.0))
     blocks = work.blocks[0, 0]
     assert [block.forward_s for block in blocks] == [1.0, 1.0]
-    assert [block.backward_s for block in blocks] == [2.0, 2.0]
+    assert [block.backward_s for block in blocks] == [2.2, 2.2]
     assert [block.host_s for block in blocks] == [15.0, 15.0]
     assert work.rest_s == {F: 0.0, B: 0.0}
     # 4 saves of a block's 100 bytes at 334 us each
@@ -72,7 +72,7 @@ def test_where_the_device_waited_for_launches_the_time_that_copies_take_the_host
     assert work is not None
     blocks = work.blocks[0, 0]
     assert [block.forward_s for block in blocks] == [pytest.approx(forward_s)] * 3
-    assert [block.backward_s for block in blocks] == [pytest.approx(2 * forward_s)] * 3
+    assert [block.backward_s for block in blocks] == [pytest.approx(2.2 * forward_s)] * 3
     assert [block.menu[1].recompute_s for block in blocks] == [pytest.approx(forward_s)] * 3
     assert work.rest_s == {F: 0.0, B: 0.0}
     # a device that was behind in most of them has run at its own pace
@@ -80,6 +80,20 @@ def test_where_the_device_waited_for_launches_the_time_that_copies_take_the_host
     work = StepWork.of((F, B), {F: 9.0, B: 18.0 + 1.0}, ahead)
     assert work is not None
     assert work.rest_s == {F: pytest.approx(6.0), B: pytest.approx(12.0)}
+
+
+def test_a_pause_in_one_of_several_alike_forwards_is_not_of_the_work() -> None:
+    actions = [Action(kind, 0, number) for number in range(4) for kind in ("F", "B")]
+    seconds = {action: {"F": 2.0, "B": 4.0}[action.kind] for action in actions}
+    profile = Profiled()
+    ran = {(0, number): [Ran(profile, int(number == 3))] * 2 for number in range(4)}
+    seconds[Action("F", 0, 1)], seconds[Action("B", 0, 3)] = 9.0, 7.5
+    work = StepWork.of(actions, seconds, ran)
+    assert work is not None
+    assert [work.rest_s[action] for action in actions[:6]] == [0.0] * 6
+    # the last microbatch is recomputed, which no other is: 1.5 s of it are not explained
+    assert work.rest_s[actions[-1]] == pytest.approx(0.0)
+    assert [block.backward_s for block in work.blocks[0, 3]] == [pytest.approx(2.75)] * 2
 
 
 def test_a_chunk_of_blocks_without_a_profile_cannot_be_planned_for() -> None:
