@@ -15,6 +15,10 @@ __all__ = ["TotalMemory"]
 _AIM = 0.99
 """Of the total: the allocator rounds sizes up, and the order of two lanes is not the same in every step."""
 
+_FIRST_AIM = 0.95
+"""The same before a step under a plan was measured. A step that recomputes every block has its peaks at
+different moments: W2 on an H200 had a rest of 8.4 GB in such a step, and 9.6 to 10.5 under plans."""
+
 _NEARLY = 0.995
 """Of the total: a step that takes more is taken to have passed it, since the next may: peaks of steps that
 are alike differ by a hundredth and more (W2 on an H200 within 17 GB: 16.78 and 17.01)."""
@@ -52,14 +56,24 @@ class TotalMemory:
         self._highest_bytes = 0  # peak of these
         self._bound = False  # the limit held one of them back
         self._passed = False  # a step of lengths that vary has passed the total
+        self._is_first = True  # no step under a plan was measured
 
     @property
     def limit_bytes(self) -> int | None:
         """What the total leaves for saved tensors and recomputes; None where it is much less than what a step
         takes of both that recomputes every block."""
         assert self.rest_bytes is not None
-        limit_bytes = round(self.total_bytes * _AIM) - self.rest_bytes
-        return limit_bytes if limit_bytes >= _LEAST * self._least_bytes else None
+        if self._left_bytes(_AIM) < _LEAST * self._least_bytes:
+            return None
+        return max(self._left_bytes(self._aim), round(_LEAST * self._least_bytes))
+
+    @property
+    def _aim(self) -> float:
+        return _FIRST_AIM if self._is_first else _AIM
+
+    def _left_bytes(self, aim: float) -> int:
+        assert self.rest_bytes is not None
+        return round(self.total_bytes * aim) - self.rest_bytes
 
     @property
     def is_settled(self) -> bool:
@@ -84,7 +98,7 @@ class TotalMemory:
         self._calm += 1
         self._highest_bytes = max(self._highest_bytes, peak_bytes)
         self._bound = self._bound or counted_bytes > _BINDS * limit_bytes
-        missed_bytes = round(self.total_bytes * _AIM) - self._highest_bytes
+        first, self._is_first = self._is_first, False
         over = peak_bytes > _NEARLY * self.total_bytes
         self._passed = vary and (self._passed or over)
         may_rise = not self._passed and self._calm >= _VARIED_STEPS if vary else not self.is_settled
@@ -94,14 +108,16 @@ class TotalMemory:
             and self._highest_bytes < _WELL_BELOW * self.total_bytes
             and may_rise
         )
-        if not (over or under):
+        if not (over or under or first):
             return False
-        if vary and not over:
-            missed_bytes //= 2
-        rest_bytes = max(0, self.rest_bytes - missed_bytes)
+        rest_bytes = self.rest_bytes
+        if over or under or self._bound:
+            rest_bytes = max(0, self._highest_bytes - limit_bytes)
+        if vary and not over:  # a longer step may come
+            rest_bytes = max(self.rest_bytes, rest_bytes) if first else (self.rest_bytes + rest_bytes) // 2
         changed, self.rest_bytes = rest_bytes != self.rest_bytes, rest_bytes
         if over:  # so a step of recomputes would take more than the one that was measured
             self.least_peak_bytes = max(self.least_peak_bytes, rest_bytes + self._least_bytes)
-        if changed:
+        if changed or first:
             self.restart()
-        return changed
+        return changed or first

@@ -77,6 +77,7 @@ class FakeDevice:
         # pieces, in order; kept alive, so that no later piece has their addresses
         self.released_alone: list[torch.Tensor] = []
         self.polls = 0
+        self.polled: list[FakeEvent] = []
         self.synchronized: list[FakeEvent] = []
         self.pinning_threads: list[str] = []
         self.ungated = 0  # calls of host_memory that need not wait
@@ -107,6 +108,7 @@ class FakeDevice:
 
     def poll(self, event: Any) -> bool:
         self.polls += 1
+        self.polled.append(event)
         return bool(event.passed)
 
     def synchronize(self, event: Any) -> None:
