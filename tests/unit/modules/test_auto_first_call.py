@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offload
 from offload import OffloadError, PipelineOffloadManager
 from offload.modules.block_calls import Timing
+from offload.modules.root import GroupCall
+from offload.planner.host_seconds import HostSeconds, Way
 from tests.unit.modules.test_auto import SLOW_LINK
 from tests.unit.modules.training import ROWS, WIDTH, Model, equal, train
 
@@ -312,3 +314,41 @@ def test_of_each_call_of_a_block_it_is_known_whether_the_device_waited_for_it(
     assert [call.paced for call in ran] == told[:LAYERS]
     assert {True, False} == {call.paced for call in ran}
     handle.remove()
+
+
+def test_the_first_step_knows_it_as_well_of_those_that_it_does_not_profile(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Timing, "_is_paced", lambda timing, start: True)
+    model = build(lambda block, x: x)
+    handle = offload.apply(model, "auto", min_numel=1, device_total=1_000_000)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert handle._auto is not None
+    (ran,) = handle._auto.calls.take_ran().values()
+    assert [call.paced for call in ran] == [False, *[True] * (LAYERS - 1)]
+    handle.remove()
+
+
+def test_the_host_seconds_of_a_plain_block_that_sends_what_it_saves_are_not_its_own(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, handler_stays = list[bool](), list[bool]()
+
+    def note_forward(seen: HostSeconds, way: Way, seconds: float, *, paced: bool) -> None:
+        told.append(paced)
+
+    def close(call: GroupCall, output: object, failed: bool) -> None:
+        handler_stays.append(call.group.stays)
+        closed(call, output, failed)
+
+    closed = GroupCall.close
+    monkeypatch.setattr(Timing, "_is_paced", lambda timing, start: True)
+    monkeypatch.setattr(HostSeconds, "note_forward", note_forward)
+    monkeypatch.setattr(GroupCall, "close", close)
+    manager.engine.rates = SLOW_LINK
+    model = build(own_generator)  # is never recomputed
+    handle = offload.apply(model, "auto", min_numel=1, device_total=12_000)
+    train(model, steps=8)
+    handle.remove()
+    assert told == handler_stays[-len(told) :]
+    assert {True, False} == set(told)
