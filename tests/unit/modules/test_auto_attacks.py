@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -197,6 +198,11 @@ def test_figures_of_a_total_are_none_below_zero(handles: Callable[[nn.Module], o
     assert explained.limit_bytes is not None
     assert explained.rest_bytes >= 0
     assert explained.limit_bytes <= TOTAL
+    assert explained.plan is not None
+    assert "of them." in str(explained)
+    # a limit that was lowered since is not said to be what the plan takes
+    later = replace(explained, limit_bytes=explained.plan.predicted_peak_bytes - 1)
+    assert "that there were when it was made." in str(later)
 
 
 def test_a_hundred_steps_leave_no_object_and_no_tensor_in_a_cycle(
