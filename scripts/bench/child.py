@@ -183,13 +183,14 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     warmup = request.warmup if request.warmup is not None else max(work.warmup, row.settling_steps)
     vary = work.fewest_microbatches is not None
     first = numbered_step(row, clock, -1)
-    for number in range(warmup):
-        numbered_step(row, clock, -2 - number)
+    settling = [numbered_step(row, clock, -2 - number) for number in range(warmup)]
     if request.warmup is None:
-        _settle(row, clock, -2 - warmup)
+        settling += _settle(row, clock, -2 - warmup)
     # rows that settle longer are timed in the same steps
     result = summarise(first, [numbered_step(row, clock, number) for number in range(samples)], vary=vary)
     result["varies"] = vary
+    # a total is to hold while a plan is still tried, too
+    result["settling_active_bytes"] = [step.memory["active_peak"] for step in settling if step.memory]
     result["pinned"] = result["pinned_held"]
     if len(work.actions) == 2:
         result["forward_active_bytes"] = forward_active_bytes(row, clock)
@@ -209,17 +210,17 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     return result
 
 
-def _settle(row: Row, clock: Clock, number: int) -> None:
-    """Steps until the row needs no more, if it needs any, and some under what it has settled on. number: of
-    the first."""
+def _settle(row: Row, clock: Clock, number: int) -> list[StepCost]:
+    """Make steps until the row needs no more, if it needs any, and some under what it has settled on; their
+    costs. number: of the first."""
+    steps: list[StepCost] = []
     if row.is_settled:
-        return
+        return steps
     last = number - _MOST_LATE_STEPS
     while not row.is_settled and number > last:
-        numbered_step(row, clock, number)
+        steps.append(numbered_step(row, clock, number))
         number -= 1
-    for later in range(_SETTLED_STEPS):
-        numbered_step(row, clock, number - later)
+    return steps + [numbered_step(row, clock, number - later) for later in range(_SETTLED_STEPS)]
 
 
 def numbered_step(row: Row, clock: Clock, number: int) -> StepCost:
