@@ -16,7 +16,8 @@ from offload.policy.actions import Action
 __all__ = ["AutoGuard"]
 
 _MARGIN = 1.05
-"""What a step may take more than one that recomputes: two steps of the same kind differ by 3% on one H200."""
+"""What a step may take more than one that recomputes: two steps of the same kind differ by up to 4% on one
+H200."""
 
 _LOOKS = 4
 """Steps under the last plan, of which the least counts."""

@@ -102,7 +102,8 @@ class AutoPlan:
             stall_before_s=stall_before_s,
         )
         engine = manager.engine
-        if is_slower and engine.device.pins and not self._calls.peers:  # another device is simulated
+        may_give_up = engine.device.pins and not self._calls.peers  # another device is simulated
+        if is_slower and may_give_up and self._memory.holds_without_plan:
             self._give_up(engine)
         self._look_at_shape(known)
         if self._search is None:
@@ -238,7 +239,7 @@ class AutoPlan:
             memory.no_room()
             return
         self.names = {chunk: list(names) for chunk, names in self._calls.names.items()}
-        self.followed, self._calls.levels = plan, plan.levels
+        self.followed, self._calls.levels, self.gave_up = plan, plan.levels, False
         limit_bytes = plan.problem.limit_bytes
         if memory.total is not None:
             limit_bytes = limit_bytes if memory.limit_bytes is None else memory.limit_bytes
@@ -263,6 +264,7 @@ class AutoPlan:
             guard.recomputed_s * 1e3,
         )
         self.follow_none(engine)
+        self._memory.is_measured = False
 
     def follow_none(self, engine: OffloadEngine) -> None:
         """From the next step on every block that may be is recomputed, under the engine's own limit."""

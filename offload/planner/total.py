@@ -4,8 +4,9 @@
 # active bytes = saved tensors on the device + what recomputes hold beside them + the rest: weights,
 # gradients, the working set. The engine counts the first two (`TransferEngine.claim`), torch's allocator the
 # sum. So the rest is the difference of their peaks, and the engine's limit is the total less the rest. The
-# two peaks need not come at one moment, and the rest is larger in one block than in another. So the limit is
-# lowered as soon as a step has passed the total, and raised once several have stayed well below it.
+# two peaks need not come at one moment, and the rest is larger in one block than in another. So the first
+# plan is made for less, and its first step measures the rest once more. Then the limit is lowered as soon as
+# a step has nearly taken the total, and raised once several have stayed well below it.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class TotalMemory:
         steps differ in lengths, so the most of them counts."""
         self.rest_bytes = max(rest_bytes, self.rest_bytes or 0) if vary else rest_bytes
         self.least_peak_bytes, self._least_bytes = peak_bytes, counted_bytes
+        self._is_first = True
 
     def restart(self) -> None:
         """Another plan is followed from here on."""
@@ -115,6 +117,8 @@ class TotalMemory:
             rest_bytes = max(0, self._highest_bytes - limit_bytes)
         if vary and not over:  # a longer step may come
             rest_bytes = max(self.rest_bytes, rest_bytes) if first else (self.rest_bytes + rest_bytes) // 2
+        if first:  # the two peaks need not come at one moment, so it is this at least
+            rest_bytes = max(rest_bytes, peak_bytes - counted_bytes)
         changed, self.rest_bytes = rest_bytes != self.rest_bytes, rest_bytes
         if over:  # so a step of recomputes would take more than the one that was measured
             self.least_peak_bytes = max(self.least_peak_bytes, rest_bytes + self._least_bytes)

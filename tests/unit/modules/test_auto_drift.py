@@ -173,6 +173,8 @@ def test_a_plan_whose_steps_are_slower_than_those_before_it_is_given_up_until_ot
     took_ms, recomputed_ms = (float(word) for word in said.split() if word.replace(".", "").isdigit())
     assert took_ms > 1.05 * recomputed_ms
     assert len(run.plans) == 3
+    assert run.handle._auto is not None
+    assert not run.handle._auto.memory.is_measured
     run.microbatches += 1
     run.planned_factor = 1.0
     run.steps(SETTLED + 6)

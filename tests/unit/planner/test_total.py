@@ -24,6 +24,14 @@ def test_the_first_plan_is_made_for_less_and_its_first_step_tells_what_the_total
     idle.measured(400, 100, 300)
     assert idle.followed(500, 200, 650)
     assert idle.limit_bytes == 990 - 300
+    # but what it shows of the rest counts
+    idle = TotalMemory(1000)
+    idle.measured(400, 100, 300)
+    assert idle.followed(960, 600, 650)
+    assert idle.limit_bytes == 990 - 360
+    # a step that recomputes every block comes again: the next plan is a first one
+    idle.measured(400, 100, 300)
+    assert idle.limit_bytes == 950 - 300
 
 
 def test_the_limit_is_what_the_total_leaves_but_a_hundredth() -> None:
