@@ -60,7 +60,7 @@ class Timing:
     """One forward or recompute of a block on the host's clock, and on the device's if it is `timed`.
 
     note: told of the host's seconds, whether they are `paced` (planner/host_seconds.py), and whether they are
-    the block's own: not those of copies that it sent.
+    the block's own: a plain one that sends what it saves has those of its copies, too.
     """
 
     def __init__(self, device: Device, note: _Note, *, timed: bool = False) -> None:
@@ -74,7 +74,7 @@ class Timing:
         self.host_s = 0.0
 
     def end(self, *, own: bool = True) -> None:
-        """It is over. own: it sent no copy."""
+        """It is over. own: a plain block has sent nothing; what others send is theirs at each call."""
         self.host_s = time.perf_counter() - self._began_s
         if self._start is None:
             return
