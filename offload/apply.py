@@ -7,7 +7,7 @@
 
 One invariant: the model computes what it computed before, bit for bit. Forward hooks open and close groups
 around its blocks (offload/modules); they put no node into autograd's graph and replace no tensor. The modes
-`hidden_states` and `selective` recompute, by torch's own checkpoint.
+`hidden_states` and `selective` recompute, as torch's own checkpoint does.
 
 Nobody has to say where a forward begins or a step ends (offload/modules/steps.py).
 """

@@ -12,10 +12,9 @@ adds to a list or writes into an object is not seen, and happens twice.
 from __future__ import annotations
 
 import logging
-import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -65,14 +64,14 @@ class _Generator(NamedTuple):
 
 
 class AttributesBefore:
-    """Those of `module`, and of all modules inside, before one forward of it: built just before, and `learn`
-    called just after. Blocks the host: never."""
+    """Those of the modules of a block before one forward of it: built just before, and `learn` called just
+    after. Blocks the host: never."""
 
     __slots__ = ("_attributes", "_before", "_states")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._attributes: list[_Attribute] = []
-        self._before = [(owner, vars(owner).copy()) for owner in module.modules()]
+        self._before = [(owner, vars(owner).copy()) for owner in modules]
         self._states = [(generator, generator.read()) for generator in _generators(self._before)]
 
     def learn(self) -> None:
@@ -132,7 +131,7 @@ def _generators(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[_Gen
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         types.add(numpy.random.Generator)
-        yield _Generator(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _pickled_same)
+        yield _Generator(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same)
     for _, values in before:
         if types.isdisjoint(map(type, values.values())):
             continue
@@ -143,13 +142,14 @@ def _generators(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[_Gen
                 yield _Generator(value.getstate, value.setstate, eq)
             elif type(value) in types:
                 bits = value.bit_generator
-                yield _Generator(
-                    partial(getattr, bits, "state"), partial(setattr, bits, "state"), _pickled_same
-                )
+                yield _Generator(partial(getattr, bits, "state"), partial(setattr, bits, "state"), _same)
 
 
-def _pickled_same(one: object, other: object) -> bool:
-    return pickle.dumps(one) == pickle.dumps(other)
+def _same(one: Any, other: Any) -> bool:
+    """Of two states of one of numpy's generators: dicts of numbers, texts and arrays."""
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(_same(part, other[name]) for name, part in one.items())
+    return bool(one.tobytes() == other.tobytes() if hasattr(one, "tobytes") else one == other)
 
 
 def _tensors_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ that blocks the host, once for each buffer and each of training and evaluation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -43,17 +43,17 @@ class _Buffer(NamedTuple):
 
 
 class BuffersBefore:
-    """The buffers of `module`, and of all modules inside, before one forward of it: built just before, and
-    `learn` called just after.
+    """The buffers of `module` before one forward of it, and of the others in it, all of `modules`: built just
+    before, and `learn` called just after.
 
     Blocks the host: in the first forward, see above; in a CUDA graph's capture never.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, modules: Sequence[nn.Module]) -> None:
         self._module = module
         self._first = module not in _writes  # then buffers may still be made
         self._clones: dict[int, torch.Tensor] = {}
-        self._buffers = [buffer for owner in module.modules() for buffer in self._of(owner)]
+        self._buffers = [buffer for owner in modules for buffer in self._of(owner)]
         self._clones.clear()
 
     def _of(self, owner: nn.Module) -> Iterator[_Buffer]:

@@ -1,18 +1,18 @@
 """One recompute a half of a split backward, or one for both.
 
-torch's W runs a backward for each group of parameters, so its checkpoint computes a block again once for
+torch's W runs a backward for each group of parameters, so a checkpoint computes a block again once for
 each: seven times for a block of two norms and five linears with one recompute in its I. Each of them leaves
 on the device what it does not read, until the whole W has ended. Here a half unpacks all saves of a call with
 its first read. The other reads of that half find them; and what the W will read the I may leave for it.
 
     split = SplitCall(reads)
-    with split.hooks():       # inside the checkpoint's own
+    with split.hooks():       # inside the region's own
         ...                   # the forward
 
-One invariant: what a read gives is what torch's checkpoint gave, from one recompute or from another. A whole
+One invariant: what a read gives is what the region gave, from one recompute or from another. A whole
 backward passes through.
 
-A graph task gets each save of a checkpoint once. So nothing that a task may still read is let go before it
+A graph task gets each save once from one recompute. So nothing that a task may still read is let go before it
 has ended: in a W that is when another task reads another call.
 """
 
@@ -61,7 +61,7 @@ class _Save:
 
 
 class SplitCall:
-    """One call of `module`, under a checkpoint of torch's."""
+    """One call of `module`, inside a `Region`."""
 
     def __init__(self, reads: Reads, module: torch.nn.Module) -> None:
         self._reads = reads

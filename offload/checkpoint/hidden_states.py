@@ -6,38 +6,32 @@
     call.end(output)                                        # in its forward hook
 
 One invariant: gradients, random numbers, buffers and plain attributes are those of a block that runs once.
-Nothing wraps the block: torch's own non-reentrant checkpoint is entered and left by hooks, and a recompute
-calls the block again.
+Nothing wraps the block: its hooks begin and end a `Region` (region.py), whose recompute calls it again.
 
-What is torch's: random state, autocast, the check that the recompute saves what the forward saved, the early
-stop at the last saved tensor, a second backward. What is not: of keyword arguments tensors are saved like
-those given by position; buffers (buffers.py) and attributes (attributes.py); and the one argument that
-leaves, a group of its own that the call commits as soon as autograd has packed it, so its copy runs beside
-the block.
+The region does what torch's non-reentrant checkpoint does. What is added here: tensors given by keyword are
+saved like those given by position; buffers (buffers.py), attributes (attributes.py) and members (members.py)
+are as in the forward; and one argument leaves, in a group of its own that the call commits as soon as
+autograd has packed it, so its copy runs beside the block.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import (
-    _DEFAULT_DETERMINISM_MODE,
-    _checkpoint_without_reentrant_generator,
-    _StopRecomputationError,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import _StopRecomputationError
 
 from offload.checkpoint.arguments import TensorsBefore, is_cache, refuse_cache
 from offload.checkpoint.attributes import AttributesBefore
 from offload.checkpoint.buffers import BuffersBefore
 from offload.checkpoint.halves import Reads, SplitCall
-from offload.checkpoint.members import MembersBefore
-from offload.checkpoint.selective import Contexts
+from offload.checkpoint.members import MembersBefore, inner_modules, is_trained
+from offload.checkpoint.region import Contexts, Region
 from offload.errors import OffloadError
 from offload.saved.filters import waited
 
@@ -85,8 +79,7 @@ def is_recompute(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if _due.module is not module:
         return False
     given, _due.module, _due.tensors = _due.tensors, None, ()
-    leaves = tree_leaves((args, kwargs), is_leaf=is_cache)
-    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found = args if _are_tensors(args, kwargs) else _tensors_in(args, kwargs)
     if len(found) != len(given) or not all(map(_same, found, given)):
         raise OffloadError(
             f"a forward pre-hook of a {type(module).__name__} that is recomputed changes its arguments "
@@ -95,6 +88,16 @@ def is_recompute(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             "the module itself, or use mode='groups'"
         )
     return True
+
+
+def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there is nothing to look into, as in most calls of most blocks."""
+    return not kwargs and all(type(value) is torch.Tensor for value in args)
+
+
+def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    leaves = tree_leaves((args, kwargs), is_leaf=is_cache)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _same(found: torch.Tensor, given: torch.Tensor) -> bool:
@@ -137,8 +140,8 @@ class RecomputedCall:
         self._cost = cost
         self._module = module
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._context_fn = context_fn if context_fn is not None else noop_context_fn
-        self._run: Generator[None, None, None] | None = None
+        self._context_fn = context_fn
+        self._region: Region | None = None
         self._group: InputGroup | None = None
         self._buffers: BuffersBefore | None = None
         self._attributes: AttributesBefore | None = None
@@ -155,28 +158,20 @@ class RecomputedCall:
         if not torch.is_grad_enabled():
             return
         tensors, again = _taken_apart(self._module, *arguments)
-        if not any(tensor.requires_grad for tensor in tensors) and not any(
-            parameter.requires_grad for parameter in self._module.parameters()
-        ):
+        modules = inner_modules(self._module)
+        if not any(tensor.requires_grad for tensor in tensors) and not is_trained(modules):
             return
-        refuse_cache(self._module, again.leaves)
+        if any(leaf is not None for leaf in again.leaves):
+            refuse_cache(self._module, again.leaves)
         again.before = self._before_again
         group = self._manager.input_group(HIDDEN_STATES, alone=self._alone, cost=self._cost)
-        buffers = again.buffers = BuffersBefore(self._module)
-        again.members = MembersBefore(self._module)
-        attributes = again.attributes = AttributesBefore(self._module)
-        run = _checkpoint_without_reentrant_generator(
-            again,
-            True,  # preserve_rng_state
-            self._context_fn,
-            _DEFAULT_DETERMINISM_MODE,
-            False,  # debug
-            True,  # early_stop
-            *tensors,
-        )
+        buffers = again.buffers = BuffersBefore(self._module, modules)
+        again.members = MembersBefore(modules)
+        attributes = again.attributes = AttributesBefore(modules)
+        region = Region(again, self._context_fn)
         try:
             group.open(tensors)
-            next(run)
+            region.begin(tensors)
         except BaseException:
             group.send()
             group.close(None)
@@ -186,23 +181,22 @@ class RecomputedCall:
         if reads is not None and not _is_sharded(self._module):
             self._split = SplitCall(reads, self._module).hooks()
             self._split.__enter__()
-        self._run, self._group, self._buffers, self._again = run, group, buffers, again
+        self._region, self._group, self._buffers, self._again = region, group, buffers, again
         self._attributes = attributes
         self._given = TensorsBefore(self._module, tensors)
 
     def end(self, output: Any) -> None:
-        """The forward is over. output: what it returned, None if it raised after all. Raises RuntimeError as
-        torch's checkpoint does, OffloadError if the forward wrote to an argument; the hooks are gone then
-        too."""
-        run, self._run = self._run, None
-        if run is None:
+        """The forward is over. output: what it returned, None if it raised after all. Raises OffloadError if
+        the forward wrote to an argument; the hooks are gone then too."""
+        region, self._region = self._region, None
+        if region is None:
             return
         self._again = None
         assert self._buffers is not None
         assert self._attributes is not None
         self._leave_split()
         try:
-            next(run, None)
+            region.end()
         finally:
             self._leave(output)
         self._buffers.learn()
@@ -214,15 +208,15 @@ class RecomputedCall:
     def abort(self, *, interrupted: bool = False) -> None:
         """The forward raised. interrupted: a while ago, and nobody was told: what autograd has saved since,
         wherever, cannot be read."""
-        run, self._run = self._run, None
+        region, self._region = self._region, None
         again, self._again = self._again, None
         self._given = None
         if again is not None:
             again.interrupted = interrupted
-        if run is not None:
+        if region is not None:
             self._leave_split()
             try:
-                run.close()
+                region.end(*sys.exc_info())
             finally:
                 self._leave(None)
 
@@ -241,6 +235,7 @@ class _Again:
     """Calls a block again, on the tensors of its first call. It holds none of them: autograd does.
 
     places: of each leaf of the arguments, its position among the tensors, None for one that is no tensor.
+    spec: None where the leaves are the arguments by position.
     """
 
     __slots__ = (
@@ -256,7 +251,7 @@ class _Again:
     )
 
     def __init__(
-        self, module: nn.Module, leaves: list[Any], places: list[int | None], spec: TreeSpec
+        self, module: nn.Module, leaves: list[Any], places: list[int | None], spec: TreeSpec | None
     ) -> None:
         self._module = module
         self.leaves = leaves
@@ -281,7 +276,7 @@ class _Again:
         ]
         after = None if self.before is None else self.before()
         leaves = _cast_as_fsdp(self._module, leaves)
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        args, kwargs = (leaves, {}) if self._spec is None else tree_unflatten(leaves, self._spec)
         assert self.members is not None
         assert self.attributes is not None
         assert self.buffers is not None
@@ -303,14 +298,14 @@ class _Again:
 def _is_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 gathers parameters of it for each recompute: they are gone with the recompute's end, so
     nothing that was saved of them may be read later."""
-    return any(hasattr(inner, "_get_fsdp_state") for inner in module.modules())
+    return any(hasattr(type(inner), "_get_fsdp_state") for inner in inner_modules(module))
 
 
 def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:
     """The leaves with the dtype that FSDP2 gives the inputs of a forward. Before torch 2.13 its hook does not
     do it in a recompute, and the tensors were saved before that hook ran."""
-    state = getattr(module, "_get_fsdp_state", None)
-    policy = None if state is None else getattr(state(), "_mp_policy", None)
+    state = getattr(type(module), "_get_fsdp_state", None)  # of a module itself a missing one is dear to ask
+    policy = None if state is None else getattr(state(module), "_mp_policy", None)
     if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
         return leaves
     return [
@@ -323,7 +318,9 @@ def _taken_apart(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], _Again]:
     """The tensors of a call, each once however often it is given, and what calls the module on them again."""
-    leaves, spec = tree_flatten((args, kwargs), is_leaf=is_cache)
+    leaves, spec = (
+        (list(args), None) if _are_tensors(args, kwargs) else tree_flatten((args, kwargs), is_leaf=is_cache)
+    )
     tensors: list[torch.Tensor] = []
     known: dict[int, int] = {}
     places: list[int | None] = []

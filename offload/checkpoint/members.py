@@ -11,7 +11,7 @@ DTensors are left alone: FSDP2 exchanges shards and gathered parameters of one v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,18 +19,38 @@ from torch import nn
 
 from offload.saved.filters import is_dtensor
 
-__all__ = ["MembersBefore"]
+__all__ = ["MembersBefore", "inner_modules", "is_trained"]
 
 _Places = dict[str, torch.Tensor | None] | dict[str, nn.Parameter | None]
 
 
+def inner_modules(module: nn.Module) -> list[nn.Module]:
+    """`module` and all modules inside, each once: `module.modules()` in a tenth of its time."""
+    found = [module]
+    known = {id(module)}
+    for owner in found:
+        for inner in owner._modules.values():
+            if inner is not None and id(inner) not in known:
+                known.add(id(inner))
+                found.append(inner)
+    return found
+
+
+def is_trained(modules: Sequence[nn.Module]) -> bool:
+    """Whether any parameter of them requires a gradient."""
+    return any(
+        parameter is not None and parameter.requires_grad
+        for owner in modules
+        for parameter in owner._parameters.values()
+    )
+
+
 class MembersBefore:
-    """Of `module` and all modules inside, as they are before one forward of it. Blocks the host: never."""
+    """Of the modules of a block, as they are before one forward of it. Blocks the host: never."""
 
     __slots__ = ("_members", "_training")
 
-    def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._training = [(owner, owner.training) for owner in modules]
         self._members: list[tuple[_Places, str, torch.Tensor]] = [
             (places, name, tensor)

@@ -35,7 +35,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.checkpoint.keep import Keep
 from offload.checkpoint.kept import UNTRACKED_VIEWS, KeptCall, Operator, RandomStep, storages_of
+from offload.checkpoint.region import Contexts
 from offload.checkpoint.report import report_of
 from offload.device import Lane
 from offload.engine import OffloadEngine
@@ -52,8 +52,6 @@ from offload.transfer.block import DeviceBlock
 from offload.transfer.layout import WeakStorage
 
 __all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "telling"]
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def contexts_for(

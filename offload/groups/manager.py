@@ -133,6 +133,11 @@ class GroupsManager(OpenScopes, Client):
         `StepStats.spill_bytes`. {} before warm-up has ended."""
         return dict(self._planner.leaving)
 
+    @property
+    def what_stays_is_settled(self) -> bool:
+        """Whether steps like the last ones will keep and move what the last one did."""
+        return self._planner.is_settled
+
     def limits_changed(self) -> None:
         """Between steps: the engine's device limit is another one now, so a plan is made anew from what the
         last steps were seen to do."""

@@ -99,9 +99,14 @@ class StepPlanner:
             return False
         if self._steady_steps >= 2:
             self._report.look(self._engine.last_stats, self._engine.limits, self.live_peak_bytes)
-        if self._steady_steps >= (4 if trial is None else 3):
+        if self.is_settled:
             self.trimmer.plan_settled()
         return False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether steps like the last one will follow the plan of now."""
+        return self._steady_steps >= (4 if self._trial is None else 3)
 
     def limits_changed(self) -> None:
         """The device limit is another one: once the next step has ended, the best plans are searched for
@@ -205,8 +210,8 @@ class StepPlanner:
 
     def _untimed(self, seen: SeenStep) -> Keeps:
         """Without a device limit the margin: the last group of each name in the first chunk to run backward,
-        whose fetch could not be hidden. With one, as much of every chunk's end as fits beside the rooms for
-        what is leaving and coming back."""
+        whose fetch could not be hidden. With one, all if that fits, else as much of every chunk's end as fits
+        beside the rooms for what is leaving and coming back."""
         limits = self._engine.limits
         known, sizes = seen.schedule()
         self.live_peak_bytes = kept_peak_bytes(known, sizes, all_of(sizes))
@@ -221,6 +226,8 @@ class StepPlanner:
             default=0,
         )
         room_bytes = max(0, limits.device_limit_bytes - again_bytes)  # one recompute is under way at most
+        if self.live_peak_bytes <= room_bytes:
+            return all_of(sizes)  # nothing has to leave, so no room is needed for what does
         return limit_keeps(known, sizes, room_bytes, spilling, limits.max_restoring_bytes)
 
     def _fit_windows(self, live_peak_bytes: int) -> None:

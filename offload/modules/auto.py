@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,7 +96,7 @@ class Auto(Client):
         before_again = chosen.before_again
         if before_again is None:
             return chosen
-        return replace(chosen, before_again=partial(self._begin_again, before_again))
+        return chosen._replace(before_again=partial(self._begin_again, before_again))
 
     def _begin_again(self, begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         engine = self._attached()
@@ -195,6 +194,8 @@ class Auto(Client):
     def explain(self) -> Explanation:
         """What is followed now."""
         engine, plan, total = self._attached(), self.plan, self.memory.total
+        is_ended = plan.followed is None or not self.models
+        is_final = plan.is_final and (is_ended or self._manager().what_stays_is_settled)
         if self.memory.has_no_room:
             state = "device_total leaves no choice: every block is recomputed, and its input moved"
         elif plan.gave_up:
@@ -205,11 +206,11 @@ class Auto(Client):
                 "meanwhile a block is recomputed, or moved whole if a recompute would give it other bits"
             )
         else:
-            state = "the plan is settled" if plan.is_final else "planned; it is still measured"
+            state = "the plan is settled" if is_final else "planned; it is still measured"
         stages = {stage for stage, _ in plan.names}
         return Explanation(
             state=state,
-            is_final=plan.is_final,
+            is_final=is_final,
             names={
                 chunk: tuple(f"{name} of stage {chunk[0]}" if len(stages) > 1 else name for name in names)
                 for chunk, names in plan.names.items()

@@ -97,7 +97,7 @@ class AutoPlan:
         is_slower = self._guard.step_ended(
             (tuple(known), tuple(self.recent.lengths.last.items())),
             is_planned=self.followed is not None,
-            is_final=self.is_final,
+            is_final=self.is_final and manager.what_stays_is_settled,
             seconds_before=seen.seconds,
             stall_before_s=stall_before_s,
         )

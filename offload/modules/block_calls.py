@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -93,8 +93,7 @@ class Timing:
         return self._device.elapsed_ms(*self._events) / 1e3 if self._device.pins else self.host_s
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """How one call of a block runs.
 
     is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: for
@@ -147,6 +146,7 @@ class BlockCalls:
         self._profilers: dict[Hashable, BlockProfiler | None] = {}  # None: it has ended
         self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
         self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
+        self._spared: dict[Hashable, tuple[BlockProfile, bool]] = {}
         self._contexts: dict[Kept, Callable[[], Contexts]] = {}
         self._hosts = defaultdict[Hashable, HostSeconds](HostSeconds)
         self._always: dict[Hashable, Kept] = {}  # what is kept in step 1 of a kind that is recomputed
@@ -209,8 +209,16 @@ class BlockCalls:
             timing=lambda: Timing(engine.device, note_forward),
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
             required=self.levels is None,
-            alike=(kind, input_bytes) if profile.is_host_bound and not profile.depends_on_data else None,
+            alike=(kind, input_bytes) if self._may_be_spared(kind, profile) else None,
         )
+
+    def _may_be_spared(self, kind: Hashable, profile: BlockProfile) -> bool:
+        """Whether plain calls of this profile that save alike need not be looked at."""
+        known = self._spared.get(kind)
+        if known is None or known[0] is not profile:
+            spared = profile.is_host_bound and not profile.depends_on_data
+            known = self._spared[kind] = profile, spared
+        return known[1]
 
     def _notes(self, kind: Hashable, way: Way, called: Called | None) -> tuple[_Note, _Note]:
         """What is told of a forward, and of its recompute."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from offload.checkpoint.hidden_states import RecomputedCall
+from offload.checkpoint.members import inner_modules, is_trained
 from offload.modules.auto import Auto
 from offload.modules.block_calls import Timing
 from offload.modules.hooks import output_tensors
@@ -104,6 +105,6 @@ class MixedCalls(RecomputedCalls):
 
 def _has_backward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether anything of a call needs a gradient."""
-    return any(parameter.requires_grad for parameter in module.parameters()) or any(
+    return is_trained(inner_modules(module)) or any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
     )

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from offload.checkpoint.members import inner_modules
 from offload.errors import GroupOrderError
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
@@ -158,7 +159,7 @@ class ModelRoot:
             if not self.peak.is_over and torch.is_grad_enabled():
                 self.peak.begins(BLOCKS)
                 watched = self.manager().engine.hooks.push(self.peak)
-            if self._everything or self._checkpoints():
+            if self._everything or self._expects_checkpoints or (self._begun <= 1 and self._checkpoints()):
                 try:
                     call = self.open_own()
                 except BaseException:
@@ -205,12 +206,13 @@ class ModelRoot:
         return True
 
     def _checkpoints(self) -> bool:
-        """Whether blocks run inside checkpoints. Note: [A block inside a checkpoint]."""
+        """Whether blocks run inside checkpoints: looked at in the first forward of a step. Note: [A block
+        inside a checkpoint]."""
         if not self._expects_checkpoints:
             model = self._model()
             assert model is not None
             self._expects_checkpoints = any(
-                getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
+                vars(module).get("gradient_checkpointing") is True for module in inner_modules(model)
             )
         return self._expects_checkpoints
 

@@ -51,9 +51,9 @@ class BlockShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """is_final: no other plan will be made for steps like the last ones. names: of the blocks that a chunk
-    calls, in that order. total_bytes: None where none was asked for.
-    rest_bytes: weights, gradients and working set. plan: None before it was made; state says what is waited
+    """is_final: steps like the last ones will do what it did, of blocks and of what stays of them. names: of
+    the blocks that a chunk calls, in that order. total_bytes: None where none was asked for. rest_bytes:
+    weights, gradients and working set. plan: None before it was made; state says what is waited
     for then."""
 
     state: str

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.utils.checkpoint
 
 from offload.device import Device
 from offload.saved.externals import ExternalStorages
@@ -43,6 +42,9 @@ _graph_task = torch._C._current_graph_task_id
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+_CHECKPOINTS = ("torch.utils.checkpoint", "offload.checkpoint.region")
+"""Modules whose hooks compute again what was saved."""
 
 
 class Scope(Protocol):
@@ -90,8 +92,8 @@ def inside_checkpoint() -> bool:
     """Whether the innermost saved-tensor hooks are those of a non-reentrant checkpoint. Its recompute must
     save exactly what its forward saved, tensor by tensor, so nobody may take one away from it in the
     forward."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and getattr(top[0], "__module__", None) == torch.utils.checkpoint.__name__
+    top = _top_hooks(True)
+    return top is not None and getattr(top[0], "__module__", None) in _CHECKPOINTS
 
 
 class WrapperHandle:

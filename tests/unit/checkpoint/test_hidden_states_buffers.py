@@ -154,7 +154,7 @@ def test_a_block_in_evaluation_and_in_training_has_the_buffers_that_each_writes(
 def test_of_buffers_that_no_forward_writes_no_clone_is_kept(manager: Manager) -> None:
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     block.register_buffer("mask", torch.ones(1 << 10))
-    before = BuffersBefore(block)
+    before = BuffersBefore(block, list(block.modules()))
     assert [buffer.name for buffer in before._buffers if isinstance(buffer.value, Tensor)] == [
         "mask",
         "running_mean",
@@ -165,7 +165,7 @@ def test_of_buffers_that_no_forward_writes_no_clone_is_kept(manager: Manager) ->
     before.learn()
     written = ["running_mean", "running_var", "num_batches_tracked"]
     assert [buffer.name for buffer in before._buffers] == written
-    again = BuffersBefore(block)
+    again = BuffersBefore(block, list(block.modules()))
     assert [buffer.name for buffer in again._buffers if isinstance(buffer.value, Tensor)] == written
 
 

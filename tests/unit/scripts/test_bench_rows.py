@@ -207,7 +207,7 @@ def test_our_rows_give_the_gradients_of_nothing(name: str, groups: tuple[str, ..
 @pytest.mark.parametrize("name", ["W1", "W2"])
 def test_our_selective_row_gives_the_gradients_of_nothing_and_saves_what_it_foretold(name: str) -> None:
     reference = prints_of(rows.Nothing(context_of(name)))
-    with rows.opened(ours.OursSelective(context_of(name, engine=SMALLEST, saved_limit_bytes=200_000))) as row:
+    with rows.opened(ours.OursSelective(context_of(name, engine=SMALLEST, saved_limit_bytes=100_000))) as row:
         assert isinstance(row, ours.OursSelective)
         forwards = len(row.context.workload.actions) // 2
         saved: list[int] = []
