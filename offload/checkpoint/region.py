@@ -15,22 +15,22 @@ time for each save, so this is written for few calls a save: a layer of W5's sta
 host 1.05 ms plain, forward and backward, 2.45 under torch's and 1.97 under a region (November 2026, a CPU,
 median of three). As in torch's: the recompute stops at the last save, each graph task (or GraphExecGroup) has
 a recompute of its own, of a save that nobody can read any more nothing is held, and the tensors are saved by
-autograd, through whatever saved-tensor hooks are on around the run. What differs: a save may be read twice in
-one task, which costs another recompute; torch's debug mode has no effect.
+autograd, through whatever saved-tensor hooks are on around the run. What differs: torch's debug mode has no
+effect, and a device that the run is the first to use is no error.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils.checkpoint import CheckpointError, _StopRecomputationError
+from torch.utils.checkpoint import CheckpointError, DefaultDeviceType, _StopRecomputationError
 
 __all__ = ["Contexts", "Region"]
 
@@ -54,13 +54,27 @@ _MOST_LOOKS = 4096
 
 class _Save:
     """What autograd keeps of one save. looks: shape, dtype and device. made: the tensor, from its recompute
-    to its read."""
+    for `task` to its read. others: the same of tasks that were overtaken by that one."""
 
-    __slots__ = ("__weakref__", "looks", "made")
+    __slots__ = ("__weakref__", "looks", "made", "others", "task")
 
     def __init__(self, looks: _Looks) -> None:
         self.looks = looks
         self.made: torch.Tensor | None = None
+        self.task: object = None
+        self.others: dict[object, torch.Tensor] | None = None
+
+    def put(self, task: object, made: torch.Tensor) -> None:
+        if self.made is not None and self.task != task:
+            self.others = {**(self.others or {}), self.task: self.made}
+        self.made, self.task = made, task
+
+    def take(self, task: object) -> torch.Tensor | None:
+        """What was made for this task; None once it was taken."""
+        if self.task == task:
+            made, self.made = self.made, None
+            return made
+        return None if self.others is None else self.others.pop(task, None)
 
 
 class _Inputs(torch.autograd.Function):
@@ -69,11 +83,15 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
-        return anchor.detach()
+        return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> None:
         raise AssertionError("nothing leads here")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        return torch.empty(0)
 
 
 class Region:
@@ -83,7 +101,17 @@ class Region:
     `begin` and `end` are called in one thread, and hooks that are put on in between are taken off in between.
     """
 
-    __slots__ = ("_again", "_context", "_context_fn", "_inputs", "_saves", "_state", "_stops", "_task")
+    __slots__ = (
+        "_again",
+        "_context",
+        "_context_fn",
+        "_has_ended",
+        "_inputs",
+        "_saves",
+        "_state",
+        "_stops",
+        "_tasks",
+    )
 
     def __init__(
         self, again: Callable[..., object], context_fn: Callable[[], Contexts] | None = None
@@ -95,10 +123,12 @@ class Region:
         self._saves: list[weakref.ref[_Save]] = []
         self._state: _State | None = None
         self._stops = True
-        self._task: object = None  # whose recompute the saves hold
+        self._has_ended = False
+        self._tasks: set[object] = set()  # that had their recompute
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The function begins. tensors: what it computes from, on one device. Blocks the host: never."""
+        """The function begins, with gradients enabled. tensors: what it computes from. Blocks the host:
+        never."""
         self._state = _State(tensors)
         self._stops = torch_checkpoint._enable_checkpoint_early_stop is not False
         context = None if self._context_fn is None else self._context_fn()
@@ -115,6 +145,7 @@ class Region:
 
     def end(self, *exception: Any) -> None:
         """It has returned, or raised. exception: as of a context's end."""
+        self._has_ended = True
         try:
             if self._context is not None:
                 self._context[0].__exit__(*(exception or (None, None, None)))
@@ -124,7 +155,9 @@ class Region:
     # -- the pair --------------------------------------------------------------------------------------------
     def _pack(self, tensor: torch.Tensor) -> _Save:
         looks = (tensor.shape, tensor.dtype, tensor.device)
-        save = _Save(_known_looks.get(looks) or _noted(looks))
+        with suppress(TypeError):  # a size that is a symbol, where somebody traces this
+            looks = _known_looks.get(looks) or _noted(looks)
+        save = _Save(looks)
         self._saves.append(weakref.ref(save))
         return save
 
@@ -132,16 +165,20 @@ class Region:
         task: object = _exec_group()
         if task is None:
             task = _graph_task()
-        if save.made is None or self._task != task:
-            self._compute_again()
-            self._task = task
-        made, save.made = save.made, None
-        assert made is not None
-        if task == _NO_TASK:  # of a read outside of any backward no other follows
-            self._let_go()
+        if task not in self._tasks:
+            self._compute_again(task)
+            self._tasks.add(task)
+        made = save.take(task)
+        if task == _NO_TASK:  # the next read outside of a backward is one by itself
+            self._let_go(task)
+        if made is None:
+            raise CheckpointError(
+                "a saved tensor of a recomputed function was read a second time in one backward, and what "
+                "was made again for it is gone. Read ctx.saved_tensors once in a backward, into variables"
+            )
         return made
 
-    def _compute_again(self) -> None:
+    def _compute_again(self, task: object) -> None:
         saves = [reference() for reference in self._saves]
         num_saves, stops = len(saves), self._stops
         came = 0
@@ -153,14 +190,19 @@ class Region:
             came += 1
             if tensor.requires_grad:
                 tensor = tensor.detach()
-            if number >= num_saves:  # it does not stop, or the run itself read what it had saved so far
-                return tensor
+            if number >= num_saves:
+                if self._has_ended:
+                    raise CheckpointError(
+                        f"a recompute saves more tensors than its forward, which saved {num_saves}: the "
+                        "function does not do the same twice. Make it, or do not recompute it"
+                    )
+                return tensor  # the run itself reads what it had saved so far
             save = saves[number]
             if save is not None:
                 looks = (tensor.shape, tensor.dtype, tensor.device)
                 if save.looks != looks:
                     differing.append(f"save {number}: {save.looks} in the forward, {looks} in the recompute")
-                save.made = tensor
+                save.put(task, tensor)
             if stops and came == num_saves:
                 raise _StopRecomputationError
             return tensor
@@ -181,7 +223,7 @@ class Region:
                 _pop_hooks()
             self._check(num_saves, came, differing)
         except BaseException:
-            self._let_go()
+            self._let_go(task)
             raise
 
     @staticmethod
@@ -199,12 +241,13 @@ class Region:
                 "not recompute it"
             )
 
-    def _let_go(self) -> None:
-        self._task = None
+    def _let_go(self, task: object) -> None:
+        """Of what was made for this task."""
+        self._tasks.discard(task)
         for reference in self._saves:
             save = reference()
             if save is not None:
-                save.made = None
+                save.take(task)
 
 
 def _noted(looks: _Looks) -> _Looks:
@@ -230,7 +273,10 @@ class _State:
         away = [device for device in devices if device.type not in ("cpu", "meta")]
         self._generators: list[Any] = [torch.default_generator, *map(_generator_of, away)]
         self._random = [generator.get_state() for generator in self._generators]
-        self._autocast = [_autocast_of(kind) for kind in {"cpu", *(device.type for device in away)}]
+        kinds = {device.type for device in away} or {DefaultDeviceType.get_device_type()}
+        self._autocast = [
+            _autocast_of(kind) for kind in {"cpu", *kinds} if torch.amp.is_autocast_available(kind)
+        ]
         self._device = None
         if torch._C._len_torch_function_stack():
             modes = reversed(_get_current_function_mode_stack())
@@ -284,12 +330,11 @@ def _generator_of(device: torch.device) -> Any:
 
 
 def _autocast_of(device_type: str) -> dict[str, Any]:
-    """As arguments of torch.autocast. What it is while it is off does not matter."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return {"device_type": device_type, "enabled": False}
+    """As arguments of torch.autocast. While it is off its dtype counts too: it is the one of an autocast
+    inside that names none."""
     return {
         "device_type": device_type,
-        "enabled": True,
+        "enabled": torch.is_autocast_enabled(device_type),
         "dtype": torch.get_autocast_dtype(device_type),
         "cache_enabled": torch.is_autocast_cache_enabled(),
     }

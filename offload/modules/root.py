@@ -212,7 +212,7 @@ class ModelRoot:
             model = self._model()
             assert model is not None
             self._expects_checkpoints = any(
-                vars(module).get("gradient_checkpointing") is True for module in inner_modules(model)
+                getattr(module, "gradient_checkpointing", False) is True for module in inner_modules(model)
             )
         return self._expects_checkpoints
 

@@ -1,4 +1,4 @@
-"""A recomputed block is torch's own checkpoint of it: what raises, what is retained, and what nests."""
+"""A recomputed block is as torch's own checkpoint of it: what raises, what is retained, and what nests."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, GraphExecGroup, set_checkpoint_early_stop
 
@@ -93,7 +95,9 @@ def test_backwards_of_one_group_share_a_recompute() -> None:
     assert function.calls == 2
 
 
-def test_a_save_that_is_read_twice_in_one_task_is_computed_twice() -> None:
+def test_a_save_that_is_read_twice_in_one_backward_is_an_error() -> None:
+    """A recompute that late could read weights that an optimizer has stepped in between."""
+
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -104,16 +108,32 @@ def test_a_save_that_is_read_twice_in_one_task_is_computed_twice() -> None:
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:
             (x,) = ctx.saved_tensors
             (same,) = ctx.saved_tensors
-            assert torch.equal(x, same)
-            return gradients[0] * x.cos()
+            return gradients[0] * x.cos() * same
 
     x, w = leaves()
     function = Counted(lambda x, w: Twice.apply(x @ w))
     y = run(function, x, w)
-    y.sum().backward()
+    with pytest.raises(CheckpointError, match="read a second time in one backward"):
+        y.sum().backward()
+
+
+def test_backwards_that_take_turns_have_one_recompute_each() -> None:
+    x, w = leaves()
+    function = Counted(lambda x, w: torch.sin(torch.sin(torch.sin(x)) * w))
+    y = run(function, x, w)
+    total, inner = y.sum(), list[Tensor]()
+    assert y.grad_fn is not None
+
+    def one_inside(gradients: object) -> None:
+        handle.remove()
+        inner.append(torch.autograd.grad(total, x, retain_graph=True)[0])
+
+    between: Any = y.grad_fn.next_functions[0][0]
+    handle = between.next_functions[0][0].register_prehook(one_inside)
+    outer = torch.autograd.grad(total, x, retain_graph=True)[0]
     assert function.calls == 3
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.autograd.grad(torch.sin(x @ w).sum(), x)[0])
+    assert torch.equal(outer, inner[0])
+    assert torch.equal(outer, torch.autograd.grad(torch.sin(torch.sin(torch.sin(x)) * w).sum(), x)[0])
 
 
 def test_of_what_nobody_can_read_any_more_nothing_is_held() -> None:
@@ -216,6 +236,50 @@ def test_it_stops_at_the_last_save_unless_told_not_to() -> None:
         y = run(function, *leaves())
     y.sum().backward()
     assert len(ends) == 3
+
+    def more(x: Tensor, w: Tensor) -> Tensor:
+        ends.append(None)
+        return x.sin() if len(ends) == 4 else x.sin().sin()
+
+    with set_checkpoint_early_stop(False):
+        y = run(more, *leaves())
+    with pytest.raises(CheckpointError, match="saves more tensors than its forward, which saved 1"):
+        y.sum().backward()
+
+
+def test_an_autocast_that_is_off_counts_with_its_dtype() -> None:
+    """It is the one of an autocast inside that names none."""
+
+    def inner(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu"):
+            gate = (x @ w).float()
+        return torch.sin(x * gate)
+
+    found: list[Tensor] = []
+    for wrapped in (False, True):
+        x, w = leaves()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=False):
+            y = run(inner, x, w) if wrapped else inner(x, w)
+        y.sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_it_may_run_under_forward_mode_and_be_traced_with_symbols() -> None:
+    x, w = leaves()
+    with forward_ad.dual_level():
+        y = run(lambda x, w: torch.sin(x @ w), forward_ad.make_dual(x, torch.ones_like(x)), w)
+        tangent = forward_ad.unpack_dual(y).tangent
+        assert torch.equal(tangent, torch.cos(x @ w) * (torch.ones_like(x) @ w))
+
+    def traced(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(run(lambda x: x.sin().cos(), x).sum(), x)[0]
+
+    graph = make_fx(traced, tracing_mode="symbolic")(torch.randn(4, 3))
+    other = torch.randn(5, 2)
+    assert torch.equal(graph(other), traced(other))
 
 
 def test_it_runs_under_the_default_device_and_the_contexts_of_its_run() -> None:
