@@ -99,13 +99,17 @@ class StepPlanner:
             return False
         if self._steady_steps >= 2:
             self._report.look(self._engine.last_stats, self._engine.limits, self.live_peak_bytes)
-        if self.is_settled:
+        if self._is_steady:
             self.trimmer.plan_settled()
         return False
 
     @property
     def is_settled(self) -> bool:
-        """Whether steps like the last one will follow the plan of now."""
+        """Whether steps like the last ones will follow the plan of now: where lengths vary, any do."""
+        return self._varied.lengths.vary or self._is_steady
+
+    @property
+    def _is_steady(self) -> bool:
         return self._steady_steps >= (4 if self._trial is None else 3)
 
     def limits_changed(self) -> None:

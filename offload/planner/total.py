@@ -6,7 +6,8 @@
 # sum. So the rest is the difference of their peaks, and the engine's limit is the total less the rest. The
 # two peaks need not come at one moment, and the rest is larger in one block than in another. So the first
 # plan is made for less, and its first step measures the rest once more. Then the limit is lowered as soon as
-# a step has nearly taken the total, and raised once several have stayed well below it.
+# a step has nearly taken the total, and raised once several have stayed well below it. Once lowered, it rises
+# under another plan only.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class TotalMemory:
         self._calm = 0  # steps under this limit
         self._highest_bytes = 0  # peak of these
         self._bound = False  # the limit held one of them back
-        self._passed = False  # a step of lengths that vary has passed the total
+        self._passed = False  # a step has passed the total, of lengths that vary or under this plan
+        self._vary = False  # lengths of the last steps
         self._is_first = True  # no step under a plan was measured
 
     @property
@@ -92,6 +94,11 @@ class TotalMemory:
 
     def restart(self) -> None:
         """Another plan is followed from here on."""
+        self._passed = self._passed and self._vary
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Another limit holds from here on."""
         self._calm = self._highest_bytes = 0
         self._bound = False
 
@@ -104,8 +111,10 @@ class TotalMemory:
         self._bound = self._bound or counted_bytes > _BINDS * limit_bytes
         first, self._is_first = self._is_first, False
         over = peak_bytes > _NEARLY * self.total_bytes
-        self._passed = vary and (self._passed or over)
-        may_rise = not self._passed and self._calm >= _VARIED_STEPS if vary else not self.is_settled
+        if vary is not self._vary:
+            self._vary, self._passed = vary, False
+        self._passed = self._passed or (over and not first)
+        may_rise = not self._passed and (self._calm >= _VARIED_STEPS if vary else not self.is_settled)
         under = (
             self._calm >= _CALM_STEPS
             and self._bound
@@ -125,5 +134,5 @@ class TotalMemory:
         if over:  # so a step of recomputes would take more than the one that was measured
             self.least_peak_bytes = max(self.least_peak_bytes, rest_bytes + self._least_bytes)
         if changed or first:
-            self.restart()
+            self._begin_again()
         return changed or first

@@ -61,6 +61,19 @@ def test_several_steps_well_below_the_total_raise_it_if_it_held_them_back() -> N
     assert idle.is_settled
 
 
+def test_a_limit_that_was_lowered_does_not_rise_before_another_plan() -> None:
+    """Peaks of steps that are alike differ by a hundredth: it would go down and up for ever, and what stays
+    is searched for again each time."""
+    total = measured()
+    assert total.followed(1000, 690, 690)
+    lowered = total.limit_bytes
+    assert lowered == 675
+    assert not any(total.followed(960, lowered, lowered) for _ in range(7))
+    total.restart()
+    assert [total.followed(960, lowered, lowered) for _ in range(5)] == [False] * 4 + [True]
+    assert total.limit_bytes == 675 + 25
+
+
 def test_a_total_far_below_the_least_that_a_step_takes_leaves_no_limit() -> None:
     total = TotalMemory(390)
     total.measured(400, 100, 300)
