@@ -179,8 +179,10 @@ class Region:
         return made
 
     def _compute_again(self, task: object) -> None:
-        saves = [reference() for reference in self._saves]
-        num_saves, stops = len(saves), self._stops
+        # `pack` lives as long as any node of the recompute, and what the region keeps may hold one: so it
+        # holds no region and no save
+        saves, num_saves = self._saves, len(self._saves)
+        stops, has_ended = self._stops, self._has_ended
         came = 0
         differing: list[str] = []
 
@@ -191,13 +193,13 @@ class Region:
             if tensor.requires_grad:
                 tensor = tensor.detach()
             if number >= num_saves:
-                if self._has_ended:
+                if has_ended:
                     raise CheckpointError(
                         f"a recompute saves more tensors than its forward, which saved {num_saves}: the "
                         "function does not do the same twice. Make it, or do not recompute it"
                     )
                 return tensor  # the run itself reads what it had saved so far
-            save = saves[number]
+            save = saves[number]()
             if save is not None:
                 looks = (tensor.shape, tensor.dtype, tensor.device)
                 if save.looks != looks:

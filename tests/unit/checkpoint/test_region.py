@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -170,6 +170,42 @@ def test_a_region_dies_with_its_graph_and_without_the_collector(read: bool) -> N
         assert alive() is not None
         if read:
             y.sum().backward()
+        del y
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_it_dies_though_what_it_keeps_has_a_node_of_its_recompute() -> None:
+    """As an output that a selective checkpoint keeps has: autograd makes it a part of the recompute."""
+
+    class Keeps(AbstractContextManager["Keeps"]):
+        def __init__(self) -> None:
+            self.outputs: list[Tensor] = []
+
+        def __exit__(self, *exception: object) -> None:
+            return None
+
+    keeps = Keeps()
+    alive = weakref.ref(keeps)
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.sin(x @ w)
+        there = alive()
+        assert there is not None
+        there.outputs.append(y)
+        return y * x
+
+    contexts = [(nullcontext(), keeps)]
+    del keeps
+    gc.disable()
+    try:
+        y = run(function, *leaves(), context_fn=contexts.pop)
+        there = alive()
+        assert there is not None
+        there.outputs.clear()  # the run's own, which the graph has
+        del there
+        y.sum().backward()
         del y
         assert alive() is None
     finally:
