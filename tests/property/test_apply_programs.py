@@ -49,9 +49,9 @@ class AnyLevels(dict[Any, tuple[int, ...]]):
 
 
 def change_plan(handle: offload.Applied, seed: int) -> None:
-    """From here on, as soon as there are menus."""
+    """From here on, as soon as there could be a plan."""
     auto = handle._auto
-    if auto is not None and auto.calls.profiles:
+    if auto is not None and auto.calls.profiles and auto.memory.is_known:
         auto.calls.levels = AnyLevels(seed)
 
 
