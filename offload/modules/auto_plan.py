@@ -47,6 +47,15 @@ _LESS_ROOM = 0.99
 """Of the limit that a plan was made for: what is measured beside saved tensors is not the same in every
 step."""
 
+_OTHER_ROOM = (0.95, 1.1)
+"""Of the limit that the last plan was made for: outside of it the plan moves what it should recompute, or the
+other way round. Two H200s under ZBV within 118 GB: levels for about 18 GB of saved tensors, of which 11 GB
+were left in the end, waited 1.0 s for copies in a step of 3.0 s, where a plan for 11 GB takes 2.5 s
+(November 2026)."""
+
+_MORE_PLANS = 2
+"""Of one shape of step, for the room that there came to be under the plan before."""
+
 
 class _Search(NamedTuple):
     """Under way. shape, lengths: of the steps that it is for."""
@@ -68,6 +77,7 @@ class AutoPlan:
         self.num_steps = 0
         self.plans_left = _PLANS
         self.gave_up = False
+        self._more_plans_left = _MORE_PLANS
         self._calls = calls
         self._memory = memory
         self._drift = AutoDrift()
@@ -118,6 +128,7 @@ class AutoPlan:
         self._shape_before = shape
         if is_new or (memory.has_no_room and self._is_too_old):
             self._shape, self.plans_left, self.gave_up = shape, _PLANS, False
+            self._more_plans_left = _MORE_PLANS
             memory.measure()
 
     @property
@@ -128,13 +139,24 @@ class AutoPlan:
     @property
     def is_final(self) -> bool:
         """Whether no other plan will be made for steps like the last ones."""
-        return self.plans_left == 0 and self._search is None
+        return self.plans_left == 0 and self._search is None and not self._has_other_room
 
     @property
     def is_wanted(self) -> bool:
         """Whether a plan shall be made now."""
         is_time = self._since_plan > 1 and self._memory.is_known
-        return is_time and (self.plans_left > 0 or self._is_too_old or self._drift.is_too_much)
+        has_reason = self.plans_left > 0 or self._has_other_room
+        return is_time and (has_reason or self._is_too_old or self._drift.is_too_much)
+
+    @property
+    def _has_other_room(self) -> bool:
+        """Whether the plan was made for another limit than the one that its steps have come to. Of ranks that
+        follow one plan only the one with the least room has a plan of its own limit: the others have more."""
+        plan, limit_bytes = self.followed, self._memory.limit_bytes if self._memory.is_known else None
+        if plan is None or limit_bytes is None or not self._more_plans_left:
+            return False
+        least, most = (share * plan.problem.limit_bytes for share in _OTHER_ROOM)
+        return limit_bytes < least or (limit_bytes > most and not self._calls.peers)
 
     @property
     def _is_too_old(self) -> bool:
@@ -153,7 +175,8 @@ class AutoPlan:
         if work is None:
             return
         is_like = plan is not None and len(work.actions) <= len(plan.problem.actions)
-        if plan is not None and is_like and not (self.plans_left or self._drift.is_too_much):
+        is_made_anew = self.plans_left or self._has_other_room or self._drift.is_too_much
+        if plan is not None and is_like and not is_made_anew:
             self._scale(manager, plan)
         else:
             engine = manager.engine
@@ -210,6 +233,8 @@ class AutoPlan:
     ) -> Callable[[Callable[[], object]], MixedPlan] | None:
         """The search of a plan for this work, with all that it needs; None where the total leaves no
         choice."""
+        if self.plans_left == 0 and self._has_other_room:
+            self._more_plans_left -= 1
         self.plans_left = max(0, self.plans_left - 1)
         self._since_plan = 0
         _measure_link(engine)

@@ -124,7 +124,9 @@ class TotalMemory:
         if not (over or under or first):
             return False
         rest_bytes = self.rest_bytes
-        if over or under or self._bound:
+        if over:  # a limit that holds nothing back would fall a little in each step, to no effect
+            rest_bytes = max(0, peak_bytes - min(limit_bytes, counted_bytes))
+        elif under or self._bound:
             rest_bytes = max(0, self._highest_bytes - limit_bytes)
         if vary and not over:  # a longer step may come
             rest_bytes = max(self.rest_bytes, rest_bytes) if first else (self.rest_bytes + rest_bytes) // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,11 @@ import torch
 # Read by torch when cuBLAS is first used; without it deterministic algorithms refuse matrix products. It is
 # what Hopper gets anyway.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# Inductor times some kernels' variants, which sum in other orders, and keeps the fastest in files. Workers of
+# pytest-xdist that share them can find another one at their second compilation than at their first.
+if _WORKER := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), f"inductor-of-{_WORKER}")
 
 
 @pytest.fixture

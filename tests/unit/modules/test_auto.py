@@ -153,6 +153,36 @@ def test_where_there_was_no_room_a_plan_is_made_once_steps_are_shorter(
         assert "device_total leaves no choice" in states(before, 12)[-1]
 
 
+def test_what_is_left_of_the_total_under_the_last_plan_gets_a_plan_of_its_own(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step 16 on, when the plan is settled, 7,000 bytes more are in use beside saved tensors."""
+    engine, total, since, done = manager.engine, 24_000, 16, 0
+    engine.rates = SLOW_LINK
+
+    def allocator_bytes() -> tuple[int, int]:
+        counted = engine.transfers.counts.device_bytes_peak or engine.last_stats.device_bytes_peak
+        return 0, 2_000 + 7_000 * (done >= since) + counted
+
+    monkeypatch.setattr(engine.device, "allocator_bytes", allocator_bytes)
+    model = build(blocks=LAYERS)
+    recomputed = []
+    with offload.activations(model, "auto", min_numel=1, device_total=total) as handle:
+        for _ in range(since + 12):
+            train(model, steps=1)
+            done += 1
+            explained = handle.explain()
+            recomputed.append(sum(share.recomputed_bytes for share in explained.shares))
+        limit, plan = engine.limits.device_limit_bytes, explained.plan
+    assert explained.is_final
+    assert plan is not None
+    assert limit is not None
+    assert limit <= total - 9_000
+    assert 0.95 * plan.problem.limit_bytes <= limit <= 1.1 * plan.problem.limit_bytes
+    assert recomputed[-1] > recomputed[since - 1]
+    assert manager.stats.device_bytes_peak <= limit
+
+
 def test_removing_it_gives_the_engine_its_own_limit_back(manager: PipelineOffloadManager) -> None:
     manager.engine.rates = SLOW_LINK
     before = manager.engine.limits.device_limit_bytes

@@ -51,6 +51,12 @@ def test_a_step_over_the_total_lowers_the_limit_by_what_it_was_over() -> None:
     assert total.limit_bytes == 690 - 55
 
 
+def test_a_limit_that_held_nothing_back_falls_below_what_the_step_took() -> None:
+    total = measured()
+    assert total.followed(1040, 600, 690)
+    assert total.limit_bytes == 600 - 55
+
+
 def test_several_steps_well_below_the_total_raise_it_if_it_held_them_back() -> None:
     total = measured()
     assert [total.followed(950, 690, 690) for _ in range(5)] == [False] * 4 + [True]
