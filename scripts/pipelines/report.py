@@ -171,6 +171,21 @@ def steps_lines(results: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
             for result in results
             if result["row"]["kind"] in TIMED and result["status"] == "ok"
         ),
+        *(
+            line
+            for result in results
+            if result["row"]["kind"] == "auto" and result["status"] == "ok"
+            for line in _plan_lines(result)
+        ),
+    ]
+
+
+def _plan_lines(result: Mapping[str, Any]) -> list[str]:
+    """What mode auto says of itself on each rank, without its table: that is in --out."""
+    return [
+        f"{result['label']}, rank {number}, after {rank['warmup']} steps: {line}"
+        for number, rank in enumerate(result["ranks"])
+        for line in rank["explained"].split("\n\n")[0].splitlines()
     ]
 
 

@@ -6,7 +6,7 @@ One invariant: a row starts from an empty device; what the one before held is gi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,9 +27,9 @@ from pipelines.machine import empty_device, machine_facts, rates_json
 from pipelines.memory import BlockFacts
 from pipelines.requests import Request, RowRequest
 
-_AUTO_WARMUP = 24
-"""Untimed steps of mode auto: two without a plan, then its three plans, each searched for beside a few steps,
-and what stays under each."""
+_AUTO_WARMUP, _MOST_AUTO_WARMUP = 14, 44
+"""Untimed steps of mode auto: two without a plan, then its plans, each searched for beside a few steps, and
+what stays under each. From the first number on they end once all ranks are settled."""
 
 
 class Bench:
@@ -76,22 +76,34 @@ class Bench:
                 for module in job.modules.values()
             ]
             # the plan is made anew from what was measured under the one before
-            found = self._timed(job, warmup=_AUTO_WARMUP)
+            found = self._timed(job, warmup=_AUTO_WARMUP, settles=lambda: handles[0].explain().is_final)
+            explained = handles[0].explain()  # of all stages of the rank
             for handle in handles:
                 handle.remove()
-            return found
+            return {
+                **found,
+                "explained": str(explained),
+                "predicted_ms": None if explained.plan is None else explained.plan.predicted_step_s * 1e3,
+            }
 
     def _attention(self, row: RowRequest) -> dict[str, Any]:
         with self._offloading(row.schedule, ATTENTION_GROUPS) as job:
             # without a timed plan the trim comes a step later
             return self._timed(job, warmup=self.request.shape.warmup + 1)
 
-    def _timed(self, job: PipelineJob, warmup: int | None = None) -> dict[str, Any]:
-        """First step, warm-up and samples; what one rank saw of each."""
+    def _timed(
+        self, job: PipelineJob, warmup: int | None = None, settles: Callable[[], bool] | None = None
+    ) -> dict[str, Any]:
+        """First step, warm-up and samples; what one rank saw of each. settles: whether this rank needs no
+        more warm-up."""
         shape = self.request.shape
         first, _ = self._step(job)
-        for _ in range(shape.warmup if warmup is None else warmup):
+        steps = 0
+        while steps < (shape.warmup if warmup is None else warmup) or (
+            settles is not None and steps < _MOST_AUTO_WARMUP and not self._all_say(settles())
+        ):
             self._step(job)
+            steps += 1
         timed = [self._step(job) for _ in range(shape.samples)]
         samples = [sample for sample, _ in timed]
         reserve = (
@@ -101,6 +113,7 @@ class Bench:
         )
         return {
             "first_ms": first["wall_ms"],
+            "warmup": steps,
             "walls_ms": [sample["wall_ms"] for sample in samples],
             "host_ms": median([sample["host_ms"] for sample in samples]),
             "active_bytes": max(sample["memory"]["active_peak"] for sample in samples),
@@ -121,6 +134,12 @@ class Bench:
             "samples": samples,
             **reserve,
         }
+
+    def _all_say(self, yes: bool) -> bool:
+        """Whether every rank does."""
+        answers: list[Any] = [None] * self.rank.ranks.world
+        dist.all_gather_object(answers, yes, group=self.rank.group)
+        return all(answers)
 
     def _step(self, job: PipelineJob) -> tuple[dict[str, Any], list[tuple[Action, float]]]:
         """One step from a drained device to a drained device, all ranks starting together: its cost, and what
