@@ -104,7 +104,9 @@ class MixedCalls(RecomputedCalls):
 
 
 def _has_backward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether anything of a call needs a gradient."""
-    return is_trained(inner_modules(module)) or any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
+    """Whether anything of a call needs a gradient. The first look spares most calls the others."""
+    return (
+        any(type(value) is torch.Tensor and value.requires_grad for value in args)
+        or is_trained(inner_modules(module))
+        or any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
     )

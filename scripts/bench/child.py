@@ -24,6 +24,7 @@ from bench.measure import (
     clear_gradients,
     forward_active_bytes,
     host_step,
+    median,
     run_step,
     summarise,
     timed_step,
@@ -88,6 +89,7 @@ LIMITED_ROWS = ("ours_all", "ours_selective", "ours_auto")
 """Rows that run once for each device limit."""
 _MOST_LATE_STEPS = 60
 """Beyond the warm-up, for a row whose plan takes its time."""
+_PLAIN_STEPS = 5
 _SETTLED_STEPS = 6
 """After them: what stays is tried anew under the last plan, a step each."""
 _SLOW_ROWS = ("save_on_cpu",)
@@ -162,6 +164,8 @@ def _measure(request: RowRequest) -> dict[str, Any]:
         torch.cuda.empty_cache()
     with rows.opened(ROWS[request.row](context)) as row:
         result = _steps(request, row, clock)
+    if work.host_samples and request.row != "nothing":
+        result["plain_ms"] = _plain_ms(context, clock)
     result |= {
         "layer_bytes": {name: asdict(group) for name, group in layer_bytes.items()},
         "resident_bytes": context.resident_bytes,
@@ -208,6 +212,14 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     if request.gradients and request.reference is not None:
         result["gradients"] = _gradients(request, row, clock, Path(request.reference))
     return result
+
+
+def _plain_ms(context: RowContext, clock: Clock) -> float:
+    """A step of the row "nothing" in this process, after the row's own: where the host sets the pace, two
+    processes of one machine differ by more than half."""
+    with rows.opened(ROWS["nothing"](context)) as row:
+        numbered_step(row, clock, -1)
+        return median([numbered_step(row, clock, number).step_ms for number in range(_PLAIN_STEPS)])
 
 
 def _settle(row: Row, clock: Clock, number: int) -> list[StepCost]:

@@ -281,6 +281,11 @@ def notes_lines(
         parts.append(_beside_checkpoint(result, checkpoint))
     if result.get("stderr") and result["row"].startswith("ours"):
         parts.append(f"it said: {result['stderr'].strip().splitlines()[-1][:200]}")
+    if "plain_ms" in result:
+        plain_ms = result["plain_ms"]
+        parts.append(
+            f"{result['step_ms'] / plain_ms:.3f} of a step with nothing in its own process, {plain_ms:.1f} ms"
+        )
     if not engine:
         return [f"  {label}: " + "; ".join(parts)] if parts else []
     total, saved = result["options"].get("total_limit_bytes"), result.get("saved_limit_bytes")

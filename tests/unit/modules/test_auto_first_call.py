@@ -86,7 +86,7 @@ def counts(block: Any, x: Tensor) -> Tensor:
 
 def draws(block: Any, x: Tensor) -> Tensor:
     """From numpy's generator only where Python's says so: in the first forward of none of the blocks."""
-    return x.cos() * float(np.random.rand()) if random.random() < 0.25 else x
+    return x.cos() * float(np.random.randn()) if random.random() < 0.25 else x
 
 
 def counts_late(block: Any, x: Tensor) -> Tensor:
@@ -160,6 +160,35 @@ def test_what_a_block_binds_and_draws_happens_once_although_it_is_recomputed(
     manager.engine.rates = SLOW_LINK
     plain = trained(build(body), None)
     assert equal(trained(build(body), mode), plain)
+
+
+@pytest.mark.parametrize("body", [draws, lambda block, x: block.fc(x).tanh()], ids=["draws", "draws nothing"])
+def test_what_is_drawn_between_blocks_is_no_draw_of_a_recompute(
+    body: Any, manager: PipelineOffloadManager
+) -> None:
+    def call(block: Any, x: Tensor) -> Tensor:
+        return block(x) * (random.random() + float(np.random.randn()))
+
+    plain = trained(build(body, call), None)
+    assert equal(trained(build(body, call), "hidden_states"), plain)
+
+
+def test_the_state_of_everybodys_generators_is_read_once_a_forward(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once more in the recompute of the last block, after which no other one began."""
+    reads, getstate = 0, random.getstate
+
+    def counted() -> Any:
+        nonlocal reads
+        reads += 1
+        return getstate()
+
+    model = build(lambda block, x: block.fc(x).tanh())
+    with offload.activations(model, "hidden_states", min_numel=1):
+        monkeypatch.setattr(random, "getstate", counted)
+        train(model, steps=1, microbatches=1)
+    assert reads == LAYERS + 1
 
 
 class _Bound:
