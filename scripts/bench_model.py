@@ -211,23 +211,8 @@ def _measure(request: ModelRequest) -> dict[str, Any]:
     if request.row in _RECOMPUTING:
         _recompute(trainer.model, _RECOMPUTING[request.row])
     handle = _applied(trainer.model, request)
-    samples: list[dict[str, Any]] = []
     settling = 2 if request.tiny else _SETTLING.get(request.row, 4)
-    for _ in range(settling + request.samples):
-        clock.drain()
-        clock.reset_peaks()
-        wall, start = time.perf_counter(), clock.mark()
-        trainer.step()
-        end, issued = clock.mark(), time.perf_counter()
-        clock.drain()
-        samples.append(
-            {
-                "step_ms": clock.ms(start, end),
-                "host_ms": (issued - wall) * 1e3,
-                "wall_ms": (time.perf_counter() - wall) * 1e3,
-                **clock.memory(),
-            }
-        )
+    samples = [_step(trainer, clock) for _ in range(settling + request.samples)]
     timed = samples[settling:]
     result: dict[str, Any] = {
         "step_ms": statistics.median(one["step_ms"] for one in timed),
@@ -247,7 +232,28 @@ def _measure(request: ModelRequest) -> dict[str, Any]:
         result["gradients"] = _gradients(request, trainer, clock)
     if handle is not None:
         handle.remove()
+    if request.row != "nothing":
+        if request.row in _RECOMPUTING:
+            _recompute_no_more(trainer.model)
+        plain = [_step(trainer, clock)["step_ms"] for _ in range(2 + request.samples)]
+        result["plain_ms"] = statistics.median(plain[2:])
     return result
+
+
+def _step(trainer: Trainer, clock: Clock) -> dict[str, Any]:
+    """One step from a drained device to a drained device."""
+    clock.drain()
+    clock.reset_peaks()
+    wall, start = time.perf_counter(), clock.mark()
+    trainer.step()
+    end, issued = clock.mark(), time.perf_counter()
+    clock.drain()
+    return {
+        "step_ms": clock.ms(start, end),
+        "host_ms": (issued - wall) * 1e3,
+        "wall_ms": (time.perf_counter() - wall) * 1e3,
+        **clock.memory(),
+    }
 
 
 def _recompute(model: Any, keywords: dict[str, Any]) -> None:
@@ -258,6 +264,11 @@ def _recompute(model: Any, keywords: dict[str, Any]) -> None:
         raise NotInstalledError(f"this transformers has no checkpointing with {', '.join(keywords)}")
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _recompute_no_more(model: Any) -> None:
+    disable = getattr(model, "activation_checkpointing_disable", None)
+    (model.gradient_checkpointing_disable if disable is None else disable)()
 
 
 def _applied(model: Any, request: ModelRequest) -> offload.Applied | None:
@@ -329,6 +340,8 @@ def main(arguments: list[str] | None = None) -> int:
                 result["bound_ms"] = result["own_bound_ms"]
                 result["over_bound"] = result["step_ms"] / result["bound_ms"]
             print(report.row_line(result), flush=True)
+            if "plain_ms" in result:
+                print(f"  {request.label}: {report.over_plain(result)}", flush=True)
             said += [f"\n{request.label}:\n{result['explained']}"] if "explained" in result else []
             run.keep(result)
         print(*said, sep="\n")

@@ -248,6 +248,12 @@ def facts_lines(baseline: Mapping[str, Any], working_set_bytes: int) -> list[str
     return lines
 
 
+def over_plain(result: Mapping[str, Any]) -> str:
+    """A row's step beside those with nothing that its own process has made after it."""
+    plain_ms = result["plain_ms"]
+    return f"{result['step_ms'] / plain_ms:.3f} of a step with nothing in its own process, {plain_ms:.1f} ms"
+
+
 def _beside_checkpoint(result: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> str:
     """A row that recomputes as torch's checkpoint does, and holds the inputs elsewhere."""
     active, reserved = ((checkpoint[name] - result[name]) / GB for name in ("active_bytes", "reserved_bytes"))
@@ -282,10 +288,7 @@ def notes_lines(
     if result.get("stderr") and result["row"].startswith("ours"):
         parts.append(f"it said: {result['stderr'].strip().splitlines()[-1][:200]}")
     if "plain_ms" in result:
-        plain_ms = result["plain_ms"]
-        parts.append(
-            f"{result['step_ms'] / plain_ms:.3f} of a step with nothing in its own process, {plain_ms:.1f} ms"
-        )
+        parts.append(over_plain(result))
     if not engine:
         return [f"  {label}: " + "; ".join(parts)] if parts else []
     total, saved = result["options"].get("total_limit_bytes"), result.get("saved_limit_bytes")
