@@ -82,6 +82,8 @@ class BlockProfile:
     """Device seconds of the plain forward."""
     host_s: float
     """Host seconds of the plain forward."""
+    waited: bool = True
+    """Whether `forward_s` may hold waits of the device for the host."""
     collectives: frozenset[str]
     """Names of the process groups whose collectives the forward calls: ranks of one group follow one plan."""
     only: str = ""

@@ -28,6 +28,15 @@ _WEIGHT_PART = 0.5
 _HOST_BOUND = 0.7
 """Of a forward's time: if the host takes so much of it to issue it, the device waits for the host."""
 
+_UNEXPLAINED = 1.25
+"""Of what a forward's blocks take the device: if it took longer and the device waited for launches, then for
+the host. Two H200s under ZBV, mode auto: a device that waits for a message finds the first blocks late, too,
+and forwards of 73 ms were taken for the host's 33."""
+
+_IDLE = 1e-3
+"""Of a W: an I that took less did nothing. The first stage of a pipeline asks no gradient of its input, and
+torch computes its whole backward in the W."""
+
 _PASSES_OF_HOST = 3.0
 """Host seconds of a block's forward and backward, in those of its forward. Source: W5 of the benchmarks, one
 H200: a forward of 11 ms and a backward of 22 where launches set the pace."""
@@ -45,6 +54,9 @@ class Profile(Protocol):
 
     @property
     def host_s(self) -> float: ...
+
+    @property
+    def waited(self) -> bool: ...
 
     @property
     def menu(self) -> Menu: ...
@@ -112,8 +124,10 @@ class StepWork:
         The profile's seconds say how the blocks share a forward; how long it takes is what was measured. In a
         backward each block has its share of what is left when its recompute is taken off. Where the host was
         the slower one, what was measured is the host's time, with what it does for copies: then the profile's
-        device seconds are taken, and no more than a plain forward takes the host.
+        device seconds are taken, and if they too hold waits for the host, no more than a plain forward takes
+        it. A backward whose I does nothing is whole, at the place of its W.
         """
+        actions, seconds = _whole_where_idle(actions, seconds)
         blocks: dict[ChunkKey, list[Block]] = {}
         rest_s: dict[Action, float] = {}
         seconds = _typical(actions, seconds, ran)
@@ -132,12 +146,14 @@ class StepWork:
             if inside_s == 0:
                 return None
             host_s = sum(profile.host_s for profile in profiles)
+            waited = any(profile.waited for profile in profiles)
             is_paced = 2 * sum(call.paced for call in ran[chunk]) > len(ran[chunk])
+            is_paced = is_paced and (waited or measured_s > _UNEXPLAINED * inside_s)
             is_slower = host_s > max(_HOST_BOUND * measured_s, inside_s)
             # the first: of a device without a clock
             is_host_time = measured_s == 0 or backward_s[chunk] == 0 or is_slower or is_paced
             if is_host_time:
-                measured_s = min(inside_s, host_s) if is_paced and host_s > 0 else inside_s
+                measured_s = min(inside_s, host_s) if is_paced and waited and host_s > 0 else inside_s
             # a profile's events may count gaps between launches, which a whole forward has not
             scale = min(1.0, measured_s / inside_s)
             menus = [_timed(profile.menu, scale) for profile in profiles]
@@ -188,6 +204,27 @@ class StepWork:
             },
             rest_s={action: seconds * factors[action.chunk] for action, seconds in self.rest_s.items()},
         )
+
+
+def _whole_where_idle(
+    actions: Sequence[Action], seconds: Mapping[Action, float]
+) -> tuple[Sequence[Action], Mapping[Action, float]]:
+    """A B in place of each W whose I did nothing."""
+    idle = {
+        action.chunk
+        for action in actions
+        if action.kind == "I" and seconds[action] < _IDLE * seconds.get(Action("W", *action.chunk), 0.0)
+    }
+    whole = {
+        action: Action("B", *action.chunk)
+        for action in actions
+        if action.chunk in idle and action.kind == "W"
+    }
+    left = [action for action in actions if action.chunk not in idle or action.kind != "I"]
+    return (
+        [whole.get(action, action) for action in left],
+        {whole.get(action, action): seconds[action] for action in left},
+    )
 
 
 def _typical(

@@ -18,6 +18,7 @@ MENU = (Level("plain", 100, 0.0), Level("checkpoint", 10, 1.0, 0.5, 90))
 class Profiled:
     forward_s: float = 1.0
     host_s: float = 0.0
+    waited: bool = True
     menu: Menu = MENU
     num_saves: int = 4
 
@@ -80,6 +81,34 @@ def test_where_the_device_waited_for_launches_the_time_that_copies_take_the_host
     work = StepWork.of((F, B), {F: 9.0, B: 18.0 + 1.0}, ahead)
     assert work is not None
     assert work.rest_s == {F: pytest.approx(6.0), B: pytest.approx(12.0)}
+
+
+@pytest.mark.parametrize(("measured_s", "outside_s"), [(3.2, 0.2), (9.0, 0.0)])
+def test_where_the_device_waits_for_messages_its_own_seconds_are_no_host_time(
+    measured_s: float, outside_s: float
+) -> None:
+    """A block takes the device 1 s by a profile that held no waits, and the host 0.5 s: what a forward takes
+    longer than its blocks is around them, if it is little, and else the host's."""
+    profile = Profiled(host_s=0.5, waited=False)
+    ran = {(0, 0): [Ran(profile, level, paced=paced) for level, paced in PACED]}
+    work = StepWork.of((F, B), {F: measured_s, B: 2 * measured_s + 1.0}, ran)
+    assert work is not None
+    assert [block.forward_s for block in work.blocks[0, 0]] == [1.0] * 3
+    assert work.rest_s[F] == pytest.approx(outside_s)
+
+
+def test_a_backward_whose_input_half_does_nothing_is_whole_in_its_weight_half() -> None:
+    """Of two chunks, one of them in the first stage: what it recomputes it does once."""
+    actions = [Action(kind, stage, 0) for stage in (0, 1) for kind in "FIW"]
+    seconds = dict(zip(actions, [2.0, 1e-6, 5.0, 2.0, 3.0, 3.0], strict=True))
+    ran = {(stage, 0): [Ran(Profiled(waited=False), 1), Ran(Profiled(waited=False), 0)] for stage in (0, 1)}
+    work = StepWork.of(actions, seconds, ran)
+    assert work is not None
+    assert [str(action) for action in work.actions] == [
+        str(action) for action in (actions[0], Action("B", 0, 0), *(Action(kind, 1, 0) for kind in "FIW"))
+    ]
+    for stage in (0, 1):
+        assert [block.backward_s for block in work.blocks[stage, 0]] == [pytest.approx(2.0)] * 2
 
 
 def test_a_pause_in_one_of_several_alike_forwards_is_not_of_the_work() -> None:
