@@ -1,7 +1,7 @@
 """Images of several sizes through a model with convolutions, attention and skip connections: saved tensors
 leave only where memory is short.
 
-python examples/watermark.py
+    python examples/watermark.py
 """
 
 import torch

@@ -276,7 +276,7 @@ def recomputed_step(pipeline: Pipeline) -> int:
 
     handles = []
     for stage in pipeline.stages:
-        handles.append(apply(stage.submod, mode="hidden_states"))
+        handles.append(apply(stage.submod, mode="hidden_states", blocks="blocks.*"))
         for layer in stage.submod.blocks.values():
             handles.append(layer.attn.register_forward_hook(count))
     pipeline.manager.engine.limits.again_room_bytes = 0  # nothing stays between the halves
