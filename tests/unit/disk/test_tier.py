@@ -284,7 +284,8 @@ def test_a_full_file_keeps_what_it_has_and_the_rest_stays_in_host_memory(
         result = sines(*inputs)
     rig.leave()
     disk_of(rig).drain()
-    assert [block.host is None for block in rig.blocks()] == [True] * 4 + [False] * 2
+    # two threads write, so the two that find no space need not be the last
+    assert [block.host is None for block in rig.blocks()].count(True) == 4
     assert_equal_bits(gradients(sines, inputs), torch.autograd.grad(result.sum(), inputs))
     assert "No space left for 4,194,304 bytes, 0 are free" in warnings_of(caplog)[0]
     rig.end()
