@@ -4,11 +4,9 @@ one forward.
 
 One invariant: a recompute starts from the values that its forward had, and leaves what it found.
 
-Both are looked at in every forward, because one may bind or draw what none before did. Where operators are
-small that is a tenth of what a recomputed layer takes the host, most of it numpy's state, which is read in 42
-to 80 microseconds (November 2026, two machines); so Python's and numpy's are read once a forward, and what
-the next forward reads says whether this one drew. What a forward adds to a list or writes into an object is
-not seen, and happens twice.
+Both are looked at in every forward, because one may bind or draw what none before did: where operators are
+small that is a tenth of what a recomputed layer takes the host, most of it numpy's state. What a forward adds
+to a list or writes into an object is not seen, and happens twice.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import logging
 import random
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -66,29 +63,20 @@ class _Generator(NamedTuple):
     same: Callable[[Any, Any], bool]
 
 
-_States = list[tuple[_Generator, Any]]
-
-
 class AttributesBefore:
     """Those of the modules of a block before one forward of it: built just before, and `learn` called just
     after. Blocks the host: never."""
 
-    __slots__ = ("__weakref__", "_attributes", "_before", "_common", "_states")
+    __slots__ = ("_attributes", "_before", "_states")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        global _ended_last
         self._attributes: list[_Attribute] = []
         self._before = [(owner, vars(owner).copy()) for owner in modules]
-        self._states: _States = [(generator, generator.read()) for generator in _own(self._before)]
-        self._common: _States = [(generator, generator.read()) for generator in _of_everybody()]
-        ended, _ended_last = _ended_last(), _nobody
-        if ended is not None:
-            ended._compare(self._common)
+        self._states = [(generator, generator.read()) for generator in _generators(self._before)]
 
     def learn(self) -> None:
         """The forward is over: keep what it has changed. Says once for each class and attribute that it
         cannot be kept."""
-        global _ended_last
         before, self._before = self._before, []
         self._attributes = [bound for owner, values in before for bound in _bound_anew(owner, values)]
         self._states = [
@@ -96,28 +84,16 @@ class AttributesBefore:
             for generator, state in self._states
             if not generator.same(state, generator.read())
         ]
-        _ended_last = weakref.ref(self)
-
-    def _compare(self, later: _States) -> None:
-        """Forget the states of everybody's generators that are as they were, by what was read after the
-        forward. Others may have drawn since: then a recompute begins with a state that it does not need."""
-        if len(self._common) == len(later):  # else numpy was not there yet, or two threads compare
-            self._common = [
-                (generator, state)
-                for (generator, state), (_, now) in zip(self._common, later, strict=True)
-                if not generator.same(state, now)
-            ]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The recompute runs inside; at the end, by an exception too, everything is as it was found."""
         found = [attribute.now() for attribute in self._attributes]
-        before = [*self._states, *self._common]
-        states = [(generator, generator.read()) for generator, _ in before]
+        states = [(generator, generator.read()) for generator, _ in self._states]
         try:
             for attribute in self._attributes:
                 attribute._replace(value=_held(attribute.value)).bind()  # a recompute may add to a list
-            for generator, state in before:
+            for generator, state in self._states:
                 generator.put(state)
             yield
         finally:
@@ -149,26 +125,13 @@ def _bound_anew(owner: nn.Module, before: dict[str, Any]) -> Iterator[_Attribute
         yield _Attribute(owner, name, held)
 
 
-def _nobody() -> AttributesBefore | None:
-    return None
-
-
-_ended_last: Callable[[], AttributesBefore | None] = _nobody
-"""Of the forward that ended last, whose draws from everybody's generators are not known yet."""
-
-
-def _of_everybody() -> Iterator[_Generator]:
+def _generators(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[_Generator]:
     yield _Generator(random.getstate, random.setstate, eq)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        yield _Generator(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same)
-
-
-def _own(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[_Generator]:
     types: set[type] = {torch.Generator, random.Random}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         types.add(numpy.random.Generator)
+        yield _Generator(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same)
     for _, values in before:
         if types.isdisjoint(map(type, values.values())):
             continue

@@ -233,9 +233,7 @@ class AutoPlan:
     ) -> Callable[[Callable[[], object]], MixedPlan] | None:
         """The search of a plan for this work, with all that it needs; None where the total leaves no
         choice."""
-        if self.plans_left == 0 and self._has_other_room:
-            self._more_plans_left -= 1
-        self.plans_left = max(0, self.plans_left - 1)
+        self.count_plan()
         self._since_plan = 0
         _measure_link(engine)
         rates = engine.rates if engine.rates is not None else _NO_LINK
@@ -245,6 +243,12 @@ class AutoPlan:
         if limit_bytes is None:
             return None
         return _timed(partial(choose_mixture, work.actions, work.blocks, rates, limit_bytes), work)
+
+    def count_plan(self) -> None:
+        """One of the plans of this shape of step is made, here or on another rank."""
+        if self.plans_left == 0 and self._has_other_room:
+            self._more_plans_left -= 1
+        self.plans_left = max(0, self.plans_left - 1)
 
     def _stop_search(self) -> None:
         if self._search is not None:

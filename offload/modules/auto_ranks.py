@@ -91,7 +91,7 @@ class AutoRanks:
         planner = min(least or found, key=lambda rank: (least.get(rank, 0), rank))
         if planner in agreement.hears:
             chosen = agreement.hear_plan(planner)
-            plan.plans_left = max(0, plan.plans_left - 1)
+            plan.count_plan()
         else:
             chosen = agreement.tell_plan(lambda: plan.choose(manager.engine, work))
         if chosen is not None or (room is not None and room.limit_bytes == 0):

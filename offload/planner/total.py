@@ -62,6 +62,7 @@ class TotalMemory:
         self._passed = False  # a step has passed the total, of lengths that vary or under this plan
         self._vary = False  # lengths of the last steps
         self._is_first = True  # no step under a plan was measured
+        self._was_over = False  # the last step
 
     @property
     def limit_bytes(self) -> int | None:
@@ -111,6 +112,7 @@ class TotalMemory:
         self._bound = self._bound or counted_bytes > _BINDS * limit_bytes
         first, self._is_first = self._is_first, False
         over = peak_bytes > _NEARLY * self.total_bytes
+        over_again, self._was_over = over and self._was_over, over
         if vary is not self._vary:
             self._vary, self._passed = vary, False
         self._passed = self._passed or (over and not first)
@@ -124,10 +126,10 @@ class TotalMemory:
         if not (over or under or first):
             return False
         rest_bytes = self.rest_bytes
-        if over:  # a limit that holds nothing back would fall a little in each step, to no effect
-            rest_bytes = max(0, peak_bytes - min(limit_bytes, counted_bytes))
-        elif under or self._bound:
+        if over or under or self._bound:
             rest_bytes = max(0, self._highest_bytes - limit_bytes)
+        if over and over_again:  # a limit that holds nothing back falls a little in each step, to no effect
+            rest_bytes = max(rest_bytes, peak_bytes - min(limit_bytes, counted_bytes))
         if vary and not over:  # a longer step may come
             rest_bytes = max(self.rest_bytes, rest_bytes) if first else (self.rest_bytes + rest_bytes) // 2
         if first:  # the two peaks need not come at one moment, so it is this at least

@@ -33,9 +33,9 @@ _UNEXPLAINED = 1.25
 the host. A device that waits for a message finds the first blocks late, too: of a rank of two H200s under ZBV
 1,049 ms were taken for plain compute, where its actions took 2,035 and hardly anything was recomputed."""
 
-_IDLE = 1e-3
-"""Of a W: an I that took less did nothing. The first stage of a pipeline asks no gradient of its input, and
-torch computes its whole backward in the W."""
+_IDLE = 0.05
+"""Of the Ws of a stage: Is that took less did nothing. The first stage of a pipeline asks no gradient of its
+input, and torch computes its whole backward in the W. Two halves that both compute differ far less."""
 
 _PASSES_OF_HOST = 3.0
 """Host seconds of a block's forward and backward, in those of its forward. Source: W5 of the benchmarks, one
@@ -102,11 +102,17 @@ class StepWork:
 
     @property
     def shape(self) -> object:
-        """What a plan is for: the actions, and how many blocks each chunk has beside what only needs room."""
+        """What a plan is for: the actions, and how many blocks each chunk has beside what only needs room. A
+        backward in halves is as a whole one: which it is here was measured, and ranks are to agree."""
         counts = {
             chunk: sum(block.menu[0].saved_bytes > 0 for block in own) for chunk, own in self.blocks.items()
         }
-        return self.actions, tuple(counts.items())
+        whole = tuple(
+            action._replace(kind="B") if action.kind == "W" else action
+            for action in self.actions
+            if action.kind != "I"
+        )
+        return whole, tuple(counts.items())
 
     @classmethod
     def of(
@@ -209,12 +215,14 @@ class StepWork:
 def _whole_where_idle(
     actions: Sequence[Action], seconds: Mapping[Action, float]
 ) -> tuple[Sequence[Action], Mapping[Action, float]]:
-    """A B in place of each W whose I did nothing."""
-    idle = {
-        action.chunk
-        for action in actions
-        if action.kind == "I" and seconds[action] < _IDLE * seconds.get(Action("W", *action.chunk), 0.0)
-    }
+    """A B in place of each W of a stage whose Is did nothing."""
+    split: dict[int, dict[str, float]] = {}
+    for action in actions:
+        if action.kind in ("I", "W"):
+            halves = split.setdefault(action.stage, {"I": 0.0, "W": 0.0})
+            halves[action.kind] += seconds[action]
+    stages = {stage for stage, halves in split.items() if halves["I"] < _IDLE * halves["W"]}
+    idle = {action.chunk for action in actions if action.kind == "I" and action.stage in stages}
     whole = {
         action: Action("B", *action.chunk)
         for action in actions

@@ -162,33 +162,30 @@ def test_what_a_block_binds_and_draws_happens_once_although_it_is_recomputed(
     assert equal(trained(build(body), mode), plain)
 
 
-@pytest.mark.parametrize("body", [draws, lambda block, x: block.fc(x).tanh()], ids=["draws", "draws nothing"])
-def test_what_is_drawn_between_blocks_is_no_draw_of_a_recompute(
-    body: Any, manager: PipelineOffloadManager
+def moves_on(block: Any, x: Tensor) -> Tensor:
+    return block(x) * (random.random() + float(np.random.randn()))
+
+
+def puts_back(block: Any, x: Tensor) -> Tensor:
+    """Both calls begin with one state, as those of models that compare two runs under one noise."""
+    states = random.getstate(), np.random.get_state()
+    y = block(x)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    return y + block(x.sin())
+
+
+@pytest.mark.parametrize("mode", ["hidden_states", "selective"])
+@pytest.mark.parametrize("between", [moves_on, puts_back])
+def test_draws_are_those_of_a_plain_run_whatever_happens_to_the_states_between_blocks(
+    between: Any, mode: str, manager: PipelineOffloadManager
 ) -> None:
-    def call(block: Any, x: Tensor) -> Tensor:
-        return block(x) * (random.random() + float(np.random.randn()))
+    def body(block: Any, x: Tensor) -> Tensor:
+        return x.cos() * float(np.random.randn()) * random.random()
 
-    plain = trained(build(body, call), None)
-    assert equal(trained(build(body, call), "hidden_states"), plain)
-
-
-def test_the_state_of_everybodys_generators_is_read_once_a_forward(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And once more in the recompute of the last block, after which no other one began."""
-    reads, getstate = 0, random.getstate
-
-    def counted() -> Any:
-        nonlocal reads
-        reads += 1
-        return getstate()
-
-    model = build(lambda block, x: block.fc(x).tanh())
-    with offload.activations(model, "hidden_states", min_numel=1):
-        monkeypatch.setattr(random, "getstate", counted)
-        train(model, steps=1, microbatches=1)
-    assert reads == LAYERS + 1
+    plain = [*trained(build(body, between), None), torch.tensor([random.random(), np.random.rand()])]
+    ours = [*trained(build(body, between), mode), torch.tensor([random.random(), np.random.rand()])]
+    assert equal(ours, plain)
 
 
 class _Bound:

@@ -51,10 +51,18 @@ def test_a_step_over_the_total_lowers_the_limit_by_what_it_was_over() -> None:
     assert total.limit_bytes == 690 - 55
 
 
-def test_a_limit_that_held_nothing_back_falls_below_what_the_step_took() -> None:
+def test_a_limit_that_held_nothing_back_falls_below_what_steps_took_once_two_have_passed_the_total() -> None:
+    """The first may have been the only one of its kind."""
     total = measured()
     assert total.followed(1040, 600, 690)
+    assert total.limit_bytes == 690 - 55
+    assert total.followed(1040, 600, 635)
     assert total.limit_bytes == 600 - 55
+    alone = measured()
+    assert alone.followed(1040, 600, 690)
+    assert not alone.followed(900, 600, 635)
+    assert alone.followed(1040, 600, 635)
+    assert alone.limit_bytes == 635 - 55
 
 
 def test_several_steps_well_below_the_total_raise_it_if_it_held_them_back() -> None:
