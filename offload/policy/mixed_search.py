@@ -97,9 +97,13 @@ class MixedSearch:
     """The best state so far, and the best of each choice of levels."""
 
     def __init__(
-        self, problem: MixtureProblem, max_trials: int | None, rest: Callable[[], object] = int
+        self,
+        problem: MixtureProblem,
+        max_trials: int | None,
+        rest: Callable[[], object] = int,
+        patience: int = 1,
     ) -> None:
-        """rest: called before each simulated step."""
+        """rest: called before each simulated step. patience: without `max_trials`, so many times as many."""
         self.best: Trial | None = None
         self._here: Trial | None = None  # where a climb is
         self._by_levels: dict[tuple[Levels, ...], Trial] = {}
@@ -133,7 +137,7 @@ class MixedSearch:
         self._groups: dict[tuple[int, Levels, int], list[GroupSize]] = {}
         self._tried: set[tuple[tuple[Levels, ...], tuple[int, ...], Keeps, int, int, int]] = set()
         units = sum(len(self._groups_of(at, (0,) * len(own), 0)) for at, own in enumerate(self._blocks))
-        most = max(_FEWEST_TRIALS, min(_MOST_TRIALS, _UNIT_TRIALS // max(1, units)))
+        most = patience * max(_FEWEST_TRIALS, min(_MOST_TRIALS, _UNIT_TRIALS // max(1, units)))
         self._most_trials = self._stop_at = most if max_trials is None else max_trials
 
     @property

@@ -110,6 +110,7 @@ def choose_mixture(
     host: Host | None = None,
     host_limit_bytes: int | None = None,
     max_trials: int | None = None,
+    patience: int = 1,
     known: Sequence[MixedPlan] = (),
     rest: Callable[[], object] = int,
 ) -> MixedPlan:
@@ -117,7 +118,8 @@ def choose_mixture(
 
     The first arguments are those of `least_mixed_step`. limit_bytes: the device's memory less weights,
         gradients and the working set of plain blocks.
-    max_trials: steps to simulate at most; None for as many as about 0.5 s of host time allow.
+    max_trials: steps to simulate at most; None for as many as about 0.5 s of host time allow, `patience`
+        times. Most searches have found what they can after 4 times 0.5 s.
     known: plans of the same step for other limits. What fits less fits more, so with them a larger limit
         never gives a longer predicted step.
     rest: called between parts of the choice, of some ms each: for one that is made beside other work.
@@ -135,7 +137,7 @@ def choose_mixture(
         host=host,
         host_limit_bytes=host_limit_bytes,
     )
-    return _choose(problem, max_trials, known, _STARTS, rest)
+    return _choose(problem, max_trials, known, _STARTS, rest, patience)
 
 
 def cheapest_mixture(
@@ -148,6 +150,7 @@ def cheapest_mixture(
     host_limit_bytes: int | None = None,
     most_slower: float = 0.01,
     max_trials: int | None = None,
+    patience: int = 1,
     rest: Callable[[], object] = int,
 ) -> MixedPlan:
     """Without a limit: the plan for the least limit whose bound is at most `most_slower` above the step that
@@ -188,6 +191,7 @@ def cheapest_mixture(
         host=host,
         host_limit_bytes=host_limit_bytes,
         max_trials=max_trials,
+        patience=patience,
         rest=rest,
     )
 
@@ -209,6 +213,7 @@ def _choose(
     known: Sequence[MixedPlan],
     starts: Sequence[_Start],
     rest: Callable[[], object] = int,
+    patience: int = 1,
 ) -> MixedPlan:
     def bound_of(start: _Start, **options: Any) -> MixedBound:
         rest()
@@ -230,7 +235,7 @@ def _choose(
         )
 
     bound = bound_of(_Start(1.0, 1.0), slices=_BOUND_SLICES)
-    search = MixedSearch(problem, max_trials, rest)
+    search = MixedSearch(problem, max_trials, rest, patience)
     for plan in known:
         search.try_state(
             State(
