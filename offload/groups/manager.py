@@ -30,6 +30,7 @@ from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.groups.survey import GroupLedgers
 from offload.ids import ChunkId
+from offload.policy.search import Amounts
 from offload.saved.chunk import SavedChunk
 from offload.telemetry.figures import Ledger
 from offload.telemetry.records import ClientStats, StepStats
@@ -142,6 +143,11 @@ class GroupsManager(OpenScopes, Client):
         """Between steps: the engine's device limit is another one now, so a plan is made anew from what the
         last steps were seen to do."""
         self._planner.limits_changed()
+
+    def start_from(self, start: Amounts | None) -> None:
+        """Between steps: a plan of what stays that is known to be good for the steps that come. The search
+        tries it first."""
+        self._planner.start = start
 
     def new_ledger(self) -> Ledger:
         """Figures of the steps that end from now on, for as long as the caller holds it. The next step is

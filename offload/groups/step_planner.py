@@ -30,6 +30,7 @@ from offload.policy.keeps import (
     margin_keeps,
     summary_bytes,
 )
+from offload.policy.search import Amounts
 from offload.transfer.admission import DEFAULT_IN_FLIGHT_BYTES
 
 __all__ = ["StepPlanner"]
@@ -56,6 +57,7 @@ class StepPlanner:
         self._varied = VariedSteps(engine.config.piece_bytes)
         self.trimmer = Trimmer(engine)
         self._report = StepReport()
+        self.start: Amounts | None = None  # a plan of these levels that another search has found
         self.live_peak_bytes = 0  # of the planned step's saved tensors, if none left
 
     def after_step(self, seen: SeenStep) -> bool:
@@ -258,10 +260,16 @@ class StepPlanner:
         compute_s = [seconds for seconds in times if seconds is not None]
         if len(compute_s) != len(known) or sum(compute_s) <= 0:
             return False
-        piece_bytes = self._engine.config.piece_bytes
-        self._trial = Trial(
-            timed_plans(seen.backward_order, known, compute_s, rates, limits.device_limit_bytes, piece_bytes)
+        plans = timed_plans(
+            seen.backward_order,
+            known,
+            compute_s,
+            rates,
+            limits.device_limit_bytes,
+            self._engine.config.piece_bytes,
+            self.start,
         )
+        self._trial = Trial(plans)
         self._follow(seen, self._trial.plan)
         return True
 

@@ -23,7 +23,7 @@ from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
 from offload.groups.seen import half_bytes_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
-from offload.policy.search import Plan, choose_keeps
+from offload.policy.search import Amounts, Plan, choose_keeps
 
 __all__ = [
     "NO_PART",
@@ -137,12 +137,13 @@ def timed_plans(
     rates: Rates,
     limit_bytes: int,
     piece_bytes: int,
+    start: Amounts | None = None,
 ) -> list[TimedPlan]:
     """The plans with the shortest simulated step by parts of groups and by whole groups, the shorter first;
     one if they are the same.
 
     chunks: that a backward read. actions, compute_s: the schedule and how long each action computes.
-        piece_bytes: the smallest part.
+        piece_bytes: the smallest part. start: as of `choose_keeps`.
     """
     found: list[tuple[Plan, TimedPlan]] = []
     whole_bytes = max(sum(group.total_offload_bytes for group in chunk.groups) for chunk in chunks) + 1
@@ -151,7 +152,7 @@ def timed_plans(
         for least_bytes in (piece_bytes, whole_bytes)
     ]
     for units in cuts if cuts[0] != cuts[1] else cuts[:1]:
-        chosen, plan = _search(units, actions, compute_s, rates, limit_bytes)
+        chosen, plan = _search(units, actions, compute_s, rates, limit_bytes, start)
         if all(plan != other for _, other in found):
             found.append((chosen, plan))
     fitting = [pair for pair in found if pair[0].fits]
@@ -176,7 +177,7 @@ def timed_plan(
 ) -> TimedPlan:
     """The plan with the shortest simulated step by these units; the one with the lowest peak where none keeps
     within the limit."""
-    return _search(units, actions, compute_s, rates, limit_bytes)[1]
+    return _search(units, actions, compute_s, rates, limit_bytes, None)[1]
 
 
 def _search(
@@ -185,11 +186,12 @@ def _search(
     compute_s: Sequence[float],
     rates: Rates,
     limit_bytes: int,
+    start: Amounts | None,
 ) -> tuple[Plan, TimedPlan]:
     sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
     num_units = sum(map(len, sizes.values()))
     most = trials_for(num_units)
-    chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, max_trials=most)
+    chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, max_trials=most, start=start)
     kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
     for key in chosen.keeps:
         kept[key.chunk].add(key.position)

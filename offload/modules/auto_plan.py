@@ -29,6 +29,7 @@ from offload.planner.work import Ran, StepWork, with_halves
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
 from offload.policy.keeps import all_of, kept_peak_bytes
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
+from offload.policy.search import Amounts
 from offload.transfer.link import LINK_TEST_BYTES
 
 __all__ = ["AutoPlan"]
@@ -284,6 +285,9 @@ class AutoPlan:
         _measure_link(engine)
         memory.set_limit(engine, limit_bytes)
         engine.limits.again_room_bytes = plan.again_room_bytes
+        manager.start_from(
+            Amounts(plan.kept_bytes, float(plan.restoring_room_bytes), float(plan.half_room_bytes))
+        )
         self._leave_room(engine, plan)
         self._reserve(engine, plan)
         self._drift.planned(self.recent.last_timed, engine.rates)

@@ -18,7 +18,7 @@ from offload.policy.actions import Action, ChunkKey, ChunkSizes, Keeps, Rates, r
 from offload.policy.keeps import kept_peak_bytes, limit_keeps, short_lives_bytes, tail_keeps
 from offload.policy.simulate import Simulation, simulate
 
-__all__ = ["Plan", "choose_keeps"]
+__all__ = ["Amounts", "Plan", "choose_keeps"]
 
 _KEEP_STARTS = (1.0, 0.8, 0.3)
 """Equal starts, of the most that fits beside nothing else. More of them cost more trials than they find."""
@@ -30,6 +30,15 @@ _WINDOW_STARTS = (3 / 8, 1 / 5)
 _STEPS = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """Changes tried around the best, of a chunk's bytes, of half the limit, and of what a W reads, coarse to
 fine."""
+
+
+class Amounts(NamedTuple):
+    """What a plan is made from. kept_bytes: that stay of the end of each chunk. window_bytes: of reads that
+    are brought back early. half_room_bytes: that stay between the halves of a split backward."""
+
+    kept_bytes: Mapping[ChunkKey, float]
+    window_bytes: float
+    half_room_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +76,7 @@ def choose_keeps(
     device_limit_bytes: int,
     *,
     max_trials: int = 100,
+    start: Amounts | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step that fits the limit; of equal ones, that which moves fewest
     bytes.
@@ -76,6 +86,7 @@ def choose_keeps(
     max_trials: steps to simulate at most; the time grows with groups x trials. 100 are about 0.4 s for 8
         chunks of 64 groups, and come to 1.00 to 1.03 of the bound on the first rank of four under 1F1B with
         41 to 13 of the 88 GB that it would hold.
+    start: tried first. Chunks that it does not name keep nothing of their own.
     """
     if device_limit_bytes < 0:
         raise ValueError(
@@ -85,7 +96,7 @@ def choose_keeps(
         raise ValueError(f"max_trials is {max_trials}; give 1 or more")
     require_sizes(actions, sizes)
     search = _Search(actions, sizes, compute_s, rates, device_limit_bytes, max_trials)
-    search.try_starts()
+    search.try_starts(start)
     # a plan that keeps everything is the best there is
     for step in _STEPS if search.best.result.moved_bytes > 0 else ():
         while search.improve(step):
@@ -100,20 +111,12 @@ def choose_keeps(
     )
 
 
-class _Amounts(NamedTuple):
-    """What a plan is made from. kept_bytes: that stay of each chunk."""
-
-    kept_bytes: Mapping[ChunkKey, float]
-    window_bytes: float
-    half_room_bytes: float
-
-
 class _Trial(NamedTuple):
     """A simulated plan."""
 
     score: tuple[int, float, int]
     """(bytes above the limit, seconds, bytes moved): smaller is better, in this order."""
-    amounts: _Amounts
+    amounts: Amounts
     keeps: Keeps
     result: Simulation
 
@@ -146,9 +149,13 @@ class _Search:
             default=0,
         )
 
-    def try_starts(self) -> None:
-        """Equal parts of every chunk. Where backwards are split, what lives shortest as well, both with half
-        of what a W reads left for it."""
+    def try_starts(self, start: Amounts | None) -> None:
+        """The given one, and equal parts of every chunk. Where backwards are split, what lives shortest as
+        well, both with half of what a W reads left for it."""
+        if start is not None:
+            kept = {chunk: start.kept_bytes.get(chunk, 0.0) for chunk in self._total_bytes}
+            window_bytes = min(start.window_bytes, float(self._limit_bytes))
+            self._try(start._replace(kept_bytes=kept, window_bytes=window_bytes))
         most_bytes = dict.fromkeys(self._total_bytes, 0)
         for key in limit_keeps(self._actions, self._sizes, self._limit_bytes, 0, 0):
             most_bytes[key.chunk] += self._sizes[key.chunk][key.position].nbytes
@@ -162,17 +169,17 @@ class _Search:
             ]
         for kept_bytes in starts:
             for window in _WINDOW_STARTS:
-                self._try(_Amounts(kept_bytes, window * self._limit_bytes, self._half_bytes / 2))
+                self._try(Amounts(kept_bytes, window * self._limit_bytes, self._half_bytes / 2))
         if self.best.score[0] > 0:
             # the least that any plan needs: all leaves, nothing is fetched early
-            self._try(_Amounts(dict.fromkeys(most_bytes, 0), 0, 0))
+            self._try(Amounts(dict.fromkeys(most_bytes, 0), 0, 0))
 
     def improve(self, step: float) -> bool:
         """One round over the window, what stays between halves, all chunks together and each chunk alone;
         True if anything got better."""
         improved = False
         chunks = list(self._total_bytes)
-        changes: list[Callable[[float], _Amounts]] = [self._window, self._half_room]
+        changes: list[Callable[[float], Amounts]] = [self._window, self._half_room]
         changes += [partial(self._kept, changed) for changed in (chunks, *([chunk] for chunk in chunks))]
         for changed in changes:
             for change in (step, -step):
@@ -180,17 +187,17 @@ class _Search:
                     improved = True
         return improved
 
-    def _window(self, change: float) -> _Amounts:
+    def _window(self, change: float) -> Amounts:
         """The best amounts with a window wider by `change` of half the limit."""
         best, most = self.best.amounts, float(self._limit_bytes)
         return best._replace(window_bytes=min(max(best.window_bytes + change * most / 2, 0.0), most))
 
-    def _half_room(self, change: float) -> _Amounts:
+    def _half_room(self, change: float) -> Amounts:
         """The best amounts with `change` of what a W reads more kept for it."""
         best, most = self.best.amounts, float(self._half_bytes)
         return best._replace(half_room_bytes=min(max(best.half_room_bytes + change * most, 0.0), most))
 
-    def _kept(self, chunks: Sequence[ChunkKey], change: float) -> _Amounts:
+    def _kept(self, chunks: Sequence[ChunkKey], change: float) -> Amounts:
         """The best amounts with `change` of their bytes more kept of these chunks."""
         kept_bytes = dict(self.best.amounts.kept_bytes)
         for chunk in chunks:
@@ -198,7 +205,7 @@ class _Search:
             kept_bytes[chunk] = min(max(kept_bytes[chunk] + change * total_bytes, 0.0), float(total_bytes))
         return self.best.amounts._replace(kept_bytes=kept_bytes)
 
-    def _try(self, amounts: _Amounts) -> bool:
+    def _try(self, amounts: Amounts) -> bool:
         """Simulate this plan unless it was before, cannot fit, or the trials are used up; True if it is the
         best so far."""
         keeps = tail_keeps(self._sizes, amounts.kept_bytes)
