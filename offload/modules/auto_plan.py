@@ -322,10 +322,11 @@ class AutoPlan:
 
     def _leave_room(self, engine: OffloadEngine, plan: MixedPlan) -> None:
         """Until the groups have seen a step of these levels and planned what stays: no more than leaves room
-        for the largest recompute of the longest chunk."""
+        for the largest recompute of the longest chunk, and for what input halves leave."""
         limits, longer = engine.limits, self.recent.lengths.window_factor()
         if limits.device_limit_bytes is not None and limits.kept_limit_bytes is not None:
-            left_bytes = limits.device_limit_bytes - round(plan.most_again_bytes * longer)
+            beside_bytes = plan.most_again_bytes + plan.left_peak_bytes
+            left_bytes = limits.device_limit_bytes - round(beside_bytes * longer)
             limits.kept_limit_bytes = max(0, min(limits.kept_limit_bytes, left_bytes))
 
     def _reserve(self, engine: OffloadEngine, plan: MixedPlan) -> None:

@@ -19,6 +19,7 @@ from offload.policy.actions import (
     GroupKey,
     GroupSize,
     Keeps,
+    Life,
     lives_of,
     require_sizes,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "fraction_keeps",
     "kept_peak_bytes",
     "leaving_bytes",
+    "left_peak_bytes",
     "limit_keeps",
     "margin_keeps",
     "short_lives_bytes",
@@ -118,7 +120,7 @@ def limit_keeps(
         )
     lives = lives_of(actions)
     require_sizes(actions, sizes)
-    level_bytes = [0] * len(actions)
+    level_bytes = _left_bytes(lives, sizes, len(actions))
     keeps: set[GroupKey] = set()
     growing = deque(GroupKey(chunk, len(sizes[chunk]) - 1) for chunk in lives)
     while growing:
@@ -175,16 +177,33 @@ def all_of(sizes: ChunkSizes) -> Keeps:
 
 
 def kept_peak_bytes(actions: Sequence[Action], sizes: ChunkSizes, keeps: Keeps) -> int:
-    """The most kept bytes at any point of the order; a chunk's are there from its F to the end of its last
-    read."""
+    """The most kept bytes at any point of the order, and what input halves leave beside them; a chunk's are
+    there from its F to the end of its last read."""
     kept_bytes: Counter[ChunkKey] = Counter()
     for key in keeps:
         kept_bytes[key.chunk] += sizes[key.chunk][key.position].nbytes
-    level_bytes = [0] * len(actions)
-    for chunk, life in lives_of(actions).items():
+    lives = lives_of(actions)
+    level_bytes = _left_bytes(lives, sizes, len(actions))
+    for chunk, life in lives.items():
         for at in range(life.forward, life.last_read):
             level_bytes[at] += kept_bytes[chunk]
     return max(level_bytes, default=0)
+
+
+def left_peak_bytes(actions: Sequence[Action], sizes: ChunkSizes) -> int:
+    """The most that the Is of split backwards leave for their Ws at once, of what they computed again."""
+    return max(_left_bytes(lives_of(actions), sizes, len(actions)), default=0)
+
+
+def _left_bytes(lives: Mapping[ChunkKey, Life], sizes: ChunkSizes, num_actions: int) -> list[int]:
+    """The same by action."""
+    level_bytes = [0] * num_actions
+    for chunk, life in lives.items():
+        if life.half_read is not None:
+            nbytes = sum(group.left_bytes for group in sizes[chunk])
+            for at in range(life.half_read, life.last_read):
+                level_bytes[at] += nbytes
+    return level_bytes
 
 
 def summary_bytes(

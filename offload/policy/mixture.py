@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, Rates
-from offload.policy.levels import Levels
+from offload.policy.keeps import left_peak_bytes
+from offload.policy.levels import Levels, groups_at, num_leaving
 from offload.policy.menu import Host
 from offload.policy.mixed_bound import least_mixed_step
 from offload.policy.mixed_program import ChunkBlocks, MixedBound, num_flows
@@ -93,6 +94,19 @@ class MixedPlan:
             ),
             default=0,
         )
+
+    @property
+    def left_peak_bytes(self) -> int:
+        """The most that the Is of split backwards leave for their Ws at once, of what they computed again."""
+        actions, blocks = self.problem.actions, self.problem.blocks
+        halves = {action.chunk for action in actions if action.kind == "I"}
+        sizes = {
+            chunk: groups_at(own, levels, 1, num_leaving(own, levels, self.again_room_bytes))
+            for chunk, own in blocks.items()
+            for levels in (self.levels[chunk],)
+            if chunk in halves
+        }
+        return left_peak_bytes([action for action in actions if action.chunk in halves], sizes)
 
     @property
     def predicted_peak_bytes(self) -> int:
