@@ -145,8 +145,8 @@ class GroupsManager(OpenScopes, Client):
         self._planner.limits_changed()
 
     def start_from(self, start: Amounts | None) -> None:
-        """Between steps: a plan of what stays that is known to be good for the steps that come. The search
-        tries it first."""
+        """Between steps: a plan of what stays that is known to be good for the steps that come, which
+        searches try first; None: of no more. Takes no lock."""
         self._planner.start = start
 
     def new_ledger(self) -> Ledger:

@@ -26,6 +26,7 @@ from offload.policy.keeps import (
     fraction_keeps,
     kept_peak_bytes,
     leaving_bytes,
+    left_peak_bytes,
     limit_keeps,
     margin_keeps,
     summary_bytes,
@@ -57,7 +58,7 @@ class StepPlanner:
         self._varied = VariedSteps(engine.config.piece_bytes)
         self.trimmer = Trimmer(engine)
         self._report = StepReport()
-        self.start: Amounts | None = None  # a plan of these levels that another search has found
+        self.start: Amounts | None = None  # what another search has found for the steps that come
         self.live_peak_bytes = 0  # of the planned step's saved tensors, if none left
 
     def after_step(self, seen: SeenStep) -> bool:
@@ -209,10 +210,10 @@ class StepPlanner:
             for chunk, own in sizes.items()
             for part_bytes in (parts.get(chunk, NO_PART).part_bytes,)
         }
-        left_bytes = limit_bytes - self._room_bytes
+        most_bytes = limit_bytes - self._room_bytes - left_peak_bytes(known, sizes)
         if not self._varied.lengths.vary:  # this very step is expected again
-            left_bytes = max(left_bytes, kept_peak_bytes(known, kept, all_of(kept)))
-        self._engine.limits.kept_limit_bytes = max(0, left_bytes)
+            most_bytes = max(most_bytes, kept_peak_bytes(known, kept, all_of(kept)))
+        self._engine.limits.kept_limit_bytes = max(0, most_bytes)
 
     def _untimed(self, seen: SeenStep) -> Keeps:
         """Without a device limit the margin: the last group of each name in the first chunk to run backward,
@@ -232,7 +233,7 @@ class StepPlanner:
             default=0,
         )
         room_bytes = max(0, limits.device_limit_bytes - again_bytes)  # one recompute is under way at most
-        if self.live_peak_bytes <= room_bytes:
+        if limit_keeps(known, sizes, room_bytes, 0, 0) == all_of(sizes):
             return all_of(sizes)  # nothing has to leave, so no room is needed for what does
         return limit_keeps(known, sizes, room_bytes, spilling, limits.max_restoring_bytes)
 
@@ -278,8 +279,10 @@ class StepPlanner:
         known."""
         limits, rates = self._engine.limits, self._engine.rates
         limit_bytes = limits.device_limit_bytes
-        plan = None if limit_bytes is None or rates is None else self._varied.plan(rates, limit_bytes)
-        if plan is None or limit_bytes is None:
+        if limit_bytes is None or rates is None:
+            return False
+        plan = self._varied.plan(rates, limit_bytes, self.start)
+        if plan is None:
             return False
         stays = self._varied.stays(plan)
         self._follow(

@@ -174,10 +174,11 @@ def timed_plan(
     compute_s: Sequence[float],
     rates: Rates,
     limit_bytes: int,
+    start: Amounts | None = None,
 ) -> TimedPlan:
     """The plan with the shortest simulated step by these units; the one with the lowest peak where none keeps
-    within the limit."""
-    return _search(units, actions, compute_s, rates, limit_bytes, None)[1]
+    within the limit. start: as of `choose_keeps`."""
+    return _search(units, actions, compute_s, rates, limit_bytes, start)[1]
 
 
 def _search(

@@ -16,6 +16,7 @@ from offload.groups.seen import SeenStep
 from offload.groups.timed import NO_PART, Stays, TimedPlan, Unit, cut_into_units, timed_plan
 from offload.policy.actions import Action, ChunkKey, Rates
 from offload.policy.lengths import STEPS, Lengths, nearest
+from offload.policy.search import Amounts
 
 __all__ = ["VariedSteps"]
 
@@ -86,9 +87,9 @@ class VariedSteps:
         """A step has ended that is not like those that come: the next times are its own."""
         self._before = None
 
-    def plan(self, rates: Rates, limit_bytes: int) -> TimedPlan | None:
-        """For the steps that come; None where too little is known, or they do not vary. A search where the
-        one before is too old; about 1 s of host time."""
+    def plan(self, rates: Rates, limit_bytes: int, start: Amounts | None = None) -> TimedPlan | None:
+        """For the steps that come; None where too little is known, or they do not vary. A search, which tries
+        `start` first, where the one before is too old; about 1 s of host time."""
         if not self.lengths.vary:
             self._planned = None
             return None
@@ -110,7 +111,7 @@ class VariedSteps:
                 seconds * factors[action.chunk]
                 for action, seconds in zip(longest.actions, longest.compute_s, strict=True)
             ]
-            plan = timed_plan(units, longest.actions, compute_s, rates, limit_bytes)
+            plan = timed_plan(units, longest.actions, compute_s, rates, limit_bytes, start)
             planned = self._planned = _Planned(
                 plan, limit_bytes, self.lengths.typical(), len(longest.actions)
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -90,6 +91,7 @@ class AutoPlan:
         self._drift = AutoDrift()
         self._guard = AutoGuard()
         self._search: _Search | None = None
+        self._started: weakref.ref[GroupsManager] | None = None  # that searches from what the plan keeps
         self._since_plan = 1  # steps
         self._shape: object = ()
         self._shape_before: object = None
@@ -288,6 +290,7 @@ class AutoPlan:
         manager.start_from(
             Amounts(plan.kept_bytes, float(plan.restoring_room_bytes), float(plan.half_room_bytes))
         )
+        self._started = weakref.ref(manager)
         self._leave_room(engine, plan)
         self._reserve(engine, plan)
         self._drift.planned(self.recent.last_timed, engine.rates)
@@ -317,6 +320,9 @@ class AutoPlan:
         """What a plan has changed of the engine is as before. Takes no lock."""
         self._stop_search()
         self._drift.end()
+        manager = None if self._started is None else self._started()
+        if manager is not None:
+            manager.start_from(None)
         engine.limits.again_room_bytes = None
         self._memory.give_limit_back(engine)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
@@ -27,7 +27,7 @@ _MORE = 0.1
 
 class BlockShare(NamedTuple):
     """What becomes of one block's saved tensors, over all chunks of a step. Bytes, and device milliseconds of
-    recompute. levels: how often each was chosen."""
+    recompute, in both halves of a split backward. levels: how often each was chosen."""
 
     name: str
     saved_bytes: int
@@ -71,9 +71,14 @@ class Explanation:
             return []
         found: list[tuple[ChunkKey, BlockShare]] = []
         for chunk, blocks in self.plan.problem.blocks.items():
-            for place, (block, level, kept) in enumerate(
-                zip(blocks, self.plan.levels[chunk], self._kept(chunk, blocks), strict=True)
-            ):
+            own = zip(
+                blocks,
+                self.plan.levels[chunk],
+                self._kept(chunk, blocks),
+                self.plan.recompute_s(chunk),
+                strict=True,
+            )
+            for place, (block, level, kept, again_s) in enumerate(own):
                 saved = block.menu[0].saved_bytes
                 if not saved:
                     continue  # the head, which is a block for its room alone
@@ -84,7 +89,7 @@ class Explanation:
                     kept_bytes=kept,
                     moved_bytes=chosen.saved_bytes - kept,
                     recomputed_bytes=saved - chosen.saved_bytes,
-                    recompute_ms=chosen.recompute_s * 1e3,
+                    recompute_ms=again_s * 1e3,
                     levels={chosen.name: 1},
                 )
                 found.append((chunk, share))
@@ -145,8 +150,8 @@ class Explanation:
         if plan is None:
             return f"auto: {self.state}"
         plain_ms = plan.bound.compute_s * 1e3
-        again_ms = sum(share.recompute_ms for share in self.shares)
-        late_ms = (plan.predicted_step_s - plan.predicted.stall_s) * 1e3 - plain_ms - again_ms
+        again_ms = plan.predicted.recompute_s * 1e3
+        late_ms = (plan.predicted_step_s - plan.predicted.step_s) * 1e3
         lines = [
             f"auto: {self.state}",
             f"A step of plain blocks computes {plain_ms:.1f} ms. Planned: "
@@ -201,11 +206,12 @@ class Explanation:
         lines = [f"At this budget 1 {unit} more would save {more_ms:.2f} ms of the step, by the bound."]
         found = self._given_up_next()
         if found is not None:
-            chunk, name, now, then = found
+            chunk, place, now, then = found
+            fewer = bytes_text(now.saved_bytes - then.saved_bytes)
             lines.append(
-                f"Given up next, if there were less: {name} in microbatch {chunk[1]}, from '{now.name}' to "
-                f"'{then.name}', which saves {bytes_text(now.saved_bytes - then.saved_bytes)} less and "
-                f"recomputes for {(then.recompute_s - now.recompute_s) * 1e3:.2f} ms."
+                f"Given up next, if there were less: {self._name(chunk, place)} in microbatch {chunk[1]}, "
+                f"from '{now.name}' to '{then.name}', which saves {fewer} less and recomputes for "
+                f"{self._more_ms(chunk, place):.2f} ms."
             )
         more = self._larger_budget()
         if more is not None:
@@ -213,10 +219,10 @@ class Explanation:
             lines.append(f"A budget larger by {bytes_text(nbytes)} would save {saved_ms:.1f} ms a step.")
         return lines
 
-    def _given_up_next(self) -> tuple[ChunkKey, str, Level, Level] | None:
-        """The cheapest step down that is left, by seconds for a byte."""
+    def _given_up_next(self) -> tuple[ChunkKey, int, Level, Level] | None:
+        """The cheapest step down that is left, by seconds for a byte, with the place of its block."""
         assert self.plan is not None
-        best: tuple[float, tuple[ChunkKey, str, Level, Level]] | None = None
+        best: tuple[float, tuple[ChunkKey, int, Level, Level]] | None = None
         for chunk, blocks in self.plan.problem.blocks.items():
             for place, (block, level) in enumerate(zip(blocks, self.plan.levels[chunk], strict=True)):
                 if level + 1 >= len(block.menu):
@@ -224,8 +230,16 @@ class Explanation:
                 now, then = block.menu[level], block.menu[level + 1]
                 rate = (then.recompute_s - now.recompute_s) / max(now.saved_bytes - then.saved_bytes, 1)
                 if best is None or rate < best[0]:
-                    best = rate, (chunk, self._name(chunk, place), now, then)
+                    best = rate, (chunk, place, now, then)
         return None if best is None else best[1]
+
+    def _more_ms(self, chunk: ChunkKey, place: int) -> float:
+        """What this chunk computes again if that block of it is a level further down."""
+        assert self.plan is not None
+        levels = list(self.plan.levels[chunk])
+        levels[place] += 1
+        then = replace(self.plan, levels={**self.plan.levels, chunk: tuple(levels)})
+        return (sum(then.recompute_s(chunk)) - sum(self.plan.recompute_s(chunk))) * 1e3
 
     def _larger_budget(self) -> tuple[int, float] | None:
         if self.total_bytes is None:

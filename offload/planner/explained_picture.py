@@ -53,7 +53,7 @@ def figure_of(explained: Explanation, *, title: str | None = None) -> Any:
     above, below = figure.subfigures(2, 1, height_ratios=(1.75, height - 1.75))
     memory, times = above.subplots(1, 2)
     _memory(memory, explained, explained.plan)
-    _times(times, explained.plan, shares)
+    _times(times, explained.plan)
     cells, sums = below.subplots(1, 2, sharey=True, width_ratios=(max(1, min(4, len(microbatches) / 2)), 1))
     rows = {share.name: row for row, share in enumerate(shares)}
     _cells(cells, calls, rows, microbatches)
@@ -104,17 +104,16 @@ def _memory(axes: Any, explained: Explanation, plan: MixedPlan) -> None:
     )
 
 
-def _times(axes: Any, plan: MixedPlan, shares: Sequence[BlockShare]) -> None:
+def _times(axes: Any, plan: MixedPlan) -> None:
     """The plan's step beside that of plain blocks, and the least that any plan could take."""
     plain_ms, planned_ms = plan.bound.compute_s * 1e3, plan.predicted_step_s * 1e3
     scale, unit = time_unit(planned_ms)
-    again_ms = sum(share.recompute_ms for share in shares)
-    waits_ms = plan.predicted.stall_s * 1e3
+    again_ms, waits_ms = plan.predicted.recompute_s * 1e3, plan.predicted.stall_s * 1e3
     parts = [
         ("computed once", plain_ms, _REST),
         ("recomputed", again_ms, _RECOMPUTED),
         ("waits for copies", waits_ms, _WAITS),
-        ("waits for the host", planned_ms - plain_ms - again_ms - waits_ms, _HOST),
+        ("waits for the host", planned_ms - plan.predicted.step_s * 1e3, _HOST),
     ]
     left = 0.0
     for name, ms, color in parts:

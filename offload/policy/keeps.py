@@ -106,11 +106,11 @@ def limit_keeps(
     spilling_room_bytes: int,
     restoring_room_bytes: int,
 ) -> Keeps:
-    """The most that may stay so that kept bytes never pass the limit less the two rooms, wherever the step
-    is.
+    """The most that may stay so that kept bytes, with what input halves leave beside them, never pass the
+    limit less the two rooms, wherever the step is.
 
     Chunks grow together from their ends, a group a round, in the order of their last reads; one whose next
-    group does not fit all its life is complete. Rooms that are larger than the limit keep nothing.
+    group does not fit all its life is complete. Rooms and halves that are larger than the limit keep nothing.
     """
     budget_bytes = device_limit_bytes - spilling_room_bytes - restoring_room_bytes
     if min(device_limit_bytes, spilling_room_bytes, restoring_room_bytes) < 0:
@@ -177,14 +177,13 @@ def all_of(sizes: ChunkSizes) -> Keeps:
 
 
 def kept_peak_bytes(actions: Sequence[Action], sizes: ChunkSizes, keeps: Keeps) -> int:
-    """The most kept bytes at any point of the order, and what input halves leave beside them; a chunk's are
-    there from its F to the end of its last read."""
+    """The most kept bytes at any point of the order; a chunk's are there from its F to the end of its last
+    read."""
     kept_bytes: Counter[ChunkKey] = Counter()
     for key in keeps:
         kept_bytes[key.chunk] += sizes[key.chunk][key.position].nbytes
-    lives = lives_of(actions)
-    level_bytes = _left_bytes(lives, sizes, len(actions))
-    for chunk, life in lives.items():
+    level_bytes = [0] * len(actions)
+    for chunk, life in lives_of(actions).items():
         for at in range(life.forward, life.last_read):
             level_bytes[at] += kept_bytes[chunk]
     return max(level_bytes, default=0)

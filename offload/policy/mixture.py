@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from offload.policy.actions import Action, ChunkKey, Rates
+from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
 from offload.policy.keeps import left_peak_bytes
 from offload.policy.levels import Levels, groups_at, num_leaving
 from offload.policy.menu import Host
@@ -98,15 +98,25 @@ class MixedPlan:
     @property
     def left_peak_bytes(self) -> int:
         """The most that the Is of split backwards leave for their Ws at once, of what they computed again."""
-        actions, blocks = self.problem.actions, self.problem.blocks
-        halves = {action.chunk for action in actions if action.kind == "I"}
-        sizes = {
-            chunk: groups_at(own, levels, 1, num_leaving(own, levels, self.again_room_bytes))
-            for chunk, own in blocks.items()
-            for levels in (self.levels[chunk],)
-            if chunk in halves
-        }
-        return left_peak_bytes([action for action in actions if action.chunk in halves], sizes)
+        split = self._split
+        sizes = {chunk: self._groups_of(chunk) for chunk in split}
+        return left_peak_bytes([action for action in self.problem.actions if action.chunk in split], sizes)
+
+    def recompute_s(self, chunk: ChunkKey) -> list[float]:
+        """Device seconds that the backward of this chunk computes once more, by block. The W of a split one
+        does so again, for what its I did not leave."""
+        is_split = chunk in self._split
+        return [group.again_s * (2 if is_split and group.w_bytes else 1) for group in self._groups_of(chunk)]
+
+    @property
+    def _split(self) -> set[ChunkKey]:
+        """Chunks whose backward is an I and a W."""
+        return {action.chunk for action in self.problem.actions if action.kind == "I"}
+
+    def _groups_of(self, chunk: ChunkKey) -> list[GroupSize]:
+        """One for each block."""
+        blocks, levels = self.problem.blocks[chunk], self.levels[chunk]
+        return groups_at(blocks, levels, 1, num_leaving(blocks, levels, self.again_room_bytes))
 
     @property
     def predicted_peak_bytes(self) -> int:

@@ -26,7 +26,8 @@ __all__ = ["bound_lines"]
 _GPU = GPUS["h200"]
 _BISECTIONS = 10
 _NOTHING = 1.001
-"""Below it the line is of no use: nothing needs to be given up."""
+"""Below it the line is of no use: nothing needs to be given up. A measured row may come out below it, since
+its bound rests on steps that differ by 2%."""
 _TOTALS_GB = (16, 18, 20, 22, 24, 26, 28, 32, 36, 40, 50, 60)
 
 
@@ -36,8 +37,8 @@ def bound_lines(panels: Sequence[Panel]) -> Iterator[str]:
     yield "|---" * (len(_TOTALS_GB) + 1) + "|"
     for panel in panels:
         work = panel.title.partition(":")[0]
-        known = next(point for point in panel.points if point.least is not None)
-        rest_gb = _number(known.name) - _cap_gb(work, known.least or 1.0)
+        known = next(point for point in panel.points if (point.least or 0.0) >= _NOTHING)
+        rest_gb = _number(known.name) - _cap_gb(work, known.least or _NOTHING)
         cells = [_least(work, total - rest_gb) for total in _TOTALS_GB]
         shown = [f"{cell:.3f}" if cell and cell >= _NOTHING else "" for cell in cells]
         yield f"| {work} | " + " | ".join(shown) + " |"

@@ -16,7 +16,7 @@ from offload import PipelineOffloadManager
 from offload.groups.recorder import Recorder
 from offload.planner.explained import Explanation
 from offload.planner.explained_picture import figure_of
-from offload.policy.actions import one_f_one_b
+from offload.policy.actions import Action, one_f_one_b
 from offload.policy.menu import Host
 from offload.policy.mixture import choose_mixture
 from offload.telemetry.drawing import draw
@@ -32,7 +32,7 @@ from tests.unit.groups.stack import (
     gpipe,
     installed,
 )
-from tests.unit.policy.mixtures import GB, H200, W2_BLOCK, Stage
+from tests.unit.policy.mixtures import GB, H200, W2_BLOCK, Stage, played
 
 INPUT = ROWS * WIDTH * 4  # of fc1, in bytes
 LAYERS, MICROBATCHES = 2, 3
@@ -286,6 +286,34 @@ def test_a_plan_that_waits_for_the_host_says_so_and_a_larger_budget_gains_nothin
     assert "are weights, gradients and working set; " in text, "the three add up to the total"
     no_gpu = replace(explained, rest_bytes=0, limit_bytes=50 * GB)
     assert "working set, which only a GPU shows and 1.00 GB are spare; 50.00 GB are left" in str(no_gpu)
+
+
+@pytest.mark.parametrize("again_room", [0, 1])
+def test_what_both_halves_of_a_backward_compute_again_is_no_wait_for_the_host(again_room: int) -> None:
+    """again_room: blocks whose W finds what its I computed again, so that it computes nothing itself."""
+    pytest.importorskip("scipy")
+    order = [Action("F", 0, 0), Action("F", 0, 1)]
+    order += [Action(kind, 0, m) for m in range(2) for kind in ("I", "W")]  # type: ignore[arg-type]
+    stage = Stage.of(order, replace(W2_BLOCK, w_reads=0.4), 3)
+    plan = choose_mixture(stage.actions, stage.blocks, H200, 4 * GB, max_trials=2)
+    last = len(W2_BLOCK.menu) - 1
+    levels = dict.fromkeys(stage.blocks, (0, last, last))
+    room = again_room * stage.blocks[0, 0][0].w_bytes
+    again_ms = 2 * (2 + 2 - again_room) * W2_BLOCK.menu[last].recompute_s * 1e3
+    plan = replace(plan, levels=levels, again_room_bytes=room)
+    assert sum(sum(plan.recompute_s(chunk)) for chunk in stage.blocks) * 1e3 == pytest.approx(again_ms)
+    plan = replace(plan, predicted=played(stage, plan))
+    assert plan.predicted.recompute_s * 1e3 == pytest.approx(again_ms)
+    explained = Explanation(state="planned", plan=plan)
+    text = str(explained)
+    assert f"of which {again_ms:.1f} ms recompute and" in text
+    assert "wait for the host" not in text
+    assert sum(share.recompute_ms for share in explained.shares) == pytest.approx(again_ms)
+    # the plain block is given up next: one half computes it again, or both, and with room for one block its I
+    # leaves for its W what the next one's left before
+    little_ms = (2 - again_room) * W2_BLOCK.menu[1].recompute_s * 1e3
+    little_ms += again_room * W2_BLOCK.menu[last].recompute_s * 1e3
+    assert f"recomputes for {little_ms:.2f} ms." in text
 
 
 def test_a_plan_that_is_not_made_yet_is_no_picture(tmp_path: Path) -> None:

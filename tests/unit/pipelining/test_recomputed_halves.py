@@ -3,6 +3,8 @@ the halves, and bitwise gradients."""
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -269,27 +271,16 @@ def test_what_input_halves_leave_has_its_room_in_each_step_of_every_plan(
 ) -> None:
     """What stays was planned without it until a step was timed: the steps in between took up to 1.7 of the
     limit, which then fell. dear: seconds of a recompute."""
-    again_s = dear * 1e-4
-
-    def timed(menu: Menu, scale: float) -> Menu:
-        plain = menu[0].saved_bytes
-        given = [(plain - level.saved_bytes) / plain for level in menu]
-        return tuple(
-            level._replace(recompute_s=again_s * part**1.5) for level, part in zip(menu, given, strict=True)
-        )
-
-    order = [parse_action(word) for word in ORDER.split()]
     seconds = {"F": 1e-4 * blocks, "I": 1.3e-4 * blocks, "W": 0.8e-4 * blocks}
-    monkeypatch.setattr(StepClock, "end_step", lambda self: {of: seconds[of.kind] for of in order})
-    monkeypatch.setattr(work, "_timed", timed)
-    torch.manual_seed(0)
-    stages = {stage: nn.Sequential(*(Wide() for _ in range(blocks))) for stage in (1, 2)}
+    monkeypatch.setattr(StepClock, "end_step", lambda self: {of: seconds[of.kind] for of in order()})
+    price_recomputes(monkeypatch, dear * 1e-4)
+    stages = wide_stages(blocks)
     with counted_time(), installed(build_manager()) as manager:
         assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
         handles = [offload.apply(stage, mode="auto", device_total=total) for stage in stages.values()]
         for step in range(12):
-            run_order(manager, stages, order)
+            run_order(manager, stages)
             limit = manager.engine.limits.device_limit_bytes
             peak = manager.step_end().device_bytes_peak
             assert step < 2 or (limit is not None and peak <= limit), step
@@ -299,15 +290,61 @@ def test_what_input_halves_leave_has_its_room_in_each_step_of_every_plan(
         assert plan.left_peak_bytes > 0
 
 
-def run_order(manager: Any, stages: Mapping[int, nn.Module], order: Sequence[Action]) -> None:
+def test_what_input_halves_leave_may_be_more_than_the_limit_where_lengths_vary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a step as long as the typical one, no plan fits then, and the search for what stays said so by an
+    AttributeError."""
+    rows = deque([ROWS, ROWS], maxlen=2)  # of this step, and of the one before, whose times come with its end
+    seconds = {"F": 5e-4, "I": 6.5e-4, "W": 4e-4}
+    monkeypatch.setattr(
+        StepClock, "end_step", lambda self: {of: seconds[of.kind] * rows[0] / ROWS for of in order()}
+    )
+    price_recomputes(monkeypatch, 2e-4)
+    stages = wide_stages(5)
+    drawn = random.Random(3)
+    with counted_time(), installed(build_manager()) as manager:
+        assert manager is not None
+        manager.engine.rates = Rates(d2h_bytes_per_s=2e8, h2d_bytes_per_s=2e8)
+        for stage in stages.values():
+            offload.apply(stage, mode="auto", device_total=43_776)
+        for step in range(36):
+            rows.append(drawn.choice((4, 8, 12)))
+            run_order(manager, stages, rows[1])
+            assert manager.step_end().device_bytes_peak <= 43_776, step
+
+
+def price_recomputes(monkeypatch: pytest.MonkeyPatch, again_s: float) -> None:
+    """again_s: of a block's whole recompute."""
+
+    def timed(menu: Menu, scale: float) -> Menu:
+        plain = menu[0].saved_bytes
+        given = [(plain - level.saved_bytes) / plain for level in menu]
+        return tuple(
+            level._replace(recompute_s=again_s * part**1.5) for level, part in zip(menu, given, strict=True)
+        )
+
+    monkeypatch.setattr(work, "_timed", timed)
+
+
+def order() -> list[Action]:
+    return [parse_action(word) for word in ORDER.split()]
+
+
+def wide_stages(blocks: int) -> dict[int, nn.Module]:
+    torch.manual_seed(0)
+    return {stage: nn.Sequential(*(Wide() for _ in range(blocks))) for stage in (1, 2)}
+
+
+def run_order(manager: Any, stages: Mapping[int, nn.Module], rows: int = ROWS) -> None:
     graphs: dict[tuple[int, int], Any] = {}
-    manager.set_order(order)
-    for action in order:
+    manager.set_order(order())
+    for action in order():
         kind, stage, microbatch = action
         parameters = list(stages[stage].parameters())
         if kind == "F":
             manager.begin_chunk(stage, microbatch)
-            x = torch.randn(ROWS, WIDTH).requires_grad_()
+            x = torch.randn(rows, WIDTH).requires_grad_()
             graphs[action.chunk] = x, stages[stage](x * 1)
             manager.end_forward(stage, microbatch)
             continue

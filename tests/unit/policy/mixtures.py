@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, Rates, one_f_one_b
-from offload.policy.levels import groups_at, units_a_chunk
+from offload.policy.keeps import tail_keeps
+from offload.policy.levels import groups_at, num_leaving, units_a_chunk
 from offload.policy.menu import Block, Host, Level, Menu, convex
 from offload.policy.mixed_bound import action_seconds, host_seconds
+from offload.policy.mixture import MixedPlan
 from offload.policy.search import choose_keeps
+from offload.policy.simulate import Simulation, simulate
 
 GB, MB = 10**9, 10**6
 H200 = Rates(d2h_bytes_per_s=55.3 * GB, h2d_bytes_per_s=55.4 * GB, duplex_bytes_per_s=102.5 * GB)
@@ -148,3 +151,28 @@ def alike_s(stage: Stage, limit_bytes: int, max_trials: int) -> dict[str, float]
                 host_s += plan.predicted.moved_bytes * stage.host.seconds_per_moved_byte
             found[levels[0].name] = max(plan.predicted_step_s, host_s)
     return found
+
+
+def played(stage: Stage, plan: MixedPlan, rates: Rates = H200) -> Simulation:
+    """The plan's step, from its numbers alone."""
+    units = units_a_chunk(len(stage.blocks))
+    split = {action.chunk for action in stage.actions if action.kind == "I"}
+    sizes = {
+        chunk: groups_at(
+            own,
+            plan.levels[chunk],
+            units,
+            num_leaving(own, plan.levels[chunk], plan.again_room_bytes) if chunk in split else 0,
+        )
+        for chunk, own in stage.blocks.items()
+    }
+    return simulate(
+        stage.actions,
+        sizes,
+        action_seconds(stage.actions, stage.blocks, {}),
+        rates,
+        limit_bytes=plan.saved_limit_bytes,
+        keeps=tail_keeps(sizes, plan.kept_bytes),
+        restoring_room_bytes=plan.restoring_room_bytes,
+        half_room_bytes=plan.half_room_bytes,
+    )

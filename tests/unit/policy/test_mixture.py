@@ -12,11 +12,11 @@ pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline
 
 from offload.policy.actions import ChunkKey, Rates, one_f_one_b, parse_action
 from offload.policy.keeps import all_of, kept_peak_bytes, tail_keeps
-from offload.policy.levels import groups_at, num_leaving, units_a_chunk
+from offload.policy.levels import groups_at
 from offload.policy.menu import Block, Level
 from offload.policy.mixed_bound import action_seconds
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
-from offload.policy.simulate import Simulation, simulate
+from offload.policy.simulate import simulate
 from tests.unit.policy.mixtures import (
     GB,
     H200,
@@ -29,6 +29,7 @@ from tests.unit.policy.mixtures import (
     W2_INTERLEAVED,
     Stage,
     alike_s,
+    played,
 )
 
 STAGES = {
@@ -51,31 +52,6 @@ def live_bytes(stage: Stage) -> int:
 def chosen(stage: Stage, limit_bytes: int, max_trials: int | None = None) -> MixedPlan:
     return choose_mixture(
         stage.actions, stage.blocks, H200, limit_bytes, host=stage.host, max_trials=max_trials
-    )
-
-
-def played(stage: Stage, plan: MixedPlan, rates: Rates = H200) -> Simulation:
-    """The plan's step, from its numbers alone."""
-    units = units_a_chunk(len(stage.blocks))
-    split = {action.chunk for action in stage.actions if action.kind == "I"}
-    sizes = {
-        chunk: groups_at(
-            own,
-            plan.levels[chunk],
-            units,
-            num_leaving(own, plan.levels[chunk], plan.again_room_bytes) if chunk in split else 0,
-        )
-        for chunk, own in stage.blocks.items()
-    }
-    return simulate(
-        stage.actions,
-        sizes,
-        action_seconds(stage.actions, stage.blocks, {}),
-        rates,
-        limit_bytes=plan.saved_limit_bytes,
-        keeps=tail_keeps(sizes, plan.kept_bytes),
-        restoring_room_bytes=plan.restoring_room_bytes,
-        half_room_bytes=plan.half_room_bytes,
     )
 
 

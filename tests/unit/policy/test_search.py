@@ -173,3 +173,14 @@ def test_limits_and_trials_that_cannot_be_are_refused() -> None:
         choose_keeps([], {}, [], H200, 0, max_trials=0)
     with pytest.raises(ValueError, match="0F0, has no group sizes"):
         choose_keeps([Action("F", 0, 0), Action("B", 0, 0)], {}, [1.0, 1.0], H200, 0)
+
+
+def test_where_what_an_input_half_leaves_does_not_fit_the_plan_says_so() -> None:
+    order = [Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0)]
+    group = GroupSize("block", 10, region=1, again_s=0.1, again_bytes=30, half_bytes=0, left_bytes=30)
+    rates = Rates(d2h_bytes_per_s=100, h2d_bytes_per_s=100)
+    plan = choose_keeps(order, {(0, 0): [group]}, [1.0] * 3, rates, 29)
+    assert not plan.fits
+    assert plan.predicted_peak_bytes > 29
+    assert not limit_keeps(order, {(0, 0): [group]}, 29, 0, 0)
+    assert choose_keeps(order, {(0, 0): [group]}, [1.0] * 3, rates, 60).fits
