@@ -161,6 +161,16 @@ class ChunkGroups:
             f"Call group_start(tensor, {name!r}) before it, once for each commit"
         )
 
+    def close_own(self, group: Group) -> bool:
+        """Take this very start out of the open ones: another thread's may have the same name. False where it
+        is not open: its forward was begun again in between, or its step has ended."""
+        for position, (_, started) in enumerate(self._started):
+            if started is group:
+                del self._started[position]
+                group.committed = True
+                return True
+        return False
+
     def send(self, group: Group, forced: list[torch.Tensor]) -> None:
         """Send what has not left yet of a group that is closed, and release `forced`. Callers hold the
         engine's lock. Blocks the host: never."""

@@ -87,11 +87,12 @@ class InputGroup:
         handler, group = self._handler, self._group
         if self._stays is not None:
             self._stays.end()
-        if handler is None or group is None or group.committed or handler.saved is not self._chunk:
-            return  # its forward was begun again in between, or its step has ended
+        if handler is None or group is None:
+            return
         with handler.engine.lock:
-            handler.close(self._name)
-            self._manager.commit(handler, group)
+            # else its forward was begun again in between, or its step has ended
+            if handler.saved is self._chunk and handler.close_own(group):
+                self._manager.commit(handler, group)
 
     def reads(self) -> CallReads | None:
         """What is known of the halves of the call's backward; None where it is whole, or not announced."""

@@ -165,7 +165,6 @@ class KeptGroup:
         if handler is None or handler.saved is not self._chunk:
             return
         with handler.engine.lock:
-            if self._own is not None and not self._own.committed:
-                handler.close(self._name)
+            if self._own is not None and handler.close_own(self._own):
                 self._manager.commit(handler, self._own)
             handler.read_together(together)

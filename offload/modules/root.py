@@ -30,7 +30,6 @@ import torch
 from torch import nn
 
 from offload.checkpoint.members import inner_modules
-from offload.errors import GroupOrderError
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
 from offload.groups.manager import GroupsManager
@@ -67,12 +66,9 @@ class GroupCall(NamedTuple):
     def close(self, output: Any, failed: bool) -> None:
         """Its forward is over: the hooks go, and the group's bytes leave unless the forward raised."""
         self.manager.close_scope(self.installed)
-        try:
-            with self.manager.engine.lock:  # another thread may run a forward beside this one
-                closed = self.handler.close(self.group.name)
-        except GroupOrderError:
-            return  # the chunk was begun again inside the forward
-        if closed is None or failed:
+        with self.manager.engine.lock:  # another thread may run a forward beside this one
+            closed = self.handler.close_own(self.group)
+        if not closed or failed:  # not: the chunk was begun again inside the forward
             return
         made = next(output_tensors(output), None)
         self.manager.commit(self.handler, self.group, output=made)
