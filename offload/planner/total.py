@@ -6,8 +6,9 @@
 # sum. So the rest is the difference of their peaks, and the engine's limit is the total less the rest. The
 # two peaks need not come at one moment, and the rest is larger in one block than in another. So the first
 # plan is made for less, and its first step measures the rest once more. Then the limit is lowered as soon as
-# a step has nearly taken the total, and raised once several have stayed well below it. Once lowered, it rises
-# under another plan only.
+# a step has nearly taken the total, and raised once several have stayed well below it, up to what the first
+# measurement leaves: where each backward makes its gradients anew the rest grows towards the step's end, and
+# a plan for a higher limit may have its peak there. Once lowered, it rises under another plan only.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class TotalMemory:
         self.rest_bytes: int | None = None
         self.least_peak_bytes = 0
         self._least_bytes = 0  # that the engine counted in such a step
+        self._least_rest_bytes = 0  # that it did not
         self._calm = 0  # steps under this limit
         self._highest_bytes = 0  # peak of these
         self._bound = False  # the limit held one of them back
@@ -91,6 +93,7 @@ class TotalMemory:
         steps differ in lengths, so the most of them counts."""
         self.rest_bytes = max(rest_bytes, self.rest_bytes or 0) if vary else rest_bytes
         self.least_peak_bytes, self._least_bytes = peak_bytes, counted_bytes
+        self._least_rest_bytes = self.rest_bytes
         self._is_first = True
 
     def restart(self) -> None:
@@ -128,6 +131,8 @@ class TotalMemory:
         rest_bytes = self.rest_bytes
         if over or under or self._bound:
             rest_bytes = max(0, self._highest_bytes - limit_bytes)
+            if not (over or vary):
+                rest_bytes = max(rest_bytes, min(self._least_rest_bytes, self.rest_bytes))
         if over and over_again:  # a limit that holds nothing back falls a little in each step, to no effect
             rest_bytes = max(rest_bytes, peak_bytes - min(limit_bytes, counted_bytes))
         if vary and not over:  # a longer step may come

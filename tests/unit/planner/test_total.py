@@ -66,9 +66,12 @@ def test_a_limit_that_held_nothing_back_falls_below_what_steps_took_once_two_hav
 
 
 def test_several_steps_well_below_the_total_raise_it_if_it_held_them_back() -> None:
-    total = measured()
-    assert [total.followed(950, 690, 690) for _ in range(5)] == [False] * 4 + [True]
-    assert total.limit_bytes == 690 + 35
+    total = TotalMemory(1000)
+    total.measured(400, 100, 300)
+    total.followed(960, 600, 600)  # its peak came in another block: 360 are no saved tensors there
+    assert total.limit_bytes == 625
+    assert [total.followed(950, 625, 625) for _ in range(5)] == [False] * 4 + [True]
+    assert total.limit_bytes == 625 + 35
     # a step that takes less than its limit was held back by something else
     idle = measured()
     assert not any(idle.followed(500, 200, 690) for _ in range(10))
@@ -84,8 +87,22 @@ def test_a_limit_that_was_lowered_does_not_rise_before_another_plan() -> None:
     assert lowered == 675
     assert not any(total.followed(960, lowered, lowered) for _ in range(7))
     total.restart()
-    assert [total.followed(960, lowered, lowered) for _ in range(5)] == [False] * 4 + [True]
-    assert total.limit_bytes == 675 + 25
+    assert [total.followed(976, lowered, lowered) for _ in range(5)] == [False] * 4 + [True]
+    assert total.limit_bytes == 675 + 9
+
+
+def test_a_limit_does_not_rise_beyond_what_a_step_of_recomputes_left() -> None:
+    """Where gradients are made anew in each backward the rest grows towards its end, where such a step has
+    its peak. A plan has its own before that, until one keeps more for the end: W1 within 22 GB took at most
+    18.5, and 24.4 in one step after the limit had risen to 14.4 (one H200)."""
+    total = measured()
+    assert [total.followed(800, 685, 685) for _ in range(5)] == [False] * 5
+    assert total.limit_bytes == 685
+    # nor after the first step under a plan
+    low = TotalMemory(1000)
+    low.measured(400, 100, 300)
+    assert low.followed(700, 600, 600)
+    assert low.limit_bytes == 685
 
 
 def test_a_total_far_below_the_least_that_a_step_takes_leaves_no_limit() -> None:
