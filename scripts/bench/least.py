@@ -2,8 +2,8 @@
 over the step with nothing offloaded, at each total.
 
 Blocks are traced on the meta device and take the rates of the table (offload/planner), so this needs no GPU.
-One invariant: the line goes through the bound of a measured row of mode auto. What a step takes beside saved
-tensors is what makes it do so.
+One invariant: the line goes through the bound of a measured row of mode auto, the one that makes it lowest.
+What a step takes beside saved tensors is what makes it do so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BISECTIONS = 10
 _NOTHING = 1.001
 """Below it the line is of no use: nothing needs to be given up. A measured row may come out below it, since
 its bound rests on steps that differ by 2%."""
-_TOTALS_GB = (16, 18, 20, 22, 24, 26, 28, 32, 36, 40, 50, 60)
+_TOTALS_GB = (16, 17, 18, 20, 22, 24, 26, 28, 32, 36, 40, 50, 60)
 
 
 def bound_lines(panels: Sequence[Panel]) -> Iterator[str]:
@@ -37,8 +37,11 @@ def bound_lines(panels: Sequence[Panel]) -> Iterator[str]:
     yield "|---" * (len(_TOTALS_GB) + 1) + "|"
     for panel in panels:
         work = panel.title.partition(":")[0]
-        known = next(point for point in panel.points if (point.least or 0.0) >= _NOTHING)
-        rest_gb = _number(known.name) - _cap_gb(work, known.least or _NOTHING)
+        rest_gb = min(
+            _number(point.name) - _cap_gb(work, point.least)
+            for point in panel.points
+            if point.least is not None and point.least >= _NOTHING
+        )
         cells = [_least(work, total - rest_gb) for total in _TOTALS_GB]
         shown = [f"{cell:.3f}" if cell and cell >= _NOTHING else "" for cell in cells]
         yield f"| {work} | " + " | ".join(shown) + " |"
