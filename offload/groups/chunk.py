@@ -62,6 +62,9 @@ class ChunkGroups:
         self.stays: frozenset[int] = frozenset()
         # of groups that leave in part: the slot from which on their tensors stay
         self.stays_from: dict[int, int] = {}
+        # of the step that comes, whose groups nobody has seen yet: of the bytes that it saves so many leave,
+        # the first ones; None: as `stays` says
+        self.first_leave_bytes: float | None = None
         self.saved = SavedChunk(chunk_id)
         self.begun = False
         self._index = 0
@@ -79,6 +82,7 @@ class ChunkGroups:
         self._index = 0
         self._regions = 0
         self._started.clear()
+        self.first_leave_bytes = None
 
     def end_recording(self) -> None:
         """Groups that this step did not start are no longer part of the chunk. For one that was begun."""
@@ -103,9 +107,10 @@ class ChunkGroups:
                 self.groups.append(group)
             self._index = index + 1
             self.begun = True
+            by_place = self.first_leave_bytes is None
             group.required = required
             group.cost = cost
-            group.stays = index in self.stays and not required
+            group.stays = self._stays(index) and not required
             known = group.stays and self.do_offload and alike is not None and alike == group.alike
             group.whole = group.sizes() if known else None
             group.alike = alike
@@ -122,11 +127,18 @@ class ChunkGroups:
             group.saved = SavedGroup(
                 GroupId(self.id, index, name),
                 leaves=leaves,
-                stays_from=None if required else self.stays_from.get(index),
+                stays_from=self.stays_from.get(index) if by_place and not required else None,
                 kept_by_plan=self.do_offload,
             )
             self._started.append((name, group))
             return group
+
+    def _stays(self, index: int) -> bool:
+        """Whether the plan keeps the group that starts at this place."""
+        if self.first_leave_bytes is None:
+            return index in self.stays
+        before = (group.saved for group in self.groups[:index])
+        return sum(saved.nbytes for saved in before if saved is not None) >= self.first_leave_bytes
 
     def mute(self, name: str) -> None:
         """Note a group that is started while nothing may be offloaded, so that its commit finds a start."""

@@ -29,8 +29,8 @@ from offload.groups.scope import KeptGroup
 from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
 from offload.groups.survey import GroupLedgers
+from offload.groups.timed import KnownPlan
 from offload.ids import ChunkId
-from offload.policy.search import Amounts
 from offload.saved.chunk import SavedChunk
 from offload.telemetry.figures import Ledger
 from offload.telemetry.records import ClientStats, StepStats
@@ -142,12 +142,15 @@ class GroupsManager(OpenScopes, Client):
     def limits_changed(self) -> None:
         """Between steps: the engine's device limit is another one now, so a plan is made anew from what the
         last steps were seen to do."""
-        self._planner.limits_changed()
+        with self.engine.lock:
+            self._planner.limits_changed(self.last_step)
 
-    def start_from(self, start: Amounts | None) -> None:
-        """Between steps: a plan of what stays that is known to be good for the steps that come, which
-        searches try first; None: of no more. Takes no lock."""
-        self._planner.start = start
+    def start_from(self, start: KnownPlan | None) -> None:
+        """Between steps: a plan of what stays that is known to be good for the steps that come, which they
+        follow until their times are known and searches try first; None: of no more. Takes no lock."""
+        self._planner.start_from(start)
+        for handler in list(self._handlers.values()):
+            handler.first_leave_bytes = None if start is None else start.first_leave_bytes(handler.id)
 
     def new_ledger(self) -> Ledger:
         """Figures of the steps that end from now on, for as long as the caller holds it. The next step is

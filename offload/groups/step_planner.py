@@ -17,7 +17,17 @@ from dataclasses import replace
 from offload.engine import OffloadEngine
 from offload.groups.reports import StepReport
 from offload.groups.seen import SeenStep, sizes_of
-from offload.groups.timed import NO_PART, Stays, TimedPlan, Trial, timed_plans
+from offload.groups.timed import (
+    NO_PART,
+    KnownPlan,
+    Stays,
+    TimedPlan,
+    Trial,
+    Unit,
+    cut_into_units,
+    plan_by,
+    timed_plans,
+)
 from offload.groups.trim import Trimmer
 from offload.groups.varied import VariedSteps
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps
@@ -58,7 +68,8 @@ class StepPlanner:
         self._varied = VariedSteps(engine.config.piece_bytes)
         self.trimmer = Trimmer(engine)
         self._report = StepReport()
-        self.start: Amounts | None = None  # what another search has found for the steps that come
+        self._start: KnownPlan | None = None
+        self._start_is_new = False  # no step has ended under it
         self.live_peak_bytes = 0  # of the planned step's saved tensors, if none left
 
     def after_step(self, seen: SeenStep) -> bool:
@@ -82,10 +93,14 @@ class StepPlanner:
             self._steady_steps = 0
             self._look(replanned=True)
             first, self.is_warmup = self.is_warmup, False
+            self._start_is_new = False
             if not self._follow_varied(seen):
-                self._install(seen, self._untimed(seen))
+                self._follow_untimed(seen)
             return first
         self._looked_cut_short = None
+        if self._start_is_new:
+            self._start_is_new = False
+            self.limits_changed(seen)
         self._steady_steps += 1
         self._look(replanned=False)
         trial = self._trial
@@ -115,12 +130,36 @@ class StepPlanner:
     def _is_steady(self) -> bool:
         return self._steady_steps >= (4 if self._trial is None else 3)
 
-    def limits_changed(self) -> None:
-        """The device limit is another one: once the next step has ended, the best plans are searched for
-        again."""
-        if not self.is_warmup:
-            self._trial = None
-            self._steady_steps = min(self._steady_steps, 1)
+    def limits_changed(self, seen: SeenStep | None) -> None:
+        """The device limit is another one, or what stays is to be found anew: once the next step has ended,
+        the best plans are searched for again. seen: the step that ended last; where it is one that the plan
+        is for, what another search has found holds from now on."""
+        if self.is_warmup:
+            return
+        self._trial = None
+        self._steady_steps = min(self._steady_steps, 1)
+        if seen is not None and seen.backward_order and seen.shape(self.settings) == self._shape:
+            known = None if self._varied.lengths.vary else self._known(seen)
+            if known is not None:
+                self._follow(seen, known)
+                return
+        self._cap_by_start()
+
+    def start_from(self, start: KnownPlan | None) -> None:
+        """What another search has found for the steps that come; None: follow and try it no more. Takes no
+        lock."""
+        self._start, self._start_is_new = start, start is not None
+        self._cap_by_start()
+
+    def _cap_by_start(self) -> None:
+        """Until such a step was seen: what another search has found, and so much less stays as the limit is
+        below what that takes."""
+        start, limits = self._start, self._engine.limits
+        if start is None or limits.device_limit_bytes is None:
+            return
+        less_bytes = max(0, start.peak_bytes - limits.device_limit_bytes)
+        limits.kept_limit_bytes = max(0, start.most_kept_bytes - less_bytes)
+        self._look_ahead(round(start.amounts.window_bytes), round(start.amounts.half_room_bytes))
 
     def _look(self, *, replanned: bool) -> None:
         """Warn of what the step that ended shows, if it shows anything."""
@@ -162,7 +201,7 @@ class StepPlanner:
         """End warm-up with what this step was seen to do so far."""
         self.is_warmup = False
         self._trial = None
-        self._install(seen, self._untimed(seen))
+        self._follow_untimed(seen)
 
     def _install(self, seen: SeenStep, held: Keeps, parts: Mapping[ChunkKey, Stays] = {}) -> None:
         """held: whole groups that stay whatever the settings say. parts: what stays of groups that leave in
@@ -214,6 +253,31 @@ class StepPlanner:
         if not self._varied.lengths.vary:  # this very step is expected again
             most_bytes = max(most_bytes, kept_peak_bytes(known, kept, all_of(kept)))
         self._engine.limits.kept_limit_bytes = max(0, most_bytes)
+
+    def _follow_untimed(self, seen: SeenStep) -> None:
+        """Until the times of such steps are known: follow what another search has found, if that still keeps
+        within the limit."""
+        keeps, known = self._untimed(seen), self._known(seen)
+        if known is None:
+            self._install(seen, keeps)
+        else:
+            self._follow(seen, known)
+
+    def _known(self, seen: SeenStep) -> TimedPlan | None:
+        """What another search has found, for the groups of this step; None where it takes more than the limit
+        of now."""
+        start, limit_bytes = self._start, self._engine.limits.device_limit_bytes
+        if start is None or limit_bytes is None or limit_bytes < start.peak_bytes:
+            return None
+        piece_bytes = self._engine.config.piece_bytes
+        units: dict[ChunkKey, list[Unit]] = {
+            chunk.id: cut_into_units(chunk.groups, piece_bytes) for chunk in seen.backward_order
+        }
+        return plan_by(start.amounts, units)
+
+    @property
+    def _start_amounts(self) -> Amounts | None:
+        return None if self._start is None else self._start.amounts
 
     def _untimed(self, seen: SeenStep) -> Keeps:
         """Without a device limit the margin: the last group of each name in the first chunk to run backward,
@@ -268,7 +332,7 @@ class StepPlanner:
             rates,
             limits.device_limit_bytes,
             self._engine.config.piece_bytes,
-            self.start,
+            self._start_amounts,
         )
         self._trial = Trial(plans)
         self._follow(seen, self._trial.plan)
@@ -281,7 +345,7 @@ class StepPlanner:
         limit_bytes = limits.device_limit_bytes
         if limit_bytes is None or rates is None:
             return False
-        plan = self._varied.plan(rates, limit_bytes, self.start)
+        plan = self._varied.plan(rates, limit_bytes, self._start_amounts)
         if plan is None:
             return False
         stays = self._varied.stays(plan)
@@ -297,10 +361,14 @@ class StepPlanner:
         return True
 
     def _follow(self, seen: SeenStep, plan: TimedPlan) -> None:
-        if self._engine.config.max_restoring_bytes is None:
-            self._engine.limits.max_restoring_bytes = plan.restoring_room_bytes
-            self._engine.limits.half_room_bytes = plan.half_room_bytes
+        self._look_ahead(plan.restoring_room_bytes, plan.half_room_bytes)
         self._install(seen, plan.keeps, plan.parts)
+
+    def _look_ahead(self, restoring_room_bytes: int, half_room_bytes: int) -> None:
+        """As far as a plan says, unless the user has said it."""
+        if self._engine.config.max_restoring_bytes is None:
+            self._engine.limits.max_restoring_bytes = restoring_room_bytes
+            self._engine.limits.half_room_bytes = half_room_bytes
 
 
 def _room_bytes(seen: SeenStep) -> int:

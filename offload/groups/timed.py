@@ -23,15 +23,19 @@ from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
 from offload.groups.seen import half_bytes_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
+from offload.policy.keeps import tail_keeps
+from offload.policy.lengths import nearest
 from offload.policy.search import Amounts, Plan, choose_keeps
 
 __all__ = [
     "NO_PART",
+    "KnownPlan",
     "Stays",
     "TimedPlan",
     "Trial",
     "Unit",
     "cut_into_units",
+    "plan_by",
     "timed_plan",
     "timed_plans",
 ]
@@ -77,6 +81,24 @@ class TimedPlan:
     parts: Mapping[ChunkKey, Stays]
     restoring_room_bytes: int
     half_room_bytes: int = 0
+
+
+class KnownPlan(NamedTuple):
+    """What another search has found for the steps that come, before any of them was seen. peak_bytes: that it
+    takes. most_kept_bytes: that may stay at once until such a step was seen. saved_bytes: of each chunk, all
+    that it will save."""
+
+    amounts: Amounts
+    peak_bytes: int
+    most_kept_bytes: int
+    saved_bytes: Mapping[ChunkKey, int]
+
+    def first_leave_bytes(self, chunk: ChunkKey) -> float | None:
+        """What leaves of the begin of a chunk; None where its stage is not named."""
+        like = nearest(chunk, self.saved_bytes)
+        if like is None:
+            return None
+        return max(0.0, self.saved_bytes[like] - self.amounts.kept_bytes.get(like, 0.0))
 
 
 class Trial:
@@ -193,10 +215,6 @@ def _search(
     num_units = sum(map(len, sizes.values()))
     most = trials_for(num_units)
     chosen = choose_keeps(actions, sizes, compute_s, rates, limit_bytes, max_trials=most, start=start)
-    kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
-    for key in chosen.keeps:
-        kept[key.chunk].add(key.position)
-    parts = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
     logger.info(
         "plan: %d of %d units stay, %s bytes ahead, step predicted %.1f ms of which %.1f compute",
         len(chosen.keeps),
@@ -205,11 +223,30 @@ def _search(
         chosen.predicted_step_s * 1000,
         sum(compute_s) * 1000,
     )
-    return chosen, TimedPlan(
+    return chosen, _plan_of(units, chosen.keeps, chosen.restoring_room_bytes, chosen.half_room_bytes)
+
+
+def plan_by(amounts: Amounts, units: Mapping[ChunkKey, Sequence[Unit]]) -> TimedPlan:
+    """The plan that these amounts make of these units. Chunks that they do not name keep nothing."""
+    keeps = tail_keeps(
+        {chunk: [unit.size for unit in own] for chunk, own in units.items()}, amounts.kept_bytes
+    )
+    return _plan_of(units, keeps, round(amounts.window_bytes), round(amounts.half_room_bytes))
+
+
+def _plan_of(
+    units: Mapping[ChunkKey, Sequence[Unit]], keeps: Keeps, restoring_room_bytes: int, half_room_bytes: int
+) -> TimedPlan:
+    """keeps: by places of units."""
+    kept: dict[ChunkKey, set[int]] = {chunk: set() for chunk in units}
+    for key in keeps:
+        kept[key.chunk].add(key.position)
+    parts = {chunk: stays_of(own, kept[chunk]) for chunk, own in units.items()}
+    return TimedPlan(
         keeps=frozenset(GroupKey(chunk, at) for chunk, stays in parts.items() for at in stays.whole),
         parts=parts,
-        restoring_room_bytes=chosen.restoring_room_bytes,
-        half_room_bytes=chosen.half_room_bytes,
+        restoring_room_bytes=restoring_room_bytes,
+        half_room_bytes=half_room_bytes,
     )
 
 

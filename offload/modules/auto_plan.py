@@ -20,6 +20,7 @@ from typing import NamedTuple
 from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.groups.manager import GroupsManager
+from offload.groups.timed import KnownPlan
 from offload.modules.auto_drift import AutoDrift
 from offload.modules.auto_guard import AutoGuard
 from offload.modules.auto_memory import AutoMemory
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 _PLANS = 3
 """Plans of one shape of step: the first from the profile, the others from what was measured under the one
 before."""
+
+_STEPS_A_PLAN = 2
+"""Before the next one is made: in the first step the groups are new, so all saves are looked at and part of
+them leaves; the second is what comes again, and is timed at the end of the third."""
 
 _PATIENCE = 4
 """Of a search beside steps that follow a plan. By calculation, over the 42 steps of
@@ -153,7 +158,7 @@ class AutoPlan:
     @property
     def is_wanted(self) -> bool:
         """Whether a plan shall be made now."""
-        is_time = self._since_plan > 1 and self._memory.is_known
+        is_time = self._since_plan > _STEPS_A_PLAN and self._memory.is_known
         has_reason = self.plans_left > 0 or self._has_other_room
         return is_time and (has_reason or self._is_too_old or self._drift.is_too_much)
 
@@ -269,7 +274,7 @@ class AutoPlan:
         """From the next step on, within the room that this rank has; None: there is no room for any. Blocks
         the host on a GPU only: where the plan needs more pinned memory than is held, for 1 ms for each 17 MB
         more, and 30 ms where the link was not measured yet."""
-        engine, memory, before = manager.engine, self._memory, self.followed
+        engine, memory = manager.engine, self._memory
         self._stop_search()  # other ranks may have planned meanwhile
         self._since_plan = 0
         self._lengths = self.recent.lengths.typical()
@@ -287,15 +292,13 @@ class AutoPlan:
         _measure_link(engine)
         memory.set_limit(engine, limit_bytes)
         engine.limits.again_room_bytes = plan.again_room_bytes
-        manager.start_from(
-            Amounts(plan.kept_bytes, float(plan.restoring_room_bytes), float(plan.half_room_bytes))
-        )
+        amounts = Amounts(plan.kept_bytes, float(plan.restoring_room_bytes), float(plan.half_room_bytes))
+        saved_bytes = {chunk: sum(size.nbytes for size in own) for chunk, own in _sizes_of(plan).items()}
+        most_kept_bytes = self._most_kept_bytes(plan, limit_bytes)
+        manager.start_from(KnownPlan(amounts, plan.predicted.peak_bytes, most_kept_bytes, saved_bytes))
         self._started = weakref.ref(manager)
-        self._leave_room(engine, plan)
         self._reserve(engine, plan)
         self._drift.planned(self.recent.last_timed, engine.rates)
-        if before is not None and before.problem.rates != plan.problem.rates:
-            manager.limits_changed()  # what stays was searched for with the rates of before
 
     def _give_up(self, engine: OffloadEngine) -> None:
         guard, self.gave_up = self._guard, True
@@ -326,31 +329,39 @@ class AutoPlan:
         engine.limits.again_room_bytes = None
         self._memory.give_limit_back(engine)
 
-    def _leave_room(self, engine: OffloadEngine, plan: MixedPlan) -> None:
-        """Until the groups have seen a step of these levels and planned what stays: no more than leaves room
-        for the largest recompute of the longest chunk, and for what input halves leave."""
-        limits, longer = engine.limits, self.recent.lengths.window_factor()
-        if limits.device_limit_bytes is not None and limits.kept_limit_bytes is not None:
-            beside_bytes = plan.most_again_bytes + plan.left_peak_bytes
-            left_bytes = limits.device_limit_bytes - round(beside_bytes * longer)
-            limits.kept_limit_bytes = max(0, min(limits.kept_limit_bytes, left_bytes))
+    def _most_kept_bytes(self, plan: MixedPlan, limit_bytes: int) -> int:
+        """That may stay at once until the groups have seen a step of these levels: what leaves room for the
+        largest recompute of the longest chunk, and for what input halves leave; or what the plan keeps, where
+        the steps that come are those that it was made for."""
+        lengths = self.recent.lengths
+        beside_bytes = plan.most_again_bytes + plan.left_peak_bytes
+        most_bytes = max(0, limit_bytes - round(beside_bytes * lengths.window_factor()))
+        if lengths.vary or plan.predicted.peak_bytes > limit_bytes:
+            return most_bytes
+        kept = {chunk: [GroupSize("", round(nbytes))] for chunk, nbytes in plan.kept_bytes.items()}
+        return max(most_bytes, kept_peak_bytes(plan.problem.actions, kept, all_of(kept)))
 
     def _reserve(self, engine: OffloadEngine, plan: MixedPlan) -> None:
         """Pin what may wait on the host under the plan, as far as the budget goes: a block that is missing
         stays on the device, beyond the limit. Blocks the host while it pins: 1 ms for each 17 MB."""
-        sizes = {
-            chunk: [
-                GroupSize("", block.menu[level].saved_bytes)
-                for block, level in zip(blocks, plan.levels[chunk], strict=True)
-            ]
-            for chunk, blocks in plan.problem.blocks.items()
-        }
+        sizes = _sizes_of(plan)
         live_bytes = kept_peak_bytes(plan.problem.actions, sizes, all_of(sizes))
         if engine.device.pins and live_bytes > engine.arena.held_bytes:
             try:
                 engine.reserve_host(min(live_bytes, engine.arena.budget.limit_bytes))
             except HostBudgetError as error:  # other ranks hold it; what finds no block is counted and said
                 logger.info("auto: not all host memory of the plan is pinned: %s", error)
+
+
+def _sizes_of(plan: MixedPlan) -> dict[ChunkKey, list[GroupSize]]:
+    """What each block saves at its level."""
+    return {
+        chunk: [
+            GroupSize("", block.menu[level].saved_bytes)
+            for block, level in zip(blocks, plan.levels[chunk], strict=True)
+        ]
+        for chunk, blocks in plan.problem.blocks.items()
+    }
 
 
 def _measure_link(engine: OffloadEngine) -> None:

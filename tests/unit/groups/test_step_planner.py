@@ -3,6 +3,8 @@ tests/unit/policy/test_keeps.py."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from offload import ChunkOffloadHandler, OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
 from offload.groups.seen import SeenStep
 from offload.groups.step_planner import StepPlanner
+from offload.groups.timed import KnownPlan
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
 from offload.policy.actions import parse_action
+from offload.policy.search import Amounts
 from offload.telemetry.records import StepStats
 from tests.unit.groups.stack import Driver, build_manager, build_stages, gpipe, installed, one_f_one_b
 
@@ -298,3 +302,57 @@ def test_limit_holds_when_the_order_changes_between_steps() -> None:
             driver.step(order)
             peaks.append(manager.stats.device_bytes_peak)
         assert max(peaks[2:]) <= limit
+
+
+def known_plan(kept: Mapping[int, int], saved: int = 4 * KIB, *, peak: int = 6 * KIB) -> KnownPlan:
+    """Of chunks that save `saved` each: by microbatch, bytes of its end that stay."""
+    amounts = Amounts({ChunkId(0, at): float(nbytes) for at, nbytes in kept.items()}, 512.0, 256.0)
+    return KnownPlan(amounts, peak, 5 * KIB, {ChunkId(0, at): saved for at in kept})
+
+
+def test_what_another_search_has_found_is_followed_until_times_are_known() -> None:
+    engine = engine_of(device_limit_bytes=6 * KIB)
+    planner, chunks = planner_of(engine), chunks_of(engine, "abab", "abab")
+    planner.start_from(known_plan({0: 2 * KIB, 1: 3 * KIB}))
+    assert (engine.limits.kept_limit_bytes, engine.limits.half_room_bytes) == (5 * KIB, 256)
+    planner.after_step(seen(chunks, "F0 F1 B1 B0"))
+    assert stays(chunks) == [{2, 3}, {1, 2, 3}]
+    assert (engine.limits.max_restoring_bytes, engine.limits.half_room_bytes) == (512, 256)
+    # another one, for steps of the same shape
+    planner.start_from(known_plan({0: KIB, 1: 4 * KIB}))
+    planner.after_step(seen(chunks, "F0 F1 B1 B0"))
+    assert stays(chunks) == [{3}, {0, 1, 2, 3}]
+    # without it what stays leaves room for what comes and goes
+    planner.start_from(None)
+    chunks = chunks_of(engine, "abab", "abab", "abab")
+    planner.after_step(seen(chunks, "F0 F1 F2 B2 B1 B0"))
+    assert stays(chunks) == [{3}, {3}, {2, 3}]
+
+
+def test_where_the_limit_falls_below_what_another_search_has_found_so_much_less_stays() -> None:
+    engine = engine_of(device_limit_bytes=6 * KIB)
+    planner, chunks = planner_of(engine), chunks_of(engine, "abab", "abab")
+    planner.start_from(known_plan({0: 2 * KIB, 1: 3 * KIB}))
+    step = seen(chunks, "F0 F1 B1 B0")
+    planner.after_step(step)
+    for limit_bytes, most_bytes in ((7 * KIB, 7 * KIB), (5 * KIB, 4 * KIB)):
+        engine.follow(replace(engine.config, device_limit_bytes=limit_bytes))
+        planner.limits_changed(step)
+        assert engine.limits.kept_limit_bytes == most_bytes
+        assert (engine.limits.max_restoring_bytes, engine.limits.half_room_bytes) == (512, 256)
+    assert stays(chunks) == [{2, 3}, {1, 2, 3}]
+
+
+def test_the_first_groups_of_a_chunk_leave_until_what_is_left_stays() -> None:
+    """Of a step that nobody has seen: its groups have other names than those of the step before."""
+    manager = build_manager(device_limit_bytes=1 << 20)
+    with installed(manager):
+        driver = Driver(build_stages(layers=4, names=("block",)), announced=True)
+        driver.step(gpipe(1))
+        saved_bytes = manager.stats.saved_bytes
+        amounts = Amounts({ChunkId(0, 0): saved_bytes * 0.5}, 4096.0, 0.0)
+        manager.start_from(KnownPlan(amounts, saved_bytes, saved_bytes, {ChunkId(0, 0): saved_bytes}))
+        driver.step(gpipe(1))
+        assert (manager.stats.spill_bytes, manager.stats.kept_bytes) == (saved_bytes // 2,) * 2
+        manager.start_from(None)
+        assert all(chunk.first_leave_bytes is None for chunk in manager._handlers.values())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import HostBudgetError, PipelineOffloadManager
+from offload.device.sim import SimDevice
 from offload.groups import timed
 from offload.policy.actions import Rates
 from offload.policy.search import Amounts, Plan, choose_keeps
@@ -84,11 +85,39 @@ def test_what_stays_is_searched_for_from_what_the_plan_keeps(
 
     monkeypatch.setattr(timed, "choose_keeps", spied)
     manager.engine.rates = SLOW_LINK
-    _, explained = train_auto(build(blocks=LAYERS), 20_000, steps=12)
+    device = manager.engine.device
+    assert isinstance(device, SimDevice)
+    model = build(blocks=LAYERS)
+    for block in model.layers:
+        block.register_forward_pre_hook(lambda *_: device.compute_for(1e-3))
+    _, explained = train_auto(model, 20_000, steps=16)
     plan = explained.plan
     assert plan is not None
     assert starts
     assert starts[-1] == (plan.kept_bytes, plan.restoring_room_bytes, plan.half_room_bytes)
+
+
+def test_what_the_plan_keeps_stays_from_its_first_step_on(manager: PipelineOffloadManager) -> None:
+    """Times of the simulated device are all 0, so the groups never search. On an H200 W5 moved what its plan
+    kept in every step under it but the last ones."""
+    manager.engine.rates = SLOW_LINK
+    spilled: list[int] = []
+    model = build(blocks=LAYERS)
+    with offload.activations(model, "auto", min_numel=1, device_total=20_000) as handle:
+        planned_at = None
+        for step in range(14):
+            if planned_at is None and handle.explain().plan is not None:
+                planned_at = step
+            train(model, steps=1, microbatches=2)
+            spilled.append(manager.stats.spilled)
+        plan = handle.explain().plan
+        window_bytes = manager.engine.limits.max_restoring_bytes
+    assert plan is not None
+    assert planned_at is not None
+    assert plan.predicted.moved_bytes == 0
+    assert spilled[planned_at - 1] > 0
+    assert set(spilled[planned_at:]) == {0}
+    assert window_bytes == plan.restoring_room_bytes
 
 
 def test_before_there_is_a_plan_that_is_said_and_how_blocks_run_meanwhile(

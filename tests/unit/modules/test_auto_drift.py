@@ -24,7 +24,7 @@ from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import ROWS, WIDTH, build
 
 LAYERS, TOTAL, MICROBATCHES = 6, 25_000, 2
-SETTLED, AFTER = 11, 12
+SETTLED, AFTER = 17, 14
 """Steps until the third plan of a shape, and until another one follows a change."""
 FORWARD_S = 1e-3
 RATE = 4e6
