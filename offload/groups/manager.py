@@ -73,7 +73,7 @@ class GroupsManager(OpenScopes, Client):
         self.last_step: SeenStep | None = None  # the same of the one that has ended
         self._ledgers = GroupLedgers(self.engine)
         self.ledger = self.new_ledger()  # since the manager was built
-        self._ends_by_hand = False  # somebody has called `step_end`
+        self.ends_by_hand = 0  # calls of `step_end`
         self._inferred_ends = 0
         self._infers_end = False  # the end under way is an inferred one
         self.end_was_guessed = (
@@ -315,8 +315,8 @@ class GroupsManager(OpenScopes, Client):
         Blocks the host: never (the summary after warm-up gathers over the process group, once). Raises
         CaptureError in a capture.
         """
-        first, self._ends_by_hand = not self._ends_by_hand, True
-        if first and self._inferred_ends and not self._forward_order:
+        self.ends_by_hand += 1
+        if self.ends_by_hand == 1 and self._inferred_ends and not self._forward_order:
             return self.stats  # an inferred end was first
         return self.engine.end_step()
 
@@ -326,8 +326,8 @@ class GroupsManager(OpenScopes, Client):
         What its graphs still hold is carried
         over; two such ends later it is dropped. In a capture nothing happens. Blocks the host: as
         `step_end`."""
-        by_hand = self._ends_by_hand or self._forwards_by_hand
-        if self._ends_by_hand and not guessed:
+        by_hand = self.ends_by_hand or self._forwards_by_hand
+        if self.ends_by_hand and not guessed:
             self.mark_report.optimizer_stepped(len(self._forward_order))
         if by_hand or not self._forward_order or self.engine.device.is_capturing():
             return

@@ -44,6 +44,7 @@ class PeakWatch:
         self._highest: str | None = None
         self._largest: dict[str, tuple[int, str]] = {}  # by phase: bytes, and what
         self._steps_left = 0 if peak_bytes is None else _STEPS
+        self._ends_before: int | None = None
 
     @property
     def is_over(self) -> bool:
@@ -57,6 +58,16 @@ class PeakWatch:
         if peak_bytes > self._peak_bytes:
             self._peak_bytes, self._highest = peak_bytes, self._phase
         self._phase = phase
+
+    def forward_begins(self, ends_by_hand: int) -> bool:
+        """Whether it watches this one. ends_by_hand: of steps, so far: they tell that the first ones are over
+        where no optimizer of torch steps. While it watches, no block is left alone with its hooks."""
+        if self._ends_before is None:
+            self._ends_before = ends_by_hand
+        elif ends_by_hand - self._ends_before > _STEPS:
+            self._steps_left = 0
+        self.begins(BLOCKS)
+        return not self.is_over
 
     def step_ends(self) -> None:
         if not self.is_over:

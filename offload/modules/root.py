@@ -36,7 +36,7 @@ from offload.groups.manager import GroupsManager
 from offload.groups.scope import GroupScope
 from offload.modules.blocks import Blocks
 from offload.modules.hooks import CallsUnderWay, output_tensors
-from offload.modules.peak import BACKWARD, BLOCKS, HEAD, PeakWatch
+from offload.modules.peak import BACKWARD, HEAD, PeakWatch
 from offload.modules.steps import Steps
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, inside_checkpoint
@@ -152,8 +152,7 @@ class ModelRoot:
         if inside_checkpoint():
             self._say_inside()
         elif self._here.running == 0:
-            if not self.peak.is_over and torch.is_grad_enabled():
-                self.peak.begins(BLOCKS)
+            if torch.is_grad_enabled() and self.peak.forward_begins(self.manager().ends_by_hand):
                 watched = self.manager().engine.hooks.push(self.peak)
             if self._everything or self._expects_checkpoints or (self._begun <= 1 and self._checkpoints()):
                 try:
