@@ -264,16 +264,18 @@ class StepPlanner:
             self._follow(seen, known)
 
     def _known(self, seen: SeenStep) -> TimedPlan | None:
-        """What another search has found, for the groups of this step; None where it takes more than the limit
-        of now."""
+        """What another search has found, for the groups of this step; None where that was for another order
+        of actions, or takes more than the limit of now."""
         start, limit_bytes = self._start, self._engine.limits.device_limit_bytes
-        if start is None or limit_bytes is None or limit_bytes < start.peak_bytes:
+        known, _ = seen.schedule()
+        if start is None or limit_bytes is None or list(known) != list(start.actions):
             return None
         piece_bytes = self._engine.config.piece_bytes
         units: dict[ChunkKey, list[Unit]] = {
             chunk.id: cut_into_units(chunk.groups, piece_bytes) for chunk in seen.backward_order
         }
-        return plan_by(start.amounts, units)
+        plan, kept_bytes = plan_by(start.amounts, known, units)
+        return plan if max(kept_bytes, start.peak_bytes) <= limit_bytes else None
 
     @property
     def _start_amounts(self) -> Amounts | None:

@@ -23,7 +23,7 @@ from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
 from offload.groups.seen import half_bytes_of
 from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
-from offload.policy.keeps import tail_keeps
+from offload.policy.keeps import kept_peak_bytes, tail_keeps
 from offload.policy.lengths import nearest
 from offload.policy.search import Amounts, Plan, choose_keeps
 
@@ -84,10 +84,11 @@ class TimedPlan:
 
 
 class KnownPlan(NamedTuple):
-    """What another search has found for the steps that come, before any of them was seen. peak_bytes: that it
-    takes. most_kept_bytes: that may stay at once until such a step was seen. saved_bytes: of each chunk, all
-    that it will save."""
+    """What another search has found for the steps that come, before any of them was seen. actions: of such a
+    step. peak_bytes: that it takes. most_kept_bytes: that may stay at once until one was seen. saved_bytes:
+    of each chunk, all that it will save."""
 
+    actions: Sequence[Action]
     amounts: Amounts
     peak_bytes: int
     most_kept_bytes: int
@@ -226,12 +227,15 @@ def _search(
     return chosen, _plan_of(units, chosen.keeps, chosen.restoring_room_bytes, chosen.half_room_bytes)
 
 
-def plan_by(amounts: Amounts, units: Mapping[ChunkKey, Sequence[Unit]]) -> TimedPlan:
-    """The plan that these amounts make of these units. Chunks that they do not name keep nothing."""
-    keeps = tail_keeps(
-        {chunk: [unit.size for unit in own] for chunk, own in units.items()}, amounts.kept_bytes
-    )
-    return _plan_of(units, keeps, round(amounts.window_bytes), round(amounts.half_room_bytes))
+def plan_by(
+    amounts: Amounts, actions: Sequence[Action], units: Mapping[ChunkKey, Sequence[Unit]]
+) -> tuple[TimedPlan, int]:
+    """The plan that these amounts make of these units, and the most that it keeps at once. Chunks that they
+    do not name keep nothing."""
+    sizes = {chunk: [unit.size for unit in own] for chunk, own in units.items()}
+    keeps = tail_keeps(sizes, amounts.kept_bytes)
+    plan = _plan_of(units, keeps, round(amounts.window_bytes), round(amounts.half_room_bytes))
+    return plan, kept_peak_bytes(actions, sizes, keeps)
 
 
 def _plan_of(

@@ -295,7 +295,10 @@ class AutoPlan:
         amounts = Amounts(plan.kept_bytes, float(plan.restoring_room_bytes), float(plan.half_room_bytes))
         saved_bytes = {chunk: sum(size.nbytes for size in own) for chunk, own in _sizes_of(plan).items()}
         most_kept_bytes = self._most_kept_bytes(plan, limit_bytes)
-        manager.start_from(KnownPlan(amounts, plan.predicted.peak_bytes, most_kept_bytes, saved_bytes))
+        known = KnownPlan(
+            plan.problem.actions, amounts, plan.predicted.peak_bytes, most_kept_bytes, saved_bytes
+        )
+        manager.start_from(known)
         self._started = weakref.ref(manager)
         self._reserve(engine, plan)
         self._drift.planned(self.recent.last_timed, engine.rates)

@@ -59,16 +59,20 @@ def minimise(costs: Mapping[int, float], ranges: Ranges, at_most: Rows, equal: R
         raise ImportError(
             "the bound needs scipy, which is not installed: pip install pipeline-offload[bench]"
         ) from error
-    result = optimize.linprog(
-        [costs.get(column, 0.0) for column in range(len(ranges))],
-        A_ub=at_most.matrix(sparse, len(ranges)),
-        b_ub=at_most.limits,
-        A_eq=equal.matrix(sparse, len(ranges)),
-        b_eq=equal.limits,
-        bounds=ranges,
-        method="highs",
-    )
-    if result.status == 2:  # infeasible
-        return None
+    for presolves in (True, False):  # with it scipy 1.17's HiGHS gave up at a program that it solves without
+        result = optimize.linprog(
+            [costs.get(column, 0.0) for column in range(len(ranges))],
+            A_ub=at_most.matrix(sparse, len(ranges)),
+            b_ub=at_most.limits,
+            A_eq=equal.matrix(sparse, len(ranges)),
+            b_eq=equal.limits,
+            bounds=ranges,
+            method="highs",
+            options={"presolve": presolves},
+        )
+        if result.status == 2:  # infeasible
+            return None
+        if result.success:
+            break
     assert result.success, f"HiGHS found no solution: {result.message}"
     return Solution(result.x.tolist(), result.ineqlin.marginals.tolist())

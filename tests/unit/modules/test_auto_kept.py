@@ -12,6 +12,7 @@ from torch import Tensor
 
 import offload
 from offload import PipelineOffloadManager
+from offload.modules import peak
 from offload.planner.profile import BlockProfile
 from tests.unit.modules.test_auto import SLOW_LINK
 from tests.unit.modules.training import ROWS, WIDTH, Model, build, equal, train
@@ -116,3 +117,14 @@ def test_where_the_device_sets_the_pace_each_save_is_looked_at(
 ) -> None:
     monkeypatch.setattr(BlockProfile, "is_host_bound", False)
     assert saves_of(manager, settled())[0] > 4 * LAYERS
+
+
+def test_so_it_is_on_a_device_whose_peak_is_watched_where_no_optimizer_of_torch_steps(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "device_peak_bytes", lambda: 1000)
+    manager.engine.rates = SLOW_LINK
+    model = build(blocks=LAYERS)
+    with offload.activations(model, "auto", min_numel=1, device_total=1_000_000):
+        saved = [saves_of(manager, model)[0] for _ in range(16)]
+    assert saved[-1] == LAYERS
