@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scipy import optimize
+
+optimize = pytest.importorskip(
+    "scipy.optimize", reason="the bound is an extra: pip install pipeline-offload[bench]"
+)
 
 from offload.policy.linear import Rows, minimise
 
