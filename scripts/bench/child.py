@@ -187,8 +187,8 @@ def _steps(request: RowRequest, row: Row, clock: Clock) -> dict[str, Any]:
     warmup = request.warmup if request.warmup is not None else max(work.warmup, row.settling_steps)
     vary = work.fewest_microbatches is not None
     first = numbered_step(row, clock, -1)
-    # cuBLAS has read it. torch 2.11 reads it at each product, 33 microseconds by a regular expression like its
-    # own on a CPU, which is more than the product takes the host
+    # cuBLAS has read it. Some releases of torch read it again at each product, by a regular expression that
+    # takes 33 microseconds on a CPU: W5's host needed 469 to 494 ms with it and 346 to 379 without
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     settling = [numbered_step(row, clock, -2 - number) for number in range(warmup)]
     if request.warmup is None:

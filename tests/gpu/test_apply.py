@@ -79,7 +79,8 @@ def test_every_mode_has_the_bits_of_the_model_alone(mode: Any, limit: str | None
         figures = handle.report().as_dict()
     assert all(map(torch.equal, ours, plain))
     assert figures["moved_bytes"] > 0
-    assert (marks.default_manager().stats.disk_write_bytes > 0) == (mode == "disk")
+    # of all steps: in one of them every tensor may be read before it is written
+    assert (figures["disk_out_bytes"] > 0) == (mode == "disk")
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-optimize = pytest.importorskip(
-    "scipy.optimize", reason="the bound is an extra: pip install pipeline-offload[bench]"
-)
+pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
+
+from scipy import optimize
 
 from offload.policy.linear import Rows, minimise
 
