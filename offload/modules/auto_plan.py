@@ -43,8 +43,8 @@ _PLANS = 3
 before."""
 
 _STEPS_A_PLAN = 2
-"""Before the next one is made: in the first step the groups are new, so all saves are looked at and part of
-them leaves; the second is what comes again, and is timed at the end of the third."""
+"""Before the next one is made: in the first step the groups are new, so all of their saves are looked at; the
+second is what comes again, and its times are known at the end of the third."""
 
 _PATIENCE = 4
 """Of a search beside steps that follow a plan. By calculation, over the 42 steps of
