@@ -44,7 +44,8 @@ __all__ = ["Agreement", "Room", "common_profile", "is_point", "peers_of", "with_
 
 _TIMEOUT_S = 600.0
 """Of a wait for another rank; torch's own for NCCL."""
-_FIRST_ENDS, _EVERY = 8, 16
+_EVERY = 16
+"""Ends; more than it takes to come to the third plan of a shape of step."""
 
 _agreements = itertools.count()
 
@@ -52,7 +53,7 @@ _agreements = itertools.count()
 def is_point(end: int) -> bool:
     """Whether ranks agree at this end of a step, from 1. Later ends are spaced: a wait for the slowest host
     costs little, but not nothing."""
-    return end <= _FIRST_ENDS or end % _EVERY == 0
+    return end <= _EVERY or end % _EVERY == 0
 
 
 def peers_of(groups: Collection[str]) -> frozenset[int]:

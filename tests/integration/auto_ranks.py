@@ -40,8 +40,8 @@ from tests.ticks import counted_time
 
 SLOW_LINK = Rates(d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3)
 """So slow that moving what these small blocks save costs more than computing it again."""
-STEPS = 8
-"""Plans are made at the ends of steps 2, 4 and 6."""
+STEPS = 11
+"""Plans are made at the ends of steps 3, 6 and 9."""
 PLANS = 3
 LONG_S = 2.0
 """Of a message, in a training that takes so long as a whole."""

@@ -180,4 +180,4 @@ def test_what_was_told_is_taken_back_once_all_have_read_it() -> None:
 
 
 def test_ranks_agree_at_each_of_the_first_ends_and_seldom_later() -> None:
-    assert [end for end in range(1, 50) if is_point(end)] == [*range(1, 9), 16, 32, 48]
+    assert [end for end in range(1, 50) if is_point(end)] == [*range(1, 17), 32, 48]
