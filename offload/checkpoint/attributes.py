@@ -1,29 +1,26 @@
-"""The plain attributes of a block whose forward is run a second time, and the random numbers that it draws
-from Python's and numpy's generators and from those that are bound to its attributes, so that all end as after
-one forward.
+"""The plain attributes of a block whose forward is run a second time, so that they end as after one forward;
+among them the generators that it draws from (generators.py).
 
 One invariant: a recompute starts from the values that its forward had, and leaves what it found.
 
-Both are looked at in every forward, because one may bind or draw what none before did: where operators are
-small that is a tenth of what a recomputed layer takes the host, most of it numpy's state. What a forward adds
-to a list or writes into an object is not seen, and happens twice.
+They are looked at in every forward, because one may bind what none before did. What a forward adds to a list
+or writes into an object is not seen, and happens twice.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
-from operator import eq, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from offload.checkpoint.generators import GeneratorsBefore
 
 __all__ = ["AttributesBefore"]
 
@@ -57,50 +54,36 @@ class _Attribute(NamedTuple):
         return self._replace(value=vars(self.owner).get(self.name, _ABSENT))
 
 
-class _Generator(NamedTuple):
-    read: Callable[[], Any]
-    put: Callable[[Any], object]
-    same: Callable[[Any, Any], bool]
-
-
 class AttributesBefore:
     """Those of the modules of a block before one forward of it: built just before, and `learn` called just
     after. Blocks the host: never."""
 
-    __slots__ = ("_attributes", "_before", "_states")
+    __slots__ = ("_attributes", "_before", "_generators")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._attributes: list[_Attribute] = []
         self._before = [(owner, vars(owner).copy()) for owner in modules]
-        self._states = [(generator, generator.read()) for generator in _generators(self._before)]
+        self._generators = GeneratorsBefore(values for _, values in self._before)
 
     def learn(self) -> None:
         """The forward is over: keep what it has changed. Says once for each class and attribute that it
         cannot be kept."""
         before, self._before = self._before, []
         self._attributes = [bound for owner, values in before for bound in _bound_anew(owner, values)]
-        self._states = [
-            (generator, state)
-            for generator, state in self._states
-            if not generator.same(state, generator.read())
-        ]
+        self._generators.learn()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The recompute runs inside; at the end, by an exception too, everything is as it was found."""
         found = [attribute.now() for attribute in self._attributes]
-        states = [(generator, generator.read()) for generator, _ in self._states]
         try:
             for attribute in self._attributes:
                 attribute._replace(value=_held(attribute.value)).bind()  # a recompute may add to a list
-            for generator, state in self._states:
-                generator.put(state)
-            yield
+            with self._generators.in_place():
+                yield
         finally:
             for attribute in found:
                 attribute.bind()
-            for generator, state in states:
-                generator.put(state)
 
 
 def _bound_anew(owner: nn.Module, before: dict[str, Any]) -> Iterator[_Attribute]:
@@ -123,38 +106,6 @@ def _bound_anew(owner: nn.Module, before: dict[str, Any]) -> Iterator[_Attribute
                 type(value).__name__,
             )
         yield _Attribute(owner, name, held)
-
-
-def _generators(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[_Generator]:
-    yield _Generator(random.getstate, random.setstate, eq)
-    types: set[type] = {torch.Generator, random.Random}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        types.add(numpy.random.Generator)
-        yield _Generator(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _same)
-    for _, values in before:
-        if types.isdisjoint(map(type, values.values())):
-            continue
-        for value in values.values():
-            if type(value) is torch.Generator:
-                yield _Generator(value.get_state, value.set_state, _tensors_same)
-            elif type(value) is random.Random:
-                yield _Generator(value.getstate, value.setstate, eq)
-            elif type(value) in types:
-                bits = value.bit_generator
-                yield _Generator(partial(getattr, bits, "state"), partial(setattr, bits, "state"), _same)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Of two states of one of numpy's generators: dicts of numbers, texts and arrays."""
-    if type(one) is dict:
-        return one.keys() == other.keys() and all(_same(part, other[name]) for name, part in one.items())
-    return bool(one.tobytes() == other.tobytes() if hasattr(one, "tobytes") else one == other)
-
-
-def _tensors_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    with _disable_current_modes():
-        return torch.equal(one, other)
 
 
 def _equal(before: Any, now: Any) -> bool:

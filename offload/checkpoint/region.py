@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -155,9 +155,10 @@ class Region:
     # -- the pair --------------------------------------------------------------------------------------------
     def _pack(self, tensor: torch.Tensor) -> _Save:
         looks = (tensor.shape, tensor.dtype, tensor.device)
-        with suppress(TypeError):  # a size that is a symbol, where somebody traces this
-            looks = _known_looks.get(looks) or _noted(looks)
-        save = _Save(looks)
+        try:
+            save = _Save(_known_looks.get(looks) or _noted(looks))
+        except TypeError:  # a size that is a symbol, where somebody traces this
+            save = _Save(looks)
         self._saves.append(weakref.ref(save))
         return save
 
