@@ -113,12 +113,19 @@ class Chosen(NamedTuple):
     alike: Hashable = None
 
 
+class _Kind:
+    """Of blocks that save alike, one for all of them. What tells kinds apart is long, and each forward of a
+    block looks its kind up a dozen times."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
 class Called:
     """A call of a block. level: its place in the menu of its profile, which may come later; -1 is the last
     one. paced: as HostSeconds has it, of its forward."""
 
-    kind: Hashable
+    kind: _Kind
     level: int
     input_bytes: int
     paced: bool = False
@@ -134,22 +141,23 @@ class BlockCalls:
     """
 
     def __init__(self, manager: Callable[[], GroupsManager]) -> None:
-        self.profiles: dict[Hashable, BlockProfile] = {}
+        self.profiles: dict[_Kind, BlockProfile] = {}
         self.levels: Mapping[ChunkKey, tuple[int, ...]] | None = None
         self.names: dict[ChunkKey, list[str]] = {}
         self.peers = frozenset[int]()
         self._manager = manager
-        self._timings: dict[Hashable, list[Timing]] = {}  # of the other blocks of each kind, in step 1
-        self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[bool, Hashable]]()
-        self._own: dict[Hashable, BlockProfile] = {}  # as they were seen here; `profiles` are followed
-        self._own_input_bytes: dict[Hashable, int] = {}
-        self._profilers: dict[Hashable, BlockProfiler | None] = {}  # None: it has ended
-        self._input_bytes: dict[Hashable, int] = {}  # of the profiled call
-        self._scaled: dict[tuple[Hashable, float], BlockProfile] = {}
-        self._spared: dict[Hashable, tuple[BlockProfile, bool]] = {}
+        self._timings: dict[_Kind, list[Timing]] = {}  # of the other blocks of each kind, in step 1
+        self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[bool, _Kind]]()
+        self._kind_by: dict[Hashable, _Kind] = {}
+        self._own: dict[_Kind, BlockProfile] = {}  # as they were seen here; `profiles` are followed
+        self._own_input_bytes: dict[_Kind, int] = {}
+        self._profilers: dict[_Kind, BlockProfiler | None] = {}  # None: it has ended
+        self._input_bytes: dict[_Kind, int] = {}  # of the profiled call
+        self._scaled: dict[tuple[_Kind, float], BlockProfile] = {}
+        self._spared: dict[_Kind, tuple[BlockProfile, bool]] = {}
         self._contexts: dict[Kept, Callable[[], Contexts]] = {}
-        self._hosts = defaultdict[Hashable, HostSeconds](HostSeconds)
-        self._always: dict[Hashable, Kept] = {}  # what is kept in step 1 of a kind that is recomputed
+        self._hosts = defaultdict[_Kind, HostSeconds](HostSeconds)
+        self._always: dict[_Kind, Kept] = {}  # what is kept in step 1 of a kind that is recomputed
         self._ran: dict[ChunkId, tuple[object, list[Called]]] = {}
 
     # -- a forward -------------------------------------------------------------------------------------------
@@ -168,7 +176,8 @@ class BlockCalls:
         kinds = self._kinds.setdefault(module, {})
         kind = kinds.get(module.training)
         if kind is None:
-            kind = kinds[module.training] = kind_of(module), root.min_elements
+            alike = kind_of(module), root.min_elements
+            kind = kinds[module.training] = self._kind_by.setdefault(alike, _Kind())
         if handler is None:  # nothing may leave, and no plan is for it
             return self._unplanned(kind, root, module, args, kwargs, engine, None)
         chunk = handler.id
@@ -212,7 +221,7 @@ class BlockCalls:
             alike=(kind, input_bytes) if self._may_be_spared(kind, profile) else None,
         )
 
-    def _may_be_spared(self, kind: Hashable, profile: BlockProfile) -> bool:
+    def _may_be_spared(self, kind: _Kind, profile: BlockProfile) -> bool:
         """Whether plain calls of this profile that save alike need not be looked at."""
         known = self._spared.get(kind)
         if known is None or known[0] is not profile:
@@ -220,7 +229,7 @@ class BlockCalls:
             known = self._spared[kind] = profile, spared
         return known[1]
 
-    def _notes(self, kind: Hashable, way: Way, called: Called | None) -> tuple[_Note, _Note]:
+    def _notes(self, kind: _Kind, way: Way, called: Called | None) -> tuple[_Note, _Note]:
         """What is told of a forward, and of its recompute."""
         host = self._hosts[kind]
 
@@ -246,7 +255,7 @@ class BlockCalls:
         profile = self._profile_for(call.kind, call.input_bytes / self._input_bytes[call.kind])
         return Ran(profile, call.level, call.input_bytes, call.paced)
 
-    def _profile_for(self, kind: Hashable, factor: float) -> BlockProfile:
+    def _profile_for(self, kind: _Kind, factor: float) -> BlockProfile:
         if factor == 1.0:
             return self.profiles[kind]
         profile = self._scaled.get((kind, factor))
@@ -261,7 +270,7 @@ class BlockCalls:
 
     def _unplanned(
         self,
-        kind: Hashable,
+        kind: _Kind,
         root: ModelRoot,
         module: nn.Module,
         args: tuple[Any, ...],
