@@ -35,10 +35,12 @@ from offload.checkpoint.region import Contexts, Region
 from offload.errors import OffloadError
 from offload.saved.filters import waited
 
-__all__ = ["HIDDEN_STATES", "InputGroup", "Manager", "RecomputedCall", "is_recompute"]
+__all__ = ["HIDDEN_STATES", "BeforeAgain", "InputGroup", "Manager", "RecomputedCall", "is_recompute"]
 
 HIDDEN_STATES = "hidden_states"
 """The group of the inputs."""
+
+BeforeAgain = Callable[[], Callable[[], None] | None]
 
 
 class InputGroup(Protocol):
@@ -113,7 +115,8 @@ class RecomputedCall:
         other objects they stay with the graph. context_fn: as of torch's checkpoint; `contexts_for` makes one
         that keeps some outputs.
     may_stay: a plan may keep the input on the device; None where outputs are kept. before_again: called at
-        the begin of each recompute; returns what is called at its end. cost: of the block, for the plan.
+        the begin of each recompute; returns what is called at its end, if anything is. cost: of the block,
+        for the plan.
     Without gradients, or where neither a tensor argument nor a parameter requires one, the call is as without
     hooks: there is nothing to recompute for.
     The one tensor that leaves is the first argument that may, by position and then by keyword, in a group
@@ -131,7 +134,7 @@ class RecomputedCall:
         context_fn: Callable[[], Contexts] | None = None,
         *,
         may_stay: bool | None = None,
-        before_again: Callable[[], Callable[[], None]] | None = None,
+        before_again: BeforeAgain | None = None,
         cost: Any = None,
     ) -> None:
         self._manager = manager
@@ -260,7 +263,7 @@ class _Again:
         self.attributes: AttributesBefore | None = None
         self.buffers: BuffersBefore | None = None
         self.members: MembersBefore | None = None
-        self.before: Callable[[], Callable[[], None]] | None = None
+        self.before: BeforeAgain | None = None
         self.interrupted = False
 
     def __call__(self, *tensors: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 
 from torch import nn
 
+from offload.checkpoint.hidden_states import BeforeAgain
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.groups.group import Cost
@@ -98,7 +99,7 @@ class Auto(Client):
             return chosen
         return chosen._replace(before_again=partial(self._begin_again, before_again))
 
-    def _begin_again(self, begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    def _begin_again(self, begin: BeforeAgain) -> Callable[[], None] | None:
         engine = self._attached()
         if engine is not None:
             self.memory.phase_begins(engine, BLOCKS)

@@ -14,6 +14,7 @@ import logging
 from typing import NamedTuple
 
 from offload.engine import OffloadEngine
+from offload.planner.recent import RecentSteps
 from offload.planner.work import StepWork
 from offload.policy.actions import Rates
 from offload.policy.mixed_bound import action_seconds
@@ -82,15 +83,14 @@ class AutoDrift:
             self._watch = LinkWatch(engine.copier, engine.config.piece_bytes // _PART_OF_PIECE)
         self._watch.begin()
 
-    def step_ended(self, engine: OffloadEngine, work: StepWork | None, *, plans_more: bool) -> None:
-        """work: of the last step whose times are known."""
+    def step_ended(self, engine: OffloadEngine, recent: RecentSteps, *, plans_more: bool) -> None:
         self._steps += 1
         watch, rates = self._watch, engine.rates
         if watch is None or rates is None:
             return
         seen = watch.rates(rates)  # of the step before, if that was watched: this one's copies are under way
         watch.end()
-        if seen is None or work is None or self._planned is None:
+        if seen is None or self._planned is None or (work := recent.last_timed) is None:
             return
         differs = _Margin.of(work, seen).differs(self._planned)
         self._differed = self._differed + 1 if differs else 0

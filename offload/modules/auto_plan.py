@@ -131,7 +131,7 @@ class AutoPlan:
             self._give_up(engine)
         self._look_at_shape(known)
         if self._search is None:
-            self._drift.step_ended(engine, self.recent.last_timed, plans_more=self.plans_left > 0)
+            self._drift.step_ended(engine, self.recent, plans_more=self.plans_left > 0)
 
     def _look_at_shape(self, known: list[Action]) -> None:
         """A shape that comes twice in a row is planned for, and so are steps that vary. Where these had no

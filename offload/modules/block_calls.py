@@ -14,11 +14,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from offload.checkpoint.hidden_states import BeforeAgain
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.device import Device, Event
 from offload.engine import OffloadEngine
@@ -96,16 +98,16 @@ class Timing:
 class Chosen(NamedTuple):
     """How one call of a block runs.
 
-    is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: for
-    the begin of its recompute; returns what is for its end. cost: None where it is not known. timing: begins
-    a measurement of its forward, None where none is wanted. profiler: of its forward. required: what a plain
-    call saves leaves, whatever the groups' plan would keep. alike: calls for which it is equal save alike;
-    None where the host need not be spared looking at them.
+    is_plain: nothing of it is recomputed. contexts: keeps some outputs; None keeps none. before_again: as of
+    RecomputedCall. cost: None where it is not known. timing: begins a measurement of its forward, None where
+    none is wanted. profiler: of its forward. required: what a plain call saves leaves, whatever the groups'
+    plan would keep. alike: calls for which it is equal save alike; None where the host need not be spared
+    looking at them.
     """
 
     is_plain: bool
     contexts: Callable[[], Contexts] | None = None
-    before_again: Callable[[], Callable[[], None]] | None = None
+    before_again: BeforeAgain | None = None
     cost: Cost | None = None
     timing: Callable[[], Timing] | None = None
     profiler: BlockProfiler | None = None
@@ -203,19 +205,24 @@ class BlockCalls:
             level = min(planned[len(ran) - 1], last) if len(ran) <= len(planned) else last
         called.level = level
         chosen, keeps = profile.menu[level], profile.keeps[level]
-        way = _way_of(keeps)
-        note_forward, note_again = self._notes(kind, way, called)
+        way, host = _way_of(keeps), self._hosts[kind]
+        timing, note_again = None, None
+        if host.is_due(way):
+            note_forward, note_again = self._notes(kind, way, called)
+            timing = partial(Timing, engine.device, note_forward)
+        else:
+            called.paced = host.was_paced[way]
 
-        def before_again() -> Callable[[], None]:
+        def before_again() -> Callable[[], None] | None:
             with engine.lock:
                 engine.transfers.claim(chosen.made_again_bytes)
-            return Timing(engine.device, note_again).end
+            return None if note_again is None else Timing(engine.device, note_again).end
 
         return Chosen(
             is_plain=keeps is None,
             contexts=self._contexts_for(keeps) if keeps else None,
             before_again=before_again,
-            timing=lambda: Timing(engine.device, note_forward),
+            timing=timing,
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
             required=self.levels is None,
             alike=(kind, input_bytes) if self._may_be_spared(kind, profile) else None,
@@ -234,6 +241,7 @@ class BlockCalls:
         host = self._hosts[kind]
 
         def note_forward(seconds: float, *, paced: bool, own: bool) -> None:
+            host.was_paced[way] = paced
             if called is not None:
                 called.paced = paced
             host.note_forward(way, seconds, paced=paced and own)

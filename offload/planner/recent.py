@@ -7,7 +7,8 @@ One invariant: where a step comes again as it was, it is that step; where length
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from offload.planner.work import Ran, StepWork, read_parts_of
@@ -25,9 +26,17 @@ class _Seen(NamedTuple):
     amounts: Mapping[ChunkKey, float]
 
 
-class _Timed(NamedTuple):
-    work: StepWork
-    amounts: Mapping[ChunkKey, float]
+class _Timed:
+    """A step whose times are known. work: made when it is first asked for; None where a chunk's blocks are
+    not known."""
+
+    def __init__(self, amounts: Mapping[ChunkKey, float], make: Callable[[], StepWork | None]) -> None:
+        self.amounts = amounts
+        self._make = make
+
+    @cached_property
+    def work(self) -> StepWork | None:
+        return self._make()
 
 
 class RecentSteps:
@@ -57,21 +66,28 @@ class RecentSteps:
         self.lengths.note(amounts)
         if before is None or seconds_before is None or any(of not in seconds_before for of in before.actions):
             return
-        self._read_parts |= read_parts_of(before.ran)
-        work = StepWork.of(before.actions, seconds_before, before.ran, head_bytes, self._read_parts)
-        if work is not None:
-            self._timed.append(_Timed(work, before.amounts))
+        parts = self._read_parts = self._read_parts | read_parts_of(before.ran)
+        make = partial(StepWork.of, before.actions, seconds_before, before.ran, head_bytes, parts)
+        self._timed.append(_Timed(before.amounts, make))
 
     @property
     def last_timed(self) -> StepWork | None:
         """Of the last step whose times are known, as it was."""
-        return self._timed[-1].work if self._timed else None
+        return next((work for work, _ in self._known()), None)
 
     def step(self) -> StepWork | None:
         """To plan for; None where too little is known."""
         if not self.lengths.vary:
-            found = self._timed[-1] if self._timed else None
-            return found.work if found is not None and found.amounts == self.lengths.last else None
-        may_come = [timed for timed in reversed(self._timed) if self.lengths.may_come_again(timed.amounts)]
-        longest = max(may_come, key=lambda timed: len(timed.work.actions), default=None)
-        return None if longest is None else longest.work.scaled(self.lengths.factors(longest.amounts))
+            work, amounts = next(self._known(), (None, None))
+            return work if amounts == self.lengths.last else None
+        may_come = [timed for timed in self._known() if self.lengths.may_come_again(timed[1])]
+        if not may_come:
+            return None
+        work, amounts = max(may_come, key=lambda timed: len(timed[0].actions))
+        return work.scaled(self.lengths.factors(amounts))
+
+    def _known(self) -> Iterator[tuple[StepWork, Mapping[ChunkKey, float]]]:
+        """The last one first."""
+        for timed in reversed(self._timed):
+            if timed.work is not None:
+                yield timed.work, timed.amounts

@@ -351,6 +351,46 @@ def test_of_each_call_of_a_block_it_is_known_whether_the_device_waited_for_it(
     handle.remove()
 
 
+def test_later_calls_are_measured_one_in_seven_and_the_others_count_as_the_one_before(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[Timing]()
+    begin, is_due = Timing.__init__, HostSeconds.is_due
+    dues = list[bool]()
+
+    def counted(timing: Timing, *arguments: Any, **named: Any) -> None:
+        begun.append(timing)
+        begin(timing, *arguments, **named)
+
+    def due(seen: HostSeconds, way: Way) -> bool:
+        dues.append(is_due(seen, way))
+        return dues[-1]
+
+    monkeypatch.setattr("offload.planner.host_seconds._FIRST", 2 * LAYERS)
+    monkeypatch.setattr(Timing, "__init__", counted)
+    monkeypatch.setattr(HostSeconds, "is_due", due)
+    monkeypatch.setattr(Timing, "_is_paced", lambda timing, start: len(dues) % 2 == 0)
+    model = build(lambda block, x: x)
+    handle = offload.apply(model, "auto", min_numel=1, device_total=1_000_000)
+    train(model, steps=4)
+    assert handle._auto is not None
+    (host,) = handle._auto.calls._hosts.values()
+    host._calls = [2 * LAYERS for _ in Way]
+    del dues[:], begun[:]
+    paced = list[bool]()
+    for _ in range(14):
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+        (ran,) = handle._auto.calls.take_ran().values()
+        paced += [call.paced for call in ran]
+        manager.step_end()
+    assert all(not due or number % 7 == dues.index(True) % 7 for number, due in enumerate(dues))
+    assert sum(dues) == len(dues) // 7 == len(begun)
+    for number, due in enumerate(dues[1:], 1):
+        assert due or paced[number] == paced[number - 1]
+    assert {True, False} == set(paced)
+    handle.remove()
+
+
 def test_the_first_step_knows_it_as_well_of_those_that_it_does_not_profile(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
