@@ -135,8 +135,8 @@ CAPS = [{"max_spilling_bytes": 2 * N, "max_restoring_bytes": 3 * N}, {"device_li
 @pytest.mark.req("S3-64")
 @pytest.mark.parametrize("bench", CAPS, indirect=True, ids=["windows", "device limit"])
 def test_a_step_takes_little_longer_than_its_compute_or_its_copies(bench: Bench) -> None:
-    """At most 15% longer than the longer one. One after the other they would take half as long again, or
-    more."""
+    """At most 15% longer than the longer one, and two fifths of the shorter one are hidden: how many copies
+    fit under a limit depends on what else uses the link."""
     steps, computes = [], []
     for _ in range(ROUNDS):
         computes.append(bench.milliseconds(marked=False))
@@ -151,8 +151,9 @@ def test_a_step_takes_little_longer_than_its_compute_or_its_copies(bench: Bench)
     figures = (
         f"step {step_ms:.1f}, compute {compute_ms:.1f}, copies {copies_ms:.1f} ms, stalls {stats.stall_count}"
     )
-    assert step_ms <= 1.15 * max(compute_ms, copies_ms), figures
-    assert step_ms <= 0.85 * (compute_ms + copies_ms), figures
+    shorter_ms, longer_ms = sorted((compute_ms, copies_ms))
+    assert step_ms <= 1.15 * longer_ms, figures
+    assert step_ms <= longer_ms + 0.6 * shorter_ms, figures
 
 
 @pytest.mark.parametrize(
