@@ -9,7 +9,7 @@ import pytest
 from scripts.requirements_table import NOT_YET, STATES, Proof, Row, parse, read_marks, read_rows, refreshed
 
 # The sources' last numbers; every block starts at 1 and has no gap.
-LAST_NUMBER = {"S0": 73, "S1": 60, "S2": 105, "S3": 96, "S4": 48, "W": 15, "Q": 6}
+LAST_NUMBER = {"S0": 74, "S1": 60, "S2": 105, "S3": 96, "S4": 48, "W": 15, "Q": 6}
 
 
 def test_every_number_of_every_block_has_a_row() -> None:
