@@ -329,6 +329,8 @@ class GroupsManager(OpenScopes, Client):
         by_hand = self.ends_by_hand or self._forwards_by_hand
         if self.ends_by_hand and not guessed:
             self.mark_report.optimizer_stepped(len(self._forward_order))
+        if not (self._forward_order or guessed):
+            self._ledgers.step_is_whole()
         if by_hand or not self._forward_order or self.engine.device.is_capturing():
             return
         self._infers_end, self.end_was_guessed = True, guessed
@@ -391,7 +393,7 @@ class GroupsManager(OpenScopes, Client):
                 self._planner.pass_over(seen)
             planned = self.do_offload and self._planner.after_step(seen)
             live_bytes = self._planner.live_peak_bytes if self.do_offload else None
-            self._ledgers.write(stats, live_bytes, ran=bool(seen.chunks))
+            self._ledgers.write(stats, live_bytes, ran=bool(seen.chunks), guessed=self.end_was_guessed)
             self._forget_step()
         # where ends are inferred nobody asked for a table, and one rank's end waits for no other rank's
         if planned and self.print_summary and not self._infers_end:

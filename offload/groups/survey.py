@@ -136,10 +136,17 @@ class GroupLedgers:
             before = self._groups.get(name)
             self._groups[name] = figures if before is None else before + figures
 
-    def write(self, stats: StepStats, live_peak_bytes: int | None, *, ran: bool) -> None:
+    def step_is_whole(self) -> None:
+        """As Ledger."""
+        for ledger in list(self._ledgers):
+            ledger.step_is_whole()
+
+    def write(
+        self, stats: StepStats, live_peak_bytes: int | None, *, ran: bool, guessed: bool = False
+    ) -> None:
         """The step has ended. live_peak_bytes: what its saved tensors would take of the device at once; None
         for a step without offload, which is none of the figures' but for the stall of the step before.
-        ran: whether a forward began in it."""
+        ran: whether a forward began in it. guessed: as of `Ledger.add`."""
         groups, self._groups = self._groups, {}
         if live_peak_bytes is None:
             figures = figures_without_offload(stats)
@@ -155,4 +162,4 @@ class GroupLedgers:
                 device_limit_bytes=self._engine.limits.device_limit_bytes,
             )
         for ledger in list(self._ledgers):
-            ledger.add(figures)
+            ledger.add(figures, guessed=guessed)

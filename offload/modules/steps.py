@@ -2,12 +2,15 @@
 
 The forward of a model that was given to `apply` begins a chunk, of a virtual stage of its own. A step ends
 when an optimizer that holds a parameter of such a model begins its `step()`, outside of any backward.
+- A `step(closure)` ends it when it returns: the closure may run forwards, as LBFGS's and Lightning's do.
 - A wrapped optimizer calls a second `step()` inside the first: by then no forward has begun since, and a step
   without one is none.
 - An optimizer that steps in the backward, once a parameter, ends nothing.
 - A GradScaler may skip `step()`: the next one ends both steps together.
 - Where no end was ever seen, a forward that finds no saved tensor alive ends the step before it; where a
-  pipeline's stages announce their chunks, only the forward of one that this step has had already.
+  pipeline's stages announce their chunks, only the forward of one that this step has had already. Such an
+  end is a guess. A report counts what it guessed before an optimizer's step, such as the microbatches of a
+  first step, as one step with it (`telemetry/figures.py`).
 
 One invariant: inference is a default. A user's `init_chunk_handler`, a pipeline stage's announcement and a
 user's `step_end` are believed instead, from the first on.
@@ -22,7 +25,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from offload.compile.untraced import untraced
 from offload.groups.manager import GroupsManager
@@ -54,7 +61,7 @@ class Steps:
     def __init__(self, manager: Callable[[], GroupsManager]) -> None:
         self._manager = manager
         self._roots: list[weakref.ref[Any]] = []
-        self._hook: Any = None
+        self._hooks: list[Any] = []
         self._ending = threading.Lock()
 
     def roots(self) -> list[Root]:
@@ -67,14 +74,16 @@ class Steps:
         root.stage = next(stage for stage in range(len(taken) + 1) if stage not in taken)
         self._roots = [weakref.ref(other) for other in (*self.roots(), root)]
         self._manager().mark_report.expect(root.stage)
-        if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._optimizer_steps)
+        if not self._hooks:
+            self._hooks.append(register_optimizer_step_pre_hook(self._step_begins))
+            self._hooks.append(register_optimizer_step_post_hook(self._step_returns))
 
     def discard(self, root: Root) -> None:
         self._roots = [weakref.ref(other) for other in self.roots() if other is not root]
-        if not self._roots and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if not self._roots:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
 
     def forward_begins(self, root: Root, min_elements: int | None, *, may_end: bool = True) -> None:
         """A forward of `root` begins: a chunk, unless it is part of another root's forward. min_elements: as
@@ -93,7 +102,16 @@ class Steps:
         manager.begin_inferred_forward(root.stage, min_elements)
 
     @untraced
-    def _optimizer_steps(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _has_closure(args, kwargs):
+            self._optimizer_steps(optimizer)
+
+    @untraced
+    def _step_returns(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _has_closure(args, kwargs):
+            self._optimizer_steps(optimizer)
+
+    def _optimizer_steps(self, optimizer: Optimizer) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -114,3 +132,8 @@ class Steps:
             manager.end_inferred_step(guessed=guessed)
         finally:
             self._ending.release()
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `step()` was given a function that it calls. args: as a hook gets them, the optimizer first."""
+    return any(callable(given) for given in (*args[1:2], kwargs.get("closure")))

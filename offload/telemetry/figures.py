@@ -281,21 +281,34 @@ class Ledger:
     """Figures since a point in time.
 
     total: of all steps since then. last: of the last one with offload, None before it has ended.
+    An end that was guessed may be one of a microbatch. It counts as a step until an end comes that was not:
+    then all since the last such end are parts of one step.
     """
 
-    __slots__ = ("__weakref__", "_begun", "last", "total")
+    __slots__ = ("__weakref__", "_begun", "_parts", "last", "total")
 
     def __init__(self) -> None:
         self.total = Figures()
         self.last: Figures | None = None
         self._begun = False
+        self._parts = Figures()  # since the last end that was not guessed
 
-    def add(self, step: Figures) -> None:
-        """A step has ended."""
+    def add(self, step: Figures, *, guessed: bool = False) -> None:
+        """A step has ended, or where that is guessed, what may be a part of one."""
         if not self._begun:  # its stall is that of a step before this point in time
             self._begun = True
             clients = {name: replace(client, stall_ms=0.0) for name, client in step.clients.items()}
             step = replace(step, stall_ms=0.0, clients=clients)
         self.total += step
+        self._parts += step
         if step.steps:
             self.last = step
+        if not guessed:
+            self.step_is_whole()
+
+    def step_is_whole(self) -> None:
+        """What has ended since the last end that was not guessed is one step."""
+        parts, self._parts = self._parts, Figures()
+        if parts.steps > 1:
+            self.last = replace(parts, steps=1)
+            self.total = replace(self.total, steps=self.total.steps - parts.steps + 1)
