@@ -1,5 +1,5 @@
 """transformers' Trainer: a callback applies offload when training begins, and removes it at the end. What
-moved stands in the logs.
+moved in the last step stands in the logs, and so in TensorBoard, W&B and whatever else `report_to` names.
 
     python examples/transformers_trainer.py
 """
@@ -11,27 +11,37 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import offload
 
+FIGURES = ("moved_bytes", "peak_bytes", "stall_ms")
+
 
 class OffloadCallback(TrainerCallback):
-    """`arguments` are those of `offload.apply`."""
+    """`arguments` are those of `offload.apply`. Use `add_to`: what a Trainer is given as `callbacks` comes
+    after its reporters, which have written a log before a later callback can add to it."""
 
     def __init__(self, **arguments):
         self.arguments = arguments
+        self.handle = None
+
+    def add_to(self, trainer):
+        trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.handle = offload.apply(model, **self.arguments)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        figures = self.handle.report().as_dict()
-        for name in ("moved_bytes", "peak_bytes", "stall_ms"):
-            logs[f"offload/{name}"] = state.log_history[-1][f"offload/{name}"] = figures[name]
+        if self.handle is None:  # an evaluation before any training
+            return
+        step = self.handle.report().last_step  # {} before a step has ended; totals are in as_dict()
+        figures = {f"offload/last_step_{name}": step[name] for name in FIGURES if name in step}
+        logs.update(figures)
+        state.log_history[-1].update(figures)
 
     def on_train_end(self, args, state, control, **kwargs):
         print(self.handle.report())
         self.handle.remove()
 
 
-def main(mode="groups", steps: int = 3) -> Trainer:
+def main(mode="groups", steps: int = 3, report_to="none") -> Trainer:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -52,12 +62,12 @@ def main(mode="groups", steps: int = 3) -> Trainer:
                 gradient_accumulation_steps=2,
                 logging_steps=1,
                 save_strategy="no",
-                report_to="none",
+                report_to=report_to,
                 use_cpu=not torch.cuda.is_available(),
             ),
             train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-            callbacks=[OffloadCallback(mode=mode, min_numel=10_000)],
         )
+        OffloadCallback(mode=mode, min_numel=10_000).add_to(trainer)
         trainer.train()
     return trainer
 

@@ -79,10 +79,40 @@ def test_the_trainers_callback_logs_what_moved_and_leaves_the_model_as_it_was(
     trainer = run("transformers_trainer")
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == 3
-    assert logs[-1]["offload/moved_bytes"] > 0
-    assert logs[-1]["offload/moved_bytes"] >= logs[0]["offload/moved_bytes"]
-    assert "offload report: " in capsys.readouterr().out
+    assert logs[-1]["offload/last_step_moved_bytes"] > 0
+    assert "offload report: 3 steps since apply" in capsys.readouterr().out
     assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+
+
+def test_what_moved_in_a_step_reaches_the_trainers_reporters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback that a Trainer is given stands behind TensorBoard's and W&B's, so they never saw its
+    figures, which were sums since the begin of training and did not say so."""
+    transformers = pytest.importorskip("transformers")
+    written: list[dict[str, float]] = []
+
+    class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            written.append(dict(logs))
+
+    monkeypatch.setitem(transformers.integrations.INTEGRATION_TO_CALLBACK, "a reporter", Reporter)
+    steps: list[int] = []
+    ended = PipelineOffloadManager.end_inferred_step
+
+    def spied(manager: PipelineOffloadManager, *, guessed: bool = False) -> None:
+        ended(manager, guessed=guessed)
+        if not guessed:
+            steps.append(offload.report().last_step["moved_bytes"])
+
+    monkeypatch.setattr(PipelineOffloadManager, "end_inferred_step", spied)
+    trainer = run("transformers_trainer", steps=4, report_to=["a reporter"])
+    found = [entry["offload/last_step_moved_bytes"] for entry in written if "loss" in entry]
+    assert found == steps
+    assert len(found) == trainer.state.global_step == 4
+    assert 0 < max(found) < sum(found) == moved_bytes()
+    assert all("offload/last_step_stall_ms" in entry for entry in written)
+    trainer.callback_handler.callbacks[0].handle = None
+    trainer.evaluate(trainer.train_dataset[:2])
+    assert not any(name.startswith("offload/") for name in written[-1]), "nothing was applied"
 
 
 @pytest.mark.req("S4-19", "S4-23", "S4-39")
