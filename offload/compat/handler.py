@@ -26,6 +26,7 @@ from offload.saved.filters import is_plain
 from offload.saved.handles import Handle, Passed
 from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState
+from offload.transfer.layout import ViewLayout, empty_at, place_of
 
 __all__ = ["ChunkOffloadHandler", "OffloadState", "TensorTag"]
 
@@ -45,6 +46,7 @@ class OffloadState(NamedTuple):
     cpu_tensor: torch.Tensor
     use_cpu_pool: bool
     stride: tuple[int, ...]
+    lead: int  # its place (`place_of`)
     event: Event
     step: int
 
@@ -314,12 +316,18 @@ class ChunkOffloadHandler(ChunkGroups):
         event = self._copies.send([(host.view(-1).view(torch.uint8), source)], self.d2h_stream)
         device.wait(compute, event, "settle")
         return OffloadState(
-            src_tensor.device, host, use_cpu_pool, src_tensor.stride(), event, self.engine.step
+            src_tensor.device,
+            host,
+            use_cpu_pool,
+            src_tensor.stride(),
+            place_of(src_tensor.untyped_storage(), int(src_tensor.storage_offset()) * src_tensor.itemsize),
+            event,
+            self.engine.step,
         )
 
     def reload(self, state: OffloadState, non_blocking: bool | None = None) -> torch.Tensor:
-        """A new device tensor with the bytes and strides that `offload` saw; the host buffer goes back to the
-        pool.
+        """A new device tensor with the bytes and strides that `offload` saw, at the same place (`place_of`);
+        the host buffer goes back to the pool.
 
         non_blocking: None means: iff the host side is pinned; False makes the host wait for the copy.
         """
@@ -345,14 +353,15 @@ class ChunkOffloadHandler(ChunkGroups):
             device.synchronize(event)
         if state.use_cpu_pool:
             self.cpu_tensor_pool.free(host, after=event)
-        return _with_stride(home.view(host.dtype).view(host.shape), state.stride)
+        return _placed(home.view(host.dtype).view(host.shape), state.stride, state.lead)
 
 
-def _with_stride(packed: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    if packed.stride() == stride:
+def _placed(packed: torch.Tensor, stride: tuple[int, ...], lead: int) -> torch.Tensor:
+    if packed.stride() == stride and not lead:
         return packed
     with torch.no_grad():
         # an expanded dimension holds one element
         one = packed[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]
-        spread = torch.empty_strided(one.shape, stride, dtype=packed.dtype, device=packed.device).copy_(one)
+        layout = ViewLayout(one.shape, stride, lead // packed.itemsize, packed.dtype)
+        spread = empty_at(layout, packed.device).copy_(one)
         return spread.as_strided(packed.shape, stride)

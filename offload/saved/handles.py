@@ -17,7 +17,7 @@ from offload.ids import SlotId
 from offload.transfer.block import DeviceBlock
 from offload.transfer.layout import ViewLayout
 
-__all__ = ["Handle", "ModifiedError", "Passed", "Record", "modified"]
+__all__ = ["Handle", "ModifiedError", "Passed", "Record", "counts_with", "modified"]
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
@@ -92,6 +92,20 @@ class Passed:
         if self.version is not None and self.tensor._version != self.version:
             raise modified(self.tensor.dtype, self.tensor.size(), self.tensor._version, self.version)
         return self.tensor
+
+
+def counts_with(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether two tensors count versions together. Views do; `.data` and the parts of `unsafe_chunk` share
+    bytes and count alone. Moves the counter for a moment: nothing else tells."""
+    version = probe._version
+    _count((probe,), (version + 1,))
+    try:
+        return tensor._version != version
+    finally:
+        _count((probe,), (version,))
+
+
+_count = torch._C._autograd._unsafe_set_version_counter
 
 
 class ModifiedError(RuntimeError):

@@ -7,7 +7,8 @@ bytes.
 # A save joins a record only if the record's storage object is the same (not merely its address), a handle of
 # the record lives, the chunk is the same and the version has not moved. Storages written from outside
 # autograd (receive buffers: their version stands still) never join. So x saved for w1 and w3 is copied once,
-# and a buffer received into twice is copied twice. Captured graphs share none.
+# and a buffer received into twice is copied twice. Captured graphs share none. Once the copy is underway,
+# only what counts versions with the saved tensor joins.
 
 # Note: [What stays is counted by the piece]
 # A tensor that the plan keeps, and that has its storage to itself, needs no block of its own: nothing of it
@@ -28,11 +29,20 @@ from offload.device import Device, Lane
 from offload.errors import StaleHandleError
 from offload.saved.chunk import SavedChunk, SavedGroup
 from offload.saved.externals import ExternalKind, ExternalStorages
-from offload.saved.handles import Handle, Record, modified
+from offload.saved.handles import Handle, Record, counts_with, modified
 from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
-from offload.transfer.layout import Layouts, ViewLayout, bytes_of, overlaps_itself, span_of, view_of
+from offload.transfer.layout import (
+    Layouts,
+    ViewLayout,
+    bytes_of,
+    empty_at,
+    overlaps_itself,
+    place_of,
+    span_of,
+    view_of,
+)
 
 __all__ = ["GATHER_BELOW", "KEPT_SHARE", "TensorStore"]
 
@@ -89,7 +99,7 @@ class TensorStore:
         chunk.touches += 1
         group.logical_bytes += nbytes
         record = (
-            None if external or key not in chunk.table else self._joinable(chunk, key, start, stop, version)
+            None if external or key not in chunk.table else self._joinable(tensor, chunk, key, start, stop)
         )
         if (
             record is None
@@ -141,8 +151,11 @@ class TensorStore:
         chunk.table[key] = weakref.ref(handle)
         return handle
 
-    def _joinable(self, chunk: SavedChunk, key: int, start: int, stop: int, version: int) -> Record | None:
-        """The record of that storage at that version."""
+    def _joinable(
+        self, tensor: torch.Tensor, chunk: SavedChunk, key: int, start: int, stop: int
+    ) -> Record | None:
+        """The record of that storage at the version of `tensor`."""
+        version = tensor._version
         found = chunk.table[key]()
         if (
             found is None
@@ -157,6 +170,8 @@ class TensorStore:
             return None
         if block.holders is not None:
             return record
+        if block.state is not _RESIDENT and not counts_with(found.probe, tensor):
+            return None  # its copy is underway, and a write since then may have moved the other counter
         # its bytes are a packed or a restored copy by now, and `key` may be a new storage's
         if block.key != key:
             return None
@@ -273,7 +288,9 @@ class TensorStore:
             except torch.OutOfMemoryError:
                 return  # no room to pack it in: it leaves whole
             packed.copy_(view_of(block.device_bytes, layout, 0))
-        record.gathered = layout
+        itemsize = layout.dtype.itemsize
+        place = place_of(block.device_bytes, layout.offset * itemsize)
+        record.gathered = layout._replace(offset=place // itemsize)
         block.device_bytes = packed.untyped_storage()
         block.refer_to(block.device_bytes)
         self._transfers.resize(block, 0, packed_bytes)
@@ -343,5 +360,4 @@ def _scattered(storage: torch.UntypedStorage, layout: ViewLayout) -> torch.Tenso
     """A packed view, spread again with the strides that it had."""
     with torch.no_grad():
         packed = bytes_of(storage, 0, storage.nbytes()).view(layout.dtype).view(layout.size)
-        spread = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=storage.device)
-        return spread.copy_(packed)
+        return empty_at(layout, storage.device).copy_(packed)

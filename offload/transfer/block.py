@@ -99,7 +99,8 @@ class DeviceBlock(WeakStorage):
     collector to walk.
 
     group, slot: the group that saved it, and its number there.
-    start, nbytes: the bytes of the saved storage that move.
+    start, nbytes: the bytes of the saved storage that move. lead: the place of
+    the first of them (`place_of`), which it has again after a restore.
     readers: how many times it was saved. unread: how many of these saves have not been read in the current
         pass of a backward. pass_no: the number of that pass.
     touch: the order of its latest save, so of its first read in a backward.
@@ -118,8 +119,9 @@ class DeviceBlock(WeakStorage):
     nbytes: int
     device_bytes: torch.UntypedStorage | None
     freed_blocks: deque[DeviceBlock]  # its engine's
-    # first byte of the saved storage that the one referred to has: 0, after a restore `start`
+    # byte of the saved storage that is the first of the one referred to: 0, after a restore `start - lead`
     base: int = 0
+    lead: int = 0
     is_freed: bool = False
     state: BlockState = BlockState.RESIDENT
     lane: Lane | None = None  # the compute lane that saved it, and so comes after its writer

@@ -32,11 +32,10 @@ class Buffers(CaptureSide):
         """
         if self._no_room and not required:
             return None
-        empty = self.device.empty
         buffers: list[torch.Tensor] = []
         try:
             for block in blocks:
-                buffers.append(empty(block.nbytes))
+                buffers.append(self._buffer(block))
             return buffers
         except torch.OutOfMemoryError:
             buffers.clear()
@@ -58,7 +57,11 @@ class Buffers(CaptureSide):
             return None
         self.counts.retries += 1
         self._release_all()
-        return [empty(block.nbytes) for block in blocks]
+        return [self._buffer(block) for block in blocks]
+
+    def _buffer(self, block: DeviceBlock) -> torch.Tensor:
+        buffer = self.device.empty(block.lead + block.nbytes)
+        return buffer[block.lead :] if block.lead else buffer
 
     def _release_all(self) -> None:
         """Release whatever can be: sources of spills, what was fetched ahead, and what clients keep that

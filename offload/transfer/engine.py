@@ -69,7 +69,7 @@ from offload.transfer.admission import Direction, Limits, Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.buffers import Buffers
 from offload.transfer.copier import Copier
-from offload.transfer.layout import bytes_of
+from offload.transfer.layout import bytes_of, place_of
 
 __all__ = ["TransferEngine"]
 
@@ -147,6 +147,7 @@ class TransferEngine(Buffers):
                     capture.host_blocks.append(host)
                 leaving.append(block)
                 sources.append(source := bytes_of(storage, block.start, block.nbytes))
+                block.lead = place_of(storage, block.start)
                 nbytes += block.nbytes
                 if block.key not in copying:  # else compute wrote it before the copy that still reads it
                     device.note_write(compute, source)
@@ -234,7 +235,7 @@ class TransferEngine(Buffers):
         one that is still on the disk.
 
         blocks: one that was freed after its caller looked is passed over. Each gets a new storage of
-        its `nbytes`, allocated on compute. Readers go through `ready`.
+        its `nbytes` behind its `lead`, allocated on compute. Readers go through `ready`.
         Returns None, with nothing moved, if admission, the device limit or a full device denies a speculative
             restore. A required one goes ahead, past the device limit if need be; it raises
             torch.OutOfMemoryError where the device has no room for it at all, and OffloadError where the disk
@@ -327,7 +328,7 @@ class TransferEngine(Buffers):
                 block.move_to(BlockState.RESTORING)  # raises
             block.device_bytes = storage = buffer.untyped_storage()
             block.refer_to(storage)
-            block.base = block.start
+            block.base = block.start - block.lead
             block.event, block.transfer, block.copies = event, transfer, 2
         self._restoring.append(transfer)
         ahead = self._ahead
@@ -365,7 +366,7 @@ class TransferEngine(Buffers):
         if lane is transfer.lane:
             return storage
         device.wait(lane, device.record(transfer.lane), "read elsewhere")
-        own, source = device.empty(block.nbytes), bytes_of(storage, 0, block.nbytes)
+        own, source = device.empty(storage.nbytes()), bytes_of(storage, 0, storage.nbytes())
         device.note_read(lane, source)
         device.note_write(lane, own)
         own.copy_(source)

@@ -1,7 +1,7 @@
 """Where the bytes of a tensor lie in its storage, and how to build the same view over other bytes.
 
 One invariant: a view that is rebuilt here has the size, the strides and the dtype of the one that autograd
-saved; other strides would choose other kernels and change bits.
+saved, and its place (`place_of`); others would choose other kernels and change bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ __all__ = [
     "ViewLayout",
     "WeakStorage",
     "bytes_of",
+    "empty_at",
     "overlaps_itself",
+    "place_of",
     "span_of",
     "view_of",
 ]
@@ -27,6 +29,13 @@ __all__ = [
 ALIGNMENT = 16
 """Bytes; the largest item size of a torch dtype. Spans start on it, so that any view over a copied span stays
 aligned."""
+
+PLACES = 256
+"""Bytes; kernels are chosen by addresses modulo at most this: cuBLASLt's heuristics look at 256, vector loads
+at 16 to 64."""
+
+_ALLOCATED_AT = 64
+"""Bytes; all allocators of torch align to them, so another address is one of memory that others allocated."""
 
 
 class ViewLayout(NamedTuple):
@@ -120,10 +129,24 @@ def view_of(storage: torch.UntypedStorage, layout: ViewLayout, start: int) -> to
     """The view that `layout` describes, over a storage whose first byte is byte `start` of the original
     one."""
     size, stride, offset, dtype = layout
-    offset -= start // dtype.itemsize
+    offset, odd = divmod(offset * dtype.itemsize - start, dtype.itemsize)
+    if odd:  # an item that lies across its own size, as only memory of others can
+        storage = bytes_of(storage, odd, storage.nbytes() - odd).clone().untyped_storage()
     if sanitizing():
         return _unseen(storage, dtype, offset, size, stride)
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def place_of(storage: torch.UntypedStorage, start: int) -> int:
+    """How far byte `start` of a storage lies behind where an allocation may begin, modulo `PLACES`."""
+    return (storage.data_ptr() % _ALLOCATED_AT + start) % PLACES
+
+
+def empty_at(like: ViewLayout, device: torch.device) -> torch.Tensor:
+    """A new tensor of that size, stride and dtype, `like.offset` elements behind the begin of its storage."""
+    size, stride, offset, dtype = like
+    last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    return torch.empty(offset + last + 1, dtype=dtype, device=device).as_strided(size, stride, offset)
 
 
 def _unseen(

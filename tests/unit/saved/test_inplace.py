@@ -137,12 +137,12 @@ def test_a_sparse_view_is_watched_through_its_packed_copy() -> None:
 
 def test_each_save_of_a_shared_storage_is_watched_by_its_own_version() -> None:
     """`.data` shares the storage and counts versions of its own: a change of x went unnoticed where x.data
-    had been saved first."""
+    had been saved first. They share no copy either: a write to one would not be seen by the other."""
     rig = Rig()
     x = torch.randn(ELEMENTS)
     with rig.group():
         y = keep([], x.data, x)
-    assert rig.saved == 1
+    assert rig.saved == 2
     x.add_(1)
     with pytest.raises(RuntimeError, match=VANILLA):
         y.backward()
