@@ -19,6 +19,12 @@ from offload.config import MODES
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 SAYING = {"warning", "warn"}
+WRAPPED = {
+    ".wy-nav-content": "max-width: 1200px",
+    ".wy-table-responsive table td,\n.wy-table-responsive table th": "white-space: normal",
+    ".rst-content pre code": "white-space: pre-wrap",
+}
+"""Rules of docs/css/pages.css. Without one of them a window of 1,400 pixels hides columns that hold answers."""
 
 
 def said_by(node: ast.AST) -> str:
@@ -121,3 +127,10 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     help_of_mode = re.search(r"    mode: .*?\n    blocks:", str(offload.apply.__doc__), re.DOTALL)
     assert help_of_mode is not None
     assert textwrap.dedent(help_of_mode[0]) in shown, "with its lines and asterisks"
+    # a signature that is one line is clipped, and a table whose cells do not wrap hides its last column
+    assert "apply(\n    model: Module,\n" in shown
+    assert 'href="../css/pages.css"' in page
+    style = (tmp_path / "site" / "css" / "pages.css").read_text()
+    for selector, rule in WRAPPED.items():
+        (rules,) = re.findall(rf"^{re.escape(selector)} {{(.*?)}}", style, re.DOTALL | re.MULTILINE)
+        assert rule in rules, selector
