@@ -24,7 +24,7 @@ WRAPPED = {
     ".wy-table-responsive table td,\n.wy-table-responsive table th": "white-space: normal",
     ".rst-content pre code": "white-space: pre-wrap",
 }
-"""Rules of docs/css/pages.css. Without one of them a window of 1,400 pixels hides columns that hold answers."""
+"""Rules of docs/css/pages.css. Without one of them a window of 1,400 pixels hides columns of answers."""
 
 
 def said_by(node: ast.AST) -> str:
