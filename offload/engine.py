@@ -39,12 +39,13 @@ from offload.saved.handles import Handle
 from offload.saved.hooks import SavedTensorHooks
 from offload.saved.store import TensorStore
 from offload.telemetry.records import ClientStats, StepStats
-from offload.transfer.admission import Admission, CapsAdmission, Limits
+from offload.transfer.admission import Admission, CapsAdmission
 from offload.transfer.captures import CapturedRegion
 from offload.transfer.coming import Prefetcher
 from offload.transfer.copier import Copier
 from offload.transfer.engine import TransferEngine
 from offload.transfer.in_flight import TransferCounts
+from offload.transfer.limits import Limits
 from offload.transfer.link import LINK_TEST_BYTES, measure_rates
 
 __all__ = ["Client", "OffloadEngine"]
@@ -166,16 +167,11 @@ class OffloadEngine:
             self.transfers.disk = disk
             if disk_before is not None and disk_before is not disk:
                 disk_before.close()
-            self.follow(config)
+            self.config = config
+            self.limits.follow(config)
             self.transfers.audit = config.audit
             self.store.piece_bytes = self.prefetch.piece_bytes = config.piece_bytes
             self.step, self.last_stats = 0, StepStats(step=-1)
-
-    def follow(self, config: OffloadConfig) -> None:
-        """Take what limits transfers from another config; nothing is pinned, ended or counted anew. Takes no
-        lock, so a finaliser may call it on any thread."""
-        self.config = config
-        self.limits.follow(config)
 
     def _disk_of(self, config: OffloadConfig) -> DiskTier | None:
         """The disk that `config` asks for. Raises ValueError where it cannot be had."""

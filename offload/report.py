@@ -44,6 +44,9 @@ class Report:
     total: Figures = field(default_factory=Figures)
     last: Figures | None = None
     device_limit_bytes: int | None = None
+    device_limit_by: str = ""
+    """Whose limit that is: "config" for device_limit, "auto" for what device_total leaves."""
+
     link: str = ""
     """"on a simulated link" where copies take no time."""
 
@@ -67,6 +70,7 @@ class Report:
         return {
             **self.total.as_dict(),
             "device_limit_bytes": self.device_limit_bytes,
+            "device_limit_by": self.device_limit_by,
             "since": self.since,
             "peak": self.peak,
             "last_step": self.last_step,
@@ -89,7 +93,10 @@ class Report:
     # -- parts of the text -----------------------------------------------------------------------------------
     def _figures(self) -> str:
         assert self.last is not None  # a step has ended
-        rows = [(label, *values) for label, values in _rows(self.last, self.total, self.device_limit_bytes)]
+        limit, by = self.device_limit_bytes, self.device_limit_by
+        names = {"auto": "what device_total leaves", "config": "device_limit", "": "device_limit"}
+        beyond = "" if limit is None else f"beyond {names.get(by, by)} ({bytes_text(limit)})"
+        rows = [(label, *values) for label, values in _rows(self.last, self.total, beyond)]
         return _table(("", "last step", "in all"), rows)
 
     def _why_nothing(self) -> str:
@@ -183,6 +190,7 @@ def _report(
         total=ledger.total,
         last=ledger.last,
         device_limit_bytes=None if manager is None else manager.engine.limits.device_limit_bytes,
+        device_limit_by="" if manager is None else manager.engine.limits.held_by("device_limit_bytes"),
         link="on a simulated link" if manager is not None and not manager.engine.device.pins else "",
         remark=_NO_MANAGER if manager is None else "",
         ranks=_gathered(ledger.total, group) if gather else {},
@@ -197,7 +205,7 @@ def _gathered(mine: Figures, group: dist.ProcessGroup | None) -> dict[int, dict[
     return dict(found)
 
 
-def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[str, tuple[str, str]]]:
+def _rows(last: Figures, total: Figures, beyond: str) -> Iterator[tuple[str, tuple[str, str]]]:
     """Label, and the text of the last step's figure and of the total's."""
 
     def row(label: str, name: str, *, always: bool = True) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -218,8 +226,8 @@ def _rows(last: Figures, total: Figures, limit: int | None) -> Iterator[tuple[st
     yield from row("copied back once more", "again_bytes", always=False)
     yield from row("on the device at once, at most", "peak_bytes")
     yield from row("  if nothing had left", "would_hold_bytes", always=not last.moved_bytes)
-    if limit is not None:
-        yield from row(f"  beyond device_limit ({bytes_text(limit)})", "over_limit_bytes")
+    if beyond:
+        yield from row(f"  {beyond}", "over_limit_bytes")
     yield from row("pinned host memory", "host_bytes")
     yield from row("  in use at once, at most", "host_lent_bytes")
     yield from row("written to the disk", "disk_out_bytes", always=False)

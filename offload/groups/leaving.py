@@ -28,7 +28,8 @@ class LeavingGroups:
         self._engine = engine
         self.input_names: set[str] = set()
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
-        self._only_inputs = True  # has been saved in this step
+        self._ahead = engine.limits.contributor("inputs")
+        self._inputs_bytes: int | None = 0  # the largest input of a step that saved nothing else so far
 
     def sent(self, group: Group, cap: int | None) -> None:
         """The group has been sent. cap: groups of its name that may be pending, None for no such cap."""
@@ -37,9 +38,9 @@ class LeavingGroups:
             return
         if group.name in self.input_names:
             cap = self._input_sent(saved.nbytes, cap)
-        elif saved.nbytes:
-            self._only_inputs = False
-            self._engine.prefetch.most_bytes = None
+        elif saved.nbytes and self._inputs_bytes is not None:
+            self._inputs_bytes = None
+            self._ahead.end()
         if cap is not None and saved.transfers:
             pending = self._pending[group.name]
             pending.append(saved.transfers)
@@ -48,10 +49,11 @@ class LeavingGroups:
 
     def _input_sent(self, nbytes: int, cap: int | None) -> int | None:
         """Set how far the prefetch looks; returns how many inputs may be on their way out."""
-        prefetch = self._engine.prefetch
-        if self._only_inputs:
-            prefetch.most_bytes = max(nbytes, 1, prefetch.most_bytes or 0)
-        return _INPUTS_LEAVING if cap is None and self._engine.config.max_spilling_bytes is None else cap
+        if self._inputs_bytes is not None and max(nbytes, 1) > self._inputs_bytes:
+            self._inputs_bytes = max(nbytes, 1)
+            self._ahead.bound("inputs_ahead_bytes", self._inputs_bytes)
+        named = cap is not None or "max_spilling_bytes" in self._engine.limits.named
+        return cap if named else _INPUTS_LEAVING
 
     def settle_freed_inputs(self) -> None:
         """Of inputs that the backward is done with, let the sources of copies under way go: no later copy
@@ -66,8 +68,9 @@ class LeavingGroups:
     def step_ends(self) -> None:
         """Nothing is pending any more, and the next step shows anew what it saves."""
         self._pending.clear()
-        self._only_inputs = True
-        self._engine.prefetch.most_bytes = None
+        if self._inputs_bytes:
+            self._ahead.end()
+        self._inputs_bytes = 0
 
     def _settle(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:

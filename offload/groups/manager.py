@@ -97,6 +97,7 @@ class GroupsManager(OpenScopes, Client):
                 self.engine.attach(self)
                 raise
             self.engine.off_read(self._on_read)
+            self._planner.windows.end()
         self._ended = self.last_step = None
         self._forget_step()
         self._handlers.clear()

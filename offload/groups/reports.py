@@ -16,7 +16,7 @@ from offload.groups.group import Group
 from offload.groups.survey import Survey
 from offload.ids import ChunkId
 from offload.telemetry.records import StepStats
-from offload.transfer.admission import Limits
+from offload.transfer.limits import Limits
 
 __all__ = ["FORWARDS_WITHOUT_END", "MarkReport", "StepReport"]
 

@@ -42,7 +42,7 @@ from offload.policy.keeps import (
     summary_bytes,
 )
 from offload.policy.search import Amounts
-from offload.transfer.admission import DEFAULT_IN_FLIGHT_BYTES
+from offload.transfer.limits import DEFAULT, DEFAULT_IN_FLIGHT_BYTES, PLAN
 
 __all__ = ["StepPlanner"]
 
@@ -58,6 +58,7 @@ class StepPlanner:
         self.is_warmup = True
         self.summary: dict[str, int] = {}
         self.leaving: dict[str, int] = {}  # bytes by group of a step that follows the plan
+        self.windows = engine.limits.contributor(PLAN, is_plan=True)
         self._engine = engine
         self._shape: object = None
         self._trial: Trial | None = None
@@ -157,8 +158,8 @@ class StepPlanner:
         start, limits = self._start, self._engine.limits
         if start is None or limits.device_limit_bytes is None:
             return
-        less_bytes = max(0, start.peak_bytes - limits.device_limit_bytes)
-        limits.kept_limit_bytes = max(0, start.most_kept_bytes - less_bytes)
+        most_bytes = start.most_kept_bytes - max(0, start.peak_bytes - limits.device_limit_bytes)
+        self.windows.bound("kept_limit_bytes", max(0, most_bytes), replaces=(DEFAULT,))
         self._look_ahead(round(start.amounts.window_bytes), round(start.amounts.half_room_bytes))
 
     def _look(self, *, replanned: bool) -> None:
@@ -252,7 +253,7 @@ class StepPlanner:
         most_bytes = limit_bytes - self._room_bytes - left_peak_bytes(known, sizes)
         if not self._varied.lengths.vary:  # this very step is expected again
             most_bytes = max(most_bytes, kept_peak_bytes(known, kept, all_of(kept)))
-        self._engine.limits.kept_limit_bytes = max(0, most_bytes)
+        self.windows.bound("kept_limit_bytes", max(0, most_bytes), replaces=(DEFAULT,))
 
     def _follow_untimed(self, seen: SeenStep) -> None:
         """Until the times of such steps are known: follow what another search has found, if that still keeps
@@ -307,14 +308,10 @@ class StepPlanner:
         """Where caps were left to the engine and there is no device limit: an eighth of what is live at once
         for each direction, but a few pieces at least and the default at most. A step that saves less than the
         defaults would otherwise never settle a spill."""
-        config, limits = self._engine.config, self._engine.limits
-        window_bytes = max(
-            _LEAST_PIECES * config.piece_bytes, min(DEFAULT_IN_FLIGHT_BYTES, live_peak_bytes // 8)
-        )
-        if config.max_spilling_bytes is None:
-            limits.max_spilling_bytes = window_bytes
-        if config.max_restoring_bytes is None:
-            limits.max_restoring_bytes = window_bytes
+        least_bytes = _LEAST_PIECES * self._engine.config.piece_bytes
+        window_bytes = max(least_bytes, min(DEFAULT_IN_FLIGHT_BYTES, live_peak_bytes // 8))
+        self.windows.bound("max_spilling_bytes", window_bytes, replaces=(DEFAULT,))
+        self.windows.bound("max_restoring_bytes", window_bytes, replaces=(DEFAULT,))
 
     def _try_timed(self, seen: SeenStep) -> bool:
         """Simulate the step with its measured times and begin a trial of the best plans; False where
@@ -367,10 +364,9 @@ class StepPlanner:
         self._install(seen, plan.keeps, plan.parts)
 
     def _look_ahead(self, restoring_room_bytes: int, half_room_bytes: int) -> None:
-        """As far as a plan says, unless the user has said it."""
-        if self._engine.config.max_restoring_bytes is None:
-            self._engine.limits.max_restoring_bytes = restoring_room_bytes
-            self._engine.limits.half_room_bytes = half_room_bytes
+        """As far as a plan says; a config that names the window stands in for it."""
+        self.windows.bound("max_restoring_bytes", restoring_room_bytes, replaces=(DEFAULT,))
+        self.windows.bound("half_room_bytes", half_room_bytes)
 
 
 def _room_bytes(seen: SeenStep) -> int:

@@ -88,7 +88,7 @@ class Auto(Client):
             # after the groups: their step has ended before this one
             self._engine = weakref.ref(engine)
             engine.attach(self)
-            engine.limits.again_room_bytes = 0  # until a plan says how much there is
+            self.memory.share(engine).bound("again_room_bytes", 0)  # until a plan says how much there is
             self.begin_step()
         with engine.lock:
             engine.transfers.claim(0)

@@ -6,19 +6,19 @@
     limit   for saved tensors and recomputes: the total less the rest (offload/planner/total.py), corrected by
             the peaks of later steps
 
-One invariant: the engine has the limit of its own config whenever no plan is followed.
+One invariant: a limit of its own holds while a plan is followed, and the config's otherwise.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from offload.engine import OffloadEngine
 from offload.groups.manager import GroupsManager
 from offload.planner.total import TotalMemory
 from offload.telemetry.records import StepStats
 from offload.telemetry.summary import bytes_text
+from offload.transfer.limits import CONFIG, Contributor
 
 __all__ = ["BLOCKS", "HEAD", "AutoMemory"]
 
@@ -49,8 +49,8 @@ class AutoMemory:
         self._rests: dict[str, int] = {}  # by phase: active bytes beside saved ones, at most
         self._peak_bytes = 0  # of the phases before
         self._fitted = False  # the step before, in its forwards and backwards
+        self._share: Contributor | None = None
         self._limited = False
-        self._limit_before: int | None = None
         self._said: set[str] = set()
 
     @property
@@ -152,15 +152,23 @@ class AutoMemory:
     # -- the limit -------------------------------------------------------------------------------------------
     def set_limit(self, engine: OffloadEngine, limit_bytes: int | None) -> None:
         """A plan is followed that is for this limit."""
-        if not self._limited:
-            self._limited, self._limit_before = True, engine.config.device_limit_bytes
-        engine.follow(replace(engine.config, device_limit_bytes=limit_bytes))
+        self._limited = True
+        # the total counts everything, so no limit of the config holds beside it
+        self.share(engine).bound("device_limit_bytes", limit_bytes, replaces=(CONFIG,))
 
     def give_limit_back(self, engine: OffloadEngine) -> None:
         """No plan is followed any more. Takes no lock."""
         if self._limited:
             self._limited = False
-            engine.follow(replace(engine.config, device_limit_bytes=self._limit_before))
+            self.share(engine).lift("device_limit_bytes")
+
+    def share(self, engine: OffloadEngine) -> Contributor:
+        """What mode "auto" contributes to the limits of its engine."""
+        if self._share is None or self._share.limits is not engine.limits:
+            if self._share is not None:
+                self._share.end()
+            self._share = engine.limits.contributor("auto")
+        return self._share
 
     def no_room(self) -> None:
         """The total is less than a step takes that recomputes every block that may be: that is done."""

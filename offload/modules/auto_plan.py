@@ -291,7 +291,7 @@ class AutoPlan:
             memory.measure()
         _measure_link(engine)
         memory.set_limit(engine, limit_bytes)
-        engine.limits.again_room_bytes = plan.again_room_bytes
+        memory.share(engine).bound("again_room_bytes", plan.again_room_bytes)
         amounts = Amounts(plan.kept_bytes, float(plan.restoring_room_bytes), float(plan.half_room_bytes))
         saved_bytes = {chunk: sum(size.nbytes for size in own) for chunk, own in _sizes_of(plan).items()}
         most_kept_bytes = self._most_kept_bytes(plan, limit_bytes)
@@ -320,7 +320,7 @@ class AutoPlan:
         self.followed = self._calls.levels = None
         self.plans_left = 0
         self.end(engine)
-        engine.limits.again_room_bytes = 0
+        self._memory.share(engine).bound("again_room_bytes", 0)
 
     def end(self, engine: OffloadEngine) -> None:
         """What a plan has changed of the engine is as before. Takes no lock."""
@@ -329,8 +329,8 @@ class AutoPlan:
         manager = None if self._started is None else self._started()
         if manager is not None:
             manager.start_from(None)
-        engine.limits.again_room_bytes = None
         self._memory.give_limit_back(engine)
+        self._memory.share(engine).lift("again_room_bytes")
 
     def _most_kept_bytes(self, plan: MixedPlan, limit_bytes: int) -> int:
         """That may stay at once until the groups have seen a step of these levels: what leaves room for the

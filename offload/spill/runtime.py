@@ -26,7 +26,6 @@ engine's. One invariant: below the low mark nothing moves.
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -55,6 +54,7 @@ from offload.spill.telemetry import ActivationStepMetrics, ActivationTelemetry, 
 from offload.spill.transfer import ActivationTransfer
 from offload.telemetry.records import ClientStats, StepStats
 from offload.transfer.block import DeviceBlock
+from offload.transfer.limits import DEFAULT
 
 __all__ = ["ActivationRuntime"]
 
@@ -300,56 +300,41 @@ class ActivationRuntime(Client):
         else:
             self.scheduler.read_elsewhere(handle)
 
+    # -- as Watcher of the device ----------------------------------------------------------------------------
     def on_save(self, block: DeviceBlock, nbytes: int) -> None:
-        """Called after every save of the engine, under its lock."""
         if block.group.chunk not in self._by_chunk:
             self.scheduler.saved_elsewhere(nbytes)
+
+    def room(self) -> int:
+        return self.scheduler.room()
+
+    def relieve(self) -> None:
+        self.scheduler.relieve()
 
 
 def _attach(runtime: ActivationRuntime) -> Callable[[], object]:
     """Make it a client of its engine, which does not keep it alive. Returns what undoes it, which is also
     done when the runtime is dropped."""
     engine, reference = runtime.engine, weakref.ref(runtime)
+    share = engine.limits.contributor(CLIENT, watcher=runtime)
 
     def on_read(handle: Handle) -> None:
         if (found := reference()) is not None:
             found.on_read(handle)
 
-    def on_save(block: DeviceBlock, nbytes: int) -> None:
-        if (found := reference()) is not None:
-            found.on_save(block, nbytes)
-
-    def room() -> int:
-        found = reference()
-        return sys.maxsize if found is None else found.scheduler.room()
-
-    def relieve() -> None:
-        if (found := reference()) is not None:
-            found.scheduler.relieve()
-
     def detach() -> None:
         engine.off_read(on_read)
-        transfers = engine.transfers
-        if relieve in transfers.relievers:
-            transfers.relievers.remove(relieve)
-            transfers.watchers.remove(on_save)
-            transfers.rooms.remove(room)
+        share.end()
         if (found := reference()) is not None:
             engine.detach(found)
         if not any(client.name == CLIENT for client in engine.clients):
-            engine.limits.bounded_elsewhere = False
-            engine.follow(engine.config)
-            transfers.audit = engine.config.audit
+            engine.transfers.audit = engine.config.audit
 
     engine.attach(runtime)
     engine.on_read(on_read)
-    engine.transfers.relievers.append(relieve)
-    engine.transfers.watchers.append(on_save)
-    engine.transfers.rooms.append(room)
     with engine.lock:
-        if runtime.config.order == "forecast":
-            engine.limits.bounded_elsewhere = True
-            engine.follow(engine.config)
+        if runtime.config.order == "forecast":  # the mark bounds what is in flight
+            share.bound("max_spilling_bytes", None, replaces=(DEFAULT,))
         if runtime.config.debug_checksums:
             engine.transfers.audit = True
     return weakref.finalize(runtime, detach)

@@ -66,8 +66,9 @@ class Buffers(CaptureSide):
     def _release_all(self) -> None:
         """Release whatever can be: sources of spills, what was fetched ahead, and what clients keep that
         could leave."""
-        for relieve in self.relievers:
-            relieve()
+        for reference in self.limits.watchers:
+            if (watcher := reference()) is not None:
+                watcher.relieve()
         while self._spilling:
             self.settle_spill(self._spilling[0])
         self.drop_furthest(self.restoring_bytes)

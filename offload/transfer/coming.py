@@ -146,10 +146,9 @@ class Prefetcher:
     """Issues the prefetch. Callers hold the engine's lock.
 
     stride_bytes: how much is to be read before looking again is worth its host time: a piece, or a quarter of
-        a small window. As of the last `pump`. most_bytes: a window that is enough for what this step saves,
-        None where that is not known; it holds unless the config names one.
-    fills_room: the window is as wide as the room that clients say is left on the device (`rooms` of the
-        engine's transfers), unless the config names one. Every prefetch asks for that room before each piece.
+        a small window. As of the last `pump`.
+    fills_room: the window is as wide as the room that watchers of the device say is left, unless the config
+        names one. Every prefetch asks for that room before each piece.
     """
 
     def __init__(self, transfers: TransferEngine, *, piece_bytes: int, fills_room: bool = False) -> None:
@@ -158,7 +157,6 @@ class Prefetcher:
         self.piece_bytes = piece_bytes
         self.stride_bytes = min(piece_bytes, transfers.limits.max_restoring_bytes // 4)
         self._looked: tuple[int, list[ChunkId]] = (-1, [])  # where the disk looked ahead last
-        self.most_bytes: int | None = None
 
     def look_back(self, coming: ComingReads) -> None:
         """Something that was fetched may have been dropped for want of room: let it be fetched again.
@@ -177,12 +175,12 @@ class Prefetcher:
         """
         transfers = self._transfers
         limits = transfers.limits
-        window, most_bytes = limits.max_restoring_bytes, self.most_bytes
-        if not limits.names_window:
+        window, inputs_bytes = limits.max_restoring_bytes, limits.inputs_ahead_bytes
+        if "max_restoring_bytes" not in limits.named:
             if self._fills_room:
                 window = sys.maxsize
-            elif most_bytes is not None and most_bytes < window:
-                window = most_bytes
+            elif inputs_bytes is not None and inputs_bytes < window:
+                window = inputs_bytes
         self.stride_bytes = min(self.piece_bytes, window // 4)
         if not transfers.counts.spilled:
             return  # all that was saved in this step is on the device
@@ -194,12 +192,12 @@ class Prefetcher:
             while (found := coming.look(window, self.piece_bytes)) is not None:
                 fetch, keep, sizes = found
                 # without room what is on its way out leaves, and is looked at again
-                if keep and transfers.rooms and self._has_no_room(1):
+                if keep and limits.watchers and self._has_no_room(1):
                     return
                 for block in keep:
                     transfers.reclaim(block)
                 if fetch:
-                    if transfers.rooms and self._has_no_room(sum(block.nbytes for block in fetch)):
+                    if limits.watchers and self._has_no_room(sum(block.nbytes for block in fetch)):
                         return
                     later = partial(_read_later, chunks, rank, fetch[-1].touch)
                     if transfers.restore(fetch, Priority.SPECULATIVE, later) is None:
@@ -210,7 +208,8 @@ class Prefetcher:
             window -= coming.ahead_bytes
 
     def _has_no_room(self, nbytes: int) -> bool:
-        return any(room() < nbytes for room in self._transfers.rooms)
+        watchers = [reference() for reference in self._transfers.limits.watchers]
+        return any(watcher.room() < nbytes for watcher in watchers if watcher is not None)
 
     def _look_ahead(self, disk: DiskTier, chunks: Sequence[ComingReads]) -> None:
         """Have the disk's reader follow the coming reads. Not at every call: its window may be long, and is

@@ -65,11 +65,12 @@ from offload.device import CopyPair
 from offload.errors import OffloadError
 from offload.ids import owner_of
 from offload.memory.arena import Block, HostArena, HostLender
-from offload.transfer.admission import Direction, Limits, Priority
+from offload.transfer.admission import Direction, Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.buffers import Buffers
 from offload.transfer.copier import Copier
 from offload.transfer.layout import bytes_of, place_of
+from offload.transfer.limits import Limits
 
 __all__ = ["TransferEngine"]
 

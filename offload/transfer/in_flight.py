@@ -41,8 +41,8 @@ from typing import TYPE_CHECKING, Self
 from offload.device import Device, Lane
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
-from offload.transfer.admission import Limits
 from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
+from offload.transfer.limits import Limits
 from offload.transfer.stalls import Stall, total_ms
 
 if TYPE_CHECKING:
@@ -109,12 +109,6 @@ class InFlight:
         self.stalls: list[Stall] = []  # of this step
         self._stalls_before: list[Stall] = []
         self._no_room = False  # the device ran out of memory in this step: nothing more is fetched ahead
-        # of clients that keep what could leave: send it, and release it
-        self.relievers: list[Callable[[], None]] = []
-        # of clients that measure the device: told of every save of any client, with its bytes; and asked how
-        # many bytes may be fetched ahead
-        self.watchers: list[Callable[[DeviceBlock, int], None]] = []
-        self.rooms: list[Callable[[], int]] = []
 
     # -- counts ----------------------------------------------------------------------------------------------
     @property
@@ -163,8 +157,9 @@ class InFlight:
             counts.device_bytes_peak = held
         if nbytes > counts.largest_bytes:
             counts.largest_bytes = nbytes
-        for watcher in self.watchers:
-            watcher(block, nbytes)
+        for reference in self.limits.watchers:
+            if (watcher := reference()) is not None:
+                watcher.on_save(block, nbytes)
 
     def claim(self, nbytes: int) -> None:
         """From here on so many bytes of the device limit are for tensors that no block has, such as those

@@ -165,10 +165,10 @@ class Job:
     def saved_bytes_if_all_stayed(self) -> int:
         """The peak of what the marks save when nothing may leave: one more step, whose gradients are thrown
         away."""
-        limits = self.manager.engine.limits
-        usual, limits.max_spilling_bytes = limits.max_spilling_bytes, 0
+        share = self.manager.engine.limits.contributor("measurement")
+        share.bound("max_spilling_bytes", 0)
         self._forward_backward(self._batch(0))
-        limits.max_spilling_bytes = usual
+        share.end()
         self.optimizer.zero_grad(set_to_none=True)
         return int(self.manager.stats.device_bytes_peak)
 

@@ -29,6 +29,7 @@ from offload.device.cuda import CudaDevice
 from offload.transfer.admission import Priority
 from offload.transfer.block import BlockState
 from tests.gpu.workbench import DEVICE, assert_same_bits, installed
+from tests.inside import caps_of, impose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_allocator")]
 
@@ -164,7 +165,7 @@ def test_a_step_that_runs_out_of_memory_leaves_nothing_and_the_next_has_the_righ
     steps = Steps(manager)
     assert_same_bits([expected], [steps.step()])
     before = active_bytes()
-    limits = str(manager.engine.limits)
+    limits = caps_of(manager.engine)
     for _ in range(3):
         with contextlib.suppress(torch.OutOfMemoryError):
             steps.step(**{where: too_much})
@@ -177,7 +178,7 @@ def test_a_step_that_runs_out_of_memory_leaves_nothing_and_the_next_has_the_righ
         assert manager.engine.arena.stats().lent == 0
         assert manager.engine.transfers.device_bytes == 0
         assert manager.engine.transfers.in_flight() == (0, 0)
-        assert str(manager.engine.limits) == limits
+        assert caps_of(manager.engine) == limits
         found = steps.step()
         assert_same_bits([expected], [found])
         del found
@@ -189,7 +190,7 @@ def test_a_restore_without_room_gives_up_ahead_of_its_reader_and_makes_room_for_
     manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     transfers = manager.engine.transfers
-    transfers.limits.max_restoring_bytes = 0  # nothing is fetched but by this test
+    impose(manager.engine, max_restoring_bytes=0)  # nothing is fetched but by this test
     manager.begin_chunk(0, 0)
     x = torch.full((N // 4,), 0.5, device=DEVICE, requires_grad=True)
     y = chain(x, 3).square().sum()

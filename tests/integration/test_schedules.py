@@ -23,6 +23,7 @@ from parallel.order import actions_of
 from parallel.schedules import SCHEDULES, build_schedule, forget_failed_step, schedule_named, stages_of
 from parallel.stage import OffloadPipelineStage
 from parallel.transformer import TransformerConfig, build_stage_module, group_names, stage_examples
+from tests.inside import impose
 from tests.once import run_ranks_once
 from tests.ranks import run_ranks
 
@@ -279,7 +280,7 @@ def recomputed_step(pipeline: Pipeline) -> int:
         handles.append(apply(stage.submod, mode="hidden_states", blocks="blocks.*"))
         for layer in stage.submod.blocks.values():
             handles.append(layer.attn.register_forward_hook(count))
-    pipeline.manager.engine.limits.again_room_bytes = 0  # nothing stays between the halves
+    impose(pipeline.manager.engine, again_room_bytes=0)  # nothing stays between the halves
     pipeline.step(2)
     for handle in handles:
         handle.remove()

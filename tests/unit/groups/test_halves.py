@@ -16,6 +16,7 @@ from offload.groups.seen import SeenStep, sizes_of
 from offload.groups.timed import cut_into_units
 from offload.policy.actions import Action, GroupSize, parse_action
 from offload.saved.handles import Handle
+from tests.inside import impose
 from tests.unit.groups.stack import ROWS, WIDTH, build_manager, installed
 
 LAYERS = 6
@@ -133,7 +134,7 @@ def driven(
         assert manager is not None
         driver = HalfDriver(module, manager, look)
         if half_room is not None:
-            manager.engine.limits.half_room_bytes = half_room * SAVE
+            impose(manager.engine, half_room_bytes=half_room * SAVE)
         for _ in range(steps):
             found = driver.step(text, whole)
             assert all(map(torch.equal, expected, found))

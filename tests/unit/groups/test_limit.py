@@ -11,6 +11,7 @@ import pytest
 from offload.groups import timed
 from offload.groups.seen import StepClock
 from offload.policy.actions import Rates
+from tests.inside import impose
 from tests.unit.groups.stack import (
     ROWS,
     WIDTH,
@@ -93,7 +94,7 @@ def test_what_a_save_drops_of_the_next_window_is_fetched_again_and_not_the_rest_
         found = []
         for _ in range(steps):
             manager.set_order(order)
-            manager.engine.limits.kept_limit_bytes = None  # of the planner's own plan
+            impose(manager.engine, kept_limit_bytes=None)  # of the planner's own plan
             for handler in manager._handlers.values():
                 handler.stays, handler.stays_from = (
                     frozenset(range(6, layers) if handler.id.microbatch == 1 else ()),

@@ -335,7 +335,7 @@ def test_where_the_limit_falls_below_what_another_search_has_found_so_much_less_
     step = seen(chunks, "F0 F1 B1 B0")
     planner.after_step(step)
     for limit_bytes, most_bytes in ((7 * KIB, 7 * KIB), (5 * KIB, 4 * KIB)):
-        engine.follow(replace(engine.config, device_limit_bytes=limit_bytes))
+        engine.limits.follow(replace(engine.config, device_limit_bytes=limit_bytes))
         planner.limits_changed(step)
         assert engine.limits.kept_limit_bytes == most_bytes
         assert (engine.limits.max_restoring_bytes, engine.limits.half_room_bytes) == (512, 256)

@@ -12,7 +12,7 @@ from offload import PipelineOffloadManager
 from offload.config import OffloadConfig
 from offload.groups.reports import MANY_SHAPES, StepReport
 from offload.telemetry.records import StepStats
-from offload.transfer.admission import Limits
+from offload.transfer.limits import Limits
 from tests.unit.groups.stack import ROWS, WIDTH, Driver, build_manager, build_stages, gpipe, installed, lifo
 
 MIB = 1 << 20

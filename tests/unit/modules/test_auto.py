@@ -242,6 +242,18 @@ def test_removing_it_gives_the_engine_its_own_limit_back(manager: PipelineOffloa
     assert manager.engine.config.device_limit_bytes == before
 
 
+def test_the_report_says_whose_limit_a_plan_of_auto_is(manager: PipelineOffloadManager) -> None:
+    """It was "beyond device_limit", which nobody had set."""
+    manager.engine.rates = SLOW_LINK
+    model = build(blocks=LAYERS)
+    with offload.activations(model, "auto", min_numel=1, device_total=20_000) as handle:
+        train(model, steps=5)
+        report = handle.report()
+    assert report.device_limit_by == "auto"
+    assert "beyond what device_total leaves (" in str(report)
+    assert offload.report().device_limit_by == "", "the plan has ended, and its limit"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -244,8 +244,7 @@ def test_around_groups_that_take_everything_the_mark_holds_as_well(manager: Pipe
         assert engine.last_stats.device_bytes_peak <= 8 * TENSOR
     for handle in handles:
         handle.remove()
-    assert not engine.transfers.watchers
-    assert not engine.transfers.rooms
+    assert not engine.limits.watchers
 
 
 def test_a_mark_above_what_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

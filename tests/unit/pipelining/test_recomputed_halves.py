@@ -24,6 +24,7 @@ from offload.planner import work
 from offload.policy.actions import Action, Rates, parse_action
 from offload.policy.menu import Menu
 from parallel.schedules import SCHEDULES, build_schedule
+from tests.inside import impose
 from tests.ticks import counted_time
 from tests.unit.groups.stack import build_manager, installed
 
@@ -114,7 +115,7 @@ def test_a_half_computes_a_block_again_once_and_a_w_not_at_all_where_its_i_leave
     wanted = expected(name)
     with installed(build_manager()) as manager:
         assert manager is not None
-        manager.engine.limits.again_room_bytes = 100 * SAVE if leaves else 0
+        impose(manager.engine, again_room_bytes=100 * SAVE if leaves else 0)
         pipeline = Pipeline(name, mode)
         for step in range(2):
             Block.forwards = 0
@@ -171,7 +172,7 @@ def test_the_first_blocks_leave_what_the_room_holds_and_it_is_counted_until_the_
 ) -> None:
     with installed(build_manager(max_restoring_bytes=0)) as manager:
         assert manager is not None
-        manager.engine.limits.again_room_bytes = room
+        impose(manager.engine, again_room_bytes=room)
         stage = Stage()
         handle = offload.apply(stage.module, mode="hidden_states")
         stage.run(manager, "1F0 1I0 1W0")
@@ -187,7 +188,7 @@ def test_what_a_weight_half_does_not_read_is_gone_when_it_comes_to_the_next_bloc
     """torch's own keeps it until the whole W has ended, once for each group of parameters."""
     with installed(build_manager()) as manager:
         assert manager is not None
-        manager.engine.limits.again_room_bytes = 0
+        impose(manager.engine, again_room_bytes=0)
         stage = Stage()
         offload.apply(stage.module, mode="hidden_states")
         made: list[StorageWeakRef] = []

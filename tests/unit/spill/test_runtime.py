@@ -491,7 +491,7 @@ def test_a_runtime_that_is_gone_leaves_the_engine_as_it_was(closed: bool) -> Non
     assert not engine.transfers.audit
     assert not engine.clients
     assert not engine._readers
-    assert not engine.transfers.relievers
+    assert not engine.limits.watchers
 
 
 def test_a_config_and_fields_beside_it_are_refused() -> None:

@@ -16,9 +16,9 @@ from offload.transfer.admission import (
     Denied,
     Direction,
     Lease,
-    Limits,
     Priority,
 )
+from offload.transfer.limits import Limits
 from tests.unit.saved.rig import Rig, assert_equal_bits, gradients
 
 OWNER = Owner("groups", "s0m0/group")

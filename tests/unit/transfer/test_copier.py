@@ -11,8 +11,9 @@ import torch
 from offload.config import OffloadConfig
 from offload.device.sim import SimDevice
 from offload.ids import Owner
-from offload.transfer.admission import CapsAdmission, Direction, Limits
+from offload.transfer.admission import CapsAdmission, Direction
 from offload.transfer.copier import Copier
+from offload.transfer.limits import Limits
 from tests.unit.transfer.test_admission import Arbiter
 
 ROOT = Path(__file__).resolve().parents[3]

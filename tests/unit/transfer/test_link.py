@@ -11,8 +11,9 @@ from offload.ids import Owner
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
 from offload.transfer import link
-from offload.transfer.admission import CapsAdmission, Direction, Limits
+from offload.transfer.admission import CapsAdmission, Direction
 from offload.transfer.copier import Copier
+from offload.transfer.limits import Limits
 from offload.transfer.link_watch import LinkWatch
 from tests.unit.transfer.test_copier import a_copy
 

@@ -14,6 +14,7 @@ from offload.device.sim import ExecutorName, SimDevice
 from offload.memory.budget import LocalHostBudget
 from offload.transfer.block import BlockState
 from offload.transfer.layout import WeakStorage
+from tests.inside import impose
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 
 KIB = 1024
@@ -140,7 +141,7 @@ def test_what_may_not_leave_is_not_waited_for() -> None:
 def test_limits_may_change_between_steps() -> None:
     rig = Rig(max_spilling_bytes=0)
     for cap, spilled in ((0, 0), (KIB, 2), (0, 0)):
-        rig.engine.limits.max_spilling_bytes = cap
+        impose(rig.engine, max_spilling_bytes=cap)
         with rig.group():
             y = chain(leaf(), 2)
         del y

@@ -1,0 +1,177 @@
+"""Limits of one engine: caps in bytes, each the least of the bounds that contributors give.
+
+One invariant: nothing outside this file writes a cap. The config, clients and plans contribute, and `held_by`
+says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other writer.
+
+    share = engine.limits.contributor("weights")     # of a client, for as long as that lives
+    share.bound("device_limit_bytes", nbytes)        # the least of all bounds of a cap holds
+    share.bound("max_spilling_bytes", None, replaces=(DEFAULT,))  # none; lifts another one, by its name
+    share.end()                                      # the client ends, and its bounds with it
+
+    device_limit_bytes   saved bytes on the device in any state
+    max_spilling_bytes   bytes in flight to the host
+    max_restoring_bytes  bytes of coming reads that are fetched ahead
+    inputs_ahead_bytes   the same, in a step that saved nothing but inputs of recomputed calls
+    kept_limit_bytes     what stays at once, whatever the plan keeps: a step may be longer than the planned
+                         one
+    half_room_bytes      what stays of a chunk between the input-gradient and the weight-gradient action of a
+                         split backward, of what the first brought back; None: as much as max_restoring_bytes
+                         where the second is the next read, else nothing
+    again_room_bytes     the same of what the first recomputed; None: as of what it brought back
+
+A client that is not there yet needs nothing else. An arbiter, or one that streams weights, takes a
+contributor of its own, changes its bounds between steps, and ends it. What is no number it answers as a
+`Watcher`: it is told of each save, asked before each fetch ahead, and asked to release what it can where the
+device is full.
+
+A plan's bounds (`is_plan`) hold until the device limit or the config changes, for which they were made.
+Methods take no lock, so a finaliser may call `end` on any thread. Caps are plain attributes, which copies
+read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, Protocol, get_args
+
+from offload.config import OffloadConfig
+from offload.transfer.block import DeviceBlock
+
+__all__ = ["CONFIG", "DEFAULT", "DEFAULT_IN_FLIGHT_BYTES", "PLAN", "Cap", "Contributor", "Limits", "Watcher"]
+
+DEFAULT_IN_FLIGHT_BYTES = 1 << 30
+"""20 ms of a 55 GB/s link, so one burst of a transformer layer leaves without compute waiting."""
+
+Cap = Literal[
+    "device_limit_bytes",  # first: others are derived from it
+    "max_spilling_bytes",
+    "max_restoring_bytes",
+    "inputs_ahead_bytes",
+    "kept_limit_bytes",
+    "half_room_bytes",
+    "again_room_bytes",
+]
+
+DEFAULT, CONFIG, PLAN = "default", "config", "plan"
+"""Names of contributors: what is derived where nobody says more; the engine's config; plans of the groups."""
+
+
+class Watcher(Protocol):
+    """A client that measures the device. It is held weakly, and called under the engine's lock."""
+
+    def on_save(self, block: DeviceBlock, nbytes: int) -> None:
+        """Some client saved so many bytes."""
+
+    def room(self) -> int:
+        """Bytes that may be fetched ahead now."""
+
+    def relieve(self) -> None:
+        """The device has no memory left: send what could leave, and release it."""
+
+
+class _Bound(NamedTuple):
+    nbytes: int | None
+    replaces: tuple[str, ...] = ()
+
+
+class Contributor:
+    """Bounds of one client or plan. name: what `held_by` answers, and what others replace it by."""
+
+    def __init__(self, limits: Limits, name: str, is_plan: bool) -> None:
+        self.limits, self.name, self.is_plan = limits, name, is_plan
+
+    def bound(self, cap: Cap, nbytes: int | None, *, replaces: tuple[str, ...] = ()) -> None:
+        """Contribute this bound in place of the one before. nbytes: None bounds nothing. replaces: names of
+        contributors whose bounds of this cap do not hold beside it."""
+        self.limits._change(self, {cap: _Bound(nbytes, replaces)})
+
+    def lift(self, *caps: Cap) -> None:
+        """Take the bounds of these caps back."""
+        self.limits._change(self, dict.fromkeys(caps))
+
+    def end(self) -> None:
+        """Take all bounds back, and be no watcher any more. Called again, it does nothing."""
+        self.limits._watchers.pop(self, None)
+        self.lift(*(cap for who, cap in self.limits._bounds.copy() if who is self))
+
+
+class Limits:
+    """See the module. named: caps that the config or a client bounds; others are derived, or a plan's."""
+
+    device_limit_bytes: int | None
+    max_spilling_bytes: int | None
+    max_restoring_bytes: int
+    inputs_ahead_bytes: int | None
+    kept_limit_bytes: int | None
+    half_room_bytes: int | None
+    again_room_bytes: int | None
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self._bounds: dict[tuple[Contributor, Cap], _Bound] = {}
+        self._watchers: dict[Contributor, weakref.ref[Watcher]] = {}
+        self._config = self.contributor(CONFIG)
+        self.follow(config)
+
+    def contributor(
+        self, name: str, *, is_plan: bool = False, watcher: Watcher | None = None
+    ) -> Contributor:
+        """Somebody who contributes from now on."""
+        new = Contributor(self, name, is_plan)
+        if watcher is not None:
+            self._watchers[new] = weakref.ref(watcher)
+            self._resolve()
+        return new
+
+    def follow(self, config: OffloadConfig) -> None:
+        """Take the bounds of another config."""
+        spilling, restoring, named = config.max_spilling_bytes, config.max_restoring_bytes, (DEFAULT, PLAN)
+        changes: dict[Cap, _Bound | None] = {
+            "device_limit_bytes": _Bound(config.device_limit_bytes),
+            "max_spilling_bytes": None if spilling is None else _Bound(spilling, named),
+            "max_restoring_bytes": None if restoring is None else _Bound(restoring, named),
+            "half_room_bytes": None if restoring is None else _Bound(None, named),
+        }
+        self._change(self._config, changes)
+
+    def held_by(self, cap: Cap) -> str:
+        """The name of the contributor whose bound of `cap` holds; "" where there is none."""
+        return self._least(self._bounds.copy(), cap)[1]
+
+    def _change(self, who: Contributor, changes: Mapping[Cap, _Bound | None]) -> None:
+        for cap, bound in changes.items():
+            if bound is None:
+                self._bounds.pop((who, cap), None)
+            else:
+                self._bounds[who, cap] = bound
+        for key in self._bounds.copy() if "device_limit_bytes" in changes else ():
+            if key[0].is_plan:
+                self._bounds.pop(key, None)
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Write the caps, once more where a finaliser has changed a bound meanwhile."""
+        while True:
+            bounds = self._bounds.copy()
+            self.watchers = tuple(self._watchers.copy().values())
+            for cap in get_args(Cap):
+                setattr(self, cap, self._least(bounds, cap)[0])
+            given = [(who, cap) for (who, cap), bound in bounds.items() if bound.nbytes is not None]
+            self.named = frozenset(cap for who, cap in given if not who.is_plan)
+            if bounds == self._bounds and len(self.watchers) == len(self._watchers):
+                return
+
+    def _least(self, bounds: Mapping[tuple[Contributor, Cap], _Bound], cap: Cap) -> tuple[int | None, str]:
+        """The least bound of a cap, and whose it is."""
+        given = [(bound, who.name) for (who, what), bound in bounds.items() if what == cap]
+        given.append((_Bound(self._derived(cap)), DEFAULT))
+        replaced = {name for bound, _ in given for name in bound.replaces}
+        held = [(nbytes, name) for (nbytes, _), name in given if nbytes is not None and name not in replaced]
+        return min(held, default=(None, ""))
+
+    def _derived(self, cap: Cap) -> int | None:
+        """The bound where nobody says more, under the device limit of now."""
+        limit = None if cap == "device_limit_bytes" else self.device_limit_bytes
+        if limit is None:
+            return DEFAULT_IN_FLIGHT_BYTES if cap in ("max_spilling_bytes", "max_restoring_bytes") else None
+        return {"max_restoring_bytes": limit // 4, "kept_limit_bytes": limit - limit // 4}.get(cap)

@@ -1,0 +1,27 @@
+"""What tests read or change inside offload, in one place: where a file moves, only this one changes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from offload.engine import OffloadEngine
+from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
+
+_imposed: weakref.WeakKeyDictionary[OffloadEngine, Contributor] = weakref.WeakKeyDictionary()
+
+
+def caps_of(engine: OffloadEngine) -> dict[str, Any]:
+    """Every cap of the engine, and which are named."""
+    names = [name for name in type(engine.limits).__annotations__ if name != "watchers"]
+    return {name: getattr(engine.limits, name) for name in names}
+
+
+def impose(engine: OffloadEngine, **caps: int | None) -> Contributor:
+    """Bounds of a test, in place of everybody else's. caps: as in max_spilling_bytes=0; None: no bound."""
+    if engine not in _imposed:
+        _imposed[engine] = engine.limits.contributor("test")
+    for name, nbytes in caps.items():
+        cap: Cap = name  # type: ignore[assignment]
+        _imposed[engine].bound(cap, nbytes, replaces=(DEFAULT, CONFIG, PLAN, "auto"))
+    return _imposed[engine]
