@@ -32,7 +32,7 @@ def main(steps: int = 3) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    handle = offload.apply(model, min_numel=100_000)  # after fully_shard
+    handle = offload.apply(model, min_numel=100_000, device_limit="6MB")  # after fully_shard
     torch.manual_seed(1 + dist.get_rank())
     for step in range(steps):
         x = torch.randn(512, 256, device=kind)

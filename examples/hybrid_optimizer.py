@@ -25,7 +25,7 @@ class Training:
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]
         self.model = nn.Sequential(*blocks).to(device)
-        self.handle = offload.apply(self.model, min_numel=100_000)
+        self.handle = offload.apply(self.model, min_numel=100_000, device_limit="2MB")
         self.optimizer = offload.HybridDeviceOptimizer(
             self.model.parameters(), offload_fraction=1.0, lr=1e-3, overlap="forward", model=self.model
         )

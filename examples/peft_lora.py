@@ -30,7 +30,7 @@ def main(mode=True, steps: int = 3) -> None:
     model.print_trainable_parameters()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
 
-    handle = offload.apply(model, mode=mode, min_numel=10_000)
+    handle = offload.apply(model, mode=mode, min_numel=10_000, device_limit="3MB")
     print(handle)
     for step in range(steps):
         tokens = torch.randint(512, (2, 128), device=device)

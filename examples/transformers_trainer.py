@@ -67,7 +67,7 @@ def main(mode="groups", steps: int = 3, report_to="none") -> Trainer:
             ),
             train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         )
-        OffloadCallback(mode=mode, min_numel=10_000).add_to(trainer)
+        OffloadCallback(mode=mode, min_numel=10_000, device_limit="4MB").add_to(trainer)
         trainer.train()
     return trainer
 
