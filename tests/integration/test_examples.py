@@ -41,8 +41,8 @@ def moved_bytes() -> int:
 
 
 def share_held() -> float:
-    """Saved bytes on the device at most, over those that there had been with nothing offloaded. Both lines are
-    in the report that an example prints."""
+    """Peak of saved bytes on the device, over the peak with nothing offloaded: two lines of the report that
+    each example prints."""
     last = offload.report().as_dict()["last_step"]
     share: float = last["peak_bytes"] / last["would_hold_bytes"]
     return share

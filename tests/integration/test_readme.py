@@ -82,7 +82,12 @@ def test_the_examples_of_getting_started_run_one_after_the_other(capsys: pytest.
     page = ROOT / "docs" / "getting-started.md"
     names = run(page, examples(page), {"__name__": "page"})
     out = capsys.readouterr().out
-    assert "<offload.apply(Sequential, mode='groups'): blocks: 4 modules, 0 to 3>" in out
+    assert "<offload.apply(Sequential, mode='auto'): blocks: 6 modules, 0 to 5>" in out
+    assert "auto: the plan is settled" in out
+    explained = page.read_text().split("| line of the report |")[1].split("\n\n")[0]
+    lines = [row.split("|")[1].strip() for row in explained.splitlines()[2:]]
+    assert len(lines) > 4
+    assert [line for line in lines if line not in out] == []
     assert not any(module._forward_pre_hooks for module in names["model"].modules())
 
 
