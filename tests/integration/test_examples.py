@@ -131,13 +131,13 @@ def test_each_mode_reaches_the_trainer_and_its_weights_have_the_bits_of_no_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("transformers")
-    windows: list[tuple[int | None, bool]] = []
+    fetched: list[tuple[bool, bool]] = []
     apply = offload.apply
 
     def spied(*arguments: Any, **named: Any) -> Any:
         handle = apply(*arguments, **named)
-        config = PipelineOffloadManager.get_instance().engine.config
-        windows.append((config.max_restoring_bytes, config.disk_directory is not None))
+        engine = PipelineOffloadManager.get_instance().engine
+        fetched.append((engine.limits.max_restoring_bytes > 0, engine.config.disk_directory is not None))
         return handle
 
     monkeypatch.setattr(offload, "apply", spied)
@@ -147,7 +147,7 @@ def test_each_mode_reaches_the_trainer_and_its_weights_have_the_bits_of_no_mode(
         assert (moved_bytes() > 0) is (mode is not False)
         PipelineOffloadManager.close_instance()
     # legacy fetches nothing ahead, and only disk goes on to a file
-    assert windows == [(None, False), (None, False), (None, False), (0, False), (None, True)]
+    assert fetched == [(True, False), (True, False), (True, False), (False, False), (True, True)]
     for mode, found in weights.items():
         assert all(torch.equal(found[name], wanted) for name, wanted in weights[False].items()), mode
 
