@@ -17,6 +17,15 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+GETTING_STARTED = DOCS / "getting-started.md"
+
+
+def examples(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+OTHER_PAGES = sorted(page.name for page in DOCS.glob("*.md") if examples(page) and page != GETTING_STARTED)
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +33,6 @@ def _without_manager() -> Iterator[None]:
     PipelineOffloadManager.close_instance()
     yield
     PipelineOffloadManager.close_instance()
-
-
-def examples(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
 def run(page: Path, examples: list[str], names: dict[str, Any]) -> dict[str, Any]:
@@ -79,16 +84,21 @@ def test_the_readme_shows_an_example_of_marks_and_the_table_that_its_two_ranks_p
 
 
 def test_the_examples_of_getting_started_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
-    page = ROOT / "docs" / "getting-started.md"
-    names = run(page, examples(page), {"__name__": "page"})
+    names = run(GETTING_STARTED, examples(GETTING_STARTED), {"__name__": "page"})
     out = capsys.readouterr().out
     assert "<offload.apply(Sequential, mode='auto'): blocks: 6 modules, 0 to 5>" in out
     assert "auto: the plan is settled" in out
-    explained = page.read_text().split("| line of the report |")[1].split("\n\n")[0]
+    explained = GETTING_STARTED.read_text().split("| line of the report |")[1].split("\n\n")[0]
     lines = [row.split("|")[1].strip() for row in explained.splitlines()[2:]]
     assert len(lines) > 4
     assert [line for line in lines if line not in out] == []
     assert not any(module._forward_pre_hooks for module in names["model"].modules())
+
+
+@pytest.mark.parametrize("page", OTHER_PAGES)
+def test_the_examples_of_a_page_run_by_themselves(page: str) -> None:
+    names = run(DOCS / page, examples(DOCS / page), {"__name__": "page"})
+    assert names["offload"] is offload
 
 
 def test_the_readme_is_short() -> None:
