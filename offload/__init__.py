@@ -44,6 +44,7 @@ from offload.errors import GroupOrderError as GroupOrderError
 from offload.errors import HazardError as HazardError
 from offload.errors import HostBudgetError, OffloadError
 from offload.errors import PoolError as PoolError
+from offload.errors import RecomputeDiffersError as RecomputeDiffersError
 from offload.errors import RecordStateError as RecordStateError
 from offload.errors import StaleHandleError as StaleHandleError
 from offload.marks import backward_record as backward_record

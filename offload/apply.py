@@ -14,6 +14,7 @@ Nobody has to say where a forward begins or a step ends (offload/modules/steps.p
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import sys
 import tempfile
@@ -22,12 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 from offload import marks
+from offload.checkpoint.net import Watch
 from offload.config import Mode, OffloadConfig, check_min_elements, check_mode
 from offload.groups.manager import GroupsManager
 from offload.modules.auto import Auto
@@ -193,6 +195,8 @@ def apply(
     device_total: int | str | None = None,
     high: int | str | None = None,
     low: int | str | None = None,
+    no_recompute: str | Sequence[str] | None = None,
+    recompute_differs: Literal["raise", "warn"] = "raise",
 ) -> Applied:
     """Offload what `model` saves for its backward, from its next forward on.
 
@@ -227,6 +231,11 @@ def apply(
     high, low: marks of mode "watermark": allocated device memory, of whatever it is, as bytes, text or a
         share of the GPU. None for high: "90%"; for low, below which spilling that has started stops: 15/16 of
         high. They hold for the process.
+    no_recompute: patterns of names of blocks that the three modes which recompute keep or move instead, such
+        as ["*.router"].
+    recompute_differs: what becomes of a recompute that gave other bits than its forward: "raise" is a
+        RecomputeDiffersError before the optimizer's step or by the next step's end, "warn" a warning once a
+        block. Compared are the first three calls of each block, then one in 61 of its class.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, modules that are
     applied already, a mode beside another that it excludes, a directory that cannot be written. Nothing has
@@ -244,6 +253,7 @@ def apply(
         check_min_elements(min_numel, "min_numel")
     watermark = marks_of(mode, high, low, device_limit)
     groups = _groups_of(model, mode, blocks, modules)
+    never = _never_recomputed(mode, groups, no_recompute, recompute_differs)
     whole = {} if mode in WITHOUT_BLOCKS or modules is None else _blocks_of(model, blocks)
     hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]
     _check_free(model, mode, hooked)
@@ -274,6 +284,7 @@ def apply(
     _steps.add(root)
     handle._hook(model, root)
     contexts = selective_contexts_of(root) if mode == "selective" else None
+    watch = Watch(warns=recompute_differs == "warn")
     if mode == "auto" and auto is None:
         auto = Auto(marks.default_manager, total_bytes)
     handle._auto = auto
@@ -287,9 +298,10 @@ def apply(
     for group, named in groups.items():
         for name, module in named.items():
             if auto is not None:
-                handle._hook(module, MixedCalls(root, module, name, auto))
-            elif mode in RECOMPUTING:
-                handle._hook(module, RecomputedCalls(root, module, name, contexts))
+                calls = MixedCalls(root, module, name, watch, auto, may_recompute=name not in never)
+                handle._hook(module, calls)
+            elif mode in RECOMPUTING and name not in never:
+                handle._hook(module, RecomputedCalls(root, module, name, watch, contexts))
             else:
                 handle._hook(module, GroupCalls(root, name, group, block=not whole))
     if mode in RECOMPUTING:
@@ -351,6 +363,29 @@ def _groups_of(
 
 def _blocks_of(model: nn.Module, blocks: str | Sequence[str] | None) -> Blocks:
     return find_blocks(model) if blocks is None else without_nested(match_modules(model, blocks, "blocks"))
+
+
+def _never_recomputed(
+    mode: Mode, groups: Blocks, no_recompute: str | Sequence[str] | None, recompute_differs: str
+) -> set[str]:
+    """Names of the blocks that `no_recompute` matches."""
+    if recompute_differs not in ("raise", "warn"):
+        raise ValueError(f"recompute_differs is {recompute_differs!r}, must be 'raise' or 'warn'")
+    if no_recompute is None:
+        return set()
+    if mode not in RECOMPUTING:
+        raise ValueError(
+            f"no_recompute={no_recompute!r} with mode={mode!r}, which recomputes nothing; leave it out"
+        )
+    patterns = [no_recompute] if isinstance(no_recompute, str) else list(no_recompute)
+    names = [name for named in groups.values() for name in named]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(
+                f"no_recompute: {pattern!r} matches no block; they are {', '.join(names[:8])}"
+                + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            )
+    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> None:

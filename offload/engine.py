@@ -18,7 +18,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 import torch
@@ -274,8 +274,9 @@ class OffloadEngine:
         with self.lock:
             stats = self._end_step()
             clients = self.clients
-        for client in clients:
-            client.step_ended(stats)
+        with ExitStack() as told:  # all of them, also where one raises
+            for client in reversed(clients):
+                told.callback(client.step_ended, stats)
         return stats
 
     def _end_step(self) -> StepStats:

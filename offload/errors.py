@@ -13,6 +13,7 @@ __all__ = [
     "HostBudgetError",
     "OffloadError",
     "PoolError",
+    "RecomputeDiffersError",
     "RecordStateError",
     "StaleHandleError",
 ]
@@ -28,6 +29,10 @@ class RecordStateError(OffloadError):
 
 class StaleHandleError(OffloadError):
     """A saved tensor was read after the step that it belongs to had ended."""
+
+
+class RecomputeDiffersError(OffloadError):
+    """A recompute gave other bits than its forward, so gradients of that step are wrong."""
 
 
 class HostBudgetError(OffloadError):

@@ -317,7 +317,7 @@ def selective_contexts(
     context_fn raises OffloadError where torch.compile traces the checkpoint itself: compile the function
     inside.
     """
-    return contexts_for(keep_ops, group, default_manager)
+    return contexts_for(keep_ops, group, default_manager, compares=True)
 
 
 @untraced

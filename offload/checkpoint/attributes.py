@@ -1,5 +1,4 @@
-"""The plain attributes of a block whose forward is run a second time, so that they end as after one forward;
-among them the generators that it draws from (generators.py).
+"""The plain attributes of a block whose forward is run a second time, so that they end as after one forward.
 
 One invariant: a recompute starts from the values that its forward had, and leaves what it found.
 
@@ -19,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-
-from offload.checkpoint.generators import GeneratorsBefore
 
 __all__ = ["AttributesBefore"]
 
@@ -58,19 +55,17 @@ class AttributesBefore:
     """Those of the modules of a block before one forward of it: built just before, and `learn` called just
     after. Blocks the host: never."""
 
-    __slots__ = ("_attributes", "_before", "_generators")
+    __slots__ = ("_attributes", "_before")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._attributes: list[_Attribute] = []
         self._before = [(owner, vars(owner).copy()) for owner in modules]
-        self._generators = GeneratorsBefore(values for _, values in self._before)
 
     def learn(self) -> None:
         """The forward is over: keep what it has changed. Says once for each class and attribute that it
         cannot be kept."""
         before, self._before = self._before, []
         self._attributes = [bound for owner, values in before for bound in _bound_anew(owner, values)]
-        self._generators.learn()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -79,8 +74,7 @@ class AttributesBefore:
         try:
             for attribute in self._attributes:
                 attribute._replace(value=_held(attribute.value)).bind()  # a recompute may add to a list
-            with self._generators.in_place():
-                yield
+            yield
         finally:
             for attribute in found:
                 attribute.bind()

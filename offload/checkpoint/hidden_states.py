@@ -10,15 +10,18 @@ Nothing wraps the block: its hooks begin and end a `Region` (region.py), whose r
 
 The region does what torch's non-reentrant checkpoint does. What is added here: tensors given by keyword are
 saved like those given by position; buffers (buffers.py), attributes (attributes.py) and members (members.py)
-are as in the forward; and one argument leaves, in a group of its own that the call commits as soon as
+are as in the forward; parameters must be, and in some calls what is recomputed is compared with what the
+forward saved (net.py); and one argument leaves, in a group of its own that the call commits as soon as
 autograd has packed it, so its copy runs beside the block.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -29,9 +32,12 @@ from torch.utils.checkpoint import _StopRecomputationError
 from offload.checkpoint.arguments import TensorsBefore, is_cache, refuse_cache
 from offload.checkpoint.attributes import AttributesBefore
 from offload.checkpoint.buffers import BuffersBefore
+from offload.checkpoint.draws import DrawsBefore
 from offload.checkpoint.halves import Reads, SplitCall
 from offload.checkpoint.members import MembersBefore, inner_modules, is_trained
+from offload.checkpoint.net import Sample, Watch, Weights
 from offload.checkpoint.region import Contexts, Region
+from offload.engine import OffloadEngine
 from offload.errors import OffloadError
 from offload.saved.filters import waited
 
@@ -57,6 +63,8 @@ class InputGroup(Protocol):
 
 class Manager(Protocol):
     """The groups' manager, as far as a call asks it."""
+
+    engine: OffloadEngine
 
     def input_group(self, name: str, *, alone: bool = True, cost: Any = None) -> InputGroup: ...
 
@@ -114,6 +122,7 @@ class RecomputedCall:
     args, kwargs: of the call, as its forward gets them; tensors inside tuples, lists and dicts are found, in
         other objects they stay with the graph. context_fn: as of torch's checkpoint; `contexts_for` makes one
         that keeps some outputs.
+    watch, name: of the model, and of the block in it; without, the call is a first one by itself.
     may_stay: a plan may keep the input on the device; None where outputs are kept. before_again: called at
         the begin of each recompute; returns what is called at its end, if anything is. cost: of the block,
         for the plan.
@@ -133,6 +142,8 @@ class RecomputedCall:
         kwargs: dict[str, Any],
         context_fn: Callable[[], Contexts] | None = None,
         *,
+        watch: Watch | None = None,
+        name: str = "",
         may_stay: bool | None = None,
         before_again: BeforeAgain | None = None,
         cost: Any = None,
@@ -144,6 +155,9 @@ class RecomputedCall:
         self._module = module
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._context_fn = context_fn
+        self._watch = Watch() if watch is None else watch
+        self._name = name or f"a {type(module).__name__}"
+        self._sample: Sample | None = None
         self._region: Region | None = None
         self._group: InputGroup | None = None
         self._buffers: BuffersBefore | None = None
@@ -171,7 +185,12 @@ class RecomputedCall:
         buffers = again.buffers = BuffersBefore(self._module, modules)
         again.members = MembersBefore(modules)
         attributes = again.attributes = AttributesBefore(modules)
-        region = Region(again, self._context_fn)
+        kind = type(self._module)
+        sample = self._sample = self._watch.sample(self._manager.engine, self._name, kind)
+        if sample is not None and sample.is_first:
+            again.draws = DrawsBefore(modules)
+        again.differs = functools.partial(self._watch.differs, self._name, kind)
+        region = Region(again, self._context_fn, sample)
         try:
             group.open(tensors)
             region.begin(tensors)
@@ -181,7 +200,7 @@ class RecomputedCall:
             raise
         group.send()
         reads = group.reads()
-        if reads is not None and not _is_sharded(self._module):
+        if reads is not None and not _is_sharded(modules):
             self._split = SplitCall(reads, self._module).hooks()
             self._split.__enter__()
         self._region, self._group, self._buffers, self._again = region, group, buffers, again
@@ -192,9 +211,10 @@ class RecomputedCall:
         """The forward is over. output: what it returned, None if it raised after all. Raises OffloadError if
         the forward wrote to an argument; the hooks are gone then too."""
         region, self._region = self._region, None
+        again, self._again = self._again, None
         if region is None:
             return
-        self._again = None
+        assert again is not None
         assert self._buffers is not None
         assert self._attributes is not None
         self._leave_split()
@@ -204,6 +224,7 @@ class RecomputedCall:
             self._leave(output)
         self._buffers.learn()
         self._attributes.learn()
+        again.learn(self._watch, self._name)
         given, self._given = self._given, None
         assert given is not None
         given.refuse_written()
@@ -248,9 +269,12 @@ class _Again:
         "attributes",
         "before",
         "buffers",
+        "differs",
+        "draws",
         "interrupted",
         "leaves",
         "members",
+        "weights",
     )
 
     def __init__(
@@ -262,9 +286,23 @@ class _Again:
         self._spec = spec
         self.attributes: AttributesBefore | None = None
         self.buffers: BuffersBefore | None = None
+        self.draws: DrawsBefore | None = None
         self.members: MembersBefore | None = None
+        self.weights: Weights | None = None
+        self.differs: Callable[[str], None] | None = None
         self.before: BeforeAgain | None = None
         self.interrupted = False
+
+    def learn(self, watch: Watch, name: str) -> None:
+        """The forward of block `name` is over."""
+        modules = inner_modules(self._module)
+        if not _is_sharded(modules):
+            self.weights = Weights(modules)
+        drawn = "" if self.draws is None else self.draws.learn()
+        if drawn:
+            watch.draws(name, type(self._module), drawn)
+        else:
+            self.draws = None
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         if self.interrupted:
@@ -272,6 +310,12 @@ class _Again:
                 f"the forward of a {type(self._module).__name__} that is recomputed was interrupted "
                 "(KeyboardInterrupt), and what autograd saved from then on to the next call of its model "
                 "cannot be read: run the forward after the interrupt again"
+            )
+        written = "" if self.weights is None else self.weights.written()
+        if written:
+            assert self.differs is not None
+            self.differs(
+                f"parameter {written} was written in place after the forward, as by an optimizer's step"
             )
         leaves = [
             leaf if place is None else tensors[place]
@@ -283,7 +327,8 @@ class _Again:
         assert self.members is not None
         assert self.attributes is not None
         assert self.buffers is not None
-        with self.members.in_place(), self.attributes.in_place(), self.buffers.in_place():
+        draws = nullcontext() if self.draws is None else self.draws.in_place()
+        with self.members.in_place(), self.attributes.in_place(), self.buffers.in_place(), draws:
             _due.module = self._module
             _due.tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             try:
@@ -298,10 +343,10 @@ class _Again:
                     after()
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers parameters of it for each recompute: they are gone with the recompute's end, so
-    nothing that was saved of them may be read later."""
-    return any(hasattr(type(inner), "_get_fsdp_state") for inner in inner_modules(module))
+def _is_sharded(modules: Sequence[nn.Module]) -> bool:
+    """Whether FSDP2 gathers parameters of theirs for each recompute: they are gone with the recompute's end,
+    so nothing that was saved of them may be read later."""
+    return any(hasattr(type(inner), "_get_fsdp_state") for inner in modules)
 
 
 def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:

@@ -35,7 +35,9 @@ __all__ = [
     "plain_parts",
     "sharing_versions",
     "storages_of",
+    "tensors_in",
     "version_probe",
+    "writes_inputs",
 ]
 
 Operator = OpOverload | HigherOrderOperator
@@ -72,7 +74,7 @@ def check_keepable(operator: object) -> Operator:
             f"keep_ops holds {operator!r}, a {type(operator).__name__}; must be an operator such as "
             "torch.ops.aten.mm.default"
         )
-    if operator._schema.is_mutable:
+    if writes_inputs(operator):
         raise ValueError(
             f"{operator} writes to its inputs, and a recompute that skipped it would not; take it off "
             "keep_ops"
@@ -83,6 +85,14 @@ def check_keepable(operator: object) -> Operator:
             "take it off keep_ops"
         )
     return operator
+
+
+def writes_inputs(operator: OpOverload) -> bool:
+    """Whether it writes to what it is given. The schema of a batch norm does not say that it writes its
+    statistics."""
+    return operator._schema.is_mutable or any(
+        argument.name == "running_mean" for argument in operator._schema.arguments
+    )
 
 
 def sharing_versions() -> Any:
@@ -111,23 +121,24 @@ def _nothing(tensor: torch.Tensor) -> None:
     return None
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those in lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _make_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Make:
-    found = _tensors((*args, *kwargs.values()))
+    found = tensors_in((*args, *kwargs.values()))
     return tuple((tensor.size(), tensor.dtype, isinstance(tensor, torch.nn.Parameter)) for tensor in found)
 
 
 def plain_parts(values: Any) -> Iterator[torch.Tensor]:
     """The tensors with storages of their own in a call's arguments or outputs: of a wrapper, those that it is
     made of."""
-    for tensor in _tensors((values,)):
+    for tensor in tensors_in((values,)):
         if is_plain(tensor) or not is_wrapper(tensor):
             if tensor.layout is torch.strided and not isinstance(tensor, FakeTensor):
                 yield tensor
@@ -161,7 +172,9 @@ class RandomStep(NamedTuple):
         )
         if not (seeded or operator.namespace != "aten") or kwargs.get("generator") is not None:
             return None
-        device = next((tensor.device for tensor in _tensors((*args, *kwargs.values()))), kwargs.get("device"))
+        device = next(
+            (tensor.device for tensor in tensors_in((*args, *kwargs.values()))), kwargs.get("device")
+        )
         device = torch.device("cpu") if device is None else torch.device(device)
         state = _random_state(device)
         return None if state is None else (device, state)
@@ -240,7 +253,7 @@ class KeptCall:
 
     def watch(self, views: Any) -> None:
         """views: what an operator of UNTRACKED_VIEWS has made of the outputs."""
-        for view in _tensors((views,)):
+        for view in tensors_in((views,)):
             probe = version_probe(view)
             if probe is not None:
                 self._watched.append((probe, view.size(), probe._version))

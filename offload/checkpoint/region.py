@@ -7,8 +7,8 @@
     ...
     again(*tensors)           # called in the backward, at the first read in each graph task
 
-One invariant: what a read gives is what the run had saved, made again under the random state, autocast and
-default device of the run; or an error.
+One invariant: what a read gives is what the run had saved, recomputed under the random state, autocast and
+default device of the run; or an error. That the bits are the same is looked at in some runs (net.py).
 
 torch's own non-reentrant checkpoint does the same. Where operators are small, most of what it adds is host
 time for each save, so this is written for few calls a save: a layer of W5's stack at a width of 64 takes the
@@ -21,16 +21,20 @@ effect, and a device that the run is the first to use is no error.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, DefaultDeviceType, _StopRecomputationError
+
+from offload.checkpoint.net import Sample
 
 __all__ = ["Contexts", "Region"]
 
@@ -97,8 +101,9 @@ class _Inputs(torch.autograd.Function):
 class Region:
     """One run. again: computes what it saved once more, from tensors like those given to `begin`.
 
-    context_fn: of what the run and each recompute are inside, asked at `begin`; None for nothing.
-    `begin` and `end` are called in one thread, and hooks that are put on in between are taken off in between.
+    context_fn: of what the run and each recompute are inside, asked at `begin`; None for nothing. sample:
+        compares this run with its recomputes; None for most. `begin` and `end` are called in one thread, and
+        hooks that are put on in between are taken off in between.
     """
 
     __slots__ = (
@@ -107,6 +112,7 @@ class Region:
         "_context_fn",
         "_has_ended",
         "_inputs",
+        "_sample",
         "_saves",
         "_state",
         "_stops",
@@ -114,9 +120,13 @@ class Region:
     )
 
     def __init__(
-        self, again: Callable[..., object], context_fn: Callable[[], Contexts] | None = None
+        self,
+        again: Callable[..., object],
+        context_fn: Callable[[], Contexts] | None = None,
+        sample: Sample | None = None,
     ) -> None:
         self._again = again
+        self._sample = sample
         self._context_fn = context_fn
         self._context: Contexts | None = None
         self._inputs: torch.Tensor | None = None
@@ -146,6 +156,10 @@ class Region:
     def end(self, *exception: Any) -> None:
         """It has returned, or raised. exception: as of a context's end."""
         self._has_ended = True
+        if self._sample is not None:
+            self._sample.end()
+        if self._state is not None:
+            self._state.learn()
         try:
             if self._context is not None:
                 self._context[0].__exit__(*(exception or (None, None, None)))
@@ -154,6 +168,8 @@ class Region:
 
     # -- the pair --------------------------------------------------------------------------------------------
     def _pack(self, tensor: torch.Tensor) -> _Save:
+        if self._sample is not None:
+            self._sample.add(len(self._saves), tensor)
         looks = (tensor.shape, tensor.dtype, tensor.device)
         try:
             save = _Save(_known_looks.get(looks) or _noted(looks))
@@ -183,8 +199,9 @@ class Region:
         # `pack` lives as long as any node of the recompute, and what the region keeps may hold one: so it
         # holds no region and no save
         saves, num_saves = self._saves, len(self._saves)
-        stops, has_ended = self._stops, self._has_ended
+        stops, has_ended, sample = self._stops, self._has_ended, self._sample
         came = 0
+        compared: list[tuple[Hashable, torch.Tensor]] = []
         differing: list[str] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,6 +217,8 @@ class Region:
                         "function does not do the same twice. Make it, or do not recompute it"
                     )
                 return tensor  # the run itself reads what it had saved so far
+            if sample is not None:
+                sample.compare(compared, number, tensor)
             save = saves[number]()
             if save is not None:
                 looks = (tensor.shape, tensor.dtype, tensor.device)
@@ -225,6 +244,8 @@ class Region:
             finally:
                 _pop_hooks()
             self._check(num_saves, came, differing)
+            if sample is not None:
+                sample.judge(compared)
         except BaseException:
             self._let_go(task)
             raise
@@ -265,6 +286,10 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # -- the state around a run ----------------------------------------------------------------------------------
+_rewound = threading.RLock()
+"""Held while a recompute has set the process's random states back: backwards may run in several threads."""
+
+
 class _State:
     """What a recompute finds as its run did: random states of the CPU and of the tensors' devices, autocast,
     and the default device."""
@@ -285,10 +310,23 @@ class _State:
             modes = reversed(_get_current_function_mode_stack())
             self._device = next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
 
+    def learn(self) -> None:
+        """The run is over: one that drew nothing needs no random state. In a capture nothing shows it."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        states = [generator.get_state() for generator in self._generators]
+        with _disable_current_modes():
+            if all(map(torch.equal, states, self._random)):
+                self._generators = self._random = []
+
     @contextmanager
     def as_it_was(self, context: AbstractContextManager[Any] | None) -> Iterator[None]:
         """Inside everything is as before the run, and `context` is entered last; afterwards all is as it was
         found."""
+        with _rewound if self._generators else nullcontext():
+            yield from self._inside(context)
+
+    def _inside(self, context: AbstractContextManager[Any] | None) -> Iterator[None]:
         found = [generator.get_state() for generator in self._generators]
         try:
             for generator, state in zip(self._generators, self._random, strict=True):

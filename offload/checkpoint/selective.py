@@ -34,14 +34,22 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.checkpoint.keep import Keep
-from offload.checkpoint.kept import UNTRACKED_VIEWS, KeptCall, Operator, RandomStep, storages_of
+from offload.checkpoint.kept import (
+    UNTRACKED_VIEWS,
+    KeptCall,
+    Operator,
+    RandomStep,
+    storages_of,
+    tensors_in,
+)
+from offload.checkpoint.net import Sample, watch_of
 from offload.checkpoint.region import Contexts
 from offload.checkpoint.report import report_of
 from offload.device import Lane
@@ -51,6 +59,8 @@ from offload.saved.hooks import Scope, inside_checkpoint
 from offload.transfer.block import DeviceBlock
 from offload.transfer.layout import WeakStorage
 
+_REGION = "a checkpointed region with selective_contexts()"
+
 __all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "telling"]
 
 
@@ -58,12 +68,15 @@ def contexts_for(
     keep_ops: Collection[Operator | tuple[Operator, int]] | Callable[..., Any],
     group: str,
     groups: Callable[[], Groups],
+    *,
+    compares: bool = False,
 ) -> Callable[[], Contexts]:
     """The context_fn of `offload.selective_contexts`.
 
     keep_ops: operators; a policy; or pairs of an operator and the number of one of its calls in a forward of
         the region, from 0. Of pairs, one that a forward does not come to is nothing to be said.
-    groups: asked at each checkpointed forward.
+    groups: asked at each checkpointed forward. compares: nobody else does it (net.py), so in some regions
+        kept calls are compared with those of the recompute.
     """
     keep = Keep(keep_ops)
     if not isinstance(group, str) or not group:
@@ -78,7 +91,11 @@ def contexts_for(
                 "this one step keeps, and move nothing. Compile the function inside the checkpoint, or use "
                 "torch's create_selective_checkpoint_contexts, which moves nothing"
             )
-        forward = _ForwardMode(keep, groups(), group)
+        manager = groups()
+        sample = None
+        if compares:
+            sample = watch_of(manager.engine, keep.key).sample(manager.engine, _REGION, keep.key)
+        forward = _ForwardMode(keep, manager, group, sample)
         return forward, _RecomputeMode(forward)
 
     return context_fn
@@ -136,9 +153,10 @@ class _ForwardMode(CallMode):
     kept: by operator and number. calls: of each operator that may be kept.
     """
 
-    def __init__(self, keep: Keep, groups: Groups, name: str) -> None:
+    def __init__(self, keep: Keep, groups: Groups, name: str, sample: Sample | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keep = keep
+        self.sample = sample
         self.engine = groups.engine
         self.kept: dict[tuple[Operator, int], KeptCall] = {}
         self.calls: Counter[Operator] = Counter()
@@ -166,6 +184,8 @@ class _ForwardMode(CallMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self.sample is not None:
+            self.sample.end()
         if self._pair is None:
             self._pass_on()
         else:
@@ -212,6 +232,9 @@ class _ForwardMode(CallMode):
                     self._made[storage._cdata] = WeakStorage(storage), call
                 lane = None if call.is_collective else self.engine.device.compute
                 self._waiting = ((func, number), call, self._group.scope(lane))
+            if self.sample is not None:
+                for key, tensor in _compared(func, number, args, kwargs, output):
+                    self.sample.add(key, tensor)
         return output
 
     def _pass_on(self) -> None:
@@ -224,6 +247,14 @@ class _ForwardMode(CallMode):
                     self._group.left(call.leave(functools.partial(self.engine.hooks.pack_for, scope)))
 
 
+def _compared(
+    func: Operator, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Iterator[tuple[Hashable, torch.Tensor]]:
+    """What a kept call is given, and what it returns."""
+    for at, tensor in enumerate(tensors_in((args, tuple(kwargs.values()), output))):
+        yield (func, number, at), tensor
+
+
 class _RecomputeMode(CallMode):
     """Gives kept calls again."""
 
@@ -231,9 +262,16 @@ class _RecomputeMode(CallMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._forward = forward
         self._calls: Counter[Operator] = Counter()
+        self._found: list[tuple[Hashable, torch.Tensor]] = []
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self._forward.sample is not None:
+            self._forward.sample.judge(self._found)
 
     def __enter__(self) -> _RecomputeMode:
         self._calls.clear()  # every pass counts from 0
+        self._found = []
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -247,7 +285,11 @@ class _RecomputeMode(CallMode):
         call = forward.kept.get((func, number))
         if call is not None:
             with forward.engine.lock:
-                return call.again(args, kwargs, forward.engine.hooks.unpack)
+                output = call.again(args, kwargs, forward.engine.hooks.unpack)
+            if forward.sample is not None:
+                for key, tensor in _compared(func, number, args, kwargs, output):
+                    forward.sample.compare(self._found, key, tensor)
+            return output
         if number >= forward.calls[func] and any(operator is func for operator, _ in forward.kept):
             raise OffloadError(
                 f"{func} was called {forward.calls[func]:,} times in the forward of a checkpointed region "

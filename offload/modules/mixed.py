@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from offload.checkpoint.hidden_states import RecomputedCall
 from offload.checkpoint.members import inner_modules, is_trained
+from offload.checkpoint.net import Watch
 from offload.modules.auto import Auto
 from offload.modules.block_calls import Timing
 from offload.modules.hooks import output_tensors
-from offload.modules.recomputed import RecomputedCalls
+from offload.modules.recomputed import RecomputedCalls, is_forward_ad
 from offload.modules.root import GroupCall, ModelRoot
 from offload.planner.profiler import BlockProfiler
 
@@ -34,19 +35,40 @@ class _Call(NamedTuple):
 
 
 class MixedCalls(RecomputedCalls):
-    """name: of the block."""
+    """name: of the block. watch: of its model. may_recompute: as the user says."""
 
-    def __init__(self, root: ModelRoot, module: nn.Module, name: str, auto: Auto) -> None:
-        super().__init__(root, module, name, None)
+    def __init__(
+        self,
+        root: ModelRoot,
+        module: nn.Module,
+        name: str,
+        watch: Watch,
+        auto: Auto,
+        *,
+        may_recompute: bool = True,
+    ) -> None:
+        super().__init__(root, module, name, watch, None)
         self._auto = auto
+        self._may_recompute = may_recompute
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or not _has_backward(module, args, kwargs):
             return None
+        if is_forward_ad():  # a profile, and calls that keep outputs, run under a dispatch mode
+            return super()._begin(module, args, kwargs)
         self._refuse_compiled(module)
         root, auto = self._root, self._auto
         manager = root.manager()
-        chosen = auto.choose(root, self._name, module, args, kwargs)
+        has_differed = type(module) in self._watch.differing or type(module) in self._watch.drawing
+        chosen = auto.choose(
+            root,
+            self._name,
+            module,
+            args,
+            kwargs,
+            may_recompute=self._may_recompute,
+            has_differed=has_differed,
+        )
         if chosen.is_plain:
             timing = None if chosen.timing is None else chosen.timing()
             group = root.open_group(
@@ -61,6 +83,8 @@ class MixedCalls(RecomputedCalls):
             args,
             kwargs,
             chosen.contexts,
+            watch=self._watch,
+            name=self._name,
             may_stay=True,
             before_again=chosen.before_again,
             cost=chosen.cost,

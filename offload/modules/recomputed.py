@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall, is_recompute
+from offload.checkpoint.net import Watch
 from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.errors import OffloadError
@@ -21,7 +23,7 @@ from offload.modules.hooks import INTERRUPTED
 from offload.modules.root import GroupCall, ModelRoot
 from offload.saved.hooks import inside_checkpoint
 
-__all__ = ["RecomputedCalls", "selective_contexts_of"]
+__all__ = ["RecomputedCalls", "is_forward_ad", "selective_contexts_of"]
 
 
 def selective_contexts_of(root: ModelRoot) -> Callable[[], Contexts]:
@@ -29,15 +31,26 @@ def selective_contexts_of(root: ModelRoot) -> Callable[[], Contexts]:
     return contexts_for(default_operators(), "selective", root.manager)
 
 
+def is_forward_ad() -> bool:
+    """Whether a level of forward AD is open."""
+    return forward_ad._current_level >= 0
+
+
 class RecomputedCalls:
-    """name: of the block. context_fn: keeps some outputs of it; None keeps none."""
+    """name: of the block. watch: of its model. context_fn: keeps some outputs of it; None keeps none."""
 
     def __init__(
-        self, root: ModelRoot, module: nn.Module, name: str, context_fn: Callable[[], Contexts] | None
+        self,
+        root: ModelRoot,
+        module: nn.Module,
+        name: str,
+        watch: Watch,
+        context_fn: Callable[[], Contexts] | None,
     ) -> None:
         self._root = root
         self._module = weakref.ref(module)
         self._name = name
+        self._watch = watch
         self._context_fn = context_fn
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecomputedCall | GroupCall | None:
@@ -61,8 +74,13 @@ class RecomputedCalls:
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> RecomputedCall | GroupCall | None:
+        if type(module) in self._watch.drawing:
+            return self._root.open_group(self._name)
         self._refuse_compiled(module)
-        call = RecomputedCall(self._root.manager(), module, args, kwargs, self._context_fn)
+        # under a dispatch mode torch takes other formulas for forward AD
+        context_fn = None if is_forward_ad() else self._context_fn
+        manager = self._root.manager()
+        call = RecomputedCall(manager, module, args, kwargs, context_fn, watch=self._watch, name=self._name)
         call.begin()
         return call
 

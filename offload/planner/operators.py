@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from offload.checkpoint.kept import check_keepable
+from offload.checkpoint.kept import check_keepable, writes_inputs
 from offload.checkpoint.operators import default_operators
 
 __all__ = [
@@ -55,7 +55,7 @@ def never_kept(operator: Any) -> str:
     try:
         check_keepable(operator)
     except ValueError:
-        return "it writes to its inputs" if operator._schema.is_mutable else "it returns a view of its input"
+        return "it writes to its inputs" if writes_inputs(operator) else "it returns a view of its input"
     if operator.namespace == _IN_PLACE:
         return "it communicates in place"
     name = operator._schema.name.partition("::")[2]

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from offload.checkpoint.kept import alias_of
+from offload.checkpoint.net import checksum, to_host
 
 __all__ = ["UnseenWrites"]
 
@@ -29,11 +30,11 @@ class UnseenWrites(Generic[Key]):
 
     def add(self, key: Key, output: torch.Tensor) -> None:
         """output: what the call `key` has just made."""
-        if output.numel() == 0 or output.is_meta:
-            return
-        self._keys.append(key)
-        self._outputs.append(alias_of(output))
-        self._before.append(_digest(output))
+        before = checksum(output)
+        if before is not None:
+            self._keys.append(key)
+            self._outputs.append(alias_of(output))
+            self._before.append(before)
 
     def end(self) -> None:
         """The block's forward has ended. The comparison has arrived where an event recorded after this has
@@ -41,30 +42,13 @@ class UnseenWrites(Generic[Key]):
         outputs, self._outputs = self._outputs, []
         before, self._before = self._before, []
         if outputs:
-            after = torch.stack([_digest(output) for output in outputs])
-            self._same = _to_host((torch.stack(before) == after).all(dim=1))
+            # without bytes by now: nothing was written that a reader could find
+            after = [checksum(output) for output in outputs]
+            same = [one if other is None else other for one, other in zip(before, after, strict=True)]
+            self._same = to_host(torch.stack(before) == torch.stack(same))
 
     def written(self) -> set[Key]:
         """The calls of which an output has other bytes."""
         if self._same is None:
             return set()
         return {key for key, same in zip(self._keys, self._same.tolist(), strict=True) if not same}
-
-
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Two numbers: all bits folded by exclusive or, which a change of the same bits in an even number of
-    elements passes by, and the sum."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    elif tensor.is_floating_point() and tensor.element_size() == 1:  # float8 has no reductions
-        tensor = tensor.view(torch.uint8)
-    folded = torch.hash_tensor(tensor).view(torch.int64)
-    return torch.stack([folded, tensor.sum(dtype=torch.float64).view(torch.int64)])
-
-
-def _to_host(values: torch.Tensor) -> torch.Tensor:
-    if values.device.type == "cpu":
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
