@@ -315,8 +315,9 @@ hooks: list[Any] = []
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Raises RecomputeDiffersError before weights are stepped by gradients that are known to be wrong."""
-    for net in list(_nets.values()):
-        net.look(before=net.step)
+    for engine, net in list(_nets.items()):
+        if not engine.closed:
+            net.look(before=net.step)
 
 
 def _looks(tensor: torch.Tensor) -> str:
