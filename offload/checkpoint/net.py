@@ -47,6 +47,7 @@ _FIRST_CALLS = 3
 _EVERY = 61
 _EARLY_STEPS = 3
 
+_sequence_nr = torch._C._autograd._get_sequence_nr
 _COLUMNS = 1 << 16
 _MIX = 0x1E3779B97F4A7C15
 _LOWER_HALF = (1 << 32) - 1
@@ -140,7 +141,7 @@ class Weights:
 
 
 class Sample:
-    """One call that is compared. It holds no save but the last, and that until the next or the forward's end.
+    """One call that is compared. It holds no save longer than the operator runs that has saved it.
 
     is_first: one of the first calls of its block. is_early: a step waits for its verdict.
     """
@@ -154,20 +155,24 @@ class Sample:
         self._sums: dict[Hashable, torch.Tensor] = {}
         self._later: dict[Hashable, torch.Tensor] = {}  # of what may be written after it was saved
         self._looks: dict[Hashable, str] = {}
-        self._held: tuple[Hashable, torch.Tensor] | None = None
+        self._held: list[tuple[Hashable, torch.Tensor]] = []  # that the operator of now may still write
+        self._operator = -1  # autograd's number of it
         self._lanes: dict[torch.device, object] = {}
         self._tables: dict[torch.device, torch.Tensor] = {}  # while a forward or a recompute runs
 
     def add(self, key: Hashable, tensor: torch.Tensor) -> None:
         """The forward saves `tensor`."""
-        self._look_again()
+        operator = _sequence_nr()
+        if operator != self._operator:
+            self._look_again()
+            self._operator = operator
         total = None if is_parameter(tensor) else self._checksum(tensor)
         if total is None:
             return
         self._sums[key] = total
         self._looks[key] = _looks(tensor)
         if not tensor.requires_grad and tensor.is_floating_point():
-            self._held = key, tensor
+            self._held.append((key, tensor))
 
     def end(self) -> None:
         """The forward is over."""
@@ -175,12 +180,12 @@ class Sample:
         self._tables = {}
 
     def _look_again(self) -> None:
-        """The operator that saved last has run."""
-        held, self._held = self._held, None
-        if held is not None:
-            total = self._checksum(held[1])
+        """The operator that saved last has run: what it has written since cannot be compared."""
+        held, self._held = self._held, []
+        for key, tensor in held:
+            total = self._checksum(tensor)
             if total is not None:
-                self._later[held[0]] = total
+                self._later[key] = total
 
     def compare(
         self, found: list[tuple[Hashable, torch.Tensor]], key: Hashable, tensor: torch.Tensor

@@ -113,9 +113,7 @@ class Limits:
         self._config = self.contributor(CONFIG)
         self.follow(config)
 
-    def contributor(
-        self, name: str, *, is_plan: bool = False, watcher: Watcher | None = None
-    ) -> Contributor:
+    def contributor(self, name: str, *, is_plan: bool = False, watcher: Watcher | None = None) -> Contributor:
         """Somebody who contributes from now on."""
         new = Contributor(self, name, is_plan)
         if watcher is not None:

@@ -1,0 +1,222 @@
+"""Recomputes compared with their forwards: which bits, in which calls, and when the verdict is read."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload import PipelineOffloadManager, RecomputeDiffersError
+from offload.checkpoint.net import Sample, Watch, checksum
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.int8,
+    torch.uint64,
+    torch.float8_e4m3fn,
+]
+SHAPES = [(), (3, 5), (4, 8), (70_001, 3), (300_000,)]
+
+
+def of_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """Any bits, NaN included."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    top = 2 if dtype is torch.bool else 256
+    made = torch.randint(top, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return made.view(dtype).reshape(shape)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    sums = checksum(one), checksum(other)
+    assert sums[0] is not None
+    assert sums[1] is not None
+    return bool(sums[0] == sums[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_bit_of_each_type_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = of_bytes(dtype, shape)
+    assert same(values, values.clone())
+    raw = values.reshape(-1).view(torch.uint8)
+    for at in {0, raw.numel() // 2, raw.numel() - 1}:
+        for bit in (1,) if dtype is torch.bool else (1, 128):
+            changed = raw.clone()
+            changed[at] ^= bit
+            assert not same(values, changed.view(dtype).reshape(shape))
+
+
+@pytest.mark.parametrize("count", [64, 1 << 20])
+def test_bits_that_change_places_or_signs_are_another_sum(count: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    for change in (
+        values.flip(0),
+        -values,
+        values.roll(1),
+        values.roll(7),
+        values.view(2, -1).t().reshape(-1),
+    ):
+        assert not same(values, change.contiguous())
+    swapped = values.clone()
+    swapped[[3, count - 1]] = swapped[[count - 1, 3]]
+    assert not same(values, swapped)
+    mask = values > 0
+    assert not same(mask, ~mask)
+
+
+@pytest.mark.parametrize("lead", [1, 2, 3, 7])
+def test_where_a_tensor_lies_in_its_storage_is_no_difference(lead: int) -> None:
+    values = torch.arange(24, dtype=torch.int16)
+    moved = torch.cat([torch.zeros(lead, dtype=torch.int16), values])[lead:]
+    assert same(values, moved)
+
+
+def test_views_count_the_elements_that_they_show() -> None:
+    base = torch.randn(8, 6)
+    assert same(base[:, 1:3], base.clone()[:, 1:3])
+    assert not same(base[:, 1:3], base[:, 2:4])
+    assert same(base.t(), base.t().clone())
+    assert checksum(base[:1].expand(1 << 30, 6)) is not None  # expanded: no bytes of its own
+
+
+def test_what_has_no_bits_has_no_sum() -> None:
+    assert checksum(torch.empty(0, 3)) is None
+    assert checksum(torch.empty(3, device="meta")) is None
+    assert checksum(torch.eye(3).to_sparse()) is None
+
+
+def test_a_sum_is_seen_by_no_mode() -> None:
+    class Refusing(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    values = torch.randn(3, requires_grad=True)
+    with Refusing(), torch.device("meta"), torch.autocast("cpu"):
+        assert checksum(values) is not None
+
+
+# -- which calls, and when -----------------------------------------------------------------------------------
+def test_three_calls_of_each_block_are_compared_then_one_in_61_of_its_class(
+    manager: PipelineOffloadManager,
+) -> None:
+    watch = Watch()
+    taken = [
+        (number, name)
+        for number in range(200)
+        for name in ("a", "b")
+        if watch.sample(manager.engine, name, "kind") is not None
+    ]
+    first = [(number, name) for number in range(3) for name in ("a", "b")]
+    later = [(3 + (61 * n - 1) // 2, "ab"[(61 * n - 1) % 2]) for n in range(1, 7)]
+    assert taken == [*first, *later]
+
+
+class Scaled(nn.Module):
+    """scale: what its forward multiplies with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.fc(x) * self.scale)
+
+
+def train(model: nn.Sequential, count: int, *, differing: int = -1) -> list[str]:
+    """The errors of some steps; in step `differing` the first block has another scale in its recompute."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    raised: list[str] = []
+    for number in range(count):
+        loss = model(torch.randn(4, 8)).square().mean()
+        model[0].scale = 2.0 if number == differing else 1.0  # type: ignore[assignment]
+        loss.backward()
+        model[0].scale = 1.0  # type: ignore[assignment]
+        try:
+            optimizer.step()
+            raised.append("")
+        except RecomputeDiffersError as error:
+            raised.append(str(error))
+        optimizer.zero_grad()
+    return raised
+
+
+def test_a_difference_names_the_block_the_step_and_the_way_out() -> None:
+    model = nn.Sequential(Scaled(), Scaled())
+    offload.apply(model, "hidden_states", min_numel=1)
+    raised = train(model, 3, differing=1)
+    assert [bool(text) for text in raised] == [False, True, False]
+    for part in ("the recompute of 0", "in step 2", "float32[4, 8]", "no_recompute=['0']", "'warn'"):
+        assert part in raised[1]
+
+
+def test_a_difference_may_be_a_warning_once_a_block(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Scaled(), Scaled())
+    offload.apply(model, "hidden_states", min_numel=1, recompute_differs="warn")
+    caplog.set_level(logging.WARNING)
+    for differing in (0, 1):
+        assert train(model, 2, differing=differing) == ["", ""]
+    assert caplog.text.count("the recompute of 0 gave other bits than its forward") == 1
+
+
+def test_a_late_verdict_is_not_waited_for_before_the_next_steps_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two blocks with three first calls each, call 61 after these is the first one's in step 34."""
+    model = nn.Sequential(Scaled(), Scaled())
+    offload.apply(model, "hidden_states", min_numel=1)
+    monkeypatch.setattr("offload.checkpoint.net._Verdict.has_arrived", lambda verdict: False)
+    raised = train(model, 36, differing=33)
+    assert [number for number, text in enumerate(raised) if text] == [34]
+    assert "in step 34" in raised[34]
+
+
+def test_noise_that_is_drawn_after_it_was_saved_is_no_difference() -> None:
+    """rrelu hands its noise to autograd before it draws it: what stood there is whatever was in memory."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.act = nn.Linear(8, 8), nn.RReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.act(self.fc(x)))
+
+    model = nn.Sequential(*[Noisy() for _ in range(4)])
+    offload.apply(model, "hidden_states", min_numel=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(64, 8)).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_sample_holds_no_save_when_its_forward_is_over(manager: PipelineOffloadManager) -> None:
+    sample = Watch().sample(manager.engine, "a", "kind")
+    assert isinstance(sample, Sample)
+    for number in range(3):
+        sample.add(number, torch.randn(4))
+    sample.end()
+    assert not any(isinstance(value, Tensor) and value.numel() == 4 for value in vars(sample).values())
+    assert not sample._held
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mode": "groups", "no_recompute": ["0"]}, "which recomputes nothing"),
+        ({"mode": "selective", "no_recompute": ["x.*"]}, "'x.*' matches no block; they are 0, 1"),
+        ({"mode": "selective", "recompute_differs": "ignore"}, "must be 'raise' or 'warn'"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text.replace("*", r"\*")):
+        offload.apply(nn.Sequential(Scaled(), Scaled()), **arguments)
