@@ -62,7 +62,8 @@ setup(
             "accelerate",
         ],
         "plot": ["matplotlib"],
-        "bench": ["scipy"],
+        "plan": ["scipy"],  # bounds; training and plans need none of it
+        "bench": ["scipy"],  # the extra's former name
         "docs": ["mkdocs<2", "mkdocstrings[python]"],
     },
 )

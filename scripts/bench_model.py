@@ -296,8 +296,8 @@ def _figures(handle: offload.Applied) -> dict[str, Any]:
     if handle.mode == "auto":
         explained = handle.explain()
         found["explained"] = str(explained)
-        if explained.plan is not None:
-            found["own_bound_ms"] = explained.plan.bound.step_s * 1e3
+        if explained.bound is not None:
+            found["own_bound_ms"] = explained.bound.step_s * 1e3
     return found
 
 

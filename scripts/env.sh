@@ -64,7 +64,7 @@ prepare_python() {
         "${pip[@]}" "torch==$(sed -n 's/^torch==//p' scripts/constraints-cpu.txt)+cpu" 2>/dev/null ||
             "${pip[@]}" "${pin[@]}" torch
     fi
-    "${pip[@]}" ${pin[@]+"${pin[@]}"} -e '.[test,bench,docs,plot]'
+    "${pip[@]}" ${pin[@]+"${pin[@]}"} -e '.[test,plan,docs,plot]'
     rm -f .venv/installed-*
     touch "$stamp"
 }

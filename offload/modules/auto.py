@@ -4,7 +4,7 @@ device memory and takes the least time.
     step 1      the first block of each kind runs plain and is profiled, and all that it saves leaves. The
                 others are recomputed whole, where that is right, so the total holds from the start
     step 2      recomputes all of these: what a step needs beside saved tensors is measured
-    its end     a linear program and a simulation (policy/mixture.py) choose a level for each block of each
+    its end     a search over simulated steps (policy/mixture.py) chooses a level for each block of each
                 chunk. What waits for the backward under these levels is kept or moved by the groups' own plan
     later       times and memory are measured under the plan, and it is made anew where they differ, or where
                 the link or the device's clock drifts. One that is slower than no plan is given up

@@ -119,7 +119,7 @@ class DryRun:
 
 def dry_run(job: Job, mode: Mode) -> DryRun:
     """Trace, plan and play one step. Takes seconds of host time and no GPU. Raises ValueError for a job that
-    cannot be, ImportError without scipy for "auto" (extra `bench`)."""
+    cannot be."""
     stages = stages_of_job(job)
     own = [{stage: stages[stage] for stage in {action.stage for action in order}} for order in job.orders]
     held = [held_by(job, [*mine.values()]) for mine in own]

@@ -1,6 +1,7 @@
 """What mode "auto" chose, and why: `print(handle.explain())`.
 
 One invariant: every figure is of the plan that is followed now, or of its bound; nothing is measured here.
+The bound is the only figure that needs scipy (extra `plan`); without it the text says what is missing.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
 from offload.policy.actions import ChunkKey
 from offload.policy.menu import Level
-from offload.policy.mixed_bound import least_mixed_step
+from offload.policy.mixed_program import MixedBound
 from offload.policy.mixture import MixedPlan
 from offload.telemetry.drawing import byte_unit
 from offload.telemetry.summary import bytes_text
@@ -49,7 +51,7 @@ class BlockShare(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Explanation:
     """is_final: steps like the last ones will do what it did, of blocks and of what stays of them. names: of
     the blocks that a chunk calls, in that order. total_bytes: None where none was asked for. rest_bytes:
@@ -118,15 +120,26 @@ class Explanation:
             left -= kept[-1]
         return kept[::-1]
 
+    @cached_property
+    def bound(self) -> MixedBound | None:
+        """Least step of any plan within the same memory; None before there is a plan, and without scipy. The
+        first use blocks the host for about 0.1 s."""
+        try:
+            return None if self.plan is None else self.plan.bound()
+        except ImportError:
+            return None
+
     @property
-    def ms_per_gb(self) -> float:
+    def ms_per_gb(self) -> float | None:
         """Milliseconds of the step that one more GB (1e9 bytes) of budget would save, by the bound; 0 before
-        there is a plan."""
-        return 0.0 if self.plan is None else self.plan.bound.seconds_per_byte * 1e12
+        there is a plan, None without scipy."""
+        if self.plan is None:
+            return 0.0
+        return None if self.bound is None else self.bound.seconds_per_byte * 1e12
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plan = self.plan
+        plan, bound = self.plan, self.bound
         found: dict[str, Any] = {
             "state": self.state,
             "device_total_bytes": self.total_bytes,
@@ -136,9 +149,9 @@ class Explanation:
         }
         if plan is not None:
             found |= {
-                "plain_ms": plan.bound.compute_s * 1e3,
+                "plain_ms": plan.plain_s * 1e3,
                 "predicted_ms": plan.predicted_step_s * 1e3,
-                "bound_ms": plan.bound.step_s * 1e3,
+                "bound_ms": None if bound is None else bound.step_s * 1e3,
                 "stall_ms": plan.predicted.stall_s * 1e3,
                 "peak_bytes": plan.predicted_peak_bytes,
                 "ms_per_gb": self.ms_per_gb,
@@ -146,10 +159,10 @@ class Explanation:
         return found
 
     def __str__(self) -> str:
-        plan = self.plan
+        plan, bound = self.plan, self.bound
         if plan is None:
             return f"auto: {self.state}"
-        plain_ms = plan.bound.compute_s * 1e3
+        plain_ms = plan.plain_s * 1e3
         again_ms = plan.predicted.recompute_s * 1e3
         late_ms = (plan.predicted_step_s - plan.predicted.step_s) * 1e3
         lines = [
@@ -158,8 +171,12 @@ class Explanation:
             f"{plan.predicted_step_s * 1e3:.1f} ms, {plan.predicted_step_s * 1e3 / plain_ms:.3f} of it, of "
             f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms wait for copies"
             + (f", and {late_ms:.1f} ms wait for the host. " if late_ms >= 0.05 else ". ")
-            + f"No plan can take less than {plan.bound.step_s * 1e3:.1f} ms "
-            f"({plan.bound.step_s * 1e3 / plain_ms:.3f}).",
+            + (
+                "How much less another plan could take is not computed: that needs scipy (pip install scipy)."
+                if bound is None
+                else f"No plan can take less than {bound.step_s * 1e3:.1f} ms "
+                f"({bound.step_s * 1e3 / plain_ms:.3f})."
+            ),
         ]
         if self.total_bytes is not None and self.rest_bytes is not None and self.limit_bytes is not None:
             spare_bytes = self.total_bytes - self.rest_bytes - self.limit_bytes
@@ -201,9 +218,11 @@ class Explanation:
         """What a little more or less memory would change, a sentence each; [] before there is a plan."""
         if self.plan is None:
             return []
-        size, unit = byte_unit(self.plan.problem.limit_bytes)
-        more_ms = self.ms_per_gb * size / 1e9
-        lines = [f"At this budget 1 {unit} more would save {more_ms:.2f} ms of the step, by the bound."]
+        lines = []
+        if self.bound is not None:
+            size, unit = byte_unit(self.plan.problem.limit_bytes)
+            more_ms = self.bound.seconds_per_byte * size * 1e3
+            lines = [f"At this budget 1 {unit} more would save {more_ms:.2f} ms of the step, by the bound."]
         found = self._given_up_next()
         if found is not None:
             chunk, place, now, then = found
@@ -242,18 +261,16 @@ class Explanation:
         return (sum(then.recompute_s(chunk)) - sum(self.plan.recompute_s(chunk))) * 1e3
 
     def _larger_budget(self) -> tuple[int, float] | None:
-        if self.total_bytes is None:
+        if self.total_bytes is None or self.bound is None:
             return None
         more = round(self.total_bytes * _MORE)
         bound_ms = self.bound_ms(self.total_bytes + more)
-        if bound_ms is None or self.plan is None:
-            return None
-        return more, self.plan.bound.step_s * 1e3 - bound_ms
+        return None if bound_ms is None else (more, self.bound.step_s * 1e3 - bound_ms)
 
     def bound_ms(self, total_bytes: int) -> float | None:
         """The least step of any plan within another total, in ms. None before there is a plan, and for a
-        total that is less than weights, gradients and working set. Raises ValueError where none was asked
-        for. Blocks the host: for about 0.1 s, to solve for it."""
+        total that is less than weights, gradients and working set. Blocks the host: for about 0.1 s, to
+        solve for it. Raises ValueError where no total was asked for, ImportError without scipy."""
         if self.total_bytes is None:
             raise ValueError("no total was asked for, so none can be compared with it; give device_total")
         if self.plan is None or self.limit_bytes is None:
@@ -261,14 +278,4 @@ class Explanation:
         limit_bytes = self.limit_bytes + total_bytes - self.total_bytes
         if limit_bytes < 0:
             return None
-        problem = self.plan.problem
-        bound = least_mixed_step(
-            problem.actions,
-            problem.blocks,
-            problem.rates,
-            limit_bytes,
-            rest_s=problem.rest_s,
-            host=problem.host,
-            host_limit_bytes=problem.host_limit_bytes,
-        )
-        return bound.step_s * 1e3
+        return self.plan.bound(limit_bytes).step_s * 1e3

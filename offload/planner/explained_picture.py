@@ -13,6 +13,7 @@ from typing import Any
 
 from offload.planner.explained import BlockShare, Explanation
 from offload.policy.actions import ChunkKey
+from offload.policy.mixed_program import MixedBound
 from offload.policy.mixture import MixedPlan
 from offload.telemetry.drawing import byte_unit, require_matplotlib, time_unit
 
@@ -53,7 +54,7 @@ def figure_of(explained: Explanation, *, title: str | None = None) -> Any:
     above, below = figure.subfigures(2, 1, height_ratios=(1.75, height - 1.75))
     memory, times = above.subplots(1, 2)
     _memory(memory, explained, explained.plan)
-    _times(times, explained.plan)
+    _times(times, explained.plan, explained.bound)
     cells, sums = below.subplots(1, 2, sharey=True, width_ratios=(max(1, min(4, len(microbatches) / 2)), 1))
     rows = {share.name: row for row, share in enumerate(shares)}
     _cells(cells, calls, rows, microbatches)
@@ -104,9 +105,9 @@ def _memory(axes: Any, explained: Explanation, plan: MixedPlan) -> None:
     )
 
 
-def _times(axes: Any, plan: MixedPlan) -> None:
-    """The plan's step beside that of plain blocks, and the least that any plan could take."""
-    plain_ms, planned_ms = plan.bound.compute_s * 1e3, plan.predicted_step_s * 1e3
+def _times(axes: Any, plan: MixedPlan, bound: MixedBound | None) -> None:
+    """The plan's step beside that of plain blocks and, with scipy, the least that any plan could take."""
+    plain_ms, planned_ms = plan.plain_s * 1e3, plan.predicted_step_s * 1e3
     scale, unit = time_unit(planned_ms)
     again_ms, waits_ms = plan.predicted.recompute_s * 1e3, plan.predicted.stall_s * 1e3
     parts = [
@@ -121,14 +122,16 @@ def _times(axes: Any, plan: MixedPlan) -> None:
             label = f"{name}: {ms * scale:.1f}"
             axes.barh(1, ms * scale, 0.62, left=left, color=color, label=label)
             left += ms * scale
-    rows = (("plain", plain_ms), ("planned", planned_ms), ("bound", plan.bound.step_s * 1e3))
+    rows = [("plain", plain_ms), ("planned", planned_ms)]
+    if bound is not None:
+        rows.append(("bound", bound.step_s * 1e3))
     for row, (_, ms) in enumerate(rows):
         if row != 1:
             axes.barh(row, ms * scale, 0.62, color="none", edgecolor="#333333", lw=1)
         text = f" {ms * scale:.1f}" + (f", {ms / plain_ms:.3f} of plain" if row else "")
         axes.text(ms * scale, row, text, va="center", fontsize=8)
-    axes.set_yticks(range(3), [name for name, _ in rows], fontsize=8)
-    axes.set_ylim(2.6, -0.6)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, max(ms for _, ms in rows) * scale * 1.45)
     axes.set_title(f"time of a step ({unit}), predicted", fontsize=10, loc="left")
     axes.tick_params(labelsize=8)

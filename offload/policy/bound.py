@@ -70,7 +70,7 @@ def least_step(work: Sequence[Work], rates: Rates, cap_bytes: int, *, slices: in
         set.
     slices: parts of each action; more parts are nearer to the truth, from below. A pipeline stage's figures
     are the same with 1 and 8. Raises ValueError for an order or a cap that cannot be, ImportError without
-    scipy (extra `bench`).
+    scipy (extra `plan`).
     """
     if cap_bytes < 0:
         raise ValueError(

@@ -22,7 +22,6 @@ __all__ = [
     "moved",
     "num_leaving",
     "path_of",
-    "rounded",
     "units_a_chunk",
 ]
 
@@ -83,21 +82,6 @@ def _between(nbytes: int, start: float, end: float) -> int:
 def units_a_chunk(num_chunks: int) -> int:
     """About how many units a plan cuts a chunk into."""
     return max(1, min(_MOST_UNITS_A_CHUNK, _UNITS // max(1, num_chunks)))
-
-
-def rounded(blocks: Sequence[Block], given_bytes: Sequence[float]) -> Levels:
-    """Each block's level that gives up about so many bytes; what it gives up more or less is for the next
-    block to make good."""
-    levels: list[int] = []
-    carried = 0.0
-    for block, wanted in zip(blocks, given_bytes, strict=True):
-        wanted += carried
-        plain_bytes = block.menu[0].saved_bytes
-        off = [abs(wanted - (plain_bytes - level.saved_bytes)) for level in block.menu]
-        level = off.index(min(off))
-        carried = wanted - (plain_bytes - block.menu[level].saved_bytes)
-        levels.append(level)
-    return tuple(levels)
 
 
 def path_of(block: Block, host_weight: float) -> Levels:

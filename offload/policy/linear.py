@@ -1,7 +1,6 @@
 """A linear program: rows as they are written down, and the columns' values where one sum of them is least.
 
-One invariant: nothing here knows what a column means. scipy is asked for at use: training without a plan
-never needs it.
+One invariant: nothing here knows what a column means. scipy is imported at use: training never needs it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Solution(NamedTuple):
 def minimise(costs: Mapping[int, float], ranges: Ranges, at_most: Rows, equal: Rows) -> Solution | None:
     """The columns' values where their sum, each times its cost, is least; None if no values keep all rows.
 
-    costs: by column, 0 where it is not named. Raises ImportError without scipy (extra `bench`).
+    costs: by column, 0 where it is not named. Raises ImportError without scipy (extra `plan`).
     """
     if not ranges:
         return Solution([], [0.0] * len(at_most.limits))
@@ -57,7 +56,8 @@ def minimise(costs: Mapping[int, float], ranges: Ranges, at_most: Rows, equal: R
         from scipy import optimize, sparse
     except ImportError as error:
         raise ImportError(
-            "the bound needs scipy, which is not installed: pip install pipeline-offload[bench]"
+            "the bound needs scipy, which is not installed: pip install scipy, or in a checkout "
+            "pip install '.[plan]'"
         ) from error
     for presolves in (True, False):  # with it scipy 1.17's HiGHS gave up at a program that it solves without
         result = optimize.linprog(

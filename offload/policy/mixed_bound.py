@@ -3,7 +3,7 @@ one more way out.
 
 What is given up is never made in the forward, and costs seconds where the backward reads it. The program is
 in `mixed_program`. One invariant: each of its simplifications lets it do more than an engine can, so the
-answer is a lower bound; `as_engine` counts what only engines need, to make a plan from.
+answer is a lower bound.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def least_mixed_step(
     host: Host | None = None,
     host_limit_bytes: int | None = None,
     slices: int | None = None,
-    as_engine: bool = False,
 ) -> MixedBound:
     """Solve the program for one rank.
 
@@ -62,9 +61,9 @@ def least_mixed_step(
         the blocks. host: None for a host that is never late. host_limit_bytes: what may be away at once.
     slices: parts of an action at most, as far as they stay affordable; None for one for each block. More are
         nearer to the truth, from below.
-    as_engine: count what only an engine needs, too; no lower bound then.
 
-    Raises ValueError for an order, a cap or a host limit that cannot be, ImportError without scipy.
+    Raises ValueError for an order, a cap or a host limit that cannot be, ImportError without scipy
+    (extra `plan`).
     """
     if cap_bytes < 0:
         raise ValueError(
@@ -74,7 +73,7 @@ def least_mixed_step(
     if slices is not None and slices < 1:
         raise ValueError(f"slices is {slices}; give 1 or more, or None")
     action_s = action_seconds(actions, blocks, rest_s)
-    program = MixedProgram(actions, blocks, rates, rest_s, slices or _MOST_SLICES, as_engine)
+    program = MixedProgram(actions, blocks, rates, rest_s, slices or _MOST_SLICES)
     program.limit(cap_bytes, host_limit_bytes)
     if host is not None:
         program.limit_host(host, host_seconds(actions, blocks, host))

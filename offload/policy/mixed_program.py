@@ -18,9 +18,9 @@ A chunk's backward reads last what its forward made first. So of a chunk the byt
 those made first, and one flow says as much as one for each block. Shares of a block may run at several
 levels, so a menu need not be convex. The host is one lane that no wait of the device holds up.
 
-What only engines need is left out of the bound. `as_engine` counts it: room for what a recompute makes again,
-and what the I of a split backward leaves of that for its W. One invariant: every other simplification lets
-the program do more than an engine can, never less.
+What only engines need is left out: room for what a recompute makes again, and what the I of a split backward
+leaves of that for its W. One invariant: every simplification lets the program do more than an engine can,
+never less.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ ChunkBlocks = Mapping[ChunkKey, Sequence[Block]]
 _MOST_FLOWS = 1500
 """Chunks times slices of their lives: the time to solve grows faster than they do, and is about 0.3 s for so
 many. In a longer step neighbouring actions are one slice, of which less is asked."""
-_MOVED_COST = 1e-4
-"""Of a byte that leaves, beside the time in which it does: of equal plans, that which moves least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +123,6 @@ class MixedProgram:
         rates: Rates,
         rest_s: Mapping[Action, float],
         slices: int,
-        as_engine: bool,
     ) -> None:
         self._lives = lives_of(actions)
         self._blocks = {chunk: blocks[chunk] for chunk in self._lives}
@@ -134,7 +131,6 @@ class MixedProgram:
         }
         self._byte_unit = max(1, *plain.values()) if plain else 1
         self._time_unit = self._byte_unit / rates.d2h_bytes_per_s
-        self._as_engine = as_engine
         self._ranges: Ranges = []
         self._at_most, self._equal = Rows(), Rows()
         flows = num_flows(actions)
@@ -159,7 +155,6 @@ class MixedProgram:
         self._aways: list[list[int]] = [[] for _ in range(num_slices)]
         self._used: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]  # beside plain bytes
         self._plain = [0.0] * num_slices
-        self._again: list[list[tuple[int, float]]] = [[] for _ in range(num_slices)]
         self._chunk_aways: dict[ChunkKey, list[int]] = {}
         self._parts: dict[ChunkKey, list[list[_Kind]]] = {}
         for chunk in self._lives:
@@ -181,9 +176,8 @@ class MixedProgram:
         """The rows of the device and of host memory."""
         cap, first = cap_bytes / self._byte_unit, len(self._at_most.limits)
         for at, plain in enumerate(self._plain):
-            again = self._again[at]
-            if plain > cap or (again and plain + 1 > cap):
-                self._at_most.add([*self._used[at], *again], cap - plain)
+            if plain > cap:
+                self._at_most.add(self._used[at], cap - plain)
         self._cap_rows = range(first, len(self._at_most.limits))
         if host_limit_bytes is not None:
             for aways in self._aways:
@@ -200,18 +194,15 @@ class MixedProgram:
         durations = range(self._num_slices)
         costs = dict.fromkeys(durations, 1.0)
         leaving = [out for outs in self._outs for out in outs]
-        if self._as_engine:  # no bound: one program for both aims is near enough
-            costs.update(dict.fromkeys(leaving, _MOVED_COST))
         least = minimise(costs, self._ranges, self._at_most, self._equal)
         if least is None:
             return None
         step = sum(least.values[at] for at in durations)
         per_limit = sum(least.per_limit[row] for row in self._cap_rows)
-        if not self._as_engine:
-            # more than the least by less than can be measured, or rounding leaves the second no solution
-            self._at_most.add([(at, 1.0) for at in durations], step * (1 + 1e-7) + 1e-7)
-            fewest = dict.fromkeys(leaving, 1.0)
-            least = minimise(fewest, self._ranges, self._at_most, self._equal) or least
+        # more than the least by less than can be measured, or rounding leaves the second no solution
+        self._at_most.add([(at, 1.0) for at in durations], step * (1 + 1e-7) + 1e-7)
+        fewest = dict.fromkeys(leaving, 1.0)
+        least = minimise(fewest, self._ranges, self._at_most, self._equal) or least
         return self._answer(least, step, -per_limit, compute_s, host, host_plain_s)
 
     def _answer(
@@ -322,13 +313,10 @@ class MixedProgram:
         up of that. after_half: of what is read again after the I of a split backward."""
         saved, row = 0.0, []
         for kind in kinds:
-            # of a recomputed block an engine's I leaves for the W what the plain block's W reads
             every = kind.block.w_bytes if after_half else kind.block.menu[0].saved_bytes
             saved += kind.num * every / self._byte_unit
             for column, level in kind.levels():
-                left = level.saved_bytes
-                if after_half:
-                    left = every if self._as_engine else min(left, every)
+                left = min(level.saved_bytes, every) if after_half else level.saved_bytes
                 row.append((column, (left - every) / self._byte_unit))
         column = self._column(None)
         self._ranges[column] = (None, None)
@@ -354,17 +342,12 @@ class MixedProgram:
         return sum(sign * nbytes for sign, (nbytes, _) in ranges), given
 
     def _add_recompute(self, life: Life, parts: Sequence[Sequence[_Kind]]) -> None:
-        """The seconds of recomputing in the slices that read, and the room that an engine needs before
-        them."""
+        """The seconds of recomputing in the slices that read."""
         first = self._first[life.last_read if life.half_read is None else life.half_read]
         for at, part in enumerate(reversed(parts), first):
             for kind in part:
                 for column, level in kind.levels():
                     self._seconds[at].append((column, level.recompute_s / self._time_unit))
-                    if self._as_engine and level.made_again_bytes and at:
-                        # one block is recomputed at a time
-                        room = level.made_again_bytes / kind.num / len(part) / self._byte_unit
-                        self._again[at - 1].append((column, room))
 
     def _kind(self, block: Block, count: int) -> _Kind:
         columns = [self._column(float(count)) for _ in block.menu[1:]]

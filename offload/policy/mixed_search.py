@@ -16,7 +16,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates
-from offload.policy.keeps import kept_peak_bytes, limit_keeps, tail_keeps
+from offload.policy.keeps import kept_peak_bytes, limit_keeps, short_lives_bytes, tail_keeps
 from offload.policy.levels import (
     Levels,
     alike,
@@ -25,25 +25,25 @@ from offload.policy.levels import (
     moved,
     num_leaving,
     path_of,
-    rounded,
     units_a_chunk,
 )
 from offload.policy.menu import Block, Host
 from offload.policy.mixed_bound import action_seconds, host_seconds
-from offload.policy.mixed_program import ChunkBlocks, MixedBound
+from offload.policy.mixed_program import ChunkBlocks
 from offload.policy.simulate import Simulation, simulate_within
 
 __all__ = ["MixedSearch", "MixtureProblem", "State", "Trial"]
 
 _MOST_RUNS = 8
 """Of chunks that a climb changes together."""
-_MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 250, 30, 65_000
+_MOST_TRIALS, _FEWEST_TRIALS, _UNIT_TRIALS = 330, 40, 85_000
 """Simulated steps, and units times them: about 0.5 s of host time."""
-_CLIMBS = 3
-_BOUND_PARTS = (1.0, 0.8)
-"""Of what a bound keeps, to start from: an engine has bytes in flight beside it."""
+_CLIMBS, _MOST_CLIMBS = 2, 6
+"""Starts that share the trials, and those that use what the first ones leave."""
 _KEEP_STARTS = (1.0, 0.6, 0.2)
 """Equal starts, of the most that fits beside nothing else."""
+_SHORT_LIVES_STARTS = (0.75, 0.4)
+"""Of the limit, what is kept of the chunks with the shortest lives."""
 _WINDOW_STARTS = (0.18, 0.32)
 """Restoring windows to start from, of the limit."""
 _WINDOW_REGIONS = 1.25
@@ -102,13 +102,16 @@ class MixedSearch:
         max_trials: int | None,
         rest: Callable[[], object] = int,
         patience: int = 1,
+        most_s: float = math.inf,
     ) -> None:
-        """rest: called before each simulated step. patience: without `max_trials`, so many times as many."""
+        """rest: called before each simulated step. patience: without `max_trials`, so many times as many.
+        most_s: a step that takes longer is of no use."""
         self.best: Trial | None = None
         self._here: Trial | None = None  # where a climb is
         self._by_levels: dict[tuple[Levels, ...], Trial] = {}
         self.num_trials = 0
-        self._problem = problem
+        self._most_s = most_s
+        self.problem = problem
         self._rest = rest
         self._chunks = [action.chunk for action in problem.actions if action.kind == "F"]
         self._blocks = [tuple(problem.blocks[chunk]) for chunk in self._chunks]
@@ -160,23 +163,12 @@ class MixedSearch:
             for step in range(most_steps(chain.from_iterable(paths)), -1, -1):
                 yield tuple(alike(own, step) for own in paths)
 
-    def try_bound(self, bound: MixedBound) -> None:
-        """The bound's levels, rounded, keeping what it keeps."""
-        levels = tuple(
-            rounded(own, bound.given_bytes[chunk])
-            for chunk, own in zip(self._chunks, self._blocks, strict=True)
-        )
-        for part in _BOUND_PARTS:
-            kept = tuple(part * bound.kept_bytes[chunk] for chunk in self._chunks)
-            for window in self._windows(levels):
-                self.try_state(self._start(levels, kept, window))
-
-    def try_equal_amounts(self, levels: tuple[Levels, ...]) -> None:
-        """Keep equal parts of all chunks."""
+    def try_amounts(self, levels: tuple[Levels, ...]) -> None:
+        """Keep equal parts of all chunks, or most of those that are read soonest."""
         sizes = self._sizes(levels, (0,) * len(levels))
-        saved_limit = max(0, self._problem.limit_bytes - self._again_room(levels))
+        saved_limit = max(0, self.problem.limit_bytes - self._again_room(levels))
         most = dict.fromkeys(self._chunks, 0)
-        for key in limit_keeps(self._problem.actions, sizes, saved_limit, 0, 0):
+        for key in limit_keeps(self.problem.actions, sizes, saved_limit, 0, 0):
             most[key.chunk] += sizes[key.chunk][key.position].nbytes
         windows = self._windows(levels)
         total = [self._saved(at, own) for at, own in enumerate(levels)]
@@ -187,11 +179,15 @@ class MixedSearch:
             for window in windows:
                 kept = tuple(part * most[chunk] for chunk in self._chunks)
                 self.try_state(self._start(levels, kept, window))
+        for part in _SHORT_LIVES_STARTS:
+            short = short_lives_bytes(self.problem.actions, sizes, part * saved_limit)
+            kept = tuple(float(short[chunk]) for chunk in self._chunks)
+            self.try_state(self._start(levels, kept, windows[1]))
 
     def _start(self, levels: tuple[Levels, ...], kept: tuple[float, ...], window: float) -> State:
         """To start from, with little computed again twice: as much is left as has room where most chunks are
         between their halves."""
-        limit_bytes = self._problem.limit_bytes
+        limit_bytes = self.problem.limit_bytes
         room = min(self._most_half_bytes, _LEFT_PART * limit_bytes / max(1, self._most_between))
         return State(levels, kept, window, limit_bytes, again_room_bytes=room)
 
@@ -203,7 +199,7 @@ class MixedSearch:
         )
         return [
             _WINDOW_REGIONS * region_bytes,
-            *(part * self._problem.limit_bytes for part in _WINDOW_STARTS),
+            *(part * self.problem.limit_bytes for part in _WINDOW_STARTS),
         ]
 
     def _pairs(self, levels: tuple[Levels, ...]) -> Iterator[tuple[Block, int]]:
@@ -217,21 +213,22 @@ class MixedSearch:
         nothing = (0.0,) * len(self._chunks)
         for levels, kept in ((plain, everything), (last, nothing), (plain, nothing)):
             if self.best is None or self.best.score[0] > 0:
-                self.try_state(State(levels, kept, 0.0, self._problem.limit_bytes))
+                self.try_state(State(levels, kept, 0.0, self.problem.limit_bytes))
 
     def climb(self) -> None:
         """Change the best states of different levels while that helps, all chunks alike and then each run of
-        them, each state with its part of the trials."""
+        them."""
         every = range(len(self._chunks))
         # a long step's chunks in runs: one alone changes little
         run = math.ceil(len(every) / _MOST_RUNS) or 1
         found = sorted(self._by_levels.values(), key=lambda trial: trial.score)
         one_level = [trial for trial in found if len({at for own in trial.state.levels for at in own}) < 2]
         # a mixture is to be no worse than any plan that has all blocks at one level
-        starts = [*dict.fromkeys([*found[: _CLIMBS - 1], *one_level[:1], *found[_CLIMBS - 1 :]])][:_CLIMBS]
-        for left, start in zip(range(len(starts), 0, -1), starts, strict=True):
+        starts = dict.fromkeys([*found[: _CLIMBS - 1], *one_level[:1], *found[_CLIMBS - 1 :]])
+        for number, start in enumerate([*starts][:_MOST_CLIMBS]):
             self._here = start
-            self._stop_at = self.num_trials + (self._most_trials - self.num_trials) // left
+            left = self._most_trials - self.num_trials
+            self._stop_at = self.num_trials + left // max(1, _CLIMBS - number)
             for runs, steps in (
                 ([every], _STEPS),
                 ([every[at : at + run] for at in every[::run]], _STEPS[1:]),
@@ -243,13 +240,13 @@ class MixedSearch:
     def try_state(self, state: State) -> bool:
         """Simulate the state unless it was before, cannot be better, or the trials are used up; True if it is
         better than where the climb is."""
-        problem = self._problem
+        problem = self.problem
         if self.num_trials >= self._stop_at:
             return False
         leaving = self._leaving(state)
         best = self._here or self.best
         least_s = self._plain_s + self._recompute_s(state.levels, leaving)
-        if best is not None and best.score[0] == 0 and least_s > best.score[1]:
+        if least_s > self._most_s or (best is not None and best.score[0] == 0 and least_s > best.score[1]):
             return False
         sizes = self._sizes(state.levels, leaving)
         room = round(min(max(state.window_bytes, 0.0), state.limit_bytes))
@@ -267,7 +264,7 @@ class MixedSearch:
         here = self._here
         result = simulate_within(
             # what differs by rounding alone is equal
-            here.score[1] * (1 + 1e-6) if here is not None and here.score[0] == 0 else math.inf,
+            here.score[1] * (1 + 1e-6) if here is not None and here.score[0] == 0 else self._most_s,
             problem.actions,
             sizes,
             self._compute_s,
@@ -315,7 +312,7 @@ class MixedSearch:
 
     def _try_window(self, change: float) -> bool:
         state = self._state
-        window = state.window_bytes + change * self._problem.limit_bytes / 2
+        window = state.window_bytes + change * self.problem.limit_bytes / 2
         return self.try_state(state._replace(window_bytes=window))
 
     def _try_half_room(self, change: float) -> bool:

@@ -1,50 +1,37 @@
 """The plan of a mixture: at which level each block of each chunk runs, how much of each chunk's end stays,
 and how far ahead to fetch.
 
-The linear program says what to give up, in fractions. An engine takes a whole level for each block, groups in
-their order and a window. So fractions are rounded, the error carried from block to block, and the step is
-simulated; so is every block at one level, and the best of them is changed a little at a time while the
-simulated step gets shorter. One invariant: a plan is a pure function of its numbers, and it fits the limit
-wherever any of the tried ones does.
+An engine takes a whole level for each block, groups in their order and a window. Steps with every block at
+one level are simulated, and the best of them are changed a little at a time while the simulated step gets
+shorter. No linear program is solved for a plan; `MixedPlan.bound` solves one, to say how near the plan comes.
+One invariant: a plan is a pure function of its numbers, and it fits the limit wherever any of the tried ones
+does.
 
 The limit is for saved bytes and for what a recompute makes again beside them, which takes room of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
 
 from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
 from offload.policy.keeps import left_peak_bytes
 from offload.policy.levels import Levels, groups_at, num_leaving
 from offload.policy.menu import Host
-from offload.policy.mixed_bound import least_mixed_step
-from offload.policy.mixed_program import ChunkBlocks, MixedBound, num_flows
+from offload.policy.mixed_bound import action_seconds, least_mixed_step
+from offload.policy.mixed_program import ChunkBlocks, MixedBound
 from offload.policy.mixed_search import MixedSearch, MixtureProblem, State
 from offload.policy.simulate import Simulation
 
 __all__ = ["MixedPlan", "cheapest_mixture", "choose_mixture", "scaled"]
 
-_BISECTIONS = 12
-
-
-class _Start(NamedTuple):
-    """A program to start the search from: with a part of the link and of the limit. An engine moves whole
-    groups, with room for those in flight, so plans that move a little less than the bound's stall less."""
-
-    link: float
-    limit: float
-
-
-_STARTS = tuple(_Start(*start) for start in ((0.8, 0.85), (0.8, 0.7), (1.0, 0.7), (0.6, 1.0), (1.0, 0.9)))
-_FEW_FLOWS = 1000
-"""Of a longer step one start is solved: a program takes as long as many trials."""
-_SCALED_STARTS = (_Start(0.8, 0.8),)
-_SCALED_TRIALS = 8
-_BOUND_SLICES = 1
-"""Of an action, in the bounds that a choice takes: a stage's figures are the same with more."""
+_BISECTIONS = 8
+_BISECTION_TRIALS = 30
+"""Of a plan that only says whether a limit is too small."""
+_SCALED_TRIALS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +57,29 @@ class MixedPlan:
     predicted: Simulation
     host_s: float
     """Host seconds of the step; 0 where no host was given."""
-    bound: MixedBound
-    """The least that any engine would take under the limit."""
     num_trials: int
     """Simulated steps that the choice took."""
     problem: MixtureProblem
     """What was asked."""
+
+    @property
+    def plain_s(self) -> float:
+        """Compute of the step with nothing recomputed or moved."""
+        return sum(action_seconds(self.problem.actions, self.problem.blocks, self.problem.rest_s))
+
+    def bound(self, limit_bytes: int | None = None) -> MixedBound:
+        """Least step of any engine under another limit, or under the plan's. Blocks the host: for about 0.1
+        s. Raises ImportError without scipy (extra `plan`)."""
+        problem = self.problem
+        return least_mixed_step(
+            problem.actions,
+            problem.blocks,
+            problem.rates,
+            problem.limit_bytes if limit_bytes is None else limit_bytes,
+            rest_s=problem.rest_s,
+            host=problem.host,
+            host_limit_bytes=problem.host_limit_bytes,
+        )
 
     @property
     def predicted_step_s(self) -> float:
@@ -137,21 +141,28 @@ def choose_mixture(
     patience: int = 1,
     known: Sequence[MixedPlan] = (),
     rest: Callable[[], object] = int,
+    most_s: float = math.inf,
 ) -> MixedPlan:
     """The plan with the shortest simulated step that fits; of equal ones, that which moves fewest bytes.
 
     The first arguments are those of `least_mixed_step`. limit_bytes: the device's memory less weights,
         gradients and the working set of plain blocks.
     max_trials: steps to simulate at most; None for as many as about 0.5 s of host time allow, `patience`
-        times. Most searches have found what they can after 4 times 0.5 s.
+        times.
     known: plans of the same step for other limits. What fits less fits more, so with them a larger limit
         never gives a longer predicted step.
     rest: called between parts of the choice, of some ms each: for one that is made beside other work.
+    most_s: slower plans are of no use, so one that fits may be missed.
 
-    Raises ValueError for numbers that cannot be, ImportError without scipy (extra `bench`).
+    Raises ValueError for numbers that cannot be.
     """
     if max_trials is not None and max_trials < 1:
         raise ValueError(f"max_trials is {max_trials}; give 1 or more, or None")
+    if limit_bytes < 0:
+        raise ValueError(
+            f"limit_bytes is {limit_bytes:,}, less than 0: weights and working set alone do not fit; raise "
+            "the device limit"
+        )
     problem = MixtureProblem(
         actions=tuple(actions),
         blocks=blocks,
@@ -161,7 +172,15 @@ def choose_mixture(
         host=host,
         host_limit_bytes=host_limit_bytes,
     )
-    return _choose(problem, max_trials, known, _STARTS, rest, patience)
+    search = MixedSearch(problem, max_trials, rest, patience, most_s)
+    for plan in known:
+        search.try_state(_state_of(plan, search.chunks, min(plan.saved_limit_bytes, limit_bytes)))
+    search.try_ends()
+    if not search.is_over:
+        for levels in search.uniform():
+            search.try_amounts(levels)
+        search.climb()
+    return _plan_of(search)
 
 
 def cheapest_mixture(
@@ -177,47 +196,33 @@ def cheapest_mixture(
     patience: int = 1,
     rest: Callable[[], object] = int,
 ) -> MixedPlan:
-    """Without a limit: the plan for the least limit whose bound is at most `most_slower` above the step that
-    gives up nothing. Its own predicted step may be a little longer than that. Raises as `choose_mixture`."""
+    """Without a limit: the plan of the least limit, within 1/256 of what all saves, whose predicted step is
+    at most `most_slower` above that which gives up nothing. Raises as `choose_mixture`."""
     if most_slower < 0:
         raise ValueError(f"most_slower is {most_slower}; give 0 or more")
-
-    def least_s(cap_bytes: int) -> float:
-        rest()
-        return least_mixed_step(
-            actions,
-            blocks,
-            rates,
-            cap_bytes,
-            rest_s=rest_s,
-            host=host,
-            host_limit_bytes=host_limit_bytes,
-            slices=_BOUND_SLICES,
-        ).step_s
-
+    choose = partial(
+        choose_mixture,
+        actions,
+        blocks,
+        rates,
+        rest_s=rest_s,
+        host=host,
+        host_limit_bytes=host_limit_bytes,
+        rest=rest,
+    )
     enough = sum(block.menu[0].saved_bytes for own in blocks.values() for block in own)
-    most_s = least_s(enough) * (1 + most_slower)
-    too_little = -1
+    found = choose(enough, max_trials=1)
+    most_s, too_little = found.predicted_step_s * (1 + most_slower), -1
     for _ in range(_BISECTIONS):
         middle = (too_little + enough) // 2
         if enough - too_little <= 1:
             break
-        if least_s(middle) <= most_s:
-            enough = middle
+        plan = choose(middle, max_trials=_BISECTION_TRIALS, known=[found], most_s=most_s)
+        if plan.fits and plan.predicted_step_s <= most_s:
+            enough, found = middle, plan
         else:
             too_little = middle
-    return choose_mixture(
-        actions,
-        blocks,
-        rates,
-        enough,
-        rest_s=rest_s,
-        host=host,
-        host_limit_bytes=host_limit_bytes,
-        max_trials=max_trials,
-        patience=patience,
-        rest=rest,
-    )
+    return choose(enough, max_trials=max_trials, patience=patience, known=[found])
 
 
 def scaled(plan: MixedPlan, factors: Mapping[ChunkKey, float]) -> MixedPlan:
@@ -228,57 +233,27 @@ def scaled(plan: MixedPlan, factors: Mapping[ChunkKey, float]) -> MixedPlan:
         chunk: [block.scaled(factors[chunk]) for block in own] if chunk in factors else own
         for chunk, own in problem.blocks.items()
     }
-    return _choose(replace(problem, blocks=blocks), _SCALED_TRIALS, (), _SCALED_STARTS)
-
-
-def _choose(
-    problem: MixtureProblem,
-    max_trials: int | None,
-    known: Sequence[MixedPlan],
-    starts: Sequence[_Start],
-    rest: Callable[[], object] = int,
-    patience: int = 1,
-) -> MixedPlan:
-    def bound_of(start: _Start, **options: Any) -> MixedBound:
-        rest()
-        link = replace(
-            problem.rates,
-            d2h_bytes_per_s=problem.rates.d2h_bytes_per_s * start.link,
-            h2d_bytes_per_s=problem.rates.h2d_bytes_per_s * start.link,
-            duplex_bytes_per_s=problem.rates.together_bytes_per_s * start.link,
-        )
-        return least_mixed_step(
-            problem.actions,
-            problem.blocks,
-            link,
-            round(problem.limit_bytes * start.limit),
-            rest_s=problem.rest_s,
-            host=problem.host,
-            host_limit_bytes=problem.host_limit_bytes,
-            **options,
-        )
-
-    bound = bound_of(_Start(1.0, 1.0), slices=_BOUND_SLICES)
-    search = MixedSearch(problem, max_trials, rest, patience)
-    for plan in known:
-        search.try_state(
-            State(
-                tuple(plan.levels[chunk] for chunk in search.chunks),
-                tuple(plan.kept_bytes[chunk] for chunk in search.chunks),
-                float(plan.restoring_room_bytes),
-                min(plan.saved_limit_bytes, problem.limit_bytes),
-                float(plan.half_room_bytes),
-                float(plan.again_room_bytes),
-            )
-        )
+    search = MixedSearch(replace(problem, blocks=blocks), _SCALED_TRIALS)
+    kept = {chunk: nbytes * factors.get(chunk, 1.0) for chunk, nbytes in plan.kept_bytes.items()}
+    search.try_state(_state_of(replace(plan, kept_bytes=kept), search.chunks, problem.limit_bytes))
     search.try_ends()
-    if not search.is_over:
-        few = num_flows(problem.actions) > _FEW_FLOWS
-        for start in starts[:1] if few else starts:
-            search.try_bound(bound_of(start, slices=_BOUND_SLICES, as_engine=True))
-        for levels in search.uniform():
-            search.try_equal_amounts(levels)
-        search.climb()
+    search.climb()
+    return _plan_of(search)
+
+
+def _state_of(plan: MixedPlan, chunks: Sequence[ChunkKey], limit_bytes: int) -> State:
+    """What the plan does, to start from."""
+    return State(
+        tuple(plan.levels[chunk] for chunk in chunks),
+        tuple(plan.kept_bytes[chunk] for chunk in chunks),
+        float(plan.restoring_room_bytes),
+        limit_bytes,
+        float(plan.half_room_bytes),
+        float(plan.again_room_bytes),
+    )
+
+
+def _plan_of(search: MixedSearch) -> MixedPlan:
     trial = search.best
     assert trial is not None
     state = trial.state
@@ -292,7 +267,6 @@ def _choose(
         fits=trial.score[0] == 0,
         predicted=trial.result,
         host_s=trial.host_s,
-        bound=bound,
         num_trials=search.num_trials,
-        problem=problem,
+        problem=search.problem,
     )

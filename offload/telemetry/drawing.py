@@ -34,8 +34,8 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "a plot needs matplotlib, which is not installed; install the extra `plot`: "
-            "pip install 'pipeline-offload[plot]'"
+            "a plot needs matplotlib, which is not installed: pip install matplotlib, or in a checkout "
+            "pip install '.[plot]'"
         ) from error
 
 

@@ -32,7 +32,7 @@ _TOTALS_GB = (16, 17, 18, 20, 22, 24, 26, 28, 32, 36, 40, 50, 60)
 
 
 def bound_lines(panels: Sequence[Panel]) -> Iterator[str]:
-    """The page's table. Raises ImportError without scipy (extra `bench`)."""
+    """The page's table. Raises ImportError without scipy (extra `plan`)."""
     yield f"| {BOUND} | " + " | ".join(f"{total} GB" for total in _TOTALS_GB) + " |"
     yield "|---" * (len(_TOTALS_GB) + 1) + "|"
     for panel in panels:

@@ -315,14 +315,14 @@ class OursAuto(Ours):
 
     @property
     def bound_ms(self) -> float | None:
-        plan = self._handle.explain().plan
-        return None if plan is None else plan.bound.step_s * 1e3
+        bound = self._handle.explain().bound
+        return None if bound is None else bound.step_s * 1e3
 
     def close(self) -> None:
         explained = self._handle.explain()
         self.notes["explained"] = str(explained)
         total = self.context.options.total_limit_bytes
-        if total is not None:
+        if total is not None and explained.bound is not None:
             bounds = [(round(total * part), explained.bound_ms(round(total * part))) for part in _BOUND_PARTS]
             self.notes["bounds"] = [pair for pair in bounds if pair[1] is not None]
         self._handle.remove()

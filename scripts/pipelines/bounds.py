@@ -34,7 +34,8 @@ def compute_seconds(
 def rank_bounds_ms(
     result: Mapping[str, Any], baseline: Mapping[str, Any] | None, links: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """Of one limited row. links: what each rank measured of its link. Raises ImportError without scipy."""
+    """Of one limited row. links: what each rank measured of its link.
+    Raises ImportError without scipy (extra `plan`)."""
     block = BlockFacts(**links[0]["block"])
     found = []
     for number, rank in enumerate(result["ranks"]):

@@ -17,7 +17,7 @@ from offload.groups import timed
 from offload.modules import auto_drift, auto_plan
 from offload.modules.beside import Beside
 from offload.modules.block_calls import Timing
-from offload.policy import mixed_search, mixture
+from offload.policy import mixed_search
 from offload.policy.actions import Rates
 from offload.policy.mixture import MixedPlan
 from tests.unit.groups.stack import build_manager, installed
@@ -88,7 +88,6 @@ def new_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Run]]
     """On a link of so many bytes a second, with a host that is ahead of the device. Plans may follow each
     other within 8 steps, looks within 2, and searches are short and waited for."""
     monkeypatch.setattr(Timing, "_is_paced", lambda timing, start: False)
-    monkeypatch.setattr(mixture, "_STARTS", mixture._STARTS[:1])
     monkeypatch.setattr(mixed_search, "_MOST_TRIALS", 40)
     monkeypatch.setattr(timed, "_MOST_TRIALS", 12)
     monkeypatch.setattr(auto_plan, "Beside", lambda calculate, waits: Beside(calculate, waits=True))
@@ -136,7 +135,9 @@ def test_where_the_link_comes_to_carry_half_the_plan_is_that_of_a_link_that_alwa
     assert len(run.plans) == 4
     assert slow.problem.rates.d2h_bytes_per_s == pytest.approx(RATE / 2)
     assert slow.problem.rates.h2d_bytes_per_s == pytest.approx(RATE / 2)
-    assert moved_and_recomputed(slow) == moved_and_recomputed(always.plans[-1])
+    settled = always.plans[-1]  # what it keeps may differ where that costs nothing
+    assert moved_and_recomputed(slow)[1] == moved_and_recomputed(settled)[1]
+    assert slow.predicted_step_s - slow.plain_s == pytest.approx(settled.predicted_step_s - settled.plain_s)
     assert moved_and_recomputed(slow)[0] < moved_and_recomputed(fast)[0]
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
+pytest.importorskip("scipy", reason="the bound needs scipy, an extra")
 pytest.importorskip("hypothesis")
 
 from hypothesis import given, settings
@@ -195,5 +195,5 @@ def test_a_cap_below_zero_says_that_the_weights_alone_do_not_fit() -> None:
 def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     work = [Work(Action("F", 0, 0), 1.0, 10), Work(Action("B", 0, 0), 1.0, 10)]
-    with pytest.raises(ImportError, match=r"pip install pipeline-offload\[bench\]"):
+    with pytest.raises(ImportError, match=r"pip install scipy, or in a checkout pip install '\.\[plan\]'"):
         least_step(work, H200, 5)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
+pytest.importorskip("scipy", reason="the bound needs scipy, an extra")
 
 from scipy import optimize
 

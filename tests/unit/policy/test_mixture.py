@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
-
 from offload.policy.actions import ChunkKey, Rates, one_f_one_b, parse_action
 from offload.policy.keeps import all_of, kept_peak_bytes, tail_keeps
 from offload.policy.levels import groups_at
@@ -55,6 +53,12 @@ def chosen(stage: Stage, limit_bytes: int, max_trials: int | None = None) -> Mix
     )
 
 
+def bound_s(plan: MixedPlan) -> float:
+    """Least step of any engine under the plan's limit."""
+    pytest.importorskip("scipy", reason="the bound needs scipy, an extra")
+    return plan.bound().step_s
+
+
 def test_a_plan_is_what_its_simulation_says_and_the_same_each_time() -> None:
     plan = chosen(W2, 13 * GB, max_trials=25)
     assert plan.predicted == played(W2, plan)
@@ -77,7 +81,7 @@ def test_w2_comes_near_the_bound_that_was_worked_out_for_it(total_gb: int, most:
     plan = chosen(W2, round((total_gb - 8.8) * GB))
     assert plan.fits
     assert plan.predicted_step_s <= most * W2.plain_s
-    assert plan.predicted_step_s <= 1.03 * plan.bound.step_s
+    assert plan.predicted_step_s <= 1.03 * bound_s(plan)
 
 
 def test_room_for_everything_gives_up_nothing() -> None:
@@ -96,7 +100,7 @@ def test_with_plans_of_smaller_limits_a_larger_one_never_takes_longer() -> None:
         )
     for smaller, larger in itertools.pairwise(known):
         assert larger.predicted_step_s <= smaller.predicted_step_s * (1 + 1e-6)
-        assert larger.bound.step_s <= smaller.bound.step_s * (1 + 1e-6)
+        assert bound_s(larger) <= bound_s(smaller) * (1 + 1e-6)
 
 
 def test_a_host_limit_holds() -> None:
@@ -110,8 +114,8 @@ def test_a_host_limit_holds() -> None:
 
 def test_without_a_limit_the_plan_frees_what_costs_under_a_hundredth() -> None:
     plan = cheapest_mixture(W2.actions, W2.blocks, H200, max_trials=25)
-    assert plan.bound.step_s <= 1.01 * plan.bound.compute_s * (1 + 1e-6)
-    assert plan.predicted_peak_bytes < 40 * GB  # of 88 GB
+    assert plan.predicted_step_s <= 1.01 * plan.plain_s
+    assert plan.predicted_peak_bytes < 45 * GB  # of 88 GB
     with pytest.raises(ValueError, match=r"most_slower is -1; give 0 or more"):
         cheapest_mixture(W2.actions, W2.blocks, H200, most_slower=-1)
 
@@ -121,7 +125,7 @@ def test_a_scaled_plan_fits_chunks_of_other_lengths() -> None:
     other = scaled(plan, {(0, m): 0.5 + m / 8 for m in range(8)})
     assert other.fits
     assert other.problem.blocks[0, 0][0].menu[0].saved_bytes == 2754 * MB // 2
-    assert other.predicted_step_s <= 1.06 * other.bound.step_s
+    assert other.predicted_step_s <= 1.06 * bound_s(other)
 
 
 def test_of_a_tiny_step_no_choice_of_levels_and_of_what_stays_is_better() -> None:
@@ -153,7 +157,7 @@ def test_of_a_tiny_step_no_choice_of_levels_and_of_what_stays_is_better() -> Non
                         best_s = min(best_s, result.step_s)
         plan = choose_mixture(actions, blocks, rates, limit)
         assert plan.fits
-        assert plan.bound.step_s <= best_s * (1 + 1e-6)
+        assert bound_s(plan) <= best_s * (1 + 1e-6)
         assert plan.predicted_step_s <= 1.03 * best_s
 
 
@@ -163,8 +167,8 @@ def assert_no_plan_for_blocks_alike_is_better(stage: Stage, part: float) -> None
     alike = alike_s(stage, limit, max_trials=100)
     assert plan.fits
     assert plan.predicted_peak_bytes <= limit
-    assert plan.bound.step_s <= plan.predicted_step_s * (1 + 1e-6)
-    assert plan.bound.step_s <= min(alike.values()) * (1 + 1e-6)
+    assert bound_s(plan) <= plan.predicted_step_s * (1 + 1e-6)
+    assert bound_s(plan) <= min(alike.values()) * (1 + 1e-6)
     assert plan.predicted_step_s <= 1.01 * min(alike.values())
 
 
@@ -194,7 +198,7 @@ def test_a_split_backward_keeps_for_its_weight_half_what_there_is_room_for() -> 
     slow = Rates(d2h_bytes_per_s=40, h2d_bytes_per_s=40)
     plan = choose_mixture(stage.actions, stage.blocks, slow, 700)
     assert plan.fits
-    assert plan.bound.step_s <= plan.predicted_step_s <= 1.15 * plan.bound.step_s
+    assert bound_s(plan) <= plan.predicted_step_s <= 1.15 * bound_s(plan)
     assert plan.predicted == played(stage, plan, slow)
     # what is computed again for an I is not computed again for its W
     assert plan.again_room_bytes > 0
@@ -209,11 +213,11 @@ def test_a_step_without_actions_or_blocks_has_a_plan() -> None:
     rest_s = {action: 1.0 for action in actions}
     bare = choose_mixture(actions, {(0, m): [] for m in range(3)}, H200, 0, rest_s=rest_s)
     assert (bare.predicted_step_s, bare.fits) == (6.0, True)
-    assert bare.bound.step_s == pytest.approx(6.0)
+    assert bound_s(bare) == pytest.approx(6.0)
 
 
 def test_numbers_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"max_trials is 0; give 1 or more, or None"):
         choose_mixture(W2.actions, W2.blocks, H200, 1, max_trials=0)
-    with pytest.raises(ValueError, match="cap_bytes is -1"):
+    with pytest.raises(ValueError, match="limit_bytes is -1"):
         choose_mixture(W2.actions, W2.blocks, H200, -1)

@@ -315,7 +315,7 @@ def some_keeps(draw: st.DataObject, sizes: dict[ChunkKey, list[GroupSize]]) -> K
 def test_no_simulated_step_is_under_the_bound(
     step: Step, limit: int, window: int, half_room: int, data: st.DataObject
 ) -> None:
-    pytest.importorskip("scipy", reason="the bound is an extra: pip install pipeline-offload[bench]")
+    pytest.importorskip("scipy", reason="the bound needs scipy, an extra")
     from offload.policy.bound import least_step
 
     actions, sizes, seconds, rates = step

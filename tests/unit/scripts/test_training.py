@@ -349,7 +349,7 @@ def test_a_picture_without_matplotlib_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"--plot .*pip install 'pipeline-offload\[plot\]'"):
+    with pytest.raises(ValueError, match=r"--plot .*pip install '\.\[plot\]'"):
         read_options(["--plot", str(tmp_path / "step.png")], ALONE)
 
 
