@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ from offload.modules.steps import Root, Steps
 from offload.modules.watermark import WatermarkRoot, marks_of
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
-from offload.sizes import optional_bytes
+from offload.sizes import argument_bytes
 
 __all__ = ["Applied", "activations", "apply", "infer_steps", "is_declined"]
 
@@ -61,9 +61,6 @@ logger = logging.getLogger(__name__)
 
 _LEAST_OF_ALL = 512
 """Elements that leave at least where all tensors do: 1,024 bytes of two each, as TRL's offloading has it."""
-
-_LEAST_BARE_BYTES = 1 << 20
-"""A limit that is a smaller number, without a unit, is taken for a slip."""
 
 _steps = Steps(marks.default_manager)
 _one_copy = OneCopyAtATime()
@@ -81,6 +78,22 @@ class Calls(Protocol):
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def leave(self, state: Any, output: Any, failed: bool) -> None: ...
+
+
+class _Arguments(TypedDict, total=False):
+    """What `apply` takes beside model and mode."""
+
+    blocks: str | Sequence[str] | None
+    modules: str | Sequence[str] | None
+    device_limit: int | str | None
+    host_limit: int | str | None
+    min_numel: int | None
+    device_total: int | str | None
+    high: int | str | None
+    low: int | str | None
+    host_reserve: int | str | None
+    no_recompute: str | Sequence[str] | None
+    recompute_differs: Literal["raise", "warn"]
 
 
 class Applied:
@@ -197,6 +210,7 @@ def apply(
     low: int | str | None = None,
     no_recompute: str | Sequence[str] | None = None,
     recompute_differs: Literal["raise", "warn"] = "raise",
+    host_reserve: int | str | None = None,
 ) -> Applied:
     """Offload what `model` saves for its backward, from its next forward on.
 
@@ -218,7 +232,7 @@ def apply(
     blocks: patterns of module names (fnmatch), such as "model.layers.*". None finds them: neighbours of one
         class in a ModuleList or Sequential.
     modules: patterns of modules inside blocks, such as ["*.self_attn", "*.mlp.act_fn"]: each is a group of
-        its own, and the rest of its block stays. For mode "groups".
+        its own, and the rest of its block stays. For mode "groups". With `blocks`, only those inside these.
     device_limit, host_limit: bytes, or text such as "8GB" or "500 MiB"; device_limit also "60%" of the GPU.
         As device_limit_bytes and host_limit_bytes of OffloadConfig: they hold for the process. Only "groups",
         "selective" and "auto" keep tensors on the device because a limit leaves room for them.
@@ -236,6 +250,8 @@ def apply(
     recompute_differs: what becomes of a recompute that gave other bits than its forward: "raise" is a
         RecomputeDiffersError before the optimizer's step or by the next step's end, "warn" a warning once a
         block. Compared are the first three calls of each block, then one in 61 of its class.
+    host_reserve: as host_reserve_bytes of OffloadConfig: bytes of host memory that are pinned now. Without
+        it the first steps pin, and what finds no host memory meanwhile stays on the device.
 
     Raises ValueError for anything that cannot be: no blocks, a pattern that matches nothing, modules that are
     applied already, a mode beside another that it excludes, a directory that cannot be written. Nothing has
@@ -259,7 +275,7 @@ def apply(
     _check_free(model, mode, hooked)
     total_bytes = _total_of(model, mode, device_total, device_limit)
     auto = _planner_here(before, total_bytes) if mode == "auto" else None
-    limited = _config_for(config, mode, device_limit, host_limit)
+    limited = _config_for(config, mode, device_limit, host_limit, host_reserve)
     if limited != config:
         _check_nothing_waits(before)
         marks.change_limits(limited)
@@ -326,7 +342,9 @@ def infer_steps(root: Root) -> None:
 
 
 @contextmanager
-def activations(model: nn.Module, mode: Mode | None = None, **arguments: Any) -> Iterator[Applied]:
+def activations(
+    model: nn.Module, mode: Mode | None = None, **arguments: Unpack[_Arguments]
+) -> Iterator[Applied]:
     """`apply` for the forwards inside; `remove` at the end. arguments: as `apply` takes them. A backward may
     come after the end."""
     handle = apply(model, mode, **arguments)
@@ -358,7 +376,20 @@ def _groups_of(
             f"modules={modules!r} with mode={mode!r}, which recomputes whole blocks; name them with blocks=, "
             "or use mode='groups'"
         )
-    return match_modules(model, modules, "modules")
+    found = match_modules(model, modules, "modules")
+    if blocks is None:
+        return found
+    inside = tuple(f"{name}." for named in _blocks_of(model, blocks).values() for name in named)
+    groups = {
+        group: {name: module for name, module in named.items() if f"{name}.".startswith(inside)}
+        for group, named in found.items()
+    }
+    if not all(groups.values()):
+        raise ValueError(
+            f"modules={modules!r} matches no module inside blocks={blocks!r}, of one pattern at least; leave "
+            "blocks out, or name blocks that have such modules"
+        )
+    return groups
 
 
 def _blocks_of(model: nn.Module, blocks: str | Sequence[str] | None) -> Blocks:
@@ -455,12 +486,11 @@ def _total_of(
             f"{type(model).__name__} checkpoints its layers itself, and mode='auto' chooses what to "
             "recompute; call gradient_checkpointing_disable() on the model first"
         )
-    total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
-    if total is None and isinstance(device_total, str) and device_total.strip().endswith("%"):
-        raise ValueError(
-            f"device_total is {device_total!r}: there is no GPU here to take it of; write bytes, as in '8GB'"
-        )
-    return optional_bytes(device_total, name="device_total", of_bytes=total)
+    return argument_bytes(device_total, name="device_total", of_bytes=_gpu_bytes())
+
+
+def _gpu_bytes() -> int | None:
+    return torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
 
 
 def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Auto | None:
@@ -485,28 +515,21 @@ def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Aut
 
 
 def _config_for(
-    config: OffloadConfig, mode: Mode, device_limit: int | str | None, host_limit: int | str | None
+    config: OffloadConfig,
+    mode: Mode,
+    device_limit: int | str | None,
+    host_limit: int | str | None,
+    host_reserve: int | str | None,
 ) -> OffloadConfig:
-    changes: dict[str, Any] = {}
-    total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
-    for name, limit, way_out in (
-        ("host_limit", host_limit, "a share is for device_limit alone"),
-        ("device_limit", None if total is not None else device_limit, "there is no GPU here to take it of"),
-    ):
-        if isinstance(limit, str) and limit.strip().endswith("%"):
-            raise ValueError(f"{name} is {limit!r}: {way_out}; write bytes, as in '8GB'")
-    for name, limit in (("device_limit", device_limit), ("host_limit", host_limit)):
-        if isinstance(limit, int) and 0 < limit < _LEAST_BARE_BYTES:
-            raise ValueError(
-                f"{name} is {limit!r}, which is {limit:,} bytes; write '{limit}GB', or '{limit}B' if so few "
-                "are meant"
-            )
-    device_bytes = optional_bytes(device_limit, name="device_limit", of_bytes=total)
-    host_bytes = optional_bytes(host_limit, name="host_limit")
-    if device_bytes is not None:
-        changes["device_limit_bytes"] = device_bytes
-    if host_bytes is not None:
-        changes["host_limit_bytes"] = host_bytes
+    no_share = "a share is for device_limit alone"
+    given = {
+        "device_limit_bytes": argument_bytes(
+            device_limit, name="device_limit", of_bytes=_gpu_bytes(), least=0
+        ),
+        "host_limit_bytes": argument_bytes(host_limit, name="host_limit", no_share=no_share),
+        "host_reserve_bytes": argument_bytes(host_reserve, name="host_reserve", least=0, no_share=no_share),
+    }
+    changes: dict[str, Any] = {name: nbytes for name, nbytes in given.items() if nbytes is not None}
     if mode == "disk" and config.disk_directory is None:
         changes["disk_directory"] = _UnaskedDirectory(tempfile.gettempdir())
     elif isinstance(config.disk_directory, _UnaskedDirectory) and not _uses_disk(mode):

@@ -7,7 +7,7 @@ where a name says elements. They may be given as text ("8GB"), and are held as w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from offload.described import described
 from offload.sizes import is_count, optional_bytes, parse_bytes
@@ -26,7 +26,10 @@ __all__ = [
 
 MIB = 1 << 20
 
-Mode = bool | str
+LEAST_DISK_BYTES = 16 * MIB
+"""What the disk's file has from the start: a directory that has no room for so much is refused."""
+
+Mode = bool | Literal["groups", "legacy", "disk", "hidden_states", "selective", "auto", "watermark"]
 MODES: tuple[Mode, ...] = (
     False,
     "groups",
@@ -151,7 +154,8 @@ class OffloadConfig:
     device. Captured graphs stay in host memory."""
 
     disk_limit_bytes: int | None = None
-    """The largest size of that file. None: all that the file system has free, but a twentieth of its size."""
+    """The largest size of that file, 16 MiB at least. None: all that the file system has free, but a
+    twentieth of its size."""
 
     disk_ahead_bytes: int | None = None
     """Window over coming reads, in bytes: what lies in it is read from the file before the copy to the device
@@ -206,7 +210,8 @@ class OffloadConfig:
             "disk_limit_bytes",
             "disk_ahead_bytes",
         ):
-            object.__setattr__(self, name, optional_bytes(getattr(self, name), name=name))
+            least = LEAST_DISK_BYTES if name == "disk_limit_bytes" else 0
+            object.__setattr__(self, name, optional_bytes(getattr(self, name), name=name, least=least))
         directory = self.disk_directory
         if directory is not None and (not isinstance(directory, str) or not directory):
             raise ValueError(

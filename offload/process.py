@@ -110,6 +110,8 @@ def change_limits(config: OffloadConfig) -> GroupsManager:
 
 def _new_manager(engine: OffloadEngine, print_summary: bool, process_group: Any) -> GroupsManager:
     new = manager_type(engine, print_summary=print_summary, process_group=process_group)
+    if manager is not None:
+        new.ledgers.take_over(manager.ledgers)
     close_manager()
     put_manager(new)
     # pieces go whole, and what was reserved stays

@@ -23,9 +23,9 @@ _NO_MANAGER = (
     "nothing is offloaded: there is no manager in this process. Call offload.apply(model), or "
     "offload.configure() and marks"
 )
-_REPLACED = (
-    "these figures end where configure() or a reset replaced or closed the manager that they are of; "
-    "offload.report() has those since"
+_CLOSED = (
+    "these figures end where the manager that they are of was closed or reset; offload.report() has those "
+    "since"
 )
 
 
@@ -159,15 +159,16 @@ class ReportStart:
     """
 
     def __init__(self, manager: GroupsManager, since: str) -> None:
-        self._manager = manager
         self._since = since
         self._ledger = manager.new_ledger()
 
     def report(self, *, gather: bool = False, process_group: dist.ProcessGroup | None = None) -> Report:
-        """As `offload.report`, since this point in time. Where `configure` has replaced the manager since, it
-        says so: the figures end there."""
-        found = _report(self._manager, self._ledger, self._since, gather, process_group)
-        return found if existing_manager() is self._manager else replace(found, remark=_REPLACED)
+        """As `offload.report`, since this point in time, whatever `configure` has changed since. Where the
+        manager was closed, it says so: the figures end there."""
+        manager = existing_manager()
+        found = _report(manager, self._ledger, self._since, gather, process_group)
+        counts = manager is not None and self._ledger in manager.ledgers
+        return found if counts else replace(found, remark=_CLOSED)
 
 
 def report(*, gather: bool = False, process_group: dist.ProcessGroup | None = None) -> Report:

@@ -11,6 +11,11 @@ from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
 _imposed: weakref.WeakKeyDictionary[OffloadEngine, Contributor] = weakref.WeakKeyDictionary()
 
 
+def exactly(nbytes: int | str | None) -> str | None:
+    """A size argument of `apply`: so few bytes are meant."""
+    return f"{nbytes}B" if isinstance(nbytes, int) else nbytes
+
+
 def caps_of(engine: OffloadEngine) -> dict[str, Any]:
     """Every cap of the engine, and which are named."""
     names = [name for name in type(engine.limits).__annotations__ if name != "watchers"]

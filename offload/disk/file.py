@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload.config import LEAST_DISK_BYTES
 from offload.memory.free_ranges import FreeRanges, round_up
 from offload.memory.growth import PAGE_BYTES
 
@@ -32,9 +33,6 @@ logger = logging.getLogger(__name__)
 GROWTH_BYTES = 256 << 20
 """What the file grows by: 40 ms of a disk that writes 7 GB/s, so asking the file system is no part of the
 cost."""
-
-FIRST_BYTES = 16 << 20
-"""What the file has from the start: a directory that has no room for so much is refused."""
 
 KEPT_SHARE = 20
 """Without a limit of its own, the file leaves one part in so many of the file system to others."""
@@ -97,12 +95,12 @@ class SpillFile:
             ) from error
         self._close = weakref.finalize(self, os.close, self._number)
         try:
-            self.grow(FIRST_BYTES)
+            self.grow(LEAST_DISK_BYTES)
             self._try()
         except OSError as error:
             self.close()
             raise ValueError(
-                f"disk_directory {directory!r} ({self.file_system}) cannot hold {FIRST_BYTES:,} bytes: "
+                f"disk_directory {directory!r} ({self.file_system}) cannot hold {LEAST_DISK_BYTES:,} bytes: "
                 f"{error.strerror}; free some space there, or give another directory"
             ) from error
 
@@ -110,13 +108,13 @@ class SpillFile:
         """Allocate `nbytes` more at the end. Raises OSError (ENOSPC) where the limit or the file system has
         no room for them; the size is as before then."""
         limit, found = self._limit_bytes, os.fstatvfs(self._number)
-        room = found.f_bavail * found.f_frsize
+        room, of = found.f_bavail * found.f_frsize, "of the file system"
         if limit is None:
             room -= found.f_blocks * found.f_frsize // KEPT_SHARE
-        else:
-            room = min(room, limit - self.nbytes)
+        elif limit - self.nbytes < room:
+            room, of = limit - self.nbytes, f"of disk_limit_bytes={limit:,}"
         if nbytes > room:
-            raise OSError(errno.ENOSPC, f"No space left for {nbytes:,} bytes, {max(0, room):,} are free")
+            raise OSError(errno.ENOSPC, f"No space left for {nbytes:,} bytes, {max(0, room):,} are free {of}")
         os.posix_fallocate(self._number, self.nbytes, nbytes)
         self.nbytes += nbytes
 

@@ -71,7 +71,7 @@ class GroupsManager(OpenScopes, Client):
         self._compile_report = CompileReport()
         self._ended: SeenStep | None = None  # what the step that ends was seen to do
         self.last_step: SeenStep | None = None  # the same of the one that has ended
-        self._ledgers = GroupLedgers(self.engine)
+        self.ledgers = GroupLedgers(self.engine)
         self.ledger = self.new_ledger()  # since the manager was built
         self.ends_by_hand = 0  # calls of `step_end`
         self._inferred_ends = 0
@@ -156,7 +156,7 @@ class GroupsManager(OpenScopes, Client):
     def new_ledger(self) -> Ledger:
         """Figures of the steps that end from now on, for as long as the caller holds it. The next step is
         looked at closely, to say why tensors can never leave: each of its saves is judged twice."""
-        return self._ledgers.new()
+        return self.ledgers.new()
 
     # -- set up ----------------------------------------------------------------------------------------------
     def reserve_host(self, nbytes: int, *, measure: bool = True) -> None:
@@ -331,7 +331,7 @@ class GroupsManager(OpenScopes, Client):
         if self.ends_by_hand and not guessed:
             self.mark_report.optimizer_stepped(len(self._forward_order))
         if not (self._forward_order or guessed):
-            self._ledgers.step_is_whole()
+            self.ledgers.step_is_whole()
         if by_hand or not self._forward_order or self.engine.device.is_capturing():
             return
         self._infers_end, self.end_was_guessed = True, guessed
@@ -354,9 +354,9 @@ class GroupsManager(OpenScopes, Client):
         if self.do_offload:
             by_hand = self._forwards_by_hand or self._announced
             models = {handler: None if by_hand else handler.id.stage for handler in handlers}
-            self.mark_report.end_step(models, self._ledgers.survey, is_warmup=self.is_warmup)
+            self.mark_report.end_step(models, self.ledgers.survey, is_warmup=self.is_warmup)
         for handler in handlers:
-            self._ledgers.count(handler.groups)
+            self.ledgers.count(handler.groups)
         seconds = self._clock.end_step()
         figures = self.engine.end_saves(self._ending(handlers))
         for handler in handlers:
@@ -367,7 +367,7 @@ class GroupsManager(OpenScopes, Client):
         return figures
 
     def _before_reset(self, handler: ChunkGroups) -> None:
-        self._ledgers.count(handler.groups)
+        self.ledgers.count(handler.groups)
 
     def _ending(self, handlers: list[ChunkGroups]) -> list[SavedChunk]:
         """The chunks whose tensors are dropped at this end: all, less what an inferred one carries over."""
@@ -394,7 +394,7 @@ class GroupsManager(OpenScopes, Client):
                 self._planner.pass_over(seen)
             planned = self.do_offload and self._planner.after_step(seen)
             live_bytes = self._planner.live_peak_bytes if self.do_offload else None
-            self._ledgers.write(stats, live_bytes, ran=bool(seen.chunks), guessed=self.end_was_guessed)
+            self.ledgers.write(stats, live_bytes, ran=bool(seen.chunks), guessed=self.end_was_guessed)
             self._forget_step()
         # where ends are inferred nobody asked for a table, and one rank's end waits for no other rank's
         if planned and self.print_summary and not self._infers_end:

@@ -130,6 +130,13 @@ class GroupLedgers:
             self.survey = Survey(self._engine)
         return ledger
 
+    def take_over(self, other: GroupLedgers) -> None:
+        """Whoever holds one of `other` gets the figures of steps of these groups from now on."""
+        self._ledgers |= other._ledgers
+
+    def __contains__(self, ledger: Ledger) -> bool:
+        return ledger in self._ledgers
+
     def count(self, groups: Iterable[Group]) -> None:
         """Add what these groups have saved to the step that ends."""
         for name, figures in group_figures(groups).items():

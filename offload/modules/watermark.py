@@ -20,7 +20,7 @@ from offload.engine import OffloadEngine
 from offload.groups.manager import GroupsManager
 from offload.modules.root import ModelRoot
 from offload.modules.steps import Steps
-from offload.sizes import optional_bytes
+from offload.sizes import argument_bytes
 from offload.spill.config import MIB, ActivationConfig
 from offload.spill.hooks import ActivationHookContext
 from offload.spill.runtime import ActivationRuntime
@@ -62,8 +62,8 @@ def marks_of(
             "device's memory comes to a mark: give the mark, high=, and no limit"
         )
     total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
-    high_bytes = optional_bytes(high, name="high", of_bytes=total)
-    low_bytes = optional_bytes(low, name="low", of_bytes=total)
+    high_bytes = argument_bytes(high, name="high", of_bytes=total)
+    low_bytes = argument_bytes(low, name="low", of_bytes=total)
     if high_bytes is None:
         if total is None:
             raise ValueError(
@@ -71,11 +71,6 @@ def marks_of(
                 "saved tensors at which they begin to leave, as in high='8GB'"
             )
         high_bytes = total * _HIGH_PERCENT // 100
-    if total is not None and high_bytes > total:
-        raise ValueError(
-            f"high is {high_bytes:,} bytes and the GPU has {total:,}: it would be full before anything left; "
-            "give a mark below that, as in high='90%'"
-        )
     if low_bytes is None:
         low_bytes = int(high_bytes * _LOW_SHARE)
     if not 0 < low_bytes <= high_bytes:

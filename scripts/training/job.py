@@ -61,11 +61,11 @@ class Job:
         for module in self.modules.values():
             self.manager.register_parameters(module)
         if options.marks is not None:
-            high, low = options.marks
+            high, low = (None if mark is None else f"{mark}B" for mark in options.marks)
             for module in self.modules.values():
                 apply(module, mode="watermark", high=high, low=low, min_numel=options.min_elements)
         if options.auto:
-            total = options.device_total_bytes
+            total = None if options.device_total_bytes is None else f"{options.device_total_bytes}B"
             for module in self.modules.values():
                 # named: a stage of one layer has no neighbours to find it by
                 apply(

@@ -159,7 +159,7 @@ def _spread(spread: str, rank: int, mesh: DeviceMesh, *, alone: bool = False) ->
     plain = _train(SPREAD[spread](_build(), mesh), seed)
     with new_manager(), forced(rank, alone=alone) as chosen:
         model = SPREAD[spread](_build(), mesh)
-        handle = offload.apply(model, "auto", min_numel=1, device_total=1_000_000 - rank)
+        handle = offload.apply(model, "auto", min_numel=1, device_total=f"{1_000_000 - rank}B")
         ours = _train(model, seed)
         plan = handle.explain().plan
         # a model's chunks are numbered after those of models that are alive, and when a dropped one is

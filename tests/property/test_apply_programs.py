@@ -64,7 +64,7 @@ def compare(program: Program) -> Counter[str]:
     with installed(built) as manager:
         assert manager is not None
         before = manager.engine.config
-        total = {"device_total": program.limit} if program.mode == "auto" else {}
+        total = {"device_total": f"{program.limit}B"} if program.mode == "auto" else {}
         handle = offload.apply(ours.model, program.mode, min_numel=program.min_numel, **total)
         ours.before_step = partial(change_plan, handle, program.seed)
         ours.play()

@@ -113,7 +113,7 @@ def test_a_report_can_begin_later_and_counts_from_there(manager: PipelineOffload
     assert str(start.report()).startswith("offload report: 3 steps since apply, on a simulated link")
 
 
-def test_a_report_since_a_point_before_configure_says_that_its_figures_end_there() -> None:
+def test_a_report_whose_manager_was_closed_says_that_its_figures_end_there() -> None:
     with installed(build_manager()) as manager:
         assert manager is not None
         start = ReportStart(manager, "apply")
@@ -121,7 +121,7 @@ def test_a_report_since_a_point_before_configure_says_that_its_figures_end_there
         assert start.report().remark == ""
     found = start.report()
     assert found.total.steps == 2
-    assert "replaced or closed the manager that they are of; offload.report() has those since" in str(found)
+    assert "the manager that they are of was closed or reset; offload.report() has those since" in str(found)
 
 
 def test_what_can_never_leave_is_counted_by_reason_in_the_first_step_only(

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload.disk.file import FIRST_BYTES, GROWTH_BYTES, Extents, SpillFile
+from offload.config import LEAST_DISK_BYTES as FIRST_BYTES
+from offload.config import OffloadConfig
+from offload.disk.file import GROWTH_BYTES, Extents, SpillFile
 
 PAGE = 4096
 
@@ -102,7 +104,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(
 def test_a_directory_without_space_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
-        match=r"cannot hold 16,777,216 bytes: No space left for 16,777,216 bytes, 5 are free; free some",
+        match=r"cannot hold 16,777,216 bytes: No space left for 16,777,216 bytes, 5 are free of disk_lim",
     ):
         SpillFile(str(tmp_path), limit_bytes=5)
     assert [*tmp_path.iterdir()] == []
@@ -209,3 +211,11 @@ def test_giving_back_does_not_wait_for_a_growth_of_the_file(tmp_path: Path) -> N
     with extents._lock:  # as `take` holds it while the file grows
         extents.give_back(extent)
     assert extents.lent_bytes == 0
+
+
+@pytest.mark.parametrize("limit", [0, 4096, (16 << 20) - 1, "8MB"])
+def test_a_limit_below_what_the_file_begins_with_is_no_full_file_system(limit: int, tmp_path: Path) -> None:
+    """It was reported as "cannot hold 16,777,216 bytes: No space left": free some space there."""
+    with pytest.raises(ValueError, match=f"disk_limit_bytes is {limit!r}, must be .* 16,777,216 or more"):
+        OffloadConfig(disk_directory=str(tmp_path), disk_limit_bytes=limit)
+    assert OffloadConfig(disk_directory=str(tmp_path), disk_limit_bytes="16MiB").disk_limit_bytes == 16 << 20

@@ -287,7 +287,8 @@ def test_a_full_file_keeps_what_it_has_and_the_rest_stays_in_host_memory(
     # two threads write, so the two that find no space need not be the last
     assert [block.host is None for block in rig.blocks()].count(True) == 4
     assert_equal_bits(gradients(sines, inputs), torch.autograd.grad(result.sum(), inputs))
-    assert "No space left for 4,194,304 bytes, 0 are free" in warnings_of(caplog)[0]
+    said = "No space left for 4,194,304 bytes, 0 are free of disk_limit_bytes=16,777,216"
+    assert said in warnings_of(caplog)[0]
     rig.end()
     rig.engine.close()
 

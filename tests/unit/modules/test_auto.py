@@ -16,6 +16,7 @@ from offload.device.sim import SimDevice
 from offload.groups import timed
 from offload.policy.actions import Rates
 from offload.policy.search import Amounts, Plan, choose_keeps
+from tests.inside import exactly
 from tests.unit.modules.training import CALLS, ROWS, WIDTH, Model, build, equal, train
 
 SLOW_LINK = Rates(d2h_bytes_per_s=1e3, h2d_bytes_per_s=1e3)
@@ -24,7 +25,7 @@ LAYERS = 4
 
 
 def train_auto(model: nn.Module, total: Any, *, steps: int = 5, **options: Any) -> tuple[list[Tensor], Any]:
-    with offload.activations(model, "auto", min_numel=1, device_total=total) as handle:
+    with offload.activations(model, "auto", min_numel=1, device_total=exactly(total)) as handle:
         seen = train(model, steps=steps, **options)
         return seen, handle.explain()
 
@@ -65,7 +66,7 @@ def test_saved_tensors_and_what_is_made_again_keep_within_the_total(manager: Pip
     model = build(blocks=LAYERS)
     total = 20_000
     peaks: list[int] = []
-    with offload.activations(model, "auto", min_numel=1, device_total=total):
+    with offload.activations(model, "auto", min_numel=1, device_total=f"{total}B"):
         for _ in range(8):
             train(model, steps=1, microbatches=2)
             peaks.append(manager.stats.device_bytes_peak)
@@ -103,7 +104,7 @@ def test_what_the_plan_keeps_stays_from_its_first_step_on(manager: PipelineOfflo
     manager.engine.rates = SLOW_LINK
     spilled: list[int] = []
     model = build(blocks=LAYERS)
-    with offload.activations(model, "auto", min_numel=1, device_total=20_000) as handle:
+    with offload.activations(model, "auto", min_numel=1, device_total="20000B") as handle:
         planned_at = None
         for step in range(14):
             if planned_at is None and handle.explain().plan is not None:
@@ -124,7 +125,7 @@ def test_before_there_is_a_plan_that_is_said_and_how_blocks_run_meanwhile(
     manager: PipelineOffloadManager,
 ) -> None:
     model = build(blocks=LAYERS)
-    handle = offload.apply(model, "auto", min_numel=1, device_total=20_000)
+    handle = offload.apply(model, "auto", min_numel=1, device_total="20000B")
     train(model, steps=1, microbatches=1)
     said = str(handle.explain())
     assert "no plan yet: 1 of at least 2 steps" in said
@@ -192,7 +193,7 @@ def test_where_there_was_no_room_a_plan_is_made_once_steps_are_shorter(
             found.append(str(handle.explain()).splitlines()[0])
         return found
 
-    with offload.activations(model, "auto", min_numel=1, device_total=20_000) as handle:
+    with offload.activations(model, "auto", min_numel=1, device_total="20000B") as handle:
         assert "device_total leaves no choice" in states(before, 6)[-1]
         assert engine.limits.device_limit_bytes is None
         later = states(after, 14)
@@ -218,7 +219,7 @@ def test_what_is_left_of_the_total_under_the_last_plan_gets_a_plan_of_its_own(
     monkeypatch.setattr(engine.device, "allocator_bytes", allocator_bytes)
     model = build(blocks=LAYERS)
     recomputed = []
-    with offload.activations(model, "auto", min_numel=1, device_total=total) as handle:
+    with offload.activations(model, "auto", min_numel=1, device_total=f"{total}B") as handle:
         for _ in range(since + 12):
             train(model, steps=1)
             done += 1
@@ -246,7 +247,7 @@ def test_the_report_says_whose_limit_a_plan_of_auto_is(manager: PipelineOffloadM
     """It was "beyond device_limit", which nobody had set."""
     manager.engine.rates = SLOW_LINK
     model = build(blocks=LAYERS)
-    with offload.activations(model, "auto", min_numel=1, device_total=20_000) as handle:
+    with offload.activations(model, "auto", min_numel=1, device_total="20000B") as handle:
         train(model, steps=5)
         report = handle.report()
     assert report.device_limit_by == "auto"
@@ -274,7 +275,7 @@ def test_two_models_share_one_total_and_one_plan(manager: PipelineOffloadManager
     """A pipeline has two on a rank. Each with a plan of its own would set the device's limit in turns."""
     manager.engine.rates = SLOW_LINK
     models = [build(blocks=2), build(blocks=3)]
-    handles = [offload.apply(model, "auto", min_numel=1, device_total=40_000) for model in models]
+    handles = [offload.apply(model, "auto", min_numel=1, device_total="40000B") for model in models]
     optimizer = torch.optim.SGD([weight for model in models for weight in model.parameters()], lr=0.1)
     for _ in range(5):
         for model in models:
@@ -301,7 +302,7 @@ def test_without_announced_ends_ranks_that_communicate_never_plan_and_say_so_onc
     manager.engine.rates = SLOW_LINK
     monkeypatch.setattr("offload.modules.block_calls.peers_of", lambda groups: frozenset({1}))
     model = build(blocks=LAYERS)
-    handle = offload.apply(model, "auto", min_numel=1, device_total=20_000)
+    handle = offload.apply(model, "auto", min_numel=1, device_total="20000B")
     for _ in range(8):
         model(torch.randn(ROWS, WIDTH)).sum().backward()
     assert handle.explain().plan is None
@@ -366,7 +367,7 @@ def test_the_head_and_the_loss_have_the_room_that_they_were_measured_to_need(
         in_head = False
 
     model.head.register_forward_pre_hook(head_begins)
-    with offload.activations(model, "auto", min_numel=1, device_total=total):
+    with offload.activations(model, "auto", min_numel=1, device_total=f"{total}B"):
         model.layers[-1].register_full_backward_hook(backward_begins)
         plain = train(build(blocks=LAYERS), steps=7)
         assert equal(train(model, steps=7, after_forward=in_the_loss), plain)
@@ -397,7 +398,7 @@ def test_while_offload_is_switched_off_blocks_are_recomputed_and_no_plan_is_made
     manager.engine.rates = SLOW_LINK
     plain = train(build(blocks=LAYERS), steps=2)
     model = build(blocks=LAYERS)
-    with offload.activations(model, "auto", min_numel=1, device_total=20_000) as handle:
+    with offload.activations(model, "auto", min_numel=1, device_total="20000B") as handle:
         manager.disable_offload()
         assert equal(train(model, steps=2), plain)
         assert handle.explain().plan is None
@@ -418,7 +419,7 @@ def test_a_host_without_room_for_a_plan_does_not_end_the_training(
         raise HostBudgetError("other ranks hold it")
 
     monkeypatch.setattr(engine, "reserve_host", reserve_host)
-    with offload.activations(build(blocks=LAYERS), "auto", min_numel=1, device_total=20_000) as handle:
+    with offload.activations(build(blocks=LAYERS), "auto", min_numel=1, device_total="20000B") as handle:
         auto = handle._auto
         assert auto is not None
         make_plan = auto.plan._reserve

@@ -32,7 +32,7 @@ def handles() -> Iterator[Callable[[nn.Module], offload.Applied]]:
     applied: list[offload.Applied] = []
 
     def apply(model: nn.Module) -> offload.Applied:
-        applied.append(offload.apply(model, "auto", min_numel=1, device_total=TOTAL))
+        applied.append(offload.apply(model, "auto", min_numel=1, device_total=f"{TOTAL}B"))
         return applied[-1]
 
     yield apply

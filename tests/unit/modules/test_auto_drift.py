@@ -58,7 +58,7 @@ class Run:
         for block in self.model.layers:
             block.register_forward_pre_hook(self._computed(1))  # a recompute ends early
             block.register_full_backward_hook(self._computed(2))
-        self.handle = offload.apply(self.model, "auto", min_numel=1, device_total=TOTAL)
+        self.handle = offload.apply(self.model, "auto", min_numel=1, device_total=f"{TOTAL}B")
         self.plans: list[MixedPlan] = []
         self.planned_factor = 1.0  # of a block's seconds while a plan is followed
         self.microbatches = MICROBATCHES

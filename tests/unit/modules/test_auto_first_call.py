@@ -137,7 +137,7 @@ def test_a_block_whose_second_run_would_have_other_bits_is_never_recomputed(
 ) -> None:
     manager.engine.rates = SLOW_LINK
     plain = trained(build(body), None)
-    assert equal(trained(build(body), "auto", device_total=12_000), plain)
+    assert equal(trained(build(body), "auto", device_total="12000B"), plain)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_block_whose_input_is_written_after_it_or_that_adds_to_a_cache_is_neve
 ) -> None:
     manager.engine.rates = SLOW_LINK
     plain = trained(build(lambda block, x: x, call), None)
-    assert equal(trained(build(lambda block, x: x, call), "auto", device_total=12_000), plain)
+    assert equal(trained(build(lambda block, x: x, call), "auto", device_total="12000B"), plain)
 
 
 @pytest.mark.parametrize("mode", ["hidden_states", "selective", "auto"])
@@ -234,7 +234,7 @@ def test_a_block_that_writes_to_its_input_in_a_later_call_only_is_an_error_with_
     model.layers[1].register_forward_pre_hook(
         lambda block, args: (args[0].mul_(1.5),) if block.writes else args
     )
-    with offload.activations(model, "auto", min_numel=1, device_total=12_000):
+    with offload.activations(model, "auto", min_numel=1, device_total="12000B"):
         train(model, steps=2)
         model.layers[1].writes = True
         with pytest.raises(OffloadError, match=r"forward of a Body that is recomputed has written") as raised:
@@ -290,7 +290,7 @@ def test_in_the_first_step_too_a_collective_is_called_once_a_forward(
     body: Any, operator: str, manager: PipelineOffloadManager
 ) -> None:
     model = build(body)
-    with offload.activations(model, "auto", min_numel=1, device_total=12_000), _Counted() as counted:
+    with offload.activations(model, "auto", min_numel=1, device_total="12000B"), _Counted() as counted:
         train(model, steps=1, microbatches=2)
     assert counted.calls[operator] == 2 * LAYERS
 
@@ -309,7 +309,7 @@ def test_a_plan_is_made_with_the_host_seconds_that_hooks_have_measured(
     manager.engine.rates = SLOW_LINK
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     model = build(body)
-    handle = offload.apply(model, "auto", min_numel=1, device_total=12_000)
+    handle = offload.apply(model, "auto", min_numel=1, device_total="12000B")
     train(model, steps=1)
     assert handle._auto is not None
     (profile,) = handle._auto.calls.profiles.values()
@@ -339,7 +339,7 @@ def test_of_each_call_of_a_block_it_is_known_whether_the_device_waited_for_it(
         return told[-1]
 
     model = build(lambda block, x: x)
-    handle = offload.apply(model, "auto", min_numel=1, device_total=1_000_000)
+    handle = offload.apply(model, "auto", min_numel=1, device_total="1000000B")
     train(model, steps=4)
     assert handle._auto is not None
     assert handle._auto.calls.levels is not None
@@ -371,7 +371,7 @@ def test_later_calls_are_measured_one_in_seven_and_the_others_count_as_the_one_b
     monkeypatch.setattr(HostSeconds, "is_due", due)
     monkeypatch.setattr(Timing, "_is_paced", lambda timing, start: len(dues) % 2 == 0)
     model = build(lambda block, x: x)
-    handle = offload.apply(model, "auto", min_numel=1, device_total=1_000_000)
+    handle = offload.apply(model, "auto", min_numel=1, device_total="1000000B")
     train(model, steps=4)
     assert handle._auto is not None
     (host,) = handle._auto.calls._hosts.values()
@@ -396,7 +396,7 @@ def test_the_first_step_knows_it_as_well_of_those_that_it_does_not_profile(
 ) -> None:
     monkeypatch.setattr(Timing, "_is_paced", lambda timing, start: True)
     model = build(lambda block, x: x)
-    handle = offload.apply(model, "auto", min_numel=1, device_total=1_000_000)
+    handle = offload.apply(model, "auto", min_numel=1, device_total="1000000B")
     model(torch.randn(ROWS, WIDTH)).sum().backward()
     assert handle._auto is not None
     (ran,) = handle._auto.calls.take_ran().values()
@@ -422,7 +422,7 @@ def test_the_host_seconds_of_a_plain_block_that_sends_what_it_saves_are_not_its_
     monkeypatch.setattr(GroupCall, "close", close)
     manager.engine.rates = SLOW_LINK
     model = build(own_generator)  # is never recomputed
-    handle = offload.apply(model, "auto", min_numel=1, device_total=12_000)
+    handle = offload.apply(model, "auto", min_numel=1, device_total="12000B")
     train(model, steps=8)
     handle.remove()
     assert told == handler_stays[-len(told) :]

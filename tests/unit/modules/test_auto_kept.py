@@ -30,7 +30,7 @@ def settled(manager: PipelineOffloadManager) -> Iterator[Callable[[], Model]]:
         model = build(blocks=LAYERS)
         for layer in model.layers:
             layer.drop.p = 0.0
-        handles.append(offload.apply(model, "auto", min_numel=1, device_total=1_000_000))
+        handles.append(offload.apply(model, "auto", min_numel=1, device_total="1000000B"))
         train(model, steps=5, microbatches=1)
         return model
 
@@ -125,6 +125,6 @@ def test_so_it_is_on_a_device_whose_peak_is_watched_where_no_optimizer_of_torch_
     monkeypatch.setattr(peak, "device_peak_bytes", lambda: 1000)
     manager.engine.rates = SLOW_LINK
     model = build(blocks=LAYERS)
-    with offload.activations(model, "auto", min_numel=1, device_total=1_000_000):
+    with offload.activations(model, "auto", min_numel=1, device_total="1000000B"):
         saved = [saves_of(manager, model)[0] for _ in range(16)]
     assert saved[-1] == LAYERS

@@ -55,7 +55,7 @@ def test_gradients_are_bitwise_equal_and_the_total_holds_whatever_the_lengths(
     plain = list(train_varied(build(blocks=LAYERS), steps()))
     model, total = build(blocks=LAYERS), 60_000
     peaks: list[int] = []
-    with offload.activations(model, "auto", min_numel=1, device_total=total) as handle:
+    with offload.activations(model, "auto", min_numel=1, device_total=f"{total}B") as handle:
         for seen, expected in zip(train_varied(model, steps()), plain, strict=True):
             assert equal(seen, expected)
             peaks.append(manager.stats.device_bytes_peak)
@@ -80,7 +80,7 @@ class _Times(dict[Any, float]):
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "auto", "device_total": 60_000}, {"mode": "groups", "device_limit": "60000B"}]
+    "options", [{"mode": "auto", "device_total": "60000B"}, {"mode": "groups", "device_limit": "60000B"}]
 )
 def test_with_times_known_groups_follow_one_plan_whatever_the_lengths(
     options: dict[str, Any], manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +121,7 @@ def test_plans_are_for_the_typical_step_of_the_last_eight_and_few(
 
     monkeypatch.setattr(auto_plan, "choose_mixture", noted)
     model, rows = build(blocks=LAYERS), steps()
-    with offload.activations(model, "auto", min_numel=1, device_total=60_000):
+    with offload.activations(model, "auto", min_numel=1, device_total="60000B"):
         for step, _ in enumerate(train_varied(model, rows)):
             ended.append(step)
     assert 3 <= len(planned) <= 5  # from what was measured under the one before, and for more microbatches
@@ -138,7 +138,7 @@ def test_a_shape_that_stays_is_planned_exactly(manager: PipelineOffloadManager) 
     manager.engine.rates = SLOW_LINK
     model = build(blocks=LAYERS)
     rows = [*steps()[:6], *[[10, 14]] * 14]
-    with offload.activations(model, "auto", min_numel=1, device_total=60_000) as handle:
+    with offload.activations(model, "auto", min_numel=1, device_total="60000B") as handle:
         for _ in train_varied(model, rows):
             pass
         plan = handle.explain().plan

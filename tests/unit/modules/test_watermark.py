@@ -24,7 +24,7 @@ from offload.spill.runtime import ActivationRuntime
 from tests.unit.modules.training import CALLS, ROWS, WIDTH, build, equal, train
 
 TENSOR = 4 * ROWS * WIDTH
-MARKS: dict[str, Any] = {"high": 3 * TENSOR, "low": 2 * TENSOR, "min_numel": 1}
+MARKS: dict[str, Any] = {"high": f"{3 * TENSOR}B", "low": f"{2 * TENSOR}B", "min_numel": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_around_another_mode_it_takes_what_that_one_leaves(
         model = build()
         handles = []
         for mode in (first, second):
-            marks = {"high": TENSOR // 4, "low": TENSOR // 4} if mode == "watermark" else {}
+            marks = dict.fromkeys(("high", "low"), f"{TENSOR // 4}B") if mode == "watermark" else {}
             handles.append(offload.apply(model, mode=mode, min_numel=1, **marks))
         assert equal(train(model), plain)
         figures = manager.stats.clients
@@ -200,7 +200,7 @@ def test_two_models_share_the_marks_and_other_ones_are_refused(manager: Pipeline
     models = [build(), build()]
     first = offload.apply(models[0], mode="watermark", **MARKS)
     with pytest.raises(ValueError, match=r"high is 9 bytes and low 8, and another model has 2,304 and 1,536"):
-        offload.apply(models[1], mode="watermark", high=9, low=8)
+        offload.apply(models[1], mode="watermark", high="9B", low="8B")
     second = offload.apply(models[1], mode="watermark", **MARKS)
     assert runtime_of(first) is runtime_of(second)
     for model in models:
@@ -233,7 +233,7 @@ def test_around_groups_that_take_everything_the_mark_holds_as_well(manager: Pipe
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(12)])
     handles = [
         offload.apply(model, min_numel=1),
-        offload.apply(model, mode="watermark", high=6 * TENSOR, low=5 * TENSOR, min_numel=1),
+        offload.apply(model, mode="watermark", high=f"{6 * TENSOR}B", low=f"{5 * TENSOR}B", min_numel=1),
     ]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -250,21 +250,27 @@ def test_around_groups_that_take_everything_the_mark_holds_as_well(manager: Pipe
 def test_a_mark_above_what_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=80))
-    with pytest.raises(ValueError, match="high is 90 bytes and the GPU has 80: it would be full before"):
-        marks_of("watermark", 90, None, None)
+    with pytest.raises(ValueError, match="high is 90 bytes and the GPU has 80; give less, as in '90%'"):
+        marks_of("watermark", "90B", None, None)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "watermark", "high": 9, "device_limit": "1GB"}, "device_limit='1GB' with mode='watermark'"),
+        (
+            {"mode": "watermark", "high": "9B", "device_limit": "1GB"},
+            "device_limit='1GB' with mode='watermark'",
+        ),
         ({"mode": "groups", "high": 9}, "high=9 with mode='groups': marks go with mode='watermark'"),
         ({"mode": True, "low": "1GB"}, "low='1GB' with mode=True: marks go with mode='watermark'"),
         (
-            {"mode": "watermark", "high": 9, "low": 10},
+            {"mode": "watermark", "high": "9B", "low": "10B"},
             "high is 9 bytes and low 10: spilling would stop above",
         ),
-        ({"mode": "watermark", "high": 9, "blocks": "layers.*"}, "blocks='layers.*' with mode='watermark'"),
+        (
+            {"mode": "watermark", "high": "9B", "blocks": "layers.*"},
+            "blocks='layers.*' with mode='watermark'",
+        ),
         ({"mode": "watermark", "high": "80%"}, "high is '80%'"),
     ],
 )

@@ -232,7 +232,7 @@ def test_a_plan_of_mode_auto_says_how_much_an_input_half_leaves_and_gradients_ar
     with installed(build_manager()) as manager:
         assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=2e7, h2d_bytes_per_s=2e7)
-        pipeline = Pipeline("zbv", "auto", device_total=14 * SAVE)
+        pipeline = Pipeline("zbv", "auto", device_total=f"{14 * SAVE}B")
         rooms = []
         for step in range(6):
             assert same(pipeline.step(), wanted)
@@ -279,7 +279,7 @@ def test_what_input_halves_leave_has_its_room_in_each_step_of_every_plan(
     with counted_time(), installed(build_manager()) as manager:
         assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate)
-        handles = [offload.apply(stage, mode="auto", device_total=total) for stage in stages.values()]
+        handles = [offload.apply(stage, mode="auto", device_total=f"{total}B") for stage in stages.values()]
         for step in range(12):
             run_order(manager, stages)
             limit = manager.engine.limits.device_limit_bytes
@@ -308,7 +308,7 @@ def test_what_input_halves_leave_may_be_more_than_the_limit_where_lengths_vary(
         assert manager is not None
         manager.engine.rates = Rates(d2h_bytes_per_s=2e8, h2d_bytes_per_s=2e8)
         for stage in stages.values():
-            offload.apply(stage, mode="auto", device_total=43_776)
+            offload.apply(stage, mode="auto", device_total="43776B")
         for step in range(36):
             rows.append(drawn.choice((4, 8, 12)))
             run_order(manager, stages, rows[1])
