@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 import offload
 from offload.planner.profile import MOST_LEVELS
+from tests.inside import exactly
 from tests.property.apply_programs import MODES, Program, Run, programs
 from tests.unit.groups.stack import build_manager, installed
 
@@ -64,7 +65,7 @@ def compare(program: Program) -> Counter[str]:
     with installed(built) as manager:
         assert manager is not None
         before = manager.engine.config
-        total = {"device_total": f"{program.limit}B"} if program.mode == "auto" else {}
+        total = {"device_total": exactly(program.limit)} if program.mode == "auto" else {}
         handle = offload.apply(ours.model, program.mode, min_numel=program.min_numel, **total)
         ours.before_step = partial(change_plan, handle, program.seed)
         ours.play()
