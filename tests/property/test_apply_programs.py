@@ -65,7 +65,8 @@ def compare(program: Program) -> Counter[str]:
     with installed(built) as manager:
         assert manager is not None
         before = manager.engine.config
-        total = {"device_total": exactly(program.limit)} if program.mode == "auto" else {}
+        limit = 1 if program.limit == 0 else program.limit
+        total = {"device_total": exactly(limit)} if program.mode == "auto" else {}
         handle = offload.apply(ours.model, program.mode, min_numel=program.min_numel, **total)
         ours.before_step = partial(change_plan, handle, program.seed)
         ours.play()
