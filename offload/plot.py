@@ -21,8 +21,8 @@ from offload.marks import default_manager
 from offload.planner.explained import Explanation
 from offload.planner.explained_picture import draw_explanation
 from offload.telemetry.drawing import draw
-from offload.telemetry.summary import bytes_text
 from offload.telemetry.timeline import Timeline
+from offload.telemetry.verdict import verdict
 
 __all__ = ["Trace", "plot", "tracing"]
 
@@ -68,7 +68,7 @@ def plot(path: str | Path, shown: Trace | Explanation, *, title: str | None = No
         Or what `handle.explain()` returns. Above, a step's memory under its total, and its predicted time
         beside that of plain blocks and the least possible; below, what is kept, moved and recomputed of each
         block in each microbatch.
-    title: None says how long a traced step took and what its peaks were, or the state of the plan.
+    title: None says what a report's first line says, of the traced step, or the state of the plan.
     Raises ImportError without matplotlib (the extra `plot`), ValueError for a trace in which nothing was
     saved or copied, or before there is a plan, and TypeError for anything else. Blocks the host: while it
     draws.
@@ -91,10 +91,10 @@ def plot(path: str | Path, shown: Trace | Explanation, *, title: str | None = No
 
 
 def _title(timeline: Timeline) -> str:
-    held = max(sample.saved_bytes for sample in timeline.memory)
-    without = max(sample.without_bytes for sample in timeline.memory)
-    share = f" ({100 * held / without:.0f}%)" if without else ""
-    return (
-        f"{timeline.duration_ms:,.1f} ms; saved tensors at most {bytes_text(held)} at once on the device, "
-        f"{bytes_text(without)} if nothing had left{share}"
+    return verdict(
+        held_bytes=max(sample.saved_bytes for sample in timeline.memory),
+        without_bytes=max(sample.without_bytes for sample in timeline.memory),
+        moved_bytes=sum(span.nbytes for span in timeline.spans if span.kind == "spill"),
+        stall_ms=sum(span.end_ms - span.start_ms for span in timeline.spans if span.kind == "stall"),
+        step_ms=timeline.duration_ms,
     )

@@ -16,6 +16,7 @@ from offload.groups.manager import GroupsManager
 from offload.marks import existing_manager
 from offload.telemetry.figures import Figures, Ledger
 from offload.telemetry.summary import bytes_text
+from offload.telemetry.verdict import verdict
 
 __all__ = ["Report", "ReportStart", "report"]
 
@@ -23,6 +24,8 @@ _NO_MANAGER = (
     "nothing is offloaded: there is no manager in this process. Call offload.apply(model), or "
     "offload.configure() and marks"
 )
+_SIMULATED = "on a simulated link (stalls are its copies', a step's time is the host's)"
+_WORTH = 0.02  # of a step: what stalls less is within what steps of one run differ by
 _CLOSED = (
     "these figures end where the manager that they are of was closed or reset; offload.report() has those "
     "since"
@@ -48,7 +51,7 @@ class Report:
     """Whose limit that is: "config" for device_limit, "auto" for what device_total leaves."""
 
     link: str = ""
-    """"on a simulated link" where copies take no time."""
+    """"on a simulated link ..." without a GPU: what its times mean."""
 
     remark: str = ""
     """Why there are no figures, or none of now."""
@@ -72,35 +75,79 @@ class Report:
             "device_limit_bytes": self.device_limit_bytes,
             "device_limit_by": self.device_limit_by,
             "since": self.since,
+            "verdict": self.verdict,
             "peak": self.peak,
             "last_step": self.last_step,
             "ranks": {rank: dict(figures) for rank, figures in self.ranks.items()},
         }
+
+    @property
+    def verdict(self) -> str:
+        """What left the device, what a step waits for it, and the next change to make: two lines; "" before
+        a step has ended."""
+        if self.last is None:
+            return ""
+        line = verdict(
+            held_bytes=self.last.peak_bytes,
+            without_bytes=self.last.would_hold_bytes,
+            moved_bytes=self.last.moved_bytes,
+            stall_ms=self.last.stall_ms,
+            step_ms=self.last.step_ms,
+        )
+        return f"offload: {line}\n{self._next(self.last)}"
 
     def __str__(self) -> str:
         steps = self.total.steps
         title = f"offload report: {steps:,} step{'s' * (steps != 1)} since {self.since}"
         if not steps:
             return f"{title}; {self.remark or 'no step with offload has ended yet'}"
-        parts = [f"{title}{self.link and ', ' + self.link}"]
+        parts = [self.verdict, f"{title}{self.link and ', ' + self.link}"]
         parts += [self.remark] if self.remark else []
         parts.append(self._figures())
         parts += [self.peak] if self.peak else []
-        parts += [f"Why nothing left: {self._why_nothing()}"] if not self.total.moved_bytes else []
         parts += [table for table in (self._groups(), self._stayed(), self._ranks()) if table]
         return "\n\n".join(parts)
 
     # -- parts of the text -----------------------------------------------------------------------------------
     def _figures(self) -> str:
         assert self.last is not None  # a step has ended
-        limit, by = self.device_limit_bytes, self.device_limit_by
-        names = {"auto": "what device_total leaves", "config": "device_limit", "": "device_limit"}
-        beyond = "" if limit is None else f"beyond {names.get(by, by)} ({bytes_text(limit)})"
+        beyond = "" if self.device_limit_bytes is None else f"beyond {self._limit()}"
         rows = [(label, *values) for label, values in _rows(self.last, self.total, beyond)]
         return _table(("", "last step", "in all"), rows)
 
-    def _why_nothing(self) -> str:
-        total = self.total
+    def _limit(self) -> str:
+        names = {"auto": "what device_total leaves", "config": "device_limit", "": "device_limit"}
+        name = names.get(self.device_limit_by, self.device_limit_by)
+        return f"{name} ({bytes_text(self.device_limit_bytes or 0)})"
+
+    def _next(self, last: Figures) -> str:
+        shown = last if self.total.moved_bytes else self.total
+        if not shown.moved_bytes:
+            return f"Why nothing left{' in the last step' * (shown is last)}: {self._why_nothing(shown)}"
+        limit = "device_total" if self.device_limit_by == "auto" else "device_limit"
+        if last.no_host_bytes:
+            needed = max(last.host_lent_bytes, last.moved_bytes) + last.no_host_bytes
+            change = (
+                f"{bytes_text(last.no_host_bytes)} found no host memory; before apply() call "
+                f"configure(OffloadConfig(host_reserve_bytes={needed})), with no smaller host_limit"
+            )
+        elif last.over_limit_bytes:
+            passed = f"{bytes_text(last.over_limit_bytes)} at once beyond {self._limit()}"
+            change = f"{passed}; raise {limit}, or mark smaller groups"
+        elif last.stall_ms > _WORTH * last.step_ms and not self.link:
+            change = (
+                f"more leaves than can be copied beside compute; raise {limit}, offload fewer groups "
+                "(modules=...), or recompute (mode='auto', 'hidden_states')"
+            )
+        elif last.peak_bytes >= last.would_hold_bytes > 0:
+            change = f"as much was on the device as if nothing had left; set a lower {limit}"
+        elif self.link:
+            change = "nothing that shows without a GPU"
+        else:
+            change = f"nothing; a lower {limit} frees more, while stalls stay below {_WORTH:.0%}"
+        return f"next: {change}"
+
+    def _why_nothing(self, total: Figures) -> str:
         if not total.saved_bytes:
             if not total.groups:
                 return "no group was committed; mark the layers, or call offload.apply(model)"
@@ -192,7 +239,7 @@ def _report(
         last=ledger.last,
         device_limit_bytes=None if manager is None else manager.engine.limits.device_limit_bytes,
         device_limit_by="" if manager is None else manager.engine.limits.held_by("device_limit_bytes"),
-        link="on a simulated link" if manager is not None and not manager.engine.device.pins else "",
+        link=_SIMULATED if manager is not None and not manager.engine.device.pins else "",
         remark=_NO_MANAGER if manager is None else "",
         ranks=_gathered(ledger.total, group) if gather else {},
     )
@@ -240,7 +287,7 @@ def _rows(last: Figures, total: Figures, beyond: str) -> Iterator[tuple[str, tup
             (f"{last.disk_blocked_ms:,.1f} ms", f"{total.disk_blocked_ms:,.1f} ms"),
         )
     stalls = [f"{found.stall_ms:,.1f} ms in {found.stall_count:,} waits" for found in (last, total)]
-    yield "compute waited (ms of the step before)", (stalls[0], stalls[1])
+    yield "stalls: compute waited, in the step before", (stalls[0], stalls[1])
     for name, copies in total.clients.items():
         if name == "groups" or not (copies.out_bytes or copies.in_bytes):
             continue

@@ -6,8 +6,10 @@ looked up in the first step only, where every save is judged once more.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -120,6 +122,7 @@ class GroupLedgers:
         self._engine = engine
         self._ledgers: WeakSet[Ledger] = WeakSet()
         self._groups: dict[str, GroupFigures] = {}  # of the step that ends
+        self._ended_s, self._step_ms = time.monotonic(), 0.0  # the last end, and the step before it
         self.survey: Survey | None = None
 
     def new(self) -> Ledger:
@@ -168,5 +171,8 @@ class GroupLedgers:
                 would_hold_bytes=live_peak_bytes,
                 device_limit_bytes=self._engine.limits.device_limit_bytes,
             )
+        figures = replace(figures, step_ms=self._step_ms)
+        now_s = time.monotonic()
+        self._step_ms, self._ended_s = (now_s - self._ended_s) * 1e3, now_s
         for ledger in list(self._ledgers):
             ledger.add(figures, guessed=guessed)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -75,8 +76,9 @@ class Steps:
         self._roots = [weakref.ref(other) for other in (*self.roots(), root)]
         self._manager().mark_report.expect(root.stage)
         if not self._hooks:
-            self._hooks.append(register_optimizer_step_pre_hook(self._step_begins))
-            self._hooks.append(register_optimizer_step_post_hook(self._step_returns))
+            begins, returns = partial(self._optimizer_steps, False), partial(self._optimizer_steps, True)
+            self._hooks.append(register_optimizer_step_pre_hook(begins))
+            self._hooks.append(register_optimizer_step_post_hook(returns))
 
     def discard(self, root: Root) -> None:
         self._roots = [weakref.ref(other) for other in self.roots() if other is not root]
@@ -102,17 +104,10 @@ class Steps:
         manager.begin_inferred_forward(root.stage, min_elements)
 
     @untraced
-    def _step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _has_closure(args, kwargs):
-            self._optimizer_steps(optimizer)
-
-    @untraced
-    def _step_returns(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _has_closure(args, kwargs):
-            self._optimizer_steps(optimizer)
-
-    def _optimizer_steps(self, optimizer: Optimizer) -> None:
-        if torch._C._current_graph_task_id() != -1:
+    def _optimizer_steps(self, returns: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Its `step()` begins, or returns. args: the optimizer first."""
+        has_closure = any(callable(given) for given in (*args[1:2], kwargs.get("closure")))
+        if has_closure is not returns or torch._C._current_graph_task_id() != -1:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         ended = False
@@ -132,8 +127,3 @@ class Steps:
             manager.end_inferred_step(guessed=guessed)
         finally:
             self._ending.release()
-
-
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `step()` was given a function that it calls. args: as a hook gets them, the optimizer first."""
-    return any(callable(given) for given in (*args[1:2], kwargs.get("closure")))

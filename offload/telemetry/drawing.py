@@ -17,7 +17,7 @@ __all__ = ["byte_unit", "draw", "require_matplotlib", "time_unit"]
 _ROWS = {  # middle, height, label
     "chunk": (4.25, 0.5, "microbatch"),
     "compute": (3.5, 0.72, "compute"),
-    "stall": (3.0, 0.2, "waits"),
+    "stall": (3.0, 0.2, "stalls"),
     "d2h": (2.3, 0.72, "to the host"),
     "h2d": (1.4, 0.72, "to the device"),
 }
@@ -118,7 +118,7 @@ def _lanes(axes: Any, timeline: Timeline, scale: float) -> None:
     if any(span.kind == "backward" for span in timeline.spans):
         handles.append(Patch(color="#555555", alpha=_BACKWARD, label="paler: backward"))
     if any(span.kind == "stall" for span in timeline.spans):
-        handles.append(Patch(color=_STALL, label="compute waits for a copy"))
+        handles.append(Patch(color=_STALL, label="stall: compute waits for a copy"))
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
 
 

@@ -196,6 +196,10 @@ class Figures(_Sum):
 
     stall_count: int = 0
 
+    step_ms: float = 0.0
+    """Time in ms of the step that `stall_ms` is of, on the host's clock from the end before it to its own,
+    with whatever else the loop does. 0 where that is not known yet."""
+
     groups: Mapping[str, GroupFigures] = _map()
     clients: Mapping[str, ClientFigures] = _map()
 
@@ -298,7 +302,7 @@ class Ledger:
         if not self._begun:  # its stall is that of a step before this point in time
             self._begun = True
             clients = {name: replace(client, stall_ms=0.0) for name, client in step.clients.items()}
-            step = replace(step, stall_ms=0.0, clients=clients)
+            step = replace(step, stall_ms=0.0, step_ms=0.0, clients=clients)
         self.total += step
         self._parts += step
         if step.steps:

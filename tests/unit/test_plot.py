@@ -16,10 +16,13 @@ from offload import PipelineOffloadManager
 from offload.groups.recorder import Recorder
 from offload.planner.explained import Explanation
 from offload.planner.explained_picture import figure_of
+from offload.plot import Trace, _title
 from offload.policy.actions import Action, one_f_one_b
 from offload.policy.menu import Host
 from offload.policy.mixture import choose_mixture
+from offload.report import Report
 from offload.telemetry.drawing import draw
+from offload.telemetry.figures import Figures
 from offload.telemetry.timeline import MemorySample, Span, Timeline
 from tests.unit.groups.stack import (
     ROWS,
@@ -157,10 +160,30 @@ def test_a_picture_names_groups_lanes_units_and_both_peaks(
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_title_of_a_picture_is_the_first_line_of_a_report_with_the_same_figures(tmp_path: Path) -> None:
+    """The title had a verdict that the report lacked."""
+    timeline, trace = gpu_timeline(), Trace()
+    trace._timeline = timeline
+    stalls = [span for span in timeline.spans if span.kind == "stall"]
+    assert stalls
+    last = Figures(
+        steps=1,
+        moved_bytes=sum(span.nbytes for span in timeline.spans if span.kind == "spill"),
+        peak_bytes=max(sample.saved_bytes for sample in timeline.memory),
+        would_hold_bytes=max(sample.without_bytes for sample in timeline.memory),
+        stall_ms=sum(span.end_ms - span.start_ms for span in stalls),
+        step_ms=timeline.duration_ms,
+    )
+    first_line = Report(since="apply", total=last, last=last).verdict.splitlines()[0]
+    assert first_line == f"offload: {_title(timeline)}"
+    offload.plot(tmp_path / "step.svg", trace)
+    assert f"<!-- {_title(timeline)} -->" in (tmp_path / "step.svg").read_text()
+
+
 def test_a_gpus_timeline_lies_on_the_rest_of_its_memory(tmp_path: Path) -> None:
     draw(gpu_timeline(), tmp_path / "gpu.svg", title="four layers")
     text = (tmp_path / "gpu.svg").read_text()
-    for said in ("device memory (GB)", "weights, gradients, work", "compute waits for a copy"):
+    for said in ("device memory (GB)", "weights, gradients, work", "stall: compute waits for a copy"):
         assert f"<!-- {said} -->" in text, said
     assert "simulated" not in text
 

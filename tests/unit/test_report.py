@@ -4,8 +4,10 @@ counts."""
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -110,7 +112,7 @@ def test_a_report_can_begin_later_and_counts_from_there(manager: PipelineOffload
     assert start.report().total.moved_bytes == sum(step.spill_bytes for step in after)
     assert start.report().total.steps == 3
     assert report().total.moved_bytes == sum(step.spill_bytes for step in [*before, *after])
-    assert str(start.report()).startswith("offload report: 3 steps since apply, on a simulated link")
+    assert "\noffload report: 3 steps since apply, on a simulated link" in str(start.report())
 
 
 def test_a_report_whose_manager_was_closed_says_that_its_figures_end_there() -> None:
@@ -288,6 +290,108 @@ def test_the_table_has_each_figure_of_the_last_step_and_of_all_steps() -> None:
     assert "admission denied" not in text, "a reason that held nothing is left out"
 
 
+WELL = Figures(
+    steps=1,
+    saved_bytes=50_000_000,
+    moved_bytes=40_000_000,
+    kept_bytes=10_000_000,
+    peak_bytes=29_000_000,
+    would_hold_bytes=50_000_000,
+    host_lent_bytes=40_000_000,
+    stall_ms=0.2,
+    step_ms=200.0,
+)
+
+CHANGES = {
+    "nothing": (WELL, "next: nothing; a lower device_limit"),
+    "the host is short": (
+        replace(WELL, no_host_bytes=5_000_000, over_limit_bytes=1, stall_ms=90.0),
+        "next: 5.00 MB found no host memory; before apply() call "
+        "configure(OffloadConfig(host_reserve_bytes=45000000)), with no smaller host_limit",
+    ),
+    "the limit is passed": (
+        replace(WELL, over_limit_bytes=2_000_000, stall_ms=90.0),
+        "next: 2.00 MB at once beyond device_limit (27.00 MB); raise device_limit, or mark smaller groups",
+    ),
+    "stalls": (replace(WELL, stall_ms=10.0), "next: more leaves than can be copied beside compute; raise"),
+    "no gain": (
+        replace(WELL, peak_bytes=50_000_000),
+        "next: as much was on the device as if nothing had left; set a lower device_limit",
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CHANGES)
+def test_a_report_begins_with_what_left_what_stalls_for_it_and_the_next_change(cause: str) -> None:
+    """A report said what had moved, and not whether it was worth it: no time of a step, no share of it that
+    was waited, no advice."""
+    step, change = CHANGES[cause]
+    found = Report(since="apply", total=step, last=step, device_limit_bytes=27_000_000)
+    first, second, empty, title = str(found).splitlines()[:4]
+    share = {"nothing": "0.1%", "no gain": "0.1%", "stalls": "5.0%"}.get(cause, "45.0%")
+    held = (
+        "50.00 MB at once instead of 50.00 MB (100%)"
+        if cause == "no gain"
+        else ("29.00 MB at once instead of 50.00 MB (58%)")
+    )
+    assert first == (
+        f"offload: saved tensors at most {held}, 40.00 MB moved; stalls {share} of a step of 200.0 ms"
+    )
+    assert second.startswith(change)
+    assert (empty, title) == ("", "offload report: 1 step since apply")
+    assert found.as_dict()["verdict"] == found.verdict == f"{first}\n{second}"
+
+
+def test_the_change_in_mode_auto_is_of_its_total_and_not_of_a_limit_that_nobody_set() -> None:
+    last = replace(WELL, over_limit_bytes=2_000_000)
+    found = Report(
+        since="apply", total=last, last=last, device_limit_bytes=27_000_000, device_limit_by="auto"
+    )
+    _, second = found.verdict.splitlines()
+    assert second.startswith(
+        "next: 2.00 MB at once beyond what device_total leaves (27.00 MB); raise device_total"
+    )
+
+
+def test_a_step_in_which_nothing_left_any_more_says_why() -> None:
+    last = replace(WELL, moved_bytes=0, kept_bytes=50_000_000, by_plan_bytes=50_000_000)
+    _, second = Report(since="apply", total=WELL + last, last=last).verdict.splitlines()
+    assert second.startswith("Why nothing left in the last step: the plan kept it")
+
+
+def test_a_verdict_on_the_simulated_device_says_what_its_times_are_and_has_no_share_at_first(
+    manager: PipelineOffloadManager,
+) -> None:
+    assert report().verdict == ""
+    trained(1)
+    first = report().verdict.splitlines()[0]
+    assert first.endswith("moved; stalls known a step later")
+    trained(1)
+    text = str(report())
+    assert re.search(r"; stalls \d+\.\d% of a step of [\d,]+\.\d ms\n", text)
+    assert "on a simulated link (stalls are its copies', a step's time is the host's)" in text
+
+
+def test_a_stall_is_a_share_of_the_step_that_it_is_of(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stalls are read a step late. So is the time of their step, from end to end on the host's clock."""
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    start = ReportStart(manager, "apply")
+    trained(1)  # the clock begins at its end
+    times = []
+    for took_s in (2.0, 3.0, 5.0, 7.0):
+        now_s += took_s
+        trained(1)
+        last = start.report().last
+        assert last is not None
+        times.append(last.step_ms)
+    assert times[1:] == [2_000.0, 3_000.0, 5_000.0]
+    assert start.report().total.step_ms == pytest.approx(times[0] + 10_000.0)
+    assert ReportStart(manager, "now").report().total.step_ms == 0.0
+
+
 def test_bytes_that_continued_to_the_disk_have_rows_of_their_own(tmp_path: Path) -> None:
     assert "disk" not in str(Report(since="apply", total=Figures(steps=1), last=Figures(steps=1)))
     with installed(build_manager(disk_directory=str(tmp_path))) as manager:
@@ -312,9 +416,11 @@ def test_levels_take_the_larger_of_two_steps_and_counts_their_sum() -> None:
 
 def test_the_first_steps_stall_is_of_before_the_point_in_time() -> None:
     ledger = Ledger()
-    for stall_ms in (5.0, 1.0, 2.0):
-        ledger.add(Figures(steps=1, stall_ms=stall_ms, clients={"groups": ClientFigures(stall_ms=stall_ms)}))
+    for ms in (5.0, 1.0, 2.0):
+        clients = {"groups": ClientFigures(stall_ms=ms)}
+        ledger.add(Figures(steps=1, stall_ms=ms, step_ms=10 * ms, clients=clients))
     assert ledger.total.stall_ms == ledger.total.clients["groups"].stall_ms == 3.0
+    assert ledger.total.step_ms == 30.0, "so a share is of the same steps"
 
 
 def test_a_wrapper_subclass_is_looked_at_inside() -> None:
