@@ -64,6 +64,6 @@ setup(
         "plot": ["matplotlib"],
         "plan": ["scipy"],  # bounds; training and plans need none of it
         "bench": ["scipy"],  # the extra's former name
-        "docs": ["mkdocs<2", "mkdocstrings[python]"],
+        "docs": ["mkdocs<2", "mkdocstrings[python]", "ruff"],  # ruff writes signatures, an argument a line
     },
 )
