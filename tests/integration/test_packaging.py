@@ -67,7 +67,7 @@ def test_the_wheels_metadata_is_complete_and_its_version_the_packages(wheel: Pat
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Author"] == "The pipeline-offload authors"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra") or ()) == {"test", "plot", "bench", "docs"}
+    assert set(metadata.get_all("Provides-Extra") or ()) == {"test", "plot", "plan", "bench", "docs"}
     assert metadata.get_payload() == (ROOT / "README.md").read_text()
     needed = [line for line in metadata.get_all("Requires-Dist") or () if "extra ==" not in line]
     assert {re.match(r"[\w-]+", line)[0] for line in needed} == {"torch", "numpy", "tabulate", "tqdm"}  # type: ignore[index]
@@ -80,7 +80,7 @@ def test_the_installed_wheel_runs_where_the_repository_is_not(wheel: Path, tmp_p
     first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
     files = "import parallel, moe\nfor package in (offload, parallel, moe): print('from', package.__file__)"
     said = run(f"{first}\n{files}", tmp_path, target)
-    assert "offload report: 4 steps since apply" in said
+    assert "offload report: 8 steps since apply" in said
     found = re.findall(r"^from (.*)$", said, flags=re.MULTILINE)
     assert [Path(file).relative_to(target).parts[0] for file in found] == list(PACKAGES)
 
