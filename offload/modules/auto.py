@@ -238,6 +238,7 @@ class Auto(Client):
             rest_bytes=None if total is None else total.rest_bytes,
             limit_bytes=None if engine is None else engine.limits.device_limit_bytes,
             plan=plan.followed,
+            moved_bytes=self._manager().stats.spill_bytes if self.models else None,
         )
 
     def _say_no_plan(self, manager: GroupsManager) -> None:

@@ -53,10 +53,17 @@ class BlockShare(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """is_final: steps like the last ones will do what it did, of blocks and of what stays of them. names: of
-    the blocks that a chunk calls, in that order. total_bytes: None where none was asked for. rest_bytes:
-    weights, gradients and working set. plan: None before it was made; state says what is waited
-    for then."""
+    """What is followed now.
+
+    state        in words; before there is a plan, what is waited for
+    is_final     steps like the last ones will do what they did, of blocks and of what stays of them
+    names        of the blocks that a chunk calls, in that order
+    total_bytes  device_total, None where none was given
+    rest_bytes   of it, weights, gradients and working set; None before they were measured
+    limit_bytes  of it, what saved tensors and recomputes may take
+    plan         None before it was made
+    moved_bytes  what the last step moved to the host, whatever was planned; None where that is not known
+    """
 
     state: str
     is_final: bool = False
@@ -65,6 +72,7 @@ class Explanation:
     rest_bytes: int | None = None
     limit_bytes: int | None = None
     plan: MixedPlan | None = None
+    moved_bytes: int | None = None
 
     @property
     def calls(self) -> list[tuple[ChunkKey, BlockShare]]:
@@ -169,7 +177,7 @@ class Explanation:
             f"auto: {self.state}",
             f"A step of plain blocks computes {plain_ms:.1f} ms. Planned: "
             f"{plan.predicted_step_s * 1e3:.1f} ms, {plan.predicted_step_s * 1e3 / plain_ms:.3f} of it, of "
-            f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms wait for copies"
+            f"which {again_ms:.1f} ms recompute and {plan.predicted.stall_s * 1e3:.1f} ms stall for copies"
             + (f", and {late_ms:.1f} ms wait for the host. " if late_ms >= 0.05 else ". ")
             + (
                 "How much less another plan could take is not computed: that needs scipy (pip install scipy)."
@@ -212,6 +220,12 @@ class Explanation:
             headers=("block", f"saves {unit}", "kept", "moved", "recomputed", "ms", "forwards"),
             colalign=("left", *["right"] * 5, "left"),
         )
+        planned = sum(share.moved_bytes for share in self.shares)
+        if self.moved_bytes is not None and self.moved_bytes != planned:
+            lines.append(
+                f"The plan moves {bytes_text(planned)} a step, counted by the byte. The last step moved "
+                f"{bytes_text(self.moved_bytes)}: whole tensors stay, beside room for copies under way."
+            )
         return "\n".join([*lines, "", table, "", *self.margins()])
 
     def margins(self) -> list[str]:
@@ -230,7 +244,7 @@ class Explanation:
             lines.append(
                 f"Given up next, if there were less: {self._name(chunk, place)} in microbatch {chunk[1]}, "
                 f"from '{now.name}' to '{then.name}', which saves {fewer} less and recomputes for "
-                f"{self._more_ms(chunk, place):.2f} ms."
+                f"{round(self._more_ms(chunk, place), 2) + 0.0:.2f} ms."
             )
         more = self._larger_budget()
         if more is not None:
@@ -265,7 +279,7 @@ class Explanation:
             return None
         more = round(self.total_bytes * _MORE)
         bound_ms = self.bound_ms(self.total_bytes + more)
-        return None if bound_ms is None else (more, self.bound.step_s * 1e3 - bound_ms)
+        return None if bound_ms is None else (more, max(0.0, self.bound.step_s * 1e3 - bound_ms))
 
     def bound_ms(self, total_bytes: int) -> float | None:
         """The least step of any plan within another total, in ms. None before there is a plan, and for a

@@ -292,6 +292,24 @@ def test_a_plans_picture_has_each_blocks_bytes_by_microbatch_and_what_they_cost(
         assert said in text, said
 
 
+def test_an_explanation_says_what_the_last_step_moved_and_no_time_is_minus_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """explain() had "0.19 MB moved" where the report said 33.55, and "-0.0 ms"."""
+    explained = replace(explained_of(1, 4, limit_gb=40), moved_bytes=33_550_000)
+    planned = sum(share.moved_bytes for share in explained.shares)
+    assert planned != 33_550_000
+    monkeypatch.setattr(Explanation, "_more_ms", lambda *_: -1e-9)
+    monkeypatch.setattr(Explanation, "bound_ms", lambda *_: explained.as_dict()["bound_ms"] + 1e-9)
+    text = str(explained)
+    assert "a step, counted by the byte. The last step moved 33.55 MB: whole tensors stay" in text
+    assert "recomputes for 0.00 ms" in text
+    assert "would save 0.0 ms a step" in text
+    assert "-0.0" not in text
+    assert "The last step moved" not in str(replace(explained, moved_bytes=planned))
+    assert "The last step moved" not in str(replace(explained, moved_bytes=None))
+
+
 def test_a_plan_that_waits_for_the_host_says_so_and_a_larger_budget_gains_nothing_then() -> None:
     """One block, all of it kept, whose host takes 3 s longer than its device: nothing that memory mends."""
     plain = explained_of(1, 4, limit_gb=40)
@@ -304,7 +322,7 @@ def test_a_plan_that_waits_for_the_host_says_so_and_a_larger_budget_gains_nothin
     explained = replace(plain, plan=plan)
     assert plan.predicted_step_s == pytest.approx(plan.plain_s + 3)
     text = str(explained)
-    assert "0.0 ms recompute and 0.0 ms wait for copies, and 3000.0 ms wait for the host." in text
+    assert "0.0 ms recompute and 0.0 ms stall for copies, and 3000.0 ms wait for the host." in text
     assert "would save 0.0 ms a step" in text
     assert "are weights, gradients and working set; " in text, "the three add up to the total"
     no_gpu = replace(explained, rest_bytes=0, limit_bytes=50 * GB)

@@ -250,6 +250,8 @@ def test_the_report_says_whose_limit_a_plan_of_auto_is(manager: PipelineOffloadM
     with offload.activations(model, "auto", min_numel=1, device_total="20000B") as handle:
         train(model, steps=5)
         report = handle.report()
+        assert report.last is not None
+        assert handle.explain().moved_bytes == report.last.moved_bytes, "both name the same"
     assert report.device_limit_by == "auto"
     assert "beyond what device_total leaves (" in str(report)
     assert offload.report().device_limit_by == "", "the plan has ended, and its limit"
