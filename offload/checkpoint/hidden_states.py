@@ -9,33 +9,31 @@ One invariant: gradients, random numbers, buffers and plain attributes are those
 Nothing wraps the block: its hooks begin and end a `Region` (region.py), whose recompute calls it again.
 
 The region does what torch's non-reentrant checkpoint does. What is added here: tensors given by keyword are
-saved like those given by position; buffers (buffers.py), attributes (attributes.py) and members (members.py)
-are as in the forward; parameters must be, and in some calls what is recomputed is compared with what the
-forward saved (net.py); and one argument leaves, in a group of its own that the call commits as soon as
+saved like those given by position; buffers (buffers.py) and members (members.py) are as in the forward, and
+plain attributes as the forward left them;
+parameters must be as in the forward, and in some calls what is recomputed is compared with what it saved
+(net.py); and one argument leaves, in a group of its own that the call commits as soon as
 autograd has packed it, so its copy runs beside the block.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError
 
 from offload.checkpoint.arguments import TensorsBefore, is_cache, refuse_cache
-from offload.checkpoint.attributes import AttributesBefore
 from offload.checkpoint.buffers import BuffersBefore
-from offload.checkpoint.draws import DrawsBefore
 from offload.checkpoint.halves import Reads, SplitCall
 from offload.checkpoint.members import MembersBefore, inner_modules, is_trained
-from offload.checkpoint.net import Sample, Watch, Weights
+from offload.checkpoint.net import Watch, WatchedCall, is_sharded
 from offload.checkpoint.region import Contexts, Region
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
@@ -70,49 +68,26 @@ class Manager(Protocol):
 
 
 class _Due(threading.local):
-    """The module whose next call in this thread is a recompute, and the tensors that it is given."""
+    """The module whose next call in this thread is a recompute."""
 
     module: nn.Module | None = None
-    tensors: tuple[torch.Tensor, ...] = ()
 
 
 _due = _Due()
 
 
-def is_recompute(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_recompute(module: nn.Module) -> bool:
     """Whether the call of `module` that begins now is a recompute, which its hooks let pass. Ask once a call,
-    first: the next call of it is none. args, kwargs: as the hook that asks was given them.
-
-    Raises OffloadError where a hook before that one has changed the tensors: in the forward it had changed
-    them already.
-    """
+    first: the next call of it is none."""
     if _due.module is not module:
         return False
-    given, _due.module, _due.tensors = _due.tensors, None, ()
-    found = args if _are_tensors(args, kwargs) else _tensors_in(args, kwargs)
-    if len(found) != len(given) or not all(map(_same, found, given)):
-        raise OffloadError(
-            f"a forward pre-hook of a {type(module).__name__} that is recomputed changes its arguments "
-            "before the hook of apply() sees them, and a recompute would change them twice: it was "
-            "registered after apply() with prepend=True, or for all modules; register it before apply() on "
-            "the module itself, or use mode='groups'"
-        )
+    _due.module = None
     return True
 
 
 def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there is nothing to look into, as in most calls of most blocks."""
     return not kwargs and all(type(value) is torch.Tensor for value in args)
-
-
-def _tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    leaves = tree_leaves((args, kwargs), is_leaf=is_cache)
-    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def _same(found: torch.Tensor, given: torch.Tensor) -> bool:
-    """The same tensor, or a view of all of it: FSDP2's hook puts such a node before each argument."""
-    return found is given or (found._is_view() and found._base is given and found.shape == given.shape)
 
 
 class RecomputedCall:
@@ -157,11 +132,9 @@ class RecomputedCall:
         self._context_fn = context_fn
         self._watch = Watch() if watch is None else watch
         self._name = name or f"a {type(module).__name__}"
-        self._sample: Sample | None = None
         self._region: Region | None = None
         self._group: InputGroup | None = None
         self._buffers: BuffersBefore | None = None
-        self._attributes: AttributesBefore | None = None
         self._given: TensorsBefore | None = None
         self._again: _Again | None = None
         self._split: torch.autograd.graph.saved_tensors_hooks | None = None
@@ -184,13 +157,8 @@ class RecomputedCall:
         group = self._manager.input_group(HIDDEN_STATES, alone=self._alone, cost=self._cost)
         buffers = again.buffers = BuffersBefore(self._module, modules)
         again.members = MembersBefore(modules)
-        attributes = again.attributes = AttributesBefore(modules)
-        kind = type(self._module)
-        sample = self._sample = self._watch.sample(self._manager.engine, self._name, kind)
-        if sample is not None and sample.is_first:
-            again.draws = DrawsBefore(modules)
-        again.differs = functools.partial(self._watch.differs, self._name, kind)
-        region = Region(again, self._context_fn, sample)
+        watched = again.watched = self._watch.call(self._manager.engine, self._name, self._module, modules)
+        region = Region(again, self._context_fn, watched)
         try:
             group.open(tensors)
             region.begin(tensors)
@@ -200,11 +168,10 @@ class RecomputedCall:
             raise
         group.send()
         reads = group.reads()
-        if reads is not None and not _is_sharded(modules):
+        if reads is not None and not is_sharded(modules):
             self._split = SplitCall(reads, self._module).hooks()
             self._split.__enter__()
         self._region, self._group, self._buffers, self._again = region, group, buffers, again
-        self._attributes = attributes
         self._given = TensorsBefore(self._module, tensors)
 
     def end(self, output: Any) -> None:
@@ -216,15 +183,14 @@ class RecomputedCall:
             return
         assert again is not None
         assert self._buffers is not None
-        assert self._attributes is not None
         self._leave_split()
         try:
             region.end()
         finally:
             self._leave(output)
         self._buffers.learn()
-        self._attributes.learn()
-        again.learn(self._watch, self._name)
+        assert again.watched is not None
+        again.watched.ends()
         given, self._given = self._given, None
         assert given is not None
         given.refuse_written()
@@ -266,15 +232,12 @@ class _Again:
         "_module",
         "_places",
         "_spec",
-        "attributes",
         "before",
         "buffers",
-        "differs",
-        "draws",
         "interrupted",
         "leaves",
         "members",
-        "weights",
+        "watched",
     )
 
     def __init__(
@@ -284,25 +247,11 @@ class _Again:
         self.leaves = leaves
         self._places = places
         self._spec = spec
-        self.attributes: AttributesBefore | None = None
         self.buffers: BuffersBefore | None = None
-        self.draws: DrawsBefore | None = None
         self.members: MembersBefore | None = None
-        self.weights: Weights | None = None
-        self.differs: Callable[[str], None] | None = None
+        self.watched: WatchedCall | None = None
         self.before: BeforeAgain | None = None
         self.interrupted = False
-
-    def learn(self, watch: Watch, name: str) -> None:
-        """The forward of block `name` is over."""
-        modules = inner_modules(self._module)
-        if not _is_sharded(modules):
-            self.weights = Weights(modules)
-        drawn = "" if self.draws is None else self.draws.learn()
-        if drawn:
-            watch.draws(name, type(self._module), drawn)
-        else:
-            self.draws = None
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         if self.interrupted:
@@ -310,12 +259,6 @@ class _Again:
                 f"the forward of a {type(self._module).__name__} that is recomputed was interrupted "
                 "(KeyboardInterrupt), and what autograd saved from then on to the next call of its model "
                 "cannot be read: run the forward after the interrupt again"
-            )
-        written = "" if self.weights is None else self.weights.written()
-        if written:
-            assert self.differs is not None
-            self.differs(
-                f"parameter {written} was written in place after the forward, as by an optimizer's step"
             )
         leaves = [
             leaf if place is None else tensors[place]
@@ -325,12 +268,15 @@ class _Again:
         leaves = _cast_as_fsdp(self._module, leaves)
         args, kwargs = (leaves, {}) if self._spec is None else tree_unflatten(leaves, self._spec)
         assert self.members is not None
-        assert self.attributes is not None
+        assert self.watched is not None
         assert self.buffers is not None
-        draws = nullcontext() if self.draws is None else self.draws.in_place()
-        with self.members.in_place(), self.attributes.in_place(), self.buffers.in_place(), draws:
+        with (
+            self.watched.in_place(),
+            self.members.in_place(),
+            _attributes_left(self._module),
+            self.buffers.in_place(),
+        ):
             _due.module = self._module
-            _due.tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             try:
                 self._module(*args, **kwargs)
             except Exception as error:
@@ -338,15 +284,22 @@ class _Again:
                     after = None  # it did not come to its end
                 raise
             finally:
-                _due.module, _due.tensors = None, ()
+                _due.module = None
                 if after is not None:
                     after()
 
 
-def _is_sharded(modules: Sequence[nn.Module]) -> bool:
-    """Whether FSDP2 gathers parameters of theirs for each recompute: they are gone with the recompute's end,
-    so nothing that was saved of them may be read later."""
-    return any(hasattr(type(inner), "_get_fsdp_state") for inner in modules)
+@contextmanager
+def _attributes_left(module: nn.Module) -> Iterator[None]:
+    """Plain attributes that are bound inside are bound at the end to what they were before."""
+    found = [(owner, vars(owner).copy()) for owner in inner_modules(module)]
+    try:
+        yield
+    finally:
+        for owner, values in found:
+            for name in vars(owner).keys() - values.keys():
+                del vars(owner)[name]
+            vars(owner).update(values)
 
 
 def _cast_as_fsdp(module: nn.Module, leaves: list[Any]) -> list[Any]:

@@ -1,45 +1,47 @@
 """Whether a recompute saves the bits that its forward saved, compared save by save in some of the calls.
 
-    watch = Watch()                                    # of a model whose blocks are recomputed
-    sample = watch.sample(engine, name, type(block))   # None for a call that is not compared
-    sample.add(number, tensor)                         # in the forward, for each save; then sample.end()
-    found = []
-    sample.compare(found, number, tensor)              # in a recompute, for each; then sample.judge(found)
+    call = watch.call(engine, name, module, modules)   # a forward of block `name` begins
+    call.sample                                        # compares its saves; None for most calls
+    call.ends()
+    with call.in_place():                              # a recompute of it runs inside
+        ...
 
 One invariant: comparing changes neither a bit nor the order of any lane, and blocks the host only at the ends
 of steps.
 
 Compared are the first calls of each block, then one in `_EVERY` of its class; none inside a CUDA graph's
-capture. A save is reduced to one whole number on its device and lane (`checksum`), the two are compared
+capture. A save is reduced to one whole number on its device and lane (checksum.py), the two are compared
 there, and the verdict is copied to the host, where `Net` reads it: before `step()` in the first
 `_EARLY_STEPS` steps of a block, else once it has arrived, at the end of the next step at the latest.
 
-Not compared are parameters, of which the versions are (`Weights`); saves of another lane than the first of
-that device; and what operators leave unwritten: seeds of attention without dropout, reserves of cuDNN, and
-noise that is drawn after it was saved.
+Not compared are parameters, of which the versions are; saves of another lane than the first of that device;
+and what operators leave unwritten: seeds of attention without dropout, reserves of cuDNN, and noise that is
+drawn after it was saved.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from offload.checkpoint.kept import plain_parts
+from offload.checkpoint.checksum import checksum, outside_modes, to_host
+from offload.checkpoint.draws import DrawsBefore
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.errors import RecomputeDiffersError
 from offload.saved.filters import is_dtensor, is_parameter
 from offload.telemetry.records import StepStats
 
-__all__ = ["Sample", "Watch", "Weights", "checksum", "to_host", "watch_of"]
+__all__ = ["Found", "Sample", "Watch", "WatchedCall", "is_sharded"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +49,31 @@ _FIRST_CALLS = 3
 _EVERY = 61
 _EARLY_STEPS = 3
 
+_REASONS = """so gradients are wrong: something was changed between the forward and the backward or by \
+the forward itself (an attribute, a hook, a submodule, a buffer, an argument that is no tensor); or it draws \
+from a generator other than torch's default ones; or an operator is not deterministic, such as index_add or \
+scatter_add of floats on a GPU, or another algorithm or graph was chosen for it"""
+_WAY_OUT = """Name it in apply(..., no_recompute=['NAME']), which keeps or moves what it saves; or take \
+recompute_differs='warn', where such gradients will do"""
+_DRAWS = """%s draws from %s in its forward, and a recompute would draw again: blocks of its class are not \
+recomputed from the next call on, and what they save is kept or moved. Name them in apply(..., \
+no_recompute=[%r]), or draw from torch's default generator, which is put back"""
+
 _sequence_nr = torch._C._autograd._get_sequence_nr
-_COLUMNS = 1 << 16
-_MIX = 0x1E3779B97F4A7C15
-_LOWER_HALF = (1 << 32) - 1
+
+Found = list[tuple[Hashable, torch.Tensor]]
+"""Of one recompute: by save, whether it differs."""
 
 
 class Watch:
-    """The blocks of one model, or the regions of one selective context. warns: a difference is a warning,
-    once a block, and no error. differing, drawing: classes whose blocks were seen to differ, or to draw from
-    generators that are not put back; whoever runs their calls asks."""
+    """The blocks of one model, or the regions of one selective context.
 
-    def __init__(self, *, warns: bool = False, way_out: str = "") -> None:
+    warns: a difference is a warning, once a block, and no error. way_out: for messages. differing, drawing:
+    classes whose blocks were seen to differ, or to draw from generators that are not put back; whoever runs
+    their calls asks.
+    """
+
+    def __init__(self, *, warns: bool = False, way_out: str = _WAY_OUT) -> None:
         self.differing: set[object] = set()
         self.drawing: set[object] = set()
         self._warns = warns
@@ -68,8 +83,14 @@ class Watch:
         self._since: dict[str, int] = {}  # by block, the step of its first call
         self._warned: set[str] = set()
 
+    def call(
+        self, engine: OffloadEngine, name: str, module: nn.Module, modules: Sequence[nn.Module]
+    ) -> WatchedCall:
+        """A forward of block `name`, `module`, begins. modules: it, and all inside."""
+        return WatchedCall(self, self.sample(engine, name, type(module)), name, type(module), modules)
+
     def sample(self, engine: OffloadEngine, name: str, kind: object) -> Sample | None:
-        """A call of block `name`, of class `kind`, begins: what compares it, None for most."""
+        """What compares a call that begins; None for most. kind: the class of the block."""
         number = self._calls[name]
         self._calls[name] = number + 1
         if number >= _FIRST_CALLS:
@@ -79,18 +100,13 @@ class Watch:
         if engine.device.is_capturing():
             return None
         net = _net_of(engine)
-        since = self._since.setdefault(name, net.step)
-        is_early = net.step - since < _EARLY_STEPS
-        return Sample(self, net, name, kind, is_first=number < _FIRST_CALLS, is_early=is_early)
+        is_early = net.step - self._since.setdefault(name, net.step) < _EARLY_STEPS
+        return Sample(net, partial(self.differs, name, kind), number < _FIRST_CALLS, is_early)
 
     def differs(self, name: str, kind: object, what: str) -> None:
-        """A recompute of block `name` differs: raises RecomputeDiffersError, or warns. what: begins with
-        "in step"."""
+        """A recompute of block `name` differs: raises RecomputeDiffersError, or warns."""
         self.differing.add(kind)
-        way_out = self._way_out or (
-            f"Name it in apply(..., no_recompute=[{name!r}]), which keeps or moves what it saves; or take "
-            "recompute_differs='warn', where such gradients will do"
-        )
+        way_out = self._way_out.replace("NAME", name)
         text = f"the recompute of {name} gave other bits than its forward: {what}. {way_out}"
         if not self._warns:
             raise RecomputeDiffersError(text)
@@ -99,155 +115,141 @@ class Watch:
             logger.warning(text)
 
     def draws(self, name: str, kind: object, generators: str) -> None:
-        """A forward of block `name` has drawn from `generators`: says so once for a class of blocks."""
+        """A forward of block `name` has drawn from `generators`, which is said once for a class of blocks."""
         if kind not in self.drawing:
             self.drawing.add(kind)
-            logger.warning(
-                "%s draws from %s in its forward, and a recompute would draw again: blocks of its class are "
-                "not recomputed from the next call on, and what they save is kept or moved. Name them in "
-                "apply(..., no_recompute=[%r]), or draw from torch's own generator, which is put back",
-                name,
-                generators,
-                name,
-            )
+            logger.warning(_DRAWS, name, generators, name)
 
 
-class Weights:
-    """The parameters that a forward has computed with, and their versions; taken when it is over."""
+class WatchedCall:
+    """One call of a block that is recomputed. sample: compares its saves; None for most calls."""
 
-    __slots__ = ("_tensors", "_versions")
+    __slots__ = ("_draws", "_modules", "_versions", "_watch", "_whose", "sample")
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._tensors = [
-            tensor
-            for owner in modules
-            for tensor in owner._parameters.values()
-            # no leaf: a view that FSDP puts in a parameter's place, for as long as it is gathered
-            if tensor is not None and tensor.is_leaf and not tensor.is_inference() and not is_dtensor(tensor)
-        ]
-        self._versions = [tensor._version for tensor in self._tensors]
+    def __init__(
+        self, watch: Watch, sample: Sample | None, name: str, kind: object, modules: Sequence[nn.Module]
+    ) -> None:
+        self.sample = sample
+        self._watch, self._whose = watch, (name, kind)
+        self._draws = DrawsBefore() if sample is not None and sample.is_first else None
+        self._modules = modules
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
-    def written(self) -> str:
-        """What was written in place since; empty if nothing was."""
-        if all(
-            tensor._version == version for tensor, version in zip(self._tensors, self._versions, strict=True)
-        ):
-            return ""
-        return next(
-            _looks(tensor)
-            for tensor, version in zip(self._tensors, self._versions, strict=True)
-            if tensor._version != version
-        )
+    def ends(self) -> None:
+        """The forward is over."""
+        modules, self._modules = self._modules, ()
+        if not is_sharded(modules):
+            self._versions = [
+                (tensor, tensor._version)
+                for owner in modules
+                for tensor in owner._parameters.values()
+                # no leaf: a view that FSDP puts in a parameter's place while it is gathered
+                if tensor is not None
+                and tensor.is_leaf
+                and not tensor.is_inference()
+                and not is_dtensor(tensor)
+            ]
+        drawn = "" if self._draws is None else self._draws.learn()
+        if drawn:
+            self._watch.draws(*self._whose, drawn)
+        else:
+            self._draws = None
+
+    def has_differed(self) -> None:
+        """A recompute saved other tensors than the forward, in number or in shape."""
+        self._watch.differing.add(self._whose[1])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The recompute runs inside. Raises RecomputeDiffersError if a parameter was written since."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                what = f"parameter {_looks(tensor)} was written in place after the forward"
+                self._watch.differs(*self._whose, f"{what}, as by an optimizer's step")
+        with nullcontext() if self._draws is None else self._draws.in_place():
+            yield
 
 
 class Sample:
-    """One call that is compared. It holds no save longer than the operator runs that has saved it.
+    """Compares the saves of one call. It holds no save longer than the operator runs that has saved it.
 
-    is_first: one of the first calls of its block. is_early: a step waits for its verdict.
+    report: told what differs. is_first: one of the first calls of its block. is_early: a step waits for the
+    verdict.
     """
 
-    def __init__(
-        self, watch: Watch, net: Net, name: str, kind: object, *, is_first: bool, is_early: bool
-    ) -> None:
-        self.watch, self.name, self.kind = watch, name, kind
-        self.is_first, self.is_early = is_first, is_early
-        self._net = net
+    def __init__(self, net: Net, report: Callable[[str], None], is_first: bool, is_early: bool) -> None:
+        self.is_first = is_first
+        self._net, self._report, self._is_early = net, report, is_early
         self._sums: dict[Hashable, torch.Tensor] = {}
-        self._later: dict[Hashable, torch.Tensor] = {}  # of what may be written after it was saved
         self._looks: dict[Hashable, str] = {}
-        self._held: list[tuple[Hashable, torch.Tensor]] = []  # that the operator of now may still write
-        self._operator = -1  # autograd's number of it
+        self._settled: dict[Hashable, torch.Tensor] = {}  # of some: whether it was written when it was saved
+        self._unsettled: list[tuple[Hashable, torch.Tensor]] = []
+        self._operator = -1  # autograd's number of the one that saves
         self._lanes: dict[torch.device, object] = {}
-        self._tables: dict[torch.device, torch.Tensor] = {}  # while a forward or a recompute runs
 
     def add(self, key: Hashable, tensor: torch.Tensor) -> None:
         """The forward saves `tensor`."""
-        operator = _sequence_nr()
-        if operator != self._operator:
-            self._look_again()
-            self._operator = operator
+        if self._operator != _sequence_nr():
+            self.settle()
+            self._operator = _sequence_nr()
         total = None if is_parameter(tensor) else self._checksum(tensor)
-        if total is None:
-            return
-        self._sums[key] = total
-        self._looks[key] = _looks(tensor)
-        if not tensor.requires_grad and tensor.is_floating_point():
-            self._held.append((key, tensor))
+        if total is not None:
+            self._sums[key], self._looks[key] = total, _looks(tensor)
+            if not tensor.requires_grad and tensor.is_floating_point():
+                self._unsettled.append((key, tensor))  # rrelu draws its noise once it has saved it
 
-    def end(self) -> None:
-        """The forward is over."""
-        self._look_again()
-        self._tables = {}
-
-    def _look_again(self) -> None:
-        """The operator that saved last has run: what it has written since cannot be compared."""
-        held, self._held = self._held, []
-        for key, tensor in held:
+    def settle(self) -> None:
+        """The operator that saved last has run."""
+        saved, self._unsettled = self._unsettled, []
+        for key, tensor in saved:
             total = self._checksum(tensor)
             if total is not None:
-                self._later[key] = total
+                with outside_modes():
+                    self._settled[key] = total == self._sums[key]
 
-    def compare(
-        self, found: list[tuple[Hashable, torch.Tensor]], key: Hashable, tensor: torch.Tensor
-    ) -> None:
-        """A recompute saves `tensor`. found: of this recompute."""
-        before = self._sums.get(key)
-        now = None if before is None else self._checksum(tensor)
-        if before is None or now is None:
-            return
-        with _outside_modes():
-            differs, later = before != now, self._later.get(key)
-            found.append((key, differs if later is None else differs & (before == later)))
+    def compare(self, found: Found, key: Hashable, tensor: torch.Tensor) -> None:
+        """A recompute saves `tensor`."""
+        now = self._checksum(tensor) if key in self._sums else None
+        if now is not None:
+            with outside_modes():
+                differs = now != self._sums[key]
+                found.append((key, differs & self._settled[key] if key in self._settled else differs))
 
-    def judge(self, found: list[tuple[Hashable, torch.Tensor]]) -> None:
+    def judge(self, found: Found) -> None:
         """A recompute is over. Blocks the host: never."""
-        self._tables = {}
         for device in {differs.device for _, differs in found}:
             keys = [key for key, differs in found if differs.device == device]
-            with _outside_modes():
+            with outside_modes():
                 differs = to_host(torch.stack([one for _, one in found if one.device == device]))
-            self._net.pending.append(_Verdict(self, self._net.step, keys, differs, device))
-
-    def said(self, keys: Sequence[Hashable]) -> str:
-        return (
-            f"{len(keys)} of {len(self._sums)} saves that were compared, the first is {self._looks[keys[0]]}"
-        )
+            event = None if device.type == "cpu" else torch.Event(device)
+            if event is not None:
+                event.record(torch.accelerator.current_stream(device))
+            looks = [self._looks[key] for key in keys]
+            verdict = _Verdict(self._report, self._is_early, self._net.step, looks, differs, event)
+            self._net.pending.append(verdict)
 
     def _checksum(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """None for what is not compared."""
-        if tensor.device.type != "cpu" and not tensor.is_meta:
+        if not tensor.is_cpu and not tensor.is_meta:
             lane = torch.accelerator.current_stream(tensor.device)
-            if self._lanes.setdefault(tensor.device, lane) != lane or self._net.is_capturing():
+            is_seed = tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2
+            is_reserve = tensor.dtype is torch.uint8 and tensor.dim() == 1
+            is_elsewhere = self._lanes.setdefault(tensor.device, lane) != lane
+            if is_seed or is_reserve or is_elsewhere or self._net.is_capturing():
                 return None
-        return None if _is_unwritten(tensor) else checksum(tensor, self._tables)
+        return checksum(tensor)
 
 
-class _Verdict:
-    """What a recompute's comparison says, on its way to the host."""
+class _Verdict(NamedTuple):
+    """What the comparison of a recompute in `step` says. differs: on its way to the host, there once `event`
+    has passed. looks: of the saves that it is about."""
 
-    def __init__(
-        self,
-        sample: Sample,
-        step: int,
-        keys: Sequence[Hashable],
-        differs: torch.Tensor,
-        device: torch.device,
-    ) -> None:
-        self.sample, self.step = sample, step
-        self._keys, self._differs = keys, differs
-        self._event: Any = None
-        if device.type != "cpu":
-            self._event = torch.Event(device)
-            self._event.record(torch.accelerator.current_stream(device))
-
-    def has_arrived(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def read(self) -> list[Hashable]:
-        """What differs. Blocks the host until the comparison has run."""
-        if self._event is not None:
-            self._event.synchronize()
-        return [key for key, differs in zip(self._keys, self._differs.tolist(), strict=True) if differs]
+    report: Callable[[str], None]
+    is_early: bool
+    step: int
+    looks: Sequence[str]
+    differs: torch.Tensor
+    event: Any
 
 
 class Net(Client):
@@ -259,63 +261,51 @@ class Net(Client):
     def __init__(self, engine: OffloadEngine) -> None:
         self.step = 0
         self.pending: deque[_Verdict] = deque()
-        self.watches: dict[object, Watch] = {}  # of regions, by what they keep
         self.is_capturing = engine.device.is_capturing
 
     def step_ended(self, stats: StepStats) -> None:
-        """As Client. Raises RecomputeDiffersError. Blocks the host: for a verdict of a step before, or of a
-        block's first steps."""
+        """As Client. Raises RecomputeDiffersError. Blocks the host: for verdicts of a block's first steps,
+        and of the step before."""
         self.step += 1
         self.look(before=self.step - 1)
 
     def look(self, *, before: int) -> None:
         """Read what has arrived, and wait for early verdicts and for those of steps before `before`."""
-        differing: tuple[_Verdict, list[Hashable]] | None = None
+        raised: list[RecomputeDiffersError] = []
         for _ in range(len(self.pending)):
             verdict = self.pending.popleft()
-            if not (verdict.sample.is_early or verdict.step < before or verdict.has_arrived()):
-                self.pending.append(verdict)
-                continue
-            keys = verdict.read()
-            if keys:
-                verdict.sample.watch.differing.add(verdict.sample.kind)
-                differing = differing or (verdict, keys)
-        if differing is not None:
-            verdict, keys = differing
-            verdict.sample.watch.differs(
-                verdict.sample.name,
-                verdict.sample.kind,
-                f"in step {verdict.step + 1}, {verdict.sample.said(keys)}, so gradients are wrong. Either "
-                "something was changed between the forward and the backward (an attribute, a hook, a "
-                "submodule, a buffer, an argument that is no tensor); or it draws from a generator that is "
-                "not torch's own; or an operator is not deterministic, such as index_add or scatter_add of "
-                "floats on a GPU, or another algorithm or graph was chosen for it",
-            )
+            if verdict.event is not None:
+                if not (verdict.is_early or verdict.step < before or verdict.event.query()):
+                    self.pending.append(verdict)
+                    continue
+                verdict.event.synchronize()
+            looks = [
+                one for one, differs in zip(verdict.looks, verdict.differs.tolist(), strict=True) if differs
+            ]
+            if looks:
+                count = f"{len(looks)} of {len(verdict.looks)} saves that were compared"
+                try:
+                    verdict.report(
+                        f"in step {verdict.step + 1}, {count}, the first is {looks[0]}, {_REASONS}"
+                    )
+                except RecomputeDiffersError as error:
+                    raised.append(error)
+        if raised:
+            raise raised[0]
 
 
 _nets: WeakKeyDictionary[OffloadEngine, Net] = WeakKeyDictionary()
+_hooks: list[Any] = []
 
 
 def _net_of(engine: OffloadEngine) -> Net:
-    net = _nets.get(engine)
-    if net is None:
-        if not _nets:
-            hooks.append(register_optimizer_step_pre_hook(_before_step))
-        net = _nets[engine] = Net(engine)
-        engine.attach(net)
-    return net
-
-
-def watch_of(engine: OffloadEngine, asked: object) -> Watch:
-    """That of all regions of torch's checkpoints for which `asked` is kept."""
-    way_out = (
-        "Run what differs outside of the checkpoint. Where such gradients will do, use torch's "
-        "create_selective_checkpoint_contexts, which compares nothing"
-    )
-    return _net_of(engine).watches.setdefault(asked, Watch(way_out=way_out))
-
-
-hooks: list[Any] = []
+    """That of an engine, attached to it as a client on first use."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    if engine not in _nets:
+        _nets[engine] = Net(engine)
+        engine.attach(_nets[engine])
+    return _nets[engine]
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -325,100 +315,11 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             net.look(before=net.step)
 
 
+def is_sharded(modules: Sequence[nn.Module]) -> bool:
+    """Whether FSDP2 gathers parameters of theirs for each recompute: they are gone with the recompute's end,
+    so nothing that was saved of them may be read later."""
+    return any(hasattr(type(inner), "_get_fsdp_state") for inner in modules)
+
+
 def _looks(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-# -- checksums -----------------------------------------------------------------------------------------------
-def checksum(
-    tensor: torch.Tensor, tables: dict[torch.device, torch.Tensor] | None = None
-) -> torch.Tensor | None:
-    """One whole number for all bits of a tensor and for where they stand, on its device; None where there are
-    no bits: of a wrapper, those of its parts count. tables: of weights, for calls in a row. Blocks the host:
-    never."""
-    parts = [part for part in plain_parts(tensor) if not part.is_meta and _has_bytes(part)]
-    if not parts:
-        return None
-    tables = {} if tables is None else tables
-    with _outside_modes():
-        total = _sum_of(parts[0], tables)
-        for part in parts[1:]:
-            total = total * _MIX + _sum_of(part, tables)
-        return total
-
-
-def to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, there where an event recorded after this has passed."""
-    if values.device.type == "cpu":
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
-
-
-@contextmanager
-def _outside_modes() -> Iterator[None]:
-    """What runs inside is seen by no mode, no subclass, no autograd and no forward AD."""
-    guards = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction()
-    with guards[0], guards[1], torch._C._AutoDispatchBelowAutograd():
-        yield
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and not tensor.is_quantized and tensor.untyped_storage().nbytes() > 0
-
-
-def _is_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether an operator may leave bits of it as it found them: attention without dropout its seed and
-    offset, cuDNN parts of its reserve."""
-    is_seed = tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2
-    return not tensor.is_cpu and (is_seed or (tensor.dtype is torch.uint8 and tensor.dim() == 1))
-
-
-def _sum_of(tensor: torch.Tensor, tables: dict[torch.device, torch.Tensor]) -> torch.Tensor:
-    """Sums of columns and of rows, each times a weight of its own: two bytes that change places move one of
-    them. Without a temporary of the tensor's size, unless its elements have gaps between them."""
-    words = _words(tensor)
-    rows = words.numel() // _COLUMNS
-    table, needed = tables.get(tensor.device), max(rows, min(words.numel(), _COLUMNS))
-    if table is None or table.numel() < needed:
-        table = tables[tensor.device] = _weights(needed, tensor.device)
-    total = _weighted(words[rows * _COLUMNS :], table)
-    if rows:
-        cells = words[: rows * _COLUMNS].view(rows, _COLUMNS)
-        for sums in (cells.sum(dim, dtype=torch.int64) for dim in (0, 1)):
-            total = total * _MIX + _weighted(sums, table)
-    return total
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes as whole numbers, in the order of memory. An expanded dimension counts once."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    strides = tensor.stride()
-    for dim, stride in enumerate(strides):
-        if stride == 0:
-            tensor = tensor.narrow(dim, 0, 1)
-    flat = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).contiguous().view(-1)
-    itemsize = flat.dtype.itemsize
-    if flat.numel() * itemsize % 8 == 0:
-        if flat.data_ptr() % 8 or flat.storage_offset() * itemsize % 8:
-            flat = flat.clone()
-        itemsize = 8
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    return flat.view(_WHOLE[itemsize])
-
-
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _weighted(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Their sum, each times its weight. The halves are mixed first: of an upper bit a product keeps only the
-    weight's lower bits."""
-    if values.dtype is torch.int64:
-        values = (values & _LOWER_HALF) + (values >> 32) * _MIX
-    return (values * table[: values.numel()]).sum()
-
-
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(_MIX)
-    return mixed.bitwise_xor_(mixed >> 32)

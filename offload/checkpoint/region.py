@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, DefaultDeviceType, _StopRecomputationError
 
-from offload.checkpoint.net import Sample
+from offload.checkpoint.net import Found, WatchedCall
 
 __all__ = ["Contexts", "Region"]
 
@@ -47,6 +47,8 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 _NO_TASK = -1
+
+_UNLIKE = "does not do the same twice. Make it, or name the block in apply(..., no_recompute=[...])"
 
 _Looks = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -101,9 +103,9 @@ class _Inputs(torch.autograd.Function):
 class Region:
     """One run. again: computes what it saved once more, from tensors like those given to `begin`.
 
-    context_fn: of what the run and each recompute are inside, asked at `begin`; None for nothing. sample:
-        compares this run with its recomputes; None for most. `begin` and `end` are called in one thread, and
-        hooks that are put on in between are taken off in between.
+    context_fn: of what the run and each recompute are inside, asked at `begin`; None for nothing.
+    watched: compares this run with its recomputes; None where nobody does.
+    `begin` and `end` are called in one thread, and hooks that are put on in between are taken off in between.
     """
 
     __slots__ = (
@@ -117,16 +119,18 @@ class Region:
         "_state",
         "_stops",
         "_tasks",
+        "_watched",
     )
 
     def __init__(
         self,
         again: Callable[..., object],
         context_fn: Callable[[], Contexts] | None = None,
-        sample: Sample | None = None,
+        watched: WatchedCall | None = None,
     ) -> None:
         self._again = again
-        self._sample = sample
+        self._watched = watched
+        self._sample = None if watched is None else watched.sample
         self._context_fn = context_fn
         self._context: Contexts | None = None
         self._inputs: torch.Tensor | None = None
@@ -157,7 +161,7 @@ class Region:
         """It has returned, or raised. exception: as of a context's end."""
         self._has_ended = True
         if self._sample is not None:
-            self._sample.end()
+            self._sample.settle()
         if self._state is not None:
             self._state.learn()
         try:
@@ -201,7 +205,7 @@ class Region:
         saves, num_saves = self._saves, len(self._saves)
         stops, has_ended, sample = self._stops, self._has_ended, self._sample
         came = 0
-        compared: list[tuple[Hashable, torch.Tensor]] = []
+        compared: Found = []
         differing: list[str] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,7 +218,7 @@ class Region:
                 if has_ended:
                     raise CheckpointError(
                         f"a recompute saves more tensors than its forward, which saved {num_saves}: the "
-                        "function does not do the same twice. Make it, or do not recompute it"
+                        f"function {_UNLIKE}"
                     )
                 return tensor  # the run itself reads what it had saved so far
             if sample is not None:
@@ -246,7 +250,9 @@ class Region:
             self._check(num_saves, came, differing)
             if sample is not None:
                 sample.judge(compared)
-        except BaseException:
+        except BaseException as error:
+            if self._watched is not None and isinstance(error, CheckpointError):
+                self._watched.has_differed()
             self._let_go(task)
             raise
 
@@ -255,14 +261,13 @@ class Region:
         if came < num_saves:
             raise CheckpointError(
                 f"a different number of tensors was saved in a forward, {num_saves}, and in its recompute, "
-                f"{came}: the function does not do the same twice. Make it, or do not recompute it"
+                f"{came}: the function {_UNLIKE}"
             )
         if differing:
             more = "; ..." if len(differing) > 4 else ""
             raise CheckpointError(
                 "tensors with different metadata were saved in a forward and in its recompute: "
-                f"{'; '.join(differing[:4])}{more}. The function does not do the same twice: make it, or do "
-                "not recompute it"
+                f"{'; '.join(differing[:4])}{more}. The function {_UNLIKE}"
             )
 
     def _let_go(self, task: object) -> None:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +49,7 @@ from offload.checkpoint.kept import (
     storages_of,
     tensors_in,
 )
-from offload.checkpoint.net import Sample, watch_of
+from offload.checkpoint.net import Found, Sample, Watch
 from offload.checkpoint.region import Contexts
 from offload.checkpoint.report import report_of
 from offload.device import Lane
@@ -59,7 +59,11 @@ from offload.saved.hooks import Scope, inside_checkpoint
 from offload.transfer.block import DeviceBlock
 from offload.transfer.layout import WeakStorage
 
-_REGION = "a checkpointed region with selective_contexts()"
+_WAY_OUT = """Run what differs outside of the checkpoint; where such gradients will do, use torch's \
+create_selective_checkpoint_contexts, which compares nothing"""
+
+_watches: dict[object, Watch] = {}
+"""By what is kept: a context_fn may be made anew for each call."""
 
 __all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "telling"]
 
@@ -94,7 +98,8 @@ def contexts_for(
         manager = groups()
         sample = None
         if compares:
-            sample = watch_of(manager.engine, keep.key).sample(manager.engine, _REGION, keep.key)
+            watch = _watches.setdefault(keep.key, Watch(way_out=_WAY_OUT))
+            sample = watch.sample(manager.engine, "a region with selective_contexts()", keep.key)
         forward = _ForwardMode(keep, manager, group, sample)
         return forward, _RecomputeMode(forward)
 
@@ -185,7 +190,7 @@ class _ForwardMode(CallMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         if self.sample is not None:
-            self.sample.end()
+            self.sample.settle()
         if self._pair is None:
             self._pass_on()
         else:
@@ -233,8 +238,7 @@ class _ForwardMode(CallMode):
                 lane = None if call.is_collective else self.engine.device.compute
                 self._waiting = ((func, number), call, self._group.scope(lane))
             if self.sample is not None:
-                for key, tensor in _compared(func, number, args, kwargs, output):
-                    self.sample.add(key, tensor)
+                _look(self.sample.add, func, number, (args, tuple(kwargs.values()), output))
         return output
 
     def _pass_on(self) -> None:
@@ -247,12 +251,10 @@ class _ForwardMode(CallMode):
                     self._group.left(call.leave(functools.partial(self.engine.hooks.pack_for, scope)))
 
 
-def _compared(
-    func: Operator, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> Iterator[tuple[Hashable, torch.Tensor]]:
-    """What a kept call is given, and what it returns."""
-    for at, tensor in enumerate(tensors_in((args, tuple(kwargs.values()), output))):
-        yield (func, number, at), tensor
+def _look(look: Callable[[Hashable, torch.Tensor], None], func: Operator, number: int, values: Any) -> None:
+    """At what a kept call is given, and what it returns."""
+    for at, tensor in enumerate(tensors_in(values)):
+        look((func, number, at), tensor)
 
 
 class _RecomputeMode(CallMode):
@@ -262,7 +264,7 @@ class _RecomputeMode(CallMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._forward = forward
         self._calls: Counter[Operator] = Counter()
-        self._found: list[tuple[Hashable, torch.Tensor]] = []
+        self._found: Found = []
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
@@ -287,8 +289,8 @@ class _RecomputeMode(CallMode):
             with forward.engine.lock:
                 output = call.again(args, kwargs, forward.engine.hooks.unpack)
             if forward.sample is not None:
-                for key, tensor in _compared(func, number, args, kwargs, output):
-                    forward.sample.compare(self._found, key, tensor)
+                compare = functools.partial(forward.sample.compare, self._found)
+                _look(compare, func, number, (args, tuple(kwargs.values()), output))
             return output
         if number >= forward.calls[func] and any(operator is func for operator, _ in forward.kept):
             raise OffloadError(

@@ -56,7 +56,7 @@ class RecomputedCalls:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecomputedCall | GroupCall | None:
         module = self._module()
         assert module is not None  # it is called
-        if is_recompute(module, args, kwargs):
+        if is_recompute(module):
             return None
         if torch._C._current_graph_task_id() != -1:
             self._root.note_checkpointed()

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -39,7 +38,6 @@ from torch.utils.flop_counter import flop_registry
 from offload.checkpoint.arguments import cache_written
 from offload.checkpoint.draws import DrawsBefore
 from offload.checkpoint.kept import UNTRACKED_VIEWS, plain_parts, storages_of, version_probe
-from offload.checkpoint.members import inner_modules
 from offload.checkpoint.selective import CallMode, telling
 from offload.device import Event
 from offload.engine import OffloadEngine
@@ -116,8 +114,7 @@ class BlockProfiler:
         probes = [probe for tensor in given if (probe := version_probe(tensor)) is not None]
         self._given = [(probe, probe._version) for probe in probes]
         self._plain: tuple[float, float] | None = None
-        self._draws: DrawsBefore | None = None
-        self._module = weakref.ref(module)
+        self._draws = DrawsBefore()
         self._mode.only = only
         cache = cache_written(module, (args, kwargs))
         if cache is not None:
@@ -125,18 +122,16 @@ class BlockProfiler:
 
     def begin(self) -> None:
         """The forward begins, in this thread."""
-        module = self._module()
-        self._draws = None if module is None else DrawsBefore(inner_modules(module))
+        self._draws = DrawsBefore()
         self._mode.__enter__()
 
     def end(self, *, failed: bool) -> None:
         """It is over. failed: it raised, so there is no profile."""
         self._mode.failed = failed
         self._mode.__exit__(None, None, None)
-        drawn = "" if self._draws is None else self._draws.learn()
+        drawn = self._draws.learn()
         if drawn and not self._mode.only:
             self._mode.only = f"it draws from {drawn}"
-        self._draws = None
         self._look_at_given("it writes to what it was given")
 
     @property

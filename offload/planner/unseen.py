@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from offload.checkpoint.checksum import checksum, to_host
 from offload.checkpoint.kept import alias_of
-from offload.checkpoint.net import checksum, to_host
 
 __all__ = ["UnseenWrites"]
 

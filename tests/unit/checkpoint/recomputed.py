@@ -89,7 +89,7 @@ def put_on(
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(None)
-        if is_recompute(module, args, kwargs):
+        if is_recompute(module):
             return
         call = RecomputedCall(manager, module, args, kwargs, context_fn)
         call.begin()

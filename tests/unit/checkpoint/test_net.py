@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager, RecomputeDiffersError
-from offload.checkpoint.net import Sample, Watch, checksum
+from offload.checkpoint import net
+from offload.checkpoint.checksum import checksum
+from offload.checkpoint.net import Sample, Watch
 
 DTYPES = [
     torch.float32,
@@ -174,7 +177,9 @@ def test_a_late_verdict_is_not_waited_for_before_the_next_steps_end(
     """Of two blocks with three first calls each, call 61 after these is the first one's in step 34."""
     model = nn.Sequential(Scaled(), Scaled())
     offload.apply(model, "hidden_states", min_numel=1)
-    monkeypatch.setattr("offload.checkpoint.net._Verdict.has_arrived", lambda verdict: False)
+    late = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+    made = net._Verdict
+    monkeypatch.setattr(net, "_Verdict", lambda *parts: made(*parts[:-1], late))
     raised = train(model, 36, differing=33)
     assert [number for number, text in enumerate(raised) if text] == [34]
     assert "in step 34" in raised[34]
@@ -204,9 +209,8 @@ def test_a_sample_holds_no_save_when_its_forward_is_over(manager: PipelineOffloa
     assert isinstance(sample, Sample)
     for number in range(3):
         sample.add(number, torch.randn(4))
-    sample.end()
-    assert not any(isinstance(value, Tensor) and value.numel() == 4 for value in vars(sample).values())
-    assert not sample._held
+    sample.settle()
+    assert not sample._unsettled
 
 
 @pytest.mark.parametrize(
