@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, DefaultDeviceType, _StopRecomputationError
 
 from offload.checkpoint.net import Found, WatchedCall
+from offload.saved.hooks import Pair, pair_without_users, users_pair
 
 __all__ = ["Contexts", "Region"]
 
@@ -119,6 +120,7 @@ class Region:
         "_state",
         "_stops",
         "_tasks",
+        "_users",
         "_watched",
     )
 
@@ -139,6 +141,7 @@ class Region:
         self._stops = True
         self._has_ended = False
         self._tasks: set[object] = set()  # that had their recompute
+        self._users: Pair | None = None  # the user's own hooks around the run
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """The function begins, with gradients enabled. tensors: what it computes from. Blocks the host:
@@ -147,7 +150,14 @@ class Region:
         self._stops = torch_checkpoint._enable_checkpoint_early_stop is not False
         context = None if self._context_fn is None else self._context_fn()
         anchor = torch.empty(0, requires_grad=True)
-        self._inputs = _Inputs.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+        self._users = users_pair()
+        if self._users is not None:  # it would be shown the inputs, which the recompute needs as they are
+            _push_hooks(*pair_without_users())
+        try:
+            self._inputs = _Inputs.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+        finally:
+            if self._users is not None:
+                _pop_hooks()
         _push_hooks(self._pack, self._unpack)
         if context is not None:
             try:
@@ -197,13 +207,19 @@ class Region:
                 "a saved tensor of a recomputed function was read a second time in one backward, and what "
                 "was made again for it is gone. Read ctx.saved_tensors once in a backward, into variables"
             )
-        return made
+        if self._users is None:
+            return made
+        with torch.no_grad():  # as autograd packs
+            packed = self._users[0](made)
+        theirs: torch.Tensor = self._users[1](packed)
+        return theirs
 
     def _compute_again(self, task: object) -> None:
         # `pack` lives as long as any node of the recompute, and what the region keeps may hold one: so it
         # holds no region and no save
         saves, num_saves = self._saves, len(self._saves)
         stops, has_ended, sample = self._stops, self._has_ended, self._sample
+        detaches = self._users is None  # theirs may look for parameters
         came = 0
         compared: Found = []
         differing: list[str] = []
@@ -212,7 +228,7 @@ class Region:
             nonlocal came
             number = came
             came += 1
-            if tensor.requires_grad:
+            if detaches and tensor.requires_grad:
                 tensor = tensor.detach()
             if number >= num_saves:
                 if has_ended:

@@ -4,6 +4,8 @@ torch shows a saved tensor to the innermost pair of hooks only, so there is one 
 stack of scopes says which group owns a tensor. One invariant: `pop` removes the hooks and the scope that its
 `push` installed, whatever was switched on or off in between.
 
+A pair of the user's own around the scope is shown each save first, as without the scope (`_InsideUsers`).
+
 A pack inside a backward is a recomputation (a checkpoint around the hooks): what it saves is read at once, so
 it always stays.
 """
@@ -16,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from inspect import unwrap
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +36,8 @@ __all__ = [
     "Scope",
     "WrapperHandle",
     "inside_checkpoint",
+    "pair_without_users",
+    "users_pair",
 ]
 
 
@@ -94,6 +99,70 @@ def inside_checkpoint() -> bool:
     forward."""
     top = _top_hooks(True)
     return top is not None and getattr(top[0], "__module__", None) in _CHECKPOINTS
+
+
+Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]
+"""A pack and its unpack."""
+
+
+def users_pair() -> Pair | None:
+    """The user's own saved-tensor hooks that would be shown what is saved now without those of this package;
+    None without such, and in a checkpoint, which is shown it then."""
+    top = _top_hooks(True)
+    owner = None if top is None else getattr(unwrap(top[0]), "__self__", None)
+    if top is None or type(owner) is SavedTensorHooks:
+        return None
+    if type(owner) is _InsideUsers:
+        return owner.users
+    module = getattr(top[0], "__module__", None) or ""
+    return None if module in _CHECKPOINTS or module.startswith("offload.") else top
+
+
+def pair_without_users() -> Pair:
+    """The innermost pair as it is without one of the user's around it, for what is saved beside the model."""
+    owner = getattr(unwrap(_top_hooks(True)[0]), "__self__", None)
+    return (owner.pack_ours, owner.unpack_ours) if type(owner) is _InsideUsers else (_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _UsersOwn:
+    """What a user's pack returned, and nobody else may move."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _InsideUsers:
+    """A pair inside the user's own: what theirs makes of a save is saved, and goes back through theirs.
+
+    That may leave if it is the save itself, or a tensor whose bytes nobody else has. All else stays theirs.
+    """
+
+    def __init__(self, users: Pair, pair: Pair, lock: AbstractContextManager[object]) -> None:
+        self.users = users
+        self.pack_ours, self.unpack_ours = pair
+        self._lock = lock
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        with self._lock:  # operators inside are none of the model's, for who counts those
+            made = self.users[0](tensor)
+        return self.pack_ours(made) if made is tensor or _is_fresh(made) else _UsersOwn(made)
+
+    def unpack(self, packed: Any) -> Any:
+        return self.users[1](packed.value if type(packed) is _UsersOwn else self.unpack_ours(packed))
+
+
+def _is_fresh(value: Any) -> bool:
+    """Whether it is a tensor and alone has its storage."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
+        return False
+    storage = value.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)  # of the tensor, and of this object
 
 
 class WrapperHandle:
@@ -172,8 +241,12 @@ class SavedTensorHooks:
             members. True keeps the tensor on the device.
         """
         installed = InstalledScope(scope, stays, _top_hooks(True) is None)
-        pack = self._observed_pack if self.observers else self.pack
-        _push_hooks(pack, self.unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
+        pack, unpack = self._observed_pack if self.observers else self.pack, self.unpack
+        users = None if installed.alone else users_pair()
+        if users is not None:
+            inside = _InsideUsers(users, (pack, unpack), self._lock)
+            pack, unpack = inside.pack, inside.unpack
+        _push_hooks(pack, unpack)  # torch.autograd.graph.saved_tensors_hooks, without its object
         self._here.stack.append(installed)
         for observer in self.observers:
             observer.opened(scope)
