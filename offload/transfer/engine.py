@@ -69,7 +69,7 @@ from offload.transfer.admission import Direction, Priority
 from offload.transfer.block import BlockState, DeviceBlock, Transfer
 from offload.transfer.buffers import Buffers
 from offload.transfer.copier import Copier
-from offload.transfer.layout import bytes_of, place_of
+from offload.transfer.layout import ALLOCATED_AT, PLACES, bytes_of
 from offload.transfer.limits import Limits
 
 __all__ = ["TransferEngine"]
@@ -148,7 +148,8 @@ class TransferEngine(Buffers):
                     capture.host_blocks.append(host)
                 leaving.append(block)
                 sources.append(source := bytes_of(storage, block.start, block.nbytes))
-                block.lead = place_of(storage, block.start)
+                # `place_of`, without a call
+                block.lead = (storage.data_ptr() % ALLOCATED_AT + block.start) % PLACES
                 nbytes += block.nbytes
                 if block.key not in copying:  # else compute wrote it before the copy that still reads it
                     device.note_write(compute, source)

@@ -15,6 +15,8 @@ import torch
 from offload.device.sanitizer import sanitizing
 
 __all__ = [
+    "ALLOCATED_AT",
+    "PLACES",
     "Layouts",
     "ViewLayout",
     "WeakStorage",
@@ -34,7 +36,7 @@ PLACES = 256
 """Bytes; kernels are chosen by addresses modulo at most this: cuBLASLt's heuristics look at 256, vector loads
 at 16 to 64."""
 
-_ALLOCATED_AT = 64
+ALLOCATED_AT = 64
 """Bytes; all allocators of torch align to them, so another address is one of memory that others allocated."""
 
 
@@ -139,7 +141,7 @@ def view_of(storage: torch.UntypedStorage, layout: ViewLayout, start: int) -> to
 
 def place_of(storage: torch.UntypedStorage, start: int) -> int:
     """How far byte `start` of a storage lies behind where an allocation may begin, modulo `PLACES`."""
-    return (storage.data_ptr() % _ALLOCATED_AT + start) % PLACES
+    return (storage.data_ptr() % ALLOCATED_AT + start) % PLACES
 
 
 def empty_at(like: ViewLayout, device: torch.device) -> torch.Tensor:
