@@ -32,10 +32,13 @@ class Buffers(CaptureSide):
         """
         if self._no_room and not required:
             return None
+        empty = self.device.empty
         buffers: list[torch.Tensor] = []
         try:
             for block in blocks:
-                buffers.append(self._buffer(block))
+                # `_buffer`, without a call
+                buffer = empty(block.lead + block.nbytes)
+                buffers.append(buffer[block.lead :] if block.lead else buffer)
             return buffers
         except torch.OutOfMemoryError:
             buffers.clear()
