@@ -41,11 +41,11 @@ def run(
         offload.configure(config)
         settings = {"min_numel": 1, **settings}
         if mode == "watermark":
-            settings = {"high": "4kB", **settings}
+            settings = {"high": "4000B", **settings}
         elif mode in ("groups", "selective"):
             settings = {"device_limit": "400B", **settings}
         elif mode == "auto":
-            settings = {"device_total": "40kB", **settings}
+            settings = {"device_total": "40000B", **settings}
         handle = offload.apply(model, mode, **settings)
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
