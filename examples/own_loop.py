@@ -26,7 +26,8 @@ def main(steps: int = 4) -> None:
     model = nn.Sequential(*[Block(256) for _ in range(4)]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    handle = offload.apply(model, device_limit="20MB", min_numel=100_000)
+    # host_reserve: what a step moves is pinned now; else the first steps pin beside their work
+    handle = offload.apply(model, device_limit="20MB", host_reserve="64MB", min_numel=100_000)
     print(handle)
     for step in range(steps):
         x = torch.randn(1024, 256, device=device)
