@@ -62,6 +62,9 @@ logger = logging.getLogger(__name__)
 _LEAST_OF_ALL = 512
 """Elements that leave at least where all tensors do: 1,024 bytes of two each, as TRL's offloading has it."""
 
+_LEAST_HOST_BYTES = 4096
+"""A page: less of host memory cannot be pinned."""
+
 _steps = Steps(marks.default_manager)
 _one_copy = OneCopyAtATime()
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -526,7 +529,9 @@ def _config_for(
         "device_limit_bytes": argument_bytes(
             device_limit, name="device_limit", of_bytes=_gpu_bytes(), least=0
         ),
-        "host_limit_bytes": argument_bytes(host_limit, name="host_limit", no_share=no_share),
+        "host_limit_bytes": argument_bytes(
+            host_limit, name="host_limit", least=_LEAST_HOST_BYTES, no_share=no_share
+        ),
         "host_reserve_bytes": argument_bytes(host_reserve, name="host_reserve", least=0, no_share=no_share),
     }
     changes: dict[str, Any] = {name: nbytes for name, nbytes in given.items() if nbytes is not None}

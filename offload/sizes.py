@@ -13,7 +13,7 @@ from fractions import Fraction
 __all__ = ["argument_bytes", "is_count", "optional_bytes", "parse_bytes"]
 
 LEAST_BARE_BYTES = 10**6
-"""A smaller size is taken for a slip, unless it is text that says B."""
+"""A smaller number, without a unit, is taken for a slip."""
 
 UNITS = {"b": 1} | {
     prefix + unit: base**power
@@ -54,18 +54,17 @@ def argument_bytes(
     least: int = 1,
     no_share: str = "there is no GPU here to take it of",
 ) -> int | None:
-    """`optional_bytes` for a size that `offload.apply` is given, without what is likely to be a slip: a bare
-    number or a unit that makes less than 1 MB, and more than the device has. no_share: why a share cannot
-    be given, where of_bytes is None."""
-    text = value.strip().lower() if isinstance(value, str) else ""
-    if of_bytes is None and text.endswith("%"):
+    """`optional_bytes` for a size that `offload.apply` is given, without what is likely to be a slip: a
+    number below 1 MB that has no unit, and more than the device has. no_share: why a share cannot be given,
+    where of_bytes is None."""
+    if of_bytes is None and isinstance(value, str) and value.strip().endswith("%"):
         raise ValueError(f"{name} is {value!r}: {no_share}; write bytes, as in '8GB'")
-    nbytes = optional_bytes(value, name=name, of_bytes=of_bytes, least=least)
-    if nbytes is not None and 0 < nbytes < LEAST_BARE_BYTES and not re.search(r"\d\s*b$|%$", text):
-        unit = "" if text else f"'{value}GB', or "
+    if isinstance(value, int) and is_count(value, 1) and value < LEAST_BARE_BYTES:
         raise ValueError(
-            f"{name} is {value!r}, which is {nbytes:,} bytes; write {unit}'{nbytes}B' if so few are meant"
+            f"{name} is {value}, which is {value:,} bytes; write '{value}GB', or '{value}B' if so few are "
+            "meant"
         )
+    nbytes = optional_bytes(value, name=name, of_bytes=of_bytes, least=least)
     if nbytes is not None and of_bytes is not None and nbytes > of_bytes:
         raise ValueError(f"{name} is {nbytes:,} bytes and the GPU has {of_bytes:,}; give less, as in '90%'")
     return nbytes

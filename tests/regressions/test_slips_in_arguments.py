@@ -47,8 +47,6 @@ def applied(argument: str, value: Any) -> offload.Applied:
     [
         (17, r"is 17, which is 17 bytes; write '17GB', or '17B' if so few are meant"),
         (999_999, r"is 999999, which is 999,999 bytes; write '999999GB', or '999999B'"),
-        ("1kB", r"is '1kB', which is 1,000 bytes; write '1000B' if so few are meant"),
-        ("0.5 MB", r"is '0.5 MB', which is 500,000 bytes; write '500000B'"),
         (True, r"is True, must be a whole number of bytes"),
         (-1, r"is -1, must be a whole number of bytes"),
         ("8G", r"is '8G', must be a whole number of bytes"),
@@ -70,8 +68,14 @@ def test_each_size_refuses_the_same_slips(
 def test_nothing_is_no_size_of_what_is_needed(
     argument: str, nothing: object, manager: PipelineOffloadManager
 ) -> None:
-    with pytest.raises(ValueError, match=f"{argument} is {nothing!r}, must be .* 1 or more"):
+    with pytest.raises(ValueError, match=f"{argument} is {nothing!r}, must be .* (1|4,096) or more"):
         applied(argument, nothing)
+
+
+@pytest.mark.parametrize("less", ["1kB", "4095B"])
+def test_less_than_a_page_is_no_host_memory(less: str, manager: PipelineOffloadManager) -> None:
+    with pytest.raises(ValueError, match=f"host_limit is '{less}', must be .* 4,096 or more"):
+        applied("host_limit", less)
 
 
 @pytest.mark.parametrize("argument", ["device_limit", "device_total", "high", "low"])
