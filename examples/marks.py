@@ -26,8 +26,8 @@ for _ in range(3):
             y = group_start(y, name)  # opens a group; returns y itself
             with offload_hooks():
                 y = part(y)  # what autograd saves in here belongs to the group
-            y = group_commit(y, name)  # its bytes leave beside the compute
-    y.square().mean().backward()  # they come back ahead of their readers
+            y = group_commit(y, name)  # its bytes are copied out beside the compute
+    y.square().mean().backward()  # they are copied back ahead of their readers
     step_end()  # once a step, when gradients are final
 
 if dist.is_torchelastic_launched():
