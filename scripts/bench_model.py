@@ -46,6 +46,7 @@ from bench.run import (  # noqa: E402
     hardware,
     outcome,
 )
+from offload.checkpoint import net  # noqa: E402
 
 GB = 1e9
 LLAMA = {
@@ -72,8 +73,14 @@ _RECOMPUTING = {
     "transformers_offload": {"offload": True},
 }
 """Rows of transformers' own checkpointing, by what they give it."""
-_APPLIED = {"all": True, "groups": "groups", "hidden_states": "hidden_states", "selective": "selective"}
-"""Rows of `offload.apply`, by their mode."""
+_APPLIED = {
+    "all": True,
+    "groups": "groups",
+    "hidden_states": "hidden_states",
+    "unwatched_hidden_states": "hidden_states",
+    "selective": "selective",
+}
+"""Rows of `offload.apply`, by their mode. unwatched: without the net under recomputes, for its price."""
 ROWS = ("nothing", *_RECOMPUTING, *_APPLIED, "auto")
 _SETTLING = {"auto": 28}
 """Steps before the timed ones, of rows that measure and plan, three times, each search a few steps beside
@@ -216,6 +223,7 @@ def _measure(request: ModelRequest) -> dict[str, Any]:
     timed = samples[settling:]
     result: dict[str, Any] = {
         "step_ms": statistics.median(one["step_ms"] for one in timed),
+        "step_ms_mean": statistics.fmean(one["step_ms"] for one in timed),
         "host_ms": statistics.median(one["host_ms"] for one in timed),
         "first_step_ms": samples[0]["wall_ms"],
         "active_bytes": max(one["active_peak"] for one in timed),
@@ -280,6 +288,8 @@ def _applied(model: Any, request: ModelRequest) -> offload.Applied | None:
         print_summary=False,
     )
     smallest: dict[str, Any] = {"min_numel": 1} if request.tiny else {}
+    if request.row.startswith("unwatched"):
+        net._FIRST_CALLS, net._EVERY = 0, sys.maxsize  # a process has one row
     if request.row == "auto":
         return offload.apply(model, mode="auto", device_total=request.total_bytes, **smallest)
     return offload.apply(model, mode=_APPLIED[request.row], **smallest)

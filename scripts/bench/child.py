@@ -43,6 +43,7 @@ ROWS: Mapping[str, Callable[[RowContext], Row]] = {
     "ours_kept": ours.OursKept,
     "ours_inputs": ours.OursBlockInputs,
     "ours_hidden_states": ours.OursHiddenStates,
+    "ours_unwatched_hidden_states": ours.OursUnwatchedHiddenStates,
     "ours_selective": ours.OursSelective,
     "ours_auto": ours.OursAuto,
     "transformers_inputs": rows.SaveInputsOnCpu,
