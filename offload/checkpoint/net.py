@@ -15,8 +15,8 @@ there, and the verdict is copied to the host, where `Net` reads it: before `step
 `_EARLY_STEPS` steps of a block, else once it has arrived, at the end of the next step at the latest.
 
 Not compared are parameters, of which the versions are; saves of another lane than the first of that device;
-and what operators leave unwritten: seeds of attention without dropout, reserves of cuDNN, and noise that is
-drawn after it was saved.
+and what operators leave unwritten: seeds of attention without dropout, reserves of cuDNN and oneDNN, and
+noise that is drawn after it was saved.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ recompute_differs='warn', where such gradients will do"""
 _DRAWS = """%s draws from %s in its forward, and a recompute would draw again: blocks of its class are not \
 recomputed from the next call on, and what they save is kept or moved. Name them in apply(..., \
 no_recompute=[%r]), or draw from torch's default generator, which is put back"""
-
-_sequence_nr = torch._C._autograd._get_sequence_nr
 
 Found = list[tuple[Hashable, torch.Tensor]]
 """Of one recompute: by save, whether it differs."""
@@ -171,7 +169,7 @@ class WatchedCall:
 
 
 class Sample:
-    """Compares the saves of one call. It holds no save longer than the operator runs that has saved it.
+    """Compares the saves of one call. It holds none of them.
 
     report: told what differs. is_first: one of the first calls of its block. is_early: a step waits for the
     verdict.
@@ -182,38 +180,24 @@ class Sample:
         self._net, self._report, self._is_early = net, report, is_early
         self._sums: dict[Hashable, torch.Tensor] = {}
         self._looks: dict[Hashable, str] = {}
-        self._settled: dict[Hashable, torch.Tensor] = {}  # of some: whether it was written when it was saved
-        self._unsettled: list[tuple[Hashable, torch.Tensor]] = []
-        self._operator = -1  # autograd's number of the one that saves
         self._lanes: dict[torch.device, object] = {}
 
     def add(self, key: Hashable, tensor: torch.Tensor) -> None:
         """The forward saves `tensor`."""
-        if self._operator != _sequence_nr():
-            self.settle()
-            self._operator = _sequence_nr()
         total = None if is_parameter(tensor) else self._checksum(tensor)
         if total is not None:
             self._sums[key], self._looks[key] = total, _looks(tensor)
-            if not tensor.requires_grad and tensor.is_floating_point():
-                self._unsettled.append((key, tensor))  # rrelu draws its noise once it has saved it
 
-    def settle(self) -> None:
-        """The operator that saved last has run."""
-        saved, self._unsettled = self._unsettled, []
-        for key, tensor in saved:
-            total = self._checksum(tensor)
-            if total is not None:
-                with outside_modes():
-                    self._settled[key] = total == self._sums[key]
+    def forget(self, key: Hashable) -> None:
+        """That save is not compared."""
+        self._sums.pop(key, None)
 
     def compare(self, found: Found, key: Hashable, tensor: torch.Tensor) -> None:
         """A recompute saves `tensor`."""
         now = self._checksum(tensor) if key in self._sums else None
         if now is not None:
             with outside_modes():
-                differs = now != self._sums[key]
-                found.append((key, differs & self._settled[key] if key in self._settled else differs))
+                found.append((key, now != self._sums[key]))
 
     def judge(self, found: Found) -> None:
         """A recompute is over. Blocks the host: never."""
@@ -230,12 +214,13 @@ class Sample:
 
     def _checksum(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """None for what is not compared."""
+        if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+            return None  # a library's reserve
         if not tensor.is_cpu and not tensor.is_meta:
             lane = torch.accelerator.current_stream(tensor.device)
             is_seed = tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2
-            is_reserve = tensor.dtype is torch.uint8 and tensor.dim() == 1
             is_elsewhere = self._lanes.setdefault(tensor.device, lane) != lane
-            if is_seed or is_reserve or is_elsewhere or self._net.is_capturing():
+            if is_seed or is_elsewhere or self._net.is_capturing():
                 return None
         return checksum(tensor)
 

@@ -42,12 +42,16 @@ __all__ = ["Contexts", "Region"]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Of the run, and of its recompute."""
 
+_sequence_nr = torch._C._autograd._get_sequence_nr
 _graph_task = torch._C._current_graph_task_id
 _exec_group = torch._C._get_graph_exec_group
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 _NO_TASK = -1
+
+_UNDRAWN = -1, torch.Size()
+"""rrelu saves its noise, then its input of that shape, and then draws the noise, which moves no version."""
 
 _UNLIKE = "does not do the same twice. Make it, or name the block in apply(..., no_recompute=[...])"
 
@@ -115,6 +119,7 @@ class Region:
         "_context_fn",
         "_has_ended",
         "_inputs",
+        "_noise",
         "_sample",
         "_saves",
         "_state",
@@ -139,6 +144,7 @@ class Region:
         self._saves: list[weakref.ref[_Save]] = []
         self._state: _State | None = None
         self._stops = True
+        self._noise: tuple[int, torch.Size] | None = None  # a save that may be one
         self._has_ended = False
         self._tasks: set[object] = set()  # that had their recompute
         self._users: Pair | None = None  # the user's own hooks around the run
@@ -170,8 +176,7 @@ class Region:
     def end(self, *exception: Any) -> None:
         """It has returned, or raised. exception: as of a context's end."""
         self._has_ended = True
-        if self._sample is not None:
-            self._sample.settle()
+        self._stops &= self._noise is not _UNDRAWN  # else a recompute has to come past its drawing
         if self._state is not None:
             self._state.learn()
         try:
@@ -184,6 +189,12 @@ class Region:
     def _pack(self, tensor: torch.Tensor) -> _Save:
         if self._sample is not None:
             self._sample.add(len(self._saves), tensor)
+        if not tensor.requires_grad:
+            self._noise = _sequence_nr(), tensor.shape
+        elif self._noise is not None:
+            self._noise = _UNDRAWN if self._noise == (_sequence_nr(), tensor.shape) else None
+            if self._noise is _UNDRAWN and self._sample is not None:
+                self._sample.forget(len(self._saves) - 1)
         looks = (tensor.shape, tensor.dtype, tensor.device)
         try:
             save = _Save(_known_looks.get(looks) or _noted(looks))

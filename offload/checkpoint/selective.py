@@ -189,8 +189,6 @@ class _ForwardMode(CallMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        if self.sample is not None:
-            self.sample.settle()
         if self._pair is None:
             self._pass_on()
         else:

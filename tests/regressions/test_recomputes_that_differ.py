@@ -169,7 +169,7 @@ def test_what_others_change_between_forward_and_backward_is_an_error_before_step
 @changed
 def test_auto_moves_such_blocks_from_the_next_step_on(each: Change, between: Change) -> None:
     expected = steps(6, each, between)
-    found = steps(6, each, between, "auto", device_total="40kB")
+    found = steps(6, each, between, "auto", device_total="40000B")
     assert isinstance(found[0], RecomputeDiffersError)
     for one, other in zip(expected[1:], found[1:], strict=True):
         assert_bits(one, other)
@@ -182,7 +182,7 @@ def test_blocks_that_no_recompute_names_train_as_without_offload(
 ) -> None:
     if between is bias and mode != "auto":
         pytest.skip("the same path as any other block that is moved")
-    arguments = {"device_total": "40kB"} if mode == "auto" else {}
+    arguments = {"device_total": "40000B"} if mode == "auto" else {}
     expected = steps(4, each, between)
     found = steps(4, each, between, mode, no_recompute=["blocks.*"], **arguments)
     for one, other in zip(expected, found, strict=True):
@@ -286,7 +286,7 @@ def test_a_block_that_draws_from_numpy_or_python_draws_once(
 ) -> None:
     """The calls that were looked at are recomputed with the states that they had, and later ones are not
     recomputed, which is said once."""
-    arguments = {"device_total": "60kB"} if mode == "auto" else {}
+    arguments = {"device_total": "60000B"} if mode == "auto" else {}
     expected = drawn_gradients(make, None)
     assert all(map(torch.equal, expected, drawn_gradients(make, mode, **arguments)))
     assert caplog.text.count("and a recompute would draw again") == (mode != "auto")
@@ -384,7 +384,7 @@ def test_forward_over_reverse_has_the_bits_of_plain_training(mode: str) -> None:
         ]
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*layers), nn.Linear(WIDTH, 3))
         if applied is not None:
-            total = {"device_total": "9kB"} if applied == "auto" else {}
+            total = {"device_total": "9000B"} if applied == "auto" else {}
             offload.apply(model, applied, min_numel=1, **total)  # type: ignore[arg-type]
         found: list[Tensor] = []
         for _ in range(3):
