@@ -291,7 +291,7 @@ def _applied(model: Any, request: ModelRequest) -> offload.Applied | None:
     if request.row.startswith("unwatched"):
         net._FIRST_CALLS, net._EVERY = 0, sys.maxsize  # a process has one row
     if request.row == "auto":
-        return offload.apply(model, mode="auto", device_total=request.total_bytes, **smallest)
+        return offload.apply(model, mode="auto", device_total=f"{request.total_bytes}B", **smallest)
     return offload.apply(model, mode=_APPLIED[request.row], **smallest)
 
 

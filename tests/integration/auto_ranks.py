@@ -183,7 +183,7 @@ def _pipelines(name: str, rank: int, ranks: int) -> dict[str, Any]:
 
 def _pipeline(name: str, rank: int, ranks: int, plain: list[Tensor], *, ours: bool) -> dict[str, Any]:
     with new_manager() as manager, forced(rank) as chosen:
-        pipeline = Pipeline(name, rank, ranks, mode="auto", ours=ours, device_total=TOTALS[rank])
+        pipeline = Pipeline(name, rank, ranks, mode="auto", ours=ours, device_total=f"{TOTALS[rank]}B")
         got, _ = train_pipeline(pipeline, steps=STEPS)
         limit = manager.engine.limits.device_limit_bytes
         for handle in pipeline.handles:
