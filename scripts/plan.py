@@ -4,19 +4,22 @@
     python scripts/plan.py --model llama3-70b --pp 8 --vpp 2 --tp 4 --schedule interleaved1f1b \\
         --microbatches 32 --sequence 8192 --gpu h200 --device-total-gb 120 --offload auto
     python scripts/plan.py --model path/to/config.json --pp 4 --microbatches 8 --sequence 4096 --json
+    python scripts/plan.py --model path/to --sequence 4096 --gpu-gb 80 --gpu-tflops 620 --link-gbs 25
 
 It needs no GPU and takes seconds. One layer of each kind, the embedding and the head are run on the meta
 device, which shows every operator call with its sizes; seconds come from measured rates of the named GPU,
-the order from torch's own schedules. What the answer leaves out is its last paragraph. One invariant: it ends
-with exit code 0 where the job fits, 3 where it does not, and 2 with one line where the question makes no
-sense.
+the order from torch's own schedules. It ends with the least memory and the least time of each mode, and with
+the mode to take, or the ways out where none fits. One invariant: the exit code is 0 where the job fits, 3
+where it does not, and 2 with one line where the question makes no sense.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 _SCRIPTS = Path(__file__).resolve().parent
@@ -27,30 +30,40 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
 import torch  # noqa: E402
 
 from offload.planner.dry_run import dry_run  # noqa: E402
-from offload.planner.job import Job  # noqa: E402
+from offload.planner.job import Job, stages_of_job  # noqa: E402
 from offload.planner.models import KNOWN, ModelShape, known_model, model_from_config  # noqa: E402
 from offload.planner.rank_step import MODES  # noqa: E402
 from offload.planner.rates import GPUS, Gpu, gpu_named  # noqa: E402
 from offload.planner.reference import Cut  # noqa: E402
+from offload.policy.actions import Rates  # noqa: E402
 from parallel.schedules import SCHEDULES  # noqa: E402
 from planning import picture, report  # noqa: E402
 from planning.measure import measured  # noqa: E402
 from planning.orders import messages_of, orders_of  # noqa: E402
 
 GB = 1e9
+_MODES_HELP = "; ".join(map(": ".join, MODES.items())) + " (%(default)s)"
 FITS, NO_QUESTION, DOES_NOT_FIT = 0, 2, 3
 
 
 def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
-        answer = dry_run(_job(given), given.offload)
+        job = _job(given)
+        stages = stages_of_job(job)
+        answer = dry_run(job, given.offload, stages)
+        answers = {
+            need.mode: answer if need.mode == answer.mode else dry_run(job, need.mode, stages)
+            for need in answer.modes
+            if need.fits
+        }
         if given.plot is not None:
             picture.draw(answer, given.plot)
     except (ValueError, OSError, ImportError) as error:
         print(error, file=sys.stderr)
         return NO_QUESTION
-    print(json.dumps(report.as_json(answer), indent=1) if given.json else "\n".join(report.lines(answer)))
+    as_json, as_text = report.as_json(answer, answers), report.lines(answer, answers)
+    print(json.dumps(as_json, indent=1) if given.json else "\n".join(as_text))
     return FITS if answer.fits else DOES_NOT_FIT
 
 
@@ -59,39 +72,75 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help=f"{', '.join(KNOWN)}, or the path of a transformers config.json")
+    add("--model", required=True, help=f"{', '.join(KNOWN)}, or a transformers config.json, or its folder")
     add("--gpu", default="h200", help=f"{', '.join(GPUS)} (%(default)s)")
+    add("--gpu-gb", type=float, help="memory of another GPU; what is not given is --gpu's")
+    add(
+        "--gpu-tflops", type=float, help="what it reaches in bfloat16 products: about 0.7 of the data sheet's"
+    )
+    add("--link-gbs", type=float, help="what its link to the host carries each way, in GB/s")
     add("--measure", action="store_true", help="take the rates of the GPU that is here")
-    add("--pp", type=int, default=1, help="ranks of the pipeline")
+    add("--pp", type=int, default=1, help="ranks of the pipeline (%(default)s)")
     add("--vpp", "--virtual-stages", type=int, help="virtual stages of a rank; what the schedule usually has")
-    add("--tp", type=int, default=1, help="ranks that share a layer, sequence parallelism included")
-    add("--dp", type=int, default=1, help="replicas")
-    add("--ep", type=int, default=1, help="ranks that share the experts, out of tp x dp")
-    add("--zero", type=int, choices=(0, 1), default=1, help="1: optimizer state is cut over the replicas")
+    add(
+        "--tp",
+        type=int,
+        default=1,
+        help="ranks that share a layer, sequence parallelism included (%(default)s)",
+    )
+    add("--dp", type=int, default=1, help="replicas (%(default)s)")
+    add("--ep", type=int, default=1, help="ranks that share the experts, out of tp x dp (%(default)s)")
+    add(
+        "--zero",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="1: optimizer state is cut over the replicas (%(default)s)",
+    )
     add("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)} (%(default)s)")
-    add("--microbatches", type=int, default=8)
+    add("--microbatches", type=int, default=8, help="chunks of a step and rank (%(default)s)")
     add("--sequence", type=int, required=True, help="tokens of one sequence")
     add("--batch", type=int, default=1, help="sequences of a microbatch (%(default)s)")
-    add("--gradient-bytes", type=int, default=2, help="of an element; 4 where they are added up in float32")
-    add("--optimizer-bytes", type=int, default=12, help="of a parameter: AdamW with float32 masters has 12")
-    add("--offload", choices=list(MODES), default="none", help="; ".join(map(": ".join, MODES.items())))
-    add("--device-total-gb", type=float, help="what a GPU may hold in all; what it has")
-    add("--other-gb", type=float, default=0.0, help="of that, what no tensor of the model takes")
-    add("--host-gb", type=float, help="what all ranks of a host may pin")
-    add("--gpus-per-host", type=int, default=8)
+    add(
+        "--gradient-bytes",
+        type=int,
+        default=2,
+        help="of an element; 4 where they are added up in float32 (%(default)s)",
+    )
+    add(
+        "--optimizer-bytes",
+        type=int,
+        default=12,
+        help="of a parameter: AdamW with float32 masters has 12 (%(default)s)",
+    )
+    add("--offload", choices=list(MODES), default="none", help=_MODES_HELP)
+    add("--device-total-gb", type=float, help="what a GPU may hold in all (what it has)")
+    add(
+        "--other-gb", type=float, default=0.0, help="of that, what no tensor of the model takes (%(default)s)"
+    )
+    add("--host-gb", type=float, help="what all ranks of a host may pin (no limit)")
+    add("--gpus-per-host", type=int, default=8, help="(%(default)s)")
     add("--json", action="store_true", help="all figures, in bytes and seconds")
     add("--plot", type=Path, help="draw the step to this file")
     return parser
 
 
 def _job(given: argparse.Namespace) -> Job:
-    for name in ("pp", "tp", "dp", "ep", "sequence", "batch", "microbatches"):
-        if getattr(given, name) < 1:
-            raise ValueError(f"--{name} is {getattr(given, name)}; it must be at least 1")
+    for name in ("pp", "vpp", "tp", "dp", "ep", "sequence", "batch", "microbatches", "gpus_per_host"):
+        _check(given, name, 1, math.inf, "")
+    _check(given, "optimizer_bytes", 0, math.inf, "")
+    for name in ("gpu_gb", "gpu_tflops", "link_gbs"):
+        _check(given, name, 0.001, 100_000, "")
+    gpu = _gpu(given)
+    has_gb = gpu.memory_bytes / GB
+    _check(given, "device_total_gb", 0.001, has_gb, f"what a {gpu.name} has; --gpu-gb is for another one")
+    total_gb = has_gb if given.device_total_gb is None else given.device_total_gb
+    _check(given, "other_gb", 0, total_gb, "all that a GPU may hold")
+    _check(given, "host_gb", 0, 1_000_000, "a petabyte")
     counts = {"ranks": given.pp, "virtual_stages": given.vpp, "microbatches": given.microbatches}
     return Job(
         model=_model(given.model),
-        gpu=_gpu(given),
+        gpu=gpu,
         cut=Cut(sequence=given.sequence, batch=given.batch, tp=given.tp, ep=given.ep),
         orders=orders_of(given.schedule, **counts),
         messages=messages_of(given.schedule, **counts),
@@ -107,23 +156,60 @@ def _job(given: argparse.Namespace) -> Job:
 
 
 def _gpu(given: argparse.Namespace) -> Gpu:
-    named = gpu_named(given.gpu)
-    if not given.measure:
-        return named
-    if not torch.cuda.is_available():
-        raise ValueError("--measure needs a GPU here; without one give --gpu")
-    return measured(named, torch.device("cuda"))
+    found = gpu_named(given.gpu)
+    if given.measure:
+        if not torch.cuda.is_available():
+            raise ValueError("--measure needs a GPU here; without one give --gpu")
+        found = measured(found, torch.device("cuda"))
+    own = ("gpu_gb", "gpu_tflops", "link_gbs")
+    if all(getattr(given, name) is None for name in own):
+        return found
+    faster = 1.0 if given.gpu_tflops is None else given.gpu_tflops * 1e12 / found.matmul_flops
+    one = found.links[1]
+    wider = 1.0 if given.link_gbs is None else given.link_gbs * GB / one.d2h_bytes_per_s
+    return replace(
+        found,
+        name="GPU of your figures",
+        memory_bytes=found.memory_bytes if given.gpu_gb is None else round(given.gpu_gb * GB),
+        matmul_flops=found.matmul_flops * faster,
+        attention_flops=found.attention_flops * faster,
+        attention_backward_flops=found.attention_backward_flops * faster,
+        links={
+            count: Rates(
+                d2h_bytes_per_s=rates.d2h_bytes_per_s * wider,
+                h2d_bytes_per_s=rates.h2d_bytes_per_s * wider,
+                duplex_bytes_per_s=rates.together_bytes_per_s * wider,
+            )
+            for count, rates in found.links.items()
+        },
+        assumed=(
+            *found.assumed,
+            f"attention and links are those of {found.name} in proportion to --gpu-tflops and --link-gbs; "
+            f"memory's rate, host calls, wires and what is not given are those of {found.name}",
+        ),
+    )
+
+
+def _check(given: argparse.Namespace, name: str, least: float, most: float, what: str) -> None:
+    """Raise ValueError for a number outside of `least` and `most`. what: the latter is."""
+    value = getattr(given, name)
+    if value is None or least <= value <= most:  # not a number is neither
+        return
+    limit = f"at least {least:g}" if not value > most else f"at most {most:,.1f}" + (what and f", {what}")
+    raise ValueError(f"--{name.replace('_', '-')} is {value:g}; it must be {limit}")
 
 
 def _model(name: str) -> ModelShape:
-    if not name.endswith(".json"):
-        return known_model(name)
     path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix != ".json":
+        return known_model(name)
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    return model_from_config(config, path.parent.name or path.name)
+    return model_from_config(config, path.resolve().parent.name)
 
 
 def _bytes(gigabytes: float | None) -> int | None:

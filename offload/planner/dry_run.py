@@ -117,10 +117,10 @@ class DryRun:
         return self.job.dp * microbatches * self.job.cut.tokens / self.step_s
 
 
-def dry_run(job: Job, mode: Mode) -> DryRun:
-    """Trace, plan and play one step. Takes seconds of host time and no GPU. Raises ValueError for a job that
-    cannot be."""
-    stages = stages_of_job(job)
+def dry_run(job: Job, mode: Mode, stages: Sequence[Stage] | None = None) -> DryRun:
+    """Trace, plan and play one step. stages: of another run of this job, which are not traced again. Takes
+    seconds of host time and no GPU. Raises ValueError for a job that cannot be."""
+    stages = stages_of_job(job) if stages is None else stages
     own = [{stage: stages[stage] for stage in {action.stage for action in order}} for order in job.orders]
     held = [held_by(job, [*mine.values()]) for mine in own]
     positions = range(job.pp)

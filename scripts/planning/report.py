@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from offload.planner.dry_run import DryRun, PositionNeed
+from offload.planner.rank_step import Mode
 from offload.policy.actions import Rates
 
-__all__ = ["as_json", "lines"]
+__all__ = ["Answers", "as_json", "lines"]
 
 GB = 1e9
 _COLUMNS = (
@@ -17,12 +19,16 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def lines(answer: DryRun) -> list[str]:
-    """The job, a table by position, what fits, and what was left out."""
-    return [*_job_lines(answer), "", *_table(answer), "", *_verdict(answer), "", *_notes(answer)]
+Answers = Mapping[Mode, DryRun]
+"""The same job in each mode whose least memory the device has."""
 
 
-def as_json(answer: DryRun) -> dict[str, Any]:
+def lines(answer: DryRun, answers: Answers) -> list[str]:
+    """The job, a table by position, what was left out, what fits, and which mode to take."""
+    return [*_job_lines(answer), "", *_table(answer), "", *_notes(answer), "", *_verdict(answer, answers)]
+
+
+def as_json(answer: DryRun, answers: Answers) -> dict[str, Any]:
     """All figures: bytes and seconds."""
     job = answer.job
     return {
@@ -44,7 +50,10 @@ def as_json(answer: DryRun) -> dict[str, Any]:
         "optimizer_s": answer.optimizer_s,
         "tokens_per_s": answer.tokens_per_s,
         "host": asdict(answer.host) | {"fits": answer.host.fits},
-        "modes": [asdict(mode) for mode in answer.modes],
+        "modes": [
+            asdict(need) | {"step_s": answers[need.mode].step_s if need.mode in answers else None}
+            for need in answer.modes
+        ],
         "positions": [_position_json(answer, position) for position in answer.positions],
         "left_out": list(answer.left_out),
         "sources": dict(job.gpu.sources),
@@ -115,35 +124,86 @@ def _ranks(ranks: list[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if whole else ",".join(map(str, ranks))
 
 
-def _verdict(answer: DryRun) -> list[str]:
+def _verdict(answer: DryRun, answers: Answers) -> list[str]:
     job, host = answer.job, answer.host
     total = job.limit_bytes / GB
     fullest = max(answer.positions, key=lambda position: position.peak_bytes)
-    own = next(mode for mode in answer.modes if mode.mode == answer.mode)
-    if all(position.fits for position in answer.positions):
-        said = [f"fits: rank {fullest.rank} is fullest with {fullest.peak_bytes / GB:.1f} of {total:.1f} GB"]
-    else:
-        fitting = [mode.mode for mode in answer.modes if mode.fits]
-        said = [
-            f"does not fit: rank {fullest.rank} needs {fullest.peak_bytes / GB:.1f} of {total:.1f} GB; "
-            f"--offload {answer.mode} needs --device-total-gb {_up(own.device_bytes)} at least"
-            + (f"; what fits is --offload {', '.join(fitting)}" if fitting else "; no mode fits")
+    own = next(need for need in answer.modes if need.mode == answer.mode)
+    said = []
+    if answer.mode == "auto":
+        said.append("layers x microbatches by level")
+        said += [
+            f"rank {position.rank}: "
+            + ", ".join(f"{count} {name}" for name, count in position.levels.items())
+            for position in answer.positions
         ]
-    least = ", ".join(f"{mode.mode} {_up(mode.device_bytes)}" for mode in answer.modes)
-    said.append(f"smallest --device-total-gb of each mode: {least}")
     if host.pinned_bytes or host.limit_bytes is not None:
         limit = "" if host.limit_bytes is None else f" of {host.limit_bytes / GB:.0f}"
         said.append(
             f"host: {host.pinned_bytes / GB:.0f}{limit} GB pinned by the {job.ranks_of_host} ranks of the "
             f"fullest, {host.out_bytes_per_s / GB:.1f} GB/s out and as much back"
-            + ("" if host.fits else "; DOES NOT FIT: raise --host-gb, or take a mode that moves less")
         )
-    levels = [
-        f"rank {position.rank}: " + ", ".join(f"{count} {name}" for name, count in position.levels.items())
-        for position in answer.positions
-        if answer.mode == "auto"
+    fit = f"rank {fullest.rank} is fullest with {fullest.peak_bytes / GB:.1f} of {total:.1f} GB"
+    if not all(position.fits for position in answer.positions):
+        said.append(
+            f"does not fit: {fit}; --offload {answer.mode} needs --device-total-gb {_up(own.device_bytes)} "
+            "at least"
+        )
+    elif not host.fits:
+        assert host.limit_bytes is not None
+        said.append(
+            f"does not fit: {fit}, and the fullest host would pin {_up(host.pinned_bytes)} of "
+            f"{host.limit_bytes / GB:.1f} GB; raise --host-gb, or take a mode that moves less"
+        )
+    else:
+        said.append(f"fits: {fit}")
+    least = ", ".join(f"{need.mode} {_up(need.device_bytes)}" for need in answer.modes)
+    said.append(f"least memory, as --device-total-gb: {least}")
+    fitting = {mode: other.step_s for mode, other in answers.items() if other.fits}
+    if not fitting:
+        return [*said, *_ways_out(answer, answers)]
+    times = ", ".join(f"{mode} {step_s:.3f}" for mode, step_s in fitting.items())
+    fastest = min(fitting, key=lambda mode: (fitting[mode], mode != answer.mode))
+    return [
+        *said,
+        f"least time, in seconds a step, of each mode that fits: {times}",
+        f"take --offload {fastest}" + (", as asked" if fastest == answer.mode else ""),
     ]
-    return said + (["layers x microbatches by level", *levels] if levels else [])
+
+
+def _ways_out(answer: DryRun, answers: Answers) -> list[str]:
+    """What to do where no mode fits: where the device has the least of a mode, the host is short."""
+    if answers:
+        short = min(answers.values(), key=lambda other: other.host.pinned_bytes)
+        return [
+            f"no mode fits: --offload {short.mode} pins least, and needs --host-gb "
+            f"{_up(short.host.pinned_bytes)} at least"
+        ]
+    job = answer.job
+    need = min(answer.modes, key=lambda need: need.device_bytes)
+    held = max((position.held for position in answer.positions), key=lambda held: held.total)
+    limit, state = job.limit_bytes, held.optimizer
+    said = [
+        f"no mode fits {limit / GB:.1f} GB: --offload {need.mode} needs {_up(need.device_bytes)} at least"
+    ]
+    if state:
+        said.append(
+            f"- {state / GB:.1f} GB of it are optimizer state. With HybridDeviceOptimizer it is on the host: "
+            f"{_up(need.device_bytes - state)} are needed then (--optimizer-bytes 0 plans that)"
+        )
+    beside = need.device_bytes - state
+    if state and beside < limit:
+        replicas = -(-state * (job.dp if job.zero else 1) // (limit - beside))
+        said.append(f"- --zero 1 with --dp {replicas} or more cuts that state over the replicas")
+    said.append(
+        f"- FSDP2 cuts weights, gradients and state ({held.total / GB:.1f} GB) over its ranks, and --tp and "
+        "--pp do"
+    )
+    said.append(
+        "- LoRA has next to no gradients and state: about "
+        f"{_up(need.device_bytes - state - held.gradients)} GB are needed then"
+    )
+    return said
 
 
 def _up(nbytes: int) -> str:

@@ -58,8 +58,11 @@ def test_a_job_that_does_not_fit_is_told_the_size_and_the_modes_that_do(
     between = str((none + checkpoint) / 2)
     code, said, _ = asked(capsys, "--model", config, *TWO_RANKS, "--device-total-gb", between)
     assert code == 3
-    assert "does not fit: rank 0 needs" in said
-    assert "what fits is --offload checkpoint, selective, groups, auto" in said
+    assert "does not fit: rank 0 is fullest with" in said
+    times = line_of(said, "least time, in seconds a step, of each mode that fits: ").split(", ")
+    assert [time.split()[0] for time in times] == ["checkpoint", "selective", "groups", "auto"]
+    fastest = min(times, key=lambda time: float(time.split()[1])).split()[0]
+    assert said.splitlines()[-1] == f"take --offload {fastest}"
     code, said, _ = asked(
         capsys, "--model", config, *TWO_RANKS, "--device-total-gb", between, "--offload", "groups"
     )
@@ -70,7 +73,88 @@ def test_a_job_that_does_not_fit_is_told_the_size_and_the_modes_that_do(
         "--host-gb", "0.001",
     )  # fmt: skip
     assert code == 3
-    assert "DOES NOT FIT: raise --host-gb, or take a mode that moves less" in said
+    assert "\nfits: " not in said, "it said that it fits, and then that it does not"
+    assert "of 0.0 GB; raise --host-gb, or take a mode that moves less" in said
+    assert said.splitlines()[-1].startswith("take --offload ")
+
+
+def line_of(said: str, begin: str) -> str:
+    """What comes after `begin` in the one line that begins so."""
+    (found,) = [line.removeprefix(begin) for line in said.splitlines() if line.startswith(begin)]
+    return found
+
+
+def test_where_no_mode_fits_the_ways_out_are_named_with_what_they_need(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with "no mode fits", with two thirds of the memory in optimizer state and no word of it."""
+    answer = json.loads(asked(capsys, "--model", config, *TWO_RANKS, "--json")[1])
+    least = min(answer["modes"], key=lambda mode: mode["device_bytes"])
+    state = max(position["held"]["optimizer"] for position in answer["positions"])
+    total = (least["device_bytes"] - state / 2) / 1e9
+    smaller = ["--model", config, *TWO_RANKS, "--device-total-gb", str(total)]
+    code, said, _ = asked(capsys, *smaller)
+    assert code == 3
+    assert f"no mode fits {total:.1f} GB: --offload {least['mode']} needs" in said
+    for way in ("With HybridDeviceOptimizer", "- --zero 1 with --dp 2 or more", "- FSDP2 cuts", "- LoRA has"):
+        assert way in said.split("no mode fits")[1], way
+    code, said, _ = asked(capsys, *smaller, "--offload", least["mode"], "--optimizer-bytes", "0")
+    assert code == 0, "the first way out leads out"
+
+
+def test_where_only_the_host_is_short_the_mode_that_pins_least_says_how_much(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = json.loads(asked(capsys, "--model", config, *TWO_RANKS, "--json")[1])
+    room = {mode["mode"]: mode["device_bytes"] for mode in answer["modes"]}
+    staying = min(room["none"], room["checkpoint"])
+    assert min(room.values()) < staying, "else nothing has to move"
+    total = str((min(room.values()) + staying) / 2e9)
+    code, said, _ = asked(
+        capsys,
+        "--model",
+        config,
+        *TWO_RANKS,
+        "--device-total-gb",
+        total,
+        "--offload",
+        "groups",
+        "--host-gb",
+        "0",
+    )
+    assert code == 3
+    assert "no mode fits: --offload " in said.splitlines()[-1]
+    assert "pins least, and needs --host-gb" in said.splitlines()[-1]
+
+
+def test_a_gpu_of_ones_own_figures_is_slower_in_proportion_and_says_what_it_takes_for_granted(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ("--gpu-gb", "24", "--gpu-tflops", "0.697", "--link-gbs", "5.53", "--offload", "groups")
+    known = json.loads(asked(capsys, "--model", config, *TWO_RANKS, "--offload", "groups", "--json")[1])
+    found = json.loads(asked(capsys, "--model", config, *TWO_RANKS, *own, "--json")[1])
+    assert found["device_total_bytes"] == 24e9
+    for position, before in zip(found["positions"], known["positions"], strict=True):
+        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s"):
+            assert position["rates"][name] == pytest.approx(before["rates"][name] / 10)
+    assert found["step_s"] > 2 * known["step_s"]
+    assert any("in proportion to --gpu-tflops and --link-gbs" in text for text in found["left_out"])
+
+
+def test_a_models_folder_is_as_good_as_its_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(config).parent
+    assert asked(capsys, "--model", str(folder), *TWO_RANKS) == asked(capsys, "--model", config, *TWO_RANKS)
+    code, _, error = asked(capsys, "--model", str(folder.parent), *TWO_RANKS)
+    assert code == 2
+    assert "config.json" in error
+
+
+def test_the_help_has_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for default in ("chunks of a step and rank (8)", "replicas (1)", "what it has", "(no limit)", "12 (12)"):
+        assert default in said, default
 
 
 def test_json_has_every_position_in_bytes_and_seconds(
@@ -104,6 +188,21 @@ def test_the_step_is_drawn(config: str, tmp_path: Path, capsys: pytest.CaptureFi
         (["--model", "llama3-8b", "--gpu", "abacus"], "no GPU is called 'abacus'; known are h200, h100"),
         (["--model", "llama3-8b", "--schedule", "zigzag"], "no schedule is called 'zigzag'"),
         (["--model", "llama3-8b", "--tp", "0"], "--tp is 0; it must be at least 1"),
+        *(
+            (["--model", "llama3-8b", option, value], f"{option} is {value}; it must be {limit}")
+            for option, value, limit in (
+                ("--vpp", "0", "at least 1"),
+                ("--device-total-gb", "-3", "at least 0.001"),
+                ("--device-total-gb", "5000", "at most 149.3, what a h200 has; --gpu-gb is for another one"),
+                ("--device-total-gb", "nan", "at least 0.001"),
+                ("--other-gb", "-1", "at least 0"),
+                ("--other-gb", "200", "at most 149.3, all that a GPU may hold"),
+                ("--host-gb", "-1", "at least 0"),
+                ("--host-gb", "inf", "at most 1,000,000.0, a petabyte"),
+                ("--gpu-tflops", "0", "at least 0.001"),
+                ("--optimizer-bytes", "-4", "at least 0"),
+            )
+        ),
         (["--model", "llama3-8b", "--tp", "5"], "heads 32 over --tp 5 is no whole number"),
     ],
 )
