@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.optim.parts import HostBucket
+from offload.optim.host_part import HostBucket
 from offload.optim.placing import Placement
 from offload.optim.ranks import may_be_reduced_in_place
 from offload.optim.stepping import HostedSteps
@@ -74,7 +74,8 @@ class BackwardSteps:
         """A backward has added to the parameter's gradient. Blocks the host only if the last step is not yet
         issued."""
         self._seen[member.index] += 1
-        buckets = self._steps.buckets_of[member.index]
+        if (buckets := self._steps.buckets_of.get(member.index)) is None:
+            return  # the optimizer has let it go
         if not self.stepped.isdisjoint(buckets):
             self.raise_if_stepped(
                 f"{member} got another gradient (use no_sync() in all backwards but the last)"
@@ -114,8 +115,8 @@ class BackwardSteps:
         if len(gradients) < len(found):
             return
         bucket.set_gradients({member.index: member.flat_gradient(grad) for member, grad in gradients.items()})
+        self.stepped.add(bucket)  # first: what breaks off here has begun a step
         self._steps.submit([bucket])
-        self.stepped.add(bucket)
         for member, gradient in gradients.items():
             self._stamps[member.index] = weakref.ref(gradient), _versions(gradient)
             # a touch before step() breaks the promise

@@ -1,9 +1,9 @@
 """What can be known of an optimizer class before it is used: its arguments, its defaults, and how its step
 treats a tensor.
 
-One invariant: nothing is guessed. Only torch's own Adam and AdamW, exactly, are taken apart; any other class
-gets whole tensors of its own and its own state, which is right for every class that steps one parameter at a
-time.
+One invariant: nothing is guessed. Only torch's own Adam and AdamW, exactly, are taken apart; other classes of
+torch get whole tensors of their own and their own state; a class that is not torch's steps all of its
+parameters in one call.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 __all__ = [
     "IMPLEMENTATION_KEYS",
+    "MOMENTS",
     "checked_class",
     "defaults_of",
     "is_elementwise",
@@ -24,6 +25,8 @@ __all__ = [
     "made_for_cpu",
     "may_fail_half_way",
     "state_names",
+    "step_alone",
+    "steps_each_alone",
 ]
 
 IMPLEMENTATION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -64,7 +67,7 @@ def defaults_of(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, An
     """What the class puts into a param group that says nothing. Raises ValueError for a value that the class
     refuses."""
     try:
-        group = cls([torch.zeros(1, 1)], **kwargs).param_groups[0]  # Muon takes matrices only
+        group = cls([torch.zeros(1, 1, device="cpu")], **kwargs).param_groups[0]  # Muon takes matrices only
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"{cls.__name__} cannot be made with {_written(kwargs)}: {error}") from error
     return {key: value for key, value in group.items() if key != "params"}
@@ -83,15 +86,43 @@ _ELEMENTWISE = {
 }
 
 
+_EACH_ALONE = _ELEMENTWISE | {
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
+}
+
+
+def steps_each_alone(cls: type[Optimizer]) -> bool:
+    """Whether the step is known to treat each parameter alone and to write nothing into a param group, so
+    that several optimizers may share the parameters. Any other class, a subclass of these too, may look at
+    all parameters at once (Lamb's norm) or count in its groups (schedule-free), and is one optimizer."""
+    return cls in _EACH_ALONE
+
+
+def step_alone(optimizer: Optimizer) -> None:
+    """A step of an optimizer inside another: without the hooks that are for all optimizers, which the outer
+    one has called (torch.optim.optimizer.register_optimizer_step_pre_hook)."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        hook(optimizer, (optimizer,), {})
+    step(optimizer)
+    for post_hook in optimizer._optimizer_step_post_hooks.values():
+        post_hook(optimizer, (optimizer,), {})
+
+
 def is_elementwise(cls: type[Optimizer]) -> bool:
     """Whether the step is known to treat each element alone, so that a shard may be stepped as if it were a
     whole parameter."""
     return cls in _ELEMENTWISE
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
 def state_names(group: Mapping[str, Any]) -> tuple[str, ...]:
     """The moments of an Adam of torch, one number an element each, all zero before the first step."""
-    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group.get("amsgrad") else ("exp_avg", "exp_avg_sq")
+    return MOMENTS if group.get("amsgrad") else MOMENTS[:2]
 
 
 def made_for_cpu(cls: type[Optimizer], kwargs: Mapping[str, Any]) -> dict[str, Any]:

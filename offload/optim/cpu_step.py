@@ -22,7 +22,7 @@ its weights return, on one thread.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,10 @@ from torch.optim import Optimizer
 
 from offload.device import CopyPair, Event
 from offload.engine import OffloadEngine
-from offload.optim.classes import is_fused_adam, state_names
-from offload.optim.parts import Groups, HostBucket, HostOptions, HostPart, loaded_value, set_groups
+from offload.optim.classes import is_fused_adam, state_names, step_alone
+from offload.optim.groups import UserGroup, follow_groups
+from offload.optim.host_part import HostBucket, HostPart
+from offload.optim.parts import HostOptions, loaded_value
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, laid_like, update_master
 
@@ -79,7 +81,7 @@ class CpuBucket(HostBucket):
             if (group := group_of.get(id(leaf))) is None:
                 continue  # its parameter is in no group
             dtype = torch.float32 if group["fused"] else torch.get_default_dtype()
-            step = optimizer.state[leaf].get("step", torch.zeros((), dtype=dtype))
+            step = optimizer.state[leaf].get("step", torch.zeros((), dtype=dtype, device="cpu"))
             moments = {name: self.flat(name, piece) for name in state_names(group)}
             optimizer.state[leaf] = {"step": step, **moments}
 
@@ -94,9 +96,14 @@ class CpuBucket(HostBucket):
                     state[name] = laid_like(leaf, value)
 
     def state_of(self, position: int) -> dict[Any, Any]:
+        """What the class keeps of the piece; empty, and not kept, before it has made it."""
         assert self.optimizer is not None
         found: dict[Any, Any] = self.optimizer.state.get(self.leaves[position], {})
         return found
+
+    def count_of(self, position: int) -> Tensor:
+        count: Tensor = self.state_of(position)["step"]
+        return count
 
     def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:
         cast = self.wide or gradient.dtype != member.dtype
@@ -170,7 +177,7 @@ class CpuBucket(HostBucket):
         assert self.optimizer is not None
         try:
             self.load_gradients(scratch)
-            self.optimizer.step()
+            step_alone(self.optimizer)
         finally:
             self.unload_gradients()
         self.give_back()
@@ -188,6 +195,8 @@ class CpuPart(HostPart[CpuBucket]):
         new_bucket = functools.partial(CpuBucket, whole=whole, wide=not options.overlap)
         super().__init__(engine, options, new_bucket, whole=whole)
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
+        self.of_all: Optimizer | None = None
+        """The one optimizer of all buckets, without overlap."""
         self.scratch: Tensor | None = None
         """Room for the gradients of one bucket in the master's dtype, where they come in another."""
 
@@ -208,39 +217,65 @@ class CpuPart(HostPart[CpuBucket]):
         moments = () if self.whole else state_names({})
         return specs + [FlatSpec(name, size, pinned, zero=True) for name in moments]
 
-    def regroup(self, groups: Groups) -> None:
-        if not self.whole:
-            self._make_moments(groups)
+    def regroup(self, groups: Sequence[UserGroup]) -> None:
+        super().regroup(groups)
         narrow = [bucket.layout.numel for bucket in self.buckets if bucket.section.has("weight")]
         if narrow and self.options.overlap:
-            self.scratch = torch.empty(max(narrow), dtype=torch.float32)
-        self._values = []
-        together = [self.buckets] if self.buckets and not self.options.overlap else []
-        for buckets in together or [[bucket] for bucket in self.buckets]:
-            tensors = [
-                (member.index, leaf)
-                for bucket in buckets
-                for member, leaf in zip(bucket.members, bucket.leaves, strict=True)
-            ]
-            optimizer = buckets[0].optimizer
-            if optimizer is None:
-                optimizer = self._new_optimizer([leaf for _, leaf in tensors])
-            self._values += set_groups(optimizer, tensors, groups)
-            for bucket in buckets:
-                bucket.bind(optimizer)
+            self.scratch = torch.empty(max(narrow), dtype=torch.float32, device="cpu")
+        if self.options.overlap:
+            for bucket in self.buckets:
+                bucket.bind(self._grouped(bucket.optimizer, [bucket], groups))
+        elif self.buckets:
+            self.of_all = self._grouped(self.of_all, self.buckets, groups)
+            for bucket in self.buckets:
+                bucket.bind(self.of_all)
+
+    def _grouped(
+        self, optimizer: Optimizer | None, buckets: Sequence[CpuBucket], groups: Sequence[UserGroup]
+    ) -> Optimizer:
+        leaves: dict[int, list[Tensor]] = {}
+        for bucket in buckets:
+            for member, leaf in zip(bucket.members, bucket.leaves, strict=True):
+                leaves.setdefault(member.index, []).append(leaf)
+        # workers read what the user may already change
+        return follow_groups(optimizer, self._new_optimizer, leaves, groups, live=not self.options.overlap)
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
         super().reorder(member, before)
         for bucket, position in self._pieces_of[member.index]:
             bucket.follow_strides(position)
 
+    def _whole_state(self, member: ParamView) -> tuple[Tensor, dict[Any, Any], Optimizer]:
+        """The leaf, its state and its optimizer, of a class that gets whole parameters."""
+        ((bucket, position),) = self._pieces_of[member.index]
+        assert bucket.optimizer is not None
+        return bucket.leaves[position], bucket.state_of(position), bucket.optimizer
+
+    def state_of(self, member: ParamView) -> MutableMapping[Any, Any]:
+        return self._whole_state(member)[1] if self.whole else super().state_of(member)
+
+    def put(self, member: ParamView, key: Any, value: Any) -> None:
+        """As Part. What the class has made stays as the class can step it; the user's own stays as it is."""
+        if not self.whole:
+            super().put(member, key, value)
+            return
+        leaf, state, optimizer = self._whole_state(member)
+        optimizer.state[leaf] = state
+        state[key] = loaded_value(key, value, leaf, "cpu") if key in state else value
+
     def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
         if not self.whole:
             super().set_state(member, state)
             return
-        ((bucket, position),) = self._pieces_of[member.index]
-        assert bucket.optimizer is not None
-        leaf = bucket.leaves[position]
-        bucket.optimizer.state[leaf] = {
-            key: loaded_value(key, value, leaf, "cpu") for key, value in state.items()
-        }
+        leaf, _, optimizer = self._whole_state(member)
+        optimizer.state.pop(leaf, None)
+        if state:
+            optimizer.state[leaf] = {
+                key: loaded_value(key, value, leaf, "cpu") for key, value in state.items()
+            }
+
+    def forget(self, member: ParamView) -> None:
+        for bucket, position in self._pieces_of[member.index]:
+            assert bucket.optimizer is not None
+            bucket.optimizer.state.pop(bucket.leaves[position], None)
+        super().forget(member)

@@ -20,23 +20,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
-from offload.optim.classes import is_fused_adam
-from offload.optim.parts import HostOptions
+from offload.optim.classes import MOMENTS, is_fused_adam
+from offload.optim.groups import UserGroup
+from offload.optim.parts import HostOptions, refuse_incomplete
 from offload.optim.streamed_step import StreamedPart
 from offload.params.view import ParamView, count_write, sharded_like
 
 __all__ = ["FSDPGPUOptimizerWrapper"]
 
 
-class FSDPGPUOptimizerWrapper:
+class FSDPGPUOptimizerWrapper(Optimizer):
     """Steps `optimizer`'s parameters, which are on the host, on `device`.
 
-    optimizer: torch's Adam or AdamW. Its param_groups stay the ones to change; state that it has is taken
-        over.
+    optimizer: torch's Adam or AdamW. Its param_groups stay the ones to change, its step hooks run, and its
+        `state` is the one home of state: the moments in it are the pinned memory that steps read and write.
     device: a CUDA device; "cpu" is the simulated one. engine: whose lanes and host memory are used; None
         takes the process's own of the device.
     bucket_bytes: weights of one bucket. Blocks the host for pinning the moments' memory. Raises ValueError or
@@ -58,21 +60,42 @@ class FSDPGPUOptimizerWrapper:
             )
         options = HostOptions(bucket_bytes=bucket_bytes)
         self.optimizer = optimizer
+        self.__setstate__({"defaults": optimizer.defaults})  # what torch's constructor makes besides groups
         self._closes_engine = engine is None
         where = torch.device(device)
         self._engine = engine or default_engine("sim" if where.type == "cpu" else str(where))
         self._part = StreamedPart(self._engine, options, weights_on_host=True)
         self._members: dict[int, ParamView] = {}  # by the parameter's id
-        self._groups: dict[int, dict[str, Any]] = {}  # of each parameter that is in one now, by index
-        self._follow_groups()
-        self._take_state()
+        self._next = 0  # index of the next parameter
+        self._grouped: set[int] = set()  # indices of the parameters that are in a group now
+        # by index: what was put into the optimizer's state, and the version of the count
+        self._shown: dict[int, tuple[dict[str, Tensor], int]] = {}
+        self._follow()
 
-    def _follow_groups(self) -> None:
-        """The optimizer's groups are the user's to change: new parameters get memory, values are those of
-        now."""
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer's own."""
+        self.optimizer.add_param_group(param_group)
+
+    @property
+    def ring_bytes(self) -> int:
+        """All that a step needs on the device."""
+        return self._part.ring_bytes
+
+    # -- following the optimizer -----------------------------------------------------------------------------
+    def _follow(self) -> None:
+        """The optimizer's groups and state are the user's to change: new parameters get memory, those that
+        left without state lose theirs, and values are those of now."""
         pairs = [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
         new = [p for p, _ in pairs if id(p) not in self._members]
-        made = [ParamView(p, len(self._members) + n, self._engine.device, "") for n, p in enumerate(new)]
+        made = [ParamView(p, self._next + n, self._engine.device, "") for n, p in enumerate(new)]
         for member in made:
             if member.where.type != "cpu":
                 raise ValueError(
@@ -80,97 +103,135 @@ class FSDPGPUOptimizerWrapper:
                     "use CPUOffloadPolicy"
                 )
         self._part.add(made)
+        self._next += len(made)
         self._members.update((id(member.parameter), member) for member in made)
-        self._groups = {self._members[id(p)].index: group for p, group in pairs}
-        self._part.regroup(self._groups)
+        groups = [
+            UserGroup(group, [self._members[id(p)].index for p in group["params"]])
+            for group in self.optimizer.param_groups
+        ]
+        self._grouped = {index for group in groups for index in group.indices}
+        for key, member in list(self._members.items()):
+            if member.index not in self._grouped and not self.optimizer.state.get(member.parameter):
+                self._part.forget(self._members.pop(key))
+                self._shown.pop(member.index, None)
+                member.let_go()
+        self._part.regroup(groups)
         for member in self._members.values():
             if (before := member.follow()) is not None:
                 self._part.reorder(member, before)
+                self._shown.pop(member.index, None)
+            self._take_over(member)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's own."""
-        self.optimizer.add_param_group(param_group)
+    def _take_over(self, member: ParamView) -> None:
+        """What somebody put into the optimizer's state, or wrote as a count, is in the part's memory from
+        here on, and that memory in the state."""
+        entry = self.optimizer.state.get(member.parameter)
+        shown, version = self._shown.get(member.index, ({}, 0))
+        home = self._part.state_of(member)
+        if not entry:
+            if shown:
+                home.clear()
+                del self._shown[member.index]
+            return
+        refuse_incomplete(member, entry, "the optimizer's state")
+        for key in ("step", *MOMENTS):
+            is_mine = key in entry and entry[key] is shown.get(key)
+            if key in entry and not (is_mine and (key != "step" or entry[key]._version == version)):
+                home[key] = entry[key]
+        if any(entry.get(key) is not shown.get(key) for key in home):
+            self._show(member)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+    def _show(self, member: ParamView) -> None:
+        """Have the part's memory in the optimizer's state, and the count on the host."""
+        home = self._part.state_of(member)
+        found = {
+            key: sharded_like(member.parameter.detach(), value)
+            for key, value in home.items()
+            if key != "step"
+        }
+        found["step"] = home["step"].to("cpu", copy=True)
+        self.optimizer.state[member.parameter].update(found)
+        self._shown[member.index] = found, found["step"]._version
 
-    @property
-    def ring_bytes(self) -> int:
-        """All that a step needs on the device."""
-        return self._part.ring_bytes
-
+    # -- the step --------------------------------------------------------------------------------------------
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. Blocks the host until the new weights are
         there."""
+        for hook in self.optimizer._optimizer_step_pre_hooks.values():
+            hook(self.optimizer, (self.optimizer, closure), {})
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_state()
-        self._follow_groups()
+        self._follow()
         device = self._engine.device
-        flats = {
-            member.index: member.flat_gradient(member.parameter.grad)
+        stepped = [
+            member
             for member in self._members.values()
-            if member.parameter.grad is not None and member.index in self._groups
-        }
+            if member.parameter.grad is not None and member.index in self._grouped
+        ]
+        flats = {member.index: member.flat_gradient(member.parameter.grad) for member in stepped}  # type: ignore[arg-type]
         buckets = [bucket for bucket in self._part.buckets if bucket.has_any(flats)]
         for bucket in buckets:
             bucket.set_gradients(flats)
         released = device.record(device.compute)
+        self._part.note_stepped(flats)
+        whole = False
         try:
             for bucket in buckets:
                 bucket.step(self._part.ring, released)
+            whole = True
         finally:  # where one breaks off the caller's gradients and weights are in use until then, too
             device.synchronize(device.record(device.d2h))
+            for member in stepped:
+                if whole and member.index in self._shown:
+                    shown, _ = self._shown[member.index]
+                    shown["step"] += 1
+                    self._shown[member.index] = shown, shown["step"]._version
+                else:
+                    self._show(member)
         for bucket in buckets:
             bucket.drop_gradients()
-        count_write([member for member in self._members.values() if member.index in flats])
+        count_write(stepped)
         # what a scheduler of it looks at, to warn of a wrong order
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for post_hook in self.optimizer._optimizer_step_post_hooks.values():
+            post_hook(self.optimizer, (self.optimizer, closure), {})
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
+    # -- state dicts -----------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's own after steps on the host, with copies of the moments; DTensors where the
+        """As the optimizer's own, whose tensors later steps write, with copies of them; DTensors where the
         parameters are."""
-        self._take_state()
-        self._follow_groups()
-        for member in self._members.values():
-            state = self._part.state_of(member)
-            if member.index not in self._groups or float(state["step"]) == 0:
-                continue
-            moments = {
-                name: sharded_like(member.parameter.detach(), value.clone())
-                for name, value in state.items()
-                if name != "step"
-            }
-            self.optimizer.state[member.parameter] = {"step": state["step"].to("cpu", copy=True), **moments}
         found: dict[str, Any] = self.optimizer.state_dict()
-        self.optimizer.state.clear()  # a second copy of the moments
+        found["state"] = {key: _copied(entry) for key, entry in found["state"].items()}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own. Raises its errors before anything is changed here."""
         self.optimizer.load_state_dict(state_dict)
-        self._follow_groups()
-        for member in self._members.values():
-            self._part.set_state(member, {})
-        self._take_state()
+        self._follow()
 
-    def _take_state(self) -> None:
-        """State that the optimizer has, as after a load of its own, is the part's from here on."""
-        for member in self._members.values():
-            if state := self.optimizer.state.get(member.parameter):
-                self._part.set_state(member, state)
-        self.optimizer.state.clear()
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied: its state lies in host memory of this "
+            "process; save its state_dict()"
+        )
 
     def close(self) -> None:
-        """Give the host memory back; the default engine closes if nobody else uses it."""
+        """Give the host memory back; the optimizer keeps a copy of its state. The default engine closes if
+        nobody else uses it."""
+        for parameter, entry in self.optimizer.state.items():
+            self.optimizer.state[parameter] = _copied(entry)
+        self._shown.clear()
         self._part.close()
         if self._closes_engine:
             self._engine.close_unused()
+
+
+def _copied(entry: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}

@@ -33,12 +33,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
-from offload.optim.classes import checked_class, defaults_of, may_fail_half_way
+from offload.optim.classes import checked_class, defaults_of, may_fail_half_way, steps_each_alone
+from offload.optim.entries import MASTER, State
 from offload.optim.parts import HostOptions
 from offload.optim.placing import Place, Placement, PlacingOptions
-from offload.optim.state import MASTER, copy_to_host, fill_state, matched, with_class_rules
+from offload.optim.state import copy_to_host, fill_state, matched, with_class_rules
 from offload.optim.step import Overlap, StepRunner, checked_overlap
 from offload.params.view import ParamView
 
@@ -80,8 +82,11 @@ class HybridDeviceOptimizer(Optimizer):
         """Build the host side: pins its memory, which blocks the host. Raises ValueError or HostBudgetError
         before anything has moved.
 
-        offload_fraction: share of the elements whose state leaves the device, in order.
+        offload_fraction: share of the elements whose state leaves the device, in order. 0: one optimizer
+            steps all, as in torch.
         cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
+            A class that is not of torch.optim may look at all parameters at once: it is one optimizer,
+            without overlap, and where only a part would leave all state does.
         param_update_in_fp32: float32 masters of bf16 and fp16 parameters, in every place. Where rounding a
             master does not give the weight's bits, the weight counts.
         pin_cpu_grads, pin_cpu_params: False takes pageable memory: its copies block the thread that issues
@@ -127,7 +132,22 @@ class HybridDeviceOptimizer(Optimizer):
         for argument, cls in (("cpu_optimizer_cls", cpu_cls), ("gpu_optimizer_cls", gpu_cls)):
             defaults |= defaults_of(checked_class(argument, cls, kwargs), kwargs)
         atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
-        workers = overlap_cpu_optimizer_d2h_h2d and not atomic
+        alone = steps_each_alone(cpu_cls)
+        workers = overlap_cpu_optimizer_d2h_h2d and not atomic and alone
+        if 0 < offload_fraction < 1 and not alone:
+            if cpu_cls is gpu_cls:
+                logger.warning(
+                    "%s may look at all parameters at once, so one optimizer steps them all, on the host: "
+                    "offload_fraction is 1, not %s; 0 keeps all on the device",
+                    cpu_cls.__name__,
+                    offload_fraction,
+                )
+                offload_fraction = 1.0
+            elif not steps_each_alone(gpu_cls):
+                raise ValueError(
+                    f"{cpu_cls.__name__} and {gpu_cls.__name__} may both write into one param group; give a "
+                    "class of torch.optim for one of them, or offload_fraction=1 or 0"
+                )
         options = PlacingOptions(
             offload_fraction=offload_fraction,
             cpu_share=cpu_share,
@@ -143,11 +163,13 @@ class HybridDeviceOptimizer(Optimizer):
                 overlap=workers,
             ),
         )
-        if atomic and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
+        if not workers and overlap_cpu_optimizer_d2h_h2d and offload_fraction > 0:
             logger.warning(
-                "%s is stepped whole before any weight returns, not overlapped, so that an error leaves the "
-                "last whole step; atomic_step=False overlaps it",
+                "%s is stepped whole before any weight returns, not overlapped%s",
                 cpu_cls.__name__,
+                ", so that an error leaves the last whole step; atomic_step=False overlaps it"
+                if alone
+                else "",
             )
         self.overlap = checked_overlap(
             overlap, model, has_workers=workers or not offload_fraction, clips=max_grad_norm is not None
@@ -195,7 +217,8 @@ class HybridDeviceOptimizer(Optimizer):
     def cpu_optimizers(self) -> list[Optimizer]:
         """Of the host's parameters: one a bucket with overlap, one in all without; and one for parameters
         that live on the host."""
-        found = [*self.placed.cpu.optimizers, self.placed.on_host.optimizer]
+        on_host = self.placed.on_host if self.placed.on_host is not self.placed.on_gpu else None
+        found = [*self.placed.cpu.optimizers, on_host.optimizer if on_host is not None else None]
         return [optimizer for optimizer in found if optimizer is not None]
 
     @property
@@ -260,6 +283,7 @@ class HybridDeviceOptimizer(Optimizer):
         """The norm by which gradients were clipped last, before that; None before the first time."""
         return self._runner.last_grad_norm
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient. closure: evaluated once. Blocks the host while the
         last step is not yet issued, and with overlap="step" until this one is. Raises OffloadError if a
@@ -311,28 +335,33 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
-        Of a parameter that was not stepped or loaded there is none. Blocks the host for the step under way.
-        Of offloaded parameters these are views of host memory that later steps change, of a DTensor's local
-        shard; `state_dict()` copies, and has DTensors. What is written, replaced, added or taken out counts
-        from the next step on."""
+        With offload_fraction=0 and no masters it is the wrapped optimizer's own. Else it and its entries are
+        live at any time between steps: they may be held, and what is written counts at once. A look blocks
+        the host for the step under way. Tensors of offloaded parameters lie on the host, of a DTensor its
+        local shard; while somebody holds one, step() ends when all state is there."""
         self._runner.take_changes()
-        return self._runner.shown.look(self.placed)
+        own = self.placed.on_gpu
+        found: Any = own.optimizer.state if own.untouched and own.optimizer else self._runner.state
+        return found  # type: ignore[no-any-return]
 
     @state.setter
     def state(self, value: Mapping[Tensor, Any]) -> None:
-        if self._built:  # torch's own constructor sets it, too
-            _ = self.state
-            self._runner.shown.replace(value)
+        if not self._built:  # torch's own constructor sets it, too
+            return
+        if isinstance(found := self.state, State):
+            found.replace(value)
+        else:
+            self.placed.on_gpu.optimizer.state = value  # type: ignore[union-attr]
 
     def dummy_step(self) -> None:
         """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded
         in place."""
         self._runner.take_changes()
-        self.placed.refresh()
+        self.placed.refresh(self.param_groups)
         for member in self.members:
             self.placed.master_of(member)
         fill_state(self.sub_optimizers)
-        self._runner.shown.having.update(self.placed.groups)
+        self.placed.note_stepped(self.placed.groups)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers,
@@ -360,6 +389,29 @@ class HybridDeviceOptimizer(Optimizer):
             self._runner.regroup()
         order = matched(self.placed, self.param_groups, loaded)
         self._runner.forget_step()
+        own = self.placed.on_gpu
+        if own.untouched and own.optimizer is not None:
+            self._load_untouched(own.optimizer, loaded)
+        else:
+            self._load(order, loaded)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_untouched(self, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+        """As torch loads, of a copy. Masters of another split have no use here."""
+        state = {
+            key: {name: value for name, value in entry.items() if name != MASTER}
+            if isinstance(entry, dict)
+            else entry
+            for key, entry in loaded["state"].items()
+        }
+        optimizer.load_state_dict({"state": deepcopy(state), "param_groups": loaded["param_groups"]})
+        for group, new in zip(self.param_groups, optimizer.param_groups, strict=True):
+            group.clear()
+            group.update(new)
+        self._runner.regroup()
+
+    def _load(self, order: Mapping[Any, ParamView], loaded: Mapping[str, Any]) -> None:
         groups = deepcopy(loaded["param_groups"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             kept: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
@@ -368,17 +420,15 @@ class HybridDeviceOptimizer(Optimizer):
         state = {order[key].parameter: dict(entry) for key, entry in loaded["state"].items() if key in order}
         with_class_rules(self._classes, self.param_groups, state, self.defaults)
         self._runner.regroup()
-        shown = self._runner.shown
         with torch.no_grad():
             for member in order.values():
                 entry = state.get(member.parameter, {})
                 master = entry.pop(MASTER, None)
                 self.placed.load(member, entry, master)
-                (shown.having.add if entry else shown.having.discard)(member.index)
-        shown.forget()
-        self.placed.refresh()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        named = self.placed.named
+        for key in [key for key in named if not isinstance(key, Tensor)]:
+            del named[key]
+        named.update(deepcopy({key: entry for key, entry in loaded["state"].items() if key not in order}))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

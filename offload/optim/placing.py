@@ -8,7 +8,8 @@ Nothing is pinned until all parameters that are added together have been accepte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,8 +21,9 @@ from torch.optim import Optimizer
 from offload.config import check_fraction
 from offload.engine import OffloadEngine
 from offload.errors import OffloadError
-from offload.optim.classes import is_elementwise, is_fused_adam, made_for_cpu
+from offload.optim.classes import is_elementwise, is_fused_adam, made_for_cpu, steps_each_alone
 from offload.optim.cpu_step import CpuPart
+from offload.optim.groups import UserGroup
 from offload.optim.parts import HostOptions
 from offload.optim.ranks import is_split
 from offload.optim.resident import ResidentPart
@@ -102,6 +104,11 @@ class PlacingOptions:
                 "capturable=True is for an optimizer that lives on the device; leave it out, or set "
                 "offload_fraction=0"
             )
+        if self.kwargs.get("differentiable") and self.offload_fraction > 0:
+            raise ValueError(
+                "differentiable=True keeps the step in autograd's graph, and a step on the host leaves it; "
+                "leave it out, or set offload_fraction=0"
+            )
 
 
 class Placement:
@@ -113,19 +120,31 @@ class Placement:
         self.cpu_share = self._checked_share()
         """Of the offloaded elements, what the host steps."""
         self.members: list[ParamView] = []
-        """Every parameter that was ever in a group, in the order in which they were first in one."""
+        """Every parameter that is in a group or has state, in the order in which they were first in one."""
         self.of: dict[int, ParamView] = {}
         """The same, by the parameter's id."""
         self.groups: dict[int, dict[str, Any]] = {}
         """The param group of each parameter that is in one now, by index."""
-        self._place: dict[int, Place] = {}
+        self.user_groups: list[UserGroup] = []
+        self._named: dict[Any, Any] = defaultdict(dict)
+        self._next = 0  # index of the next parameter
+        self.places: dict[int, Place] = {}
+        """By index."""
+        self.has_left = False
+        """A parameter that had left its group has lost its state: the next `regroup` lets it go."""
         self._moved = False  # a parameter was found elsewhere since `_sharing_memory` was looked for
         self._sharing_memory: list[tuple[ParamView, ParamView]] = []
         on_cpu = options.cpu_cls, made_for_cpu(options.cpu_cls, options.kwargs)
         self.cpu = CpuPart(engine, options.host, *on_cpu)
         self.streamed = StreamedPart(engine, options.host)
-        self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, options.host)
-        self.on_host = ResidentPart(*on_cpu, options.host)
+        one = not options.offload_fraction and options.cpu_cls is options.gpu_cls
+        self.on_gpu = ResidentPart(
+            options.gpu_cls,
+            options.kwargs,
+            options.host,
+            untouched=one and not options.host.masters_in_fp32,
+        )
+        self.on_host = self.on_gpu if one else ResidentPart(*on_cpu, options.host)
         self._parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
             Place.CPU: self.cpu,
             Place.STREAMED: self.streamed,
@@ -134,14 +153,14 @@ class Placement:
         }
 
     def __getitem__(self, member: ParamView) -> Place:
-        return self._place[member.index]
+        return self.places[member.index]
 
     def part_of(self, member: ParamView) -> CpuPart | StreamedPart | ResidentPart:
-        return self._parts[self._place[member.index]]
+        return self._parts[self.places[member.index]]
 
     def is_offloaded(self, member: ParamView) -> bool:
         """Whether the state of a parameter of the device is on the host."""
-        return self._place[member.index] in (Place.CPU, Place.STREAMED)
+        return self.places[member.index] in (Place.CPU, Place.STREAMED)
 
     @property
     def grouped(self) -> list[ParamView]:
@@ -149,21 +168,25 @@ class Placement:
         return [member for member in self.members if member.index in self.groups]
 
     def is_grouped_as(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the parameters, and the very groups that hold them, are those of the last `regroup`."""
+        """Whether the parameters, and the very groups that hold them, are those of the last `regroup`, with
+        the same moments."""
         found = {self.of[id(p)].index: group for group in groups for p in group["params"] if id(p) in self.of}
         count = sum(len(group["params"]) for group in groups)
-        return count == len(self.groups) == len(found) and all(
-            self.groups.get(index) is group for index, group in found.items()
+        return (
+            not self.has_left
+            and count == len(self.groups) == len(found)
+            and all(self.groups.get(index) is group for index, group in found.items())
+            and not any(group.needs_moments() for group in self.user_groups)
         )
 
-    def regroup(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
+    def regroup(self, groups: list[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         """Place the parameters that are new after those there are, and follow changes of groups; the new ones
         that are offloaded. names: by the parameter's id, for messages. A parameter that is in no group any
         more keeps its state and is not stepped. Blocks the host for pinning. Raises ValueError or
         HostBudgetError."""
         members = self._accepted(groups, names)
-        movable = [member for member in members if self._place[member.index] is Place.GPU]
-        before = [member for member in self.members if self._place[member.index] is not Place.HOST_RESIDENT]
+        movable = [member for member in members if self.places[member.index] is Place.GPU]
+        before = [member for member in self.members if self.places[member.index] is not Place.HOST_RESIDENT]
         leaves = choose_offloaded(
             [member.whole_numel for member in movable],
             self._options.offload_fraction,
@@ -181,39 +204,92 @@ class Placement:
             )
         sizes = [member.whole_numel * member.dtype.itemsize for member in offloaded]
         for member, place in zip(offloaded, choose_places(sizes, self.cpu_share), strict=True):
-            self._place[member.index] = place if member.numel else Place.CPU
-        for part in self._parts.values():
+            self.places[member.index] = place if member.numel else Place.CPU
+        self._refuse_divided(members)
+        for part in self.parts:
             part.add([member for member in members if self.part_of(member) is part])
+        self._next += len(members)
         self.members.extend(members)
         self.of.update((id(member.parameter), member) for member in members)
         with self._engine.lock:
             self._engine.externals.register_parameters([member.parameter for member in members])
-        self.groups = {self.of[id(p)].index: group for group in groups for p in group["params"]}
-        self._moved = True
-        for part in self._parts.values():
-            part.regroup(self.groups)
+        self.user_groups = [
+            UserGroup(group, [self.of[id(p)].index for p in group["params"]]) for group in groups
+        ]
+        self.groups = {index: group.values for group in self.user_groups for index in group.indices}
+        self._moved, self.has_left = True, False
+        self._let_go()
+        for part in self.parts:
+            part.regroup(self.user_groups)
+        self.on_gpu.share(groups)
         return offloaded
 
-    def refresh(self) -> None:
-        """Take over what the user's groups say now."""
-        for part in self._parts.values():
-            part.refresh()
+    @property
+    def parts(self) -> list[CpuPart | StreamedPart | ResidentPart]:
+        return list(dict.fromkeys(self._parts.values()))
+
+    def _refuse_divided(self, new: Sequence[ParamView]) -> None:
+        """Raises ValueError if a class that may look at all of its parameters gets some of them only."""
+        options = self._options
+        if not steps_each_alone(options.cpu_cls):
+            parts = {self.part_of(member) for member in (*self.members, *new)}
+            if options.cpu_cls is not options.gpu_cls:
+                parts.discard(self.on_gpu)
+            if len(parts) > 1:
+                raise ValueError(
+                    f"{options.cpu_cls.__name__} may look at all parameters at once, and some are on the "
+                    f"host, some on {self._engine.device.name}; use offload_fraction=0, or move them together"
+                )
+
+    def _let_go(self) -> None:
+        """Forget parameters that have left their group and have no state: the last of them frees memory."""
+        gone = [
+            member
+            for member in self.members
+            if member.index not in self.groups and not self.part_of(member).state_of(member)
+        ]
+        for member in gone:
+            self.part_of(member).forget(member)
+            self.members.remove(member)
+            del self.of[id(member.parameter)], self.places[member.index]
+            member.let_go()
+
+    def refresh(self, groups: list[dict[str, Any]]) -> None:
+        """Take over what the user's groups say now, for the step to come."""
+        self.on_gpu.share(groups)
+        for group in self.user_groups:
+            group.refresh()
+
+    @property
+    def named(self) -> dict[Any, Any]:
+        """Home of state that is of no parameter: a class that counts there has one optimizer."""
+        for optimizer, cls in (
+            (self.cpu.of_all, self._options.cpu_cls),
+            (self.on_gpu.optimizer, self._options.gpu_cls),
+        ):
+            if optimizer is not None and (not steps_each_alone(cls) or self.on_gpu.untouched):
+                return optimizer.state
+        return self._named
 
     def _accepted(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         device = self._engine.device
         members: list[ParamView] = []
         for parameter in (p for group in groups for p in group["params"] if id(p) not in self.of):
-            index = len(self.members) + len(members)
-            member = ParamView(parameter, index, device, names.get(id(parameter), ""))
+            index = self._next + len(members)
+            untouched = self.on_gpu.untouched
+            member = ParamView(parameter, index, device, names.get(id(parameter), ""), stays=untouched)
             here = device.owns(local_of(parameter).detach())
-            if not here and parameter.device.type != "cpu":
+            if not here and parameter.device.type != "cpu" and not untouched:
                 raise ValueError(
                     f"{member} is on {parameter.device}, and the optimizer's device is {device.name}; "
                     "move it, or build one a device"
                 )
-            if not parameter.is_floating_point():
-                raise ValueError(f"{member} is not of a floating-point type; leave it out, as a buffer")
-            self._place[index] = Place.GPU if here else Place.HOST_RESIDENT
+            if not parameter.is_floating_point() and not untouched:
+                raise ValueError(
+                    f"{member} is not of a floating-point type; leave it out, as a buffer, or use "
+                    "offload_fraction=0"
+                )
+            self.places[index] = Place.GPU if here else Place.HOST_RESIDENT
             members.append(member)
         return members
 
@@ -277,6 +353,11 @@ class Placement:
             if not torch.equal(master.to(weights.dtype).view(torch.int16), weights.view(torch.int16)):
                 master.copy_(weights)
 
+    def note_stepped(self, indices: Collection[int]) -> None:
+        """These parameters have been stepped, so they have state."""
+        self.cpu.note_stepped(indices)
+        self.streamed.note_stepped(indices)
+
     def load(self, member: ParamView, state: Mapping[Any, Any], master: Tensor | None) -> None:
         """Replace state and master. A master counts at the next step where rounding it gives the weight.
         Nothing may be in flight."""
@@ -288,7 +369,8 @@ class Placement:
     def step_resident(self, gradients: Mapping[int, Tensor]) -> None:
         """Step what is not offloaded, on the current lane."""
         self.on_gpu.step(gradients)
-        self.on_host.step(gradients)
+        if self.on_host is not self.on_gpu:
+            self.on_host.step(gradients)
 
     def describe(self) -> dict[str, Any]:
         """Where everything is: what a continuation with the same bits has to have again. Numbers and strings

@@ -39,12 +39,13 @@ def is_split(parameter: Tensor) -> bool:
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of all gradients as one vector, float32, 0-dim, as torch.nn.utils.get_total_norm for float32
-    ones. Blocks the host: never. A DTensor counts whole: its norm is reduced over its mesh, by collectives
+    """The norm of all gradients as one vector, 0-dim, as torch.nn.utils.get_total_norm; of half precision in
+    float32. Blocks the host: never. A DTensor counts whole: its norm is reduced over its mesh, by collectives
     that every rank of the mesh must take part in; so every rank gets the same number, a nan or inf of any of
     them in it. Plain gradients count as they are here: who splits a model in other ways reduces their norms
     himself, and gives clip_grad_norm_ the `total`. Tensors of several meshes, or of both kinds, may be
     mixed."""
+    norm_type = float(norm_type)
     if not gradients:
         return torch.zeros((), device=device)
     kinds: dict[object, list[Tensor]] = {}
@@ -60,7 +61,7 @@ def _norm_of_one_mesh(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     norms: list[Tensor] = []
     for kind in dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients):
         chosen = [gradient for gradient in gradients if (gradient.device, gradient.dtype) == kind]
-        widened = {} if kind[1] == torch.float32 else {"dtype": torch.float32}
+        widened = {"dtype": torch.float32} if kind[1].itemsize < 4 else {}
         norms += torch._foreach_norm(chosen, norm_type, **widened)
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     whole: Tensor = total if local_of(total) is total else total.full_tensor()

@@ -15,21 +15,36 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.optim.parts import Groups, HostOptions, Part, loaded_value, set_groups
+from offload.optim.classes import step_alone
+from offload.optim.groups import UserGroup, follow_groups
+from offload.optim.parts import HostOptions, Part, loaded_value
 from offload.params.view import ParamView, laid_like, local_of, update_master
 
 __all__ = ["ResidentPart"]
 
 
 class ResidentPart(Part):
-    """One optimizer over parameters in place. Its methods are those of HostPart."""
+    """One optimizer over parameters in place.
 
-    def __init__(self, cls: type[Optimizer], kwargs: Mapping[str, Any], options: HostOptions) -> None:
+    untouched: it steps all there are, none of which has a master: its groups and its state are the user's
+        own, as in torch.
+    """
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        kwargs: Mapping[str, Any],
+        options: HostOptions,
+        *,
+        untouched: bool = False,
+    ) -> None:
         super().__init__()
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self._options = options
+        self.untouched = untouched
         self.optimizer: Optimizer | None = None
         self._inner: dict[int, Tensor] = {}  # by index: the parameter, or its float32 master
+        self._views: list[dict[str, Any]] = []
 
     def add(self, members: Sequence[ParamView]) -> None:
         for member in members:
@@ -39,12 +54,18 @@ class ResidentPart(Part):
                 member.parameter if dtype == member.dtype else member.parameter.detach().to(dtype, copy=True)
             )
 
-    def regroup(self, groups: Groups) -> None:
-        if not self._inner:
-            return
-        if self.optimizer is None:
-            self.optimizer = self._new_optimizer(list(self._inner.values()))
-        self._values = set_groups(self.optimizer, list(self._inner.items()), groups)
+    def regroup(self, groups: Sequence[UserGroup]) -> None:
+        if self._inner or self.untouched:
+            tensors = {index: [inner] for index, inner in self._inner.items()}
+            if self.optimizer is not None:
+                self.optimizer.param_groups = self._views
+            self.optimizer = follow_groups(self.optimizer, self._new_optimizer, tensors, groups, live=True)
+            self._views = self.optimizer.param_groups
+
+    def share(self, groups: list[dict[str, Any]]) -> None:
+        """Step the user's own list of groups, where the optimizer is untouched."""
+        if self.untouched and self.optimizer is not None:
+            self.optimizer.param_groups = groups
 
     def has_master(self, member: ParamView) -> bool:
         return self._inner[member.index] is not member.parameter
@@ -59,14 +80,15 @@ class ResidentPart(Part):
             return
         replaced: list[tuple[Tensor, Tensor | None]] = []
         for index, inner in self._inner.items():
-            if (gradient := gradients.get(index)) is not None:
+            gradient = gradients.get(index)
+            if gradient is not None and gradient.layout is torch.strided:
                 gradient = laid_like(inner, gradient.to(inner.dtype))
                 self.refresh_master(self.members[index])
             if inner.grad is not gradient:
                 replaced.append((inner, inner.grad))
                 inner.grad = gradient
         try:
-            self.optimizer.step()
+            step_alone(self.optimizer)
         finally:
             for inner, before in replaced:
                 inner.grad = before
@@ -80,8 +102,8 @@ class ResidentPart(Part):
             update_master(local_of(self._inner[member.index]), local_of(member.parameter).detach())
 
     def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
-        """A master, and its state, lie as the weights lie now. Where the parameter itself is stepped its
-        class decides what becomes of the state."""
+        """As Part: a master, and its state, lie as the weights lie now. Where the parameter itself is stepped
+        its class decides what becomes of the state."""
         if self.has_master(member):
             inner, state = self._inner[member.index], self.state_of(member)
             inner.data = laid_like(member.parameter, inner.data)
@@ -94,14 +116,30 @@ class ResidentPart(Part):
         found: dict[Any, Any] = self.optimizer.state.get(self._inner[member.index], {})
         return found
 
+    def put(self, member: ParamView, key: Any, value: Any) -> None:
+        self.made_state_of(member)[key] = value
+
+    def made_state_of(self, member: ParamView) -> dict[Any, Any]:
+        """The very dictionary that the class uses, which makes one as torch's `state` does."""
+        assert self.optimizer is not None
+        found: dict[Any, Any] = self.optimizer.state[self._inner[member.index]]
+        return found
+
     def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
-        """The count is on the device where torch's own would have it there."""
+        """As Part. The count is on the device where torch's own would have it there."""
         assert self.optimizer is not None
         optimizer, inner = self.optimizer, self._inner[member.index]
-        if not state:
-            optimizer.state.pop(inner, None)
-            return
-        groups = (group for group in optimizer.param_groups if any(p is inner for p in group["params"]))
-        group = next(groups, {})
-        where = inner.device if group.get("fused") or group.get("capturable") else "cpu"
-        optimizer.state[inner] = {key: loaded_value(key, value, inner, where) for key, value in state.items()}
+        optimizer.state.pop(inner, None)
+        if state:
+            groups = (group for group in optimizer.param_groups if any(p is inner for p in group["params"]))
+            group = next(groups, {})
+            where = inner.device if group.get("fused") or group.get("capturable") else "cpu"
+            optimizer.state[inner] = {
+                key: loaded_value(key, value, inner, where) for key, value in state.items()
+            }
+
+    def forget(self, member: ParamView) -> None:
+        super().forget(member)
+        inner = self._inner.pop(member.index)
+        if self.optimizer is not None:
+            self.optimizer.state.pop(inner, None)

@@ -1,5 +1,4 @@
-"""State of the hybrid optimizer as torch's users know it: `state`, which may be written, and state dicts in
-torch's own form, with what a bitwise continuation also needs.
+"""State dicts of the hybrid optimizer: torch's own form, with what a bitwise continuation also needs.
 
     {"state": {index: {"step", "exp_avg", ..., "master_param"}}, "param_groups": [...], "hybrid": {"places",
     "cpu_share", "layout", ...}}
@@ -12,7 +11,6 @@ One invariant: what is loaded is checked whole, names and shapes, before the fir
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -22,107 +20,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.errors import OffloadError
-from offload.optim.parts import HostPart
+from offload.optim.classes import step_alone
+from offload.optim.entries import MASTER
+from offload.optim.parts import refuse_incomplete
 from offload.optim.placing import Placement
 from offload.params.view import ParamView, local_of, sharded_like
 
-__all__ = ["MASTER", "ShownState", "copy_to_host", "fill_state", "matched", "with_class_rules"]
+__all__ = ["copy_to_host", "fill_state", "matched", "with_class_rules"]
 
-MASTER = "master_param"
 SHAPED = (MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """State that has the shape of its parameter."""
-
-
-class ShownState:
-    """What `optimizer.state` returns: one dictionary, the same at every look, whose tensors are the real ones
-    or views of them. So a write into a tensor counts at once; entries that were replaced, added or taken out
-    since the last look count from the next `take_writes` on.
-
-    with_masters: show them as "master_param". having: indices of the parameters that have state.
-    """
-
-    def __init__(self, *, with_masters: bool) -> None:
-        self._with_masters = with_masters
-        self.having: set[int] = set()
-        self.shown: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._as_read: dict[Tensor, dict[Any, Any]] = {}  # at the last look
-        self._looked = False  # since the last `take_writes`: counts may have been written
-
-    def look(self, placed: Placement) -> defaultdict[Tensor, Any]:
-        """Blocks the host; nothing may be in flight, and nothing written."""
-        self.shown.clear()
-        for member in placed.members:
-            found = dict(placed.part_of(member).state_of(member)) if member.index in self.having else {}
-            if found and self._with_masters:
-                found[MASTER] = placed.master_of(member)
-            if found:
-                self.shown[member.parameter] = found
-        self._note()
-        self._looked = True
-        return self.shown
-
-    def _note(self) -> None:
-        self._as_read = {parameter: dict(entry) for parameter, entry in self.shown.items()}
-        self._looked = False
-
-    def replace(self, value: Mapping[Tensor, Any]) -> None:
-        """`optimizer.state = value`, after a look."""
-        self.shown = value if isinstance(value, defaultdict) else defaultdict(dict, value)
-
-    def is_written(self) -> bool:
-        """Whether somebody put other values into the dictionary, or looked, and may have written a count."""
-        shown = {parameter: entry for parameter, entry in self.shown.items() if entry}
-        return (
-            self._looked
-            or shown.keys() != self._as_read.keys()
-            or any(_differs(entry, self._as_read[parameter]) for parameter, entry in shown.items())
-        )
-
-    def take_writes(self, placed: Placement) -> None:
-        """Make what was written count. Nothing may be in flight. Raises OffloadError for tensors in no
-        group."""
-        shown = {parameter: entry for parameter, entry in self.shown.items() if entry}
-        foreign = [parameter for parameter in shown if id(parameter) not in placed.of]
-        if foreign:
-            raise OffloadError(
-                f"state has entries of {len(foreign):,} tensors, the first of shape "
-                f"{tuple(foreign[0].shape)}, in no param group"
-            )
-        for member in placed.members:
-            entry, before = shown.get(member.parameter), self._as_read.get(member.parameter)
-            if entry is None and before is not None:
-                placed.load(member, {}, None)
-                self.having.discard(member.index)
-            elif entry is not None:
-                if before is None or _differs(entry, before):
-                    state = {key: value for key, value in entry.items() if key != MASTER}
-                    if placed.is_offloaded(member):
-                        _refuse_incomplete(placed, member, state, "its state")
-                    given = entry.get(MASTER)
-                    placed.load(member, state, given if before and given is not before.get(MASTER) else None)
-                elif isinstance(part := placed.part_of(member), HostPart):
-                    part.copy_step_count(member)
-                self.having.add(member.index)
-        self._note()
-
-    def forget(self) -> None:
-        """State was loaded: what was shown is of before."""
-        self.shown.clear()
-        self._note()
-
-
-def _differs(entry: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    return entry.keys() != before.keys() or any(value is not before[key] for key, value in entry.items())
-
-
-def _refuse_incomplete(placed: Placement, member: ParamView, state: Mapping[Any, Any], where: str) -> None:
-    missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in state]
-    if missing and not placed.cpu.whole:
-        raise ValueError(
-            f"{member} has no {', '.join(missing)} in {where}; it is of another optimizer class, and torch's "
-            "Adam needs all of them"
-        )
 
 
 def copy_to_host(placed: Placement, groups: Sequence[Mapping[str, Any]], state: dict[Any, Any]) -> None:
@@ -131,9 +38,11 @@ def copy_to_host(placed: Placement, groups: Sequence[Mapping[str, Any]], state: 
     order = (p for group in groups for p in group["params"])
     offloaded = any(placed.is_offloaded(member) for member in placed.members)
     for key, parameter in enumerate(order):
-        if offloaded and key in state:
-            member = placed.of[id(parameter)]
-            state[key] = {name: _copy(member, name, value) for name, value in state[key].items()}
+        if key in state:
+            member, entry = placed.of[id(parameter)], state[key]
+            state[key] = {
+                name: _copy(member, name, entry[name]) if offloaded else entry[name] for name in entry
+            }
 
 
 def _copy(member: ParamView, key: str, value: Any) -> Any:
@@ -177,8 +86,8 @@ def matched(
                     f"{member} has shape {member.shape}, and its {name} in the state dict "
                     f"{tuple(value.shape)}; the state dict is of another model"
                 )
-        if state:
-            _refuse_incomplete(placed, member, state, "the state dict")
+        if state and not placed.cpu.whole:
+            refuse_incomplete(member, state, "the state dict")
     return order
 
 
@@ -205,22 +114,23 @@ def fill_state(optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         groups = optimizer.param_groups
         before = [(leaf, leaf.grad, leaf.detach().clone()) for group in groups for leaf in group["params"]]
-        decays = [(group, group["weight_decay"]) for group in groups if "weight_decay" in group]
+        values = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         empty = [leaf for leaf, _, _ in before if not optimizer.state.get(leaf)]
         try:
-            for group, _ in decays:
-                group["weight_decay"] = 0.0
+            for group in groups:
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
             for leaf, _, _ in before:
                 leaf.grad = None
             for leaf in empty:
                 leaf.grad = torch.zeros_like(leaf)
-            optimizer.step()
+            step_alone(optimizer)
         finally:
             for leaf, gradient, weights in before:
                 leaf.grad = gradient
                 leaf.data.copy_(weights)
-            for group, decay in decays:
-                group["weight_decay"] = decay
+            for group, said in zip(groups, values, strict=True):
+                group.update(said)
         for leaf in empty:
             if "step" in (state := optimizer.state[leaf]):
                 state["step"] *= 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
+from offload.optim.entries import State
 from offload.optim.placing import Placement, PlacingOptions
 from offload.optim.ranks import clip_, several_ranks, total_norm
-from offload.optim.state import ShownState
 from offload.optim.stepping import HostedSteps
 from offload.optim.touch import AwaitedWeight, WeightWatch, await_all, weakly
-from offload.params.view import count_write, laid_out_as
+from offload.params.view import ParamView, count_write, laid_out_as
 from offload.telemetry.records import ClientStats
 
 __all__ = ["Overlap", "StepRunner", "checked_overlap"]
@@ -57,6 +57,11 @@ def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool,
         )
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for name, module in model.named_modules() if model is not None else ():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"overlap={overlap!r}: {name or 'the model'} is a module of torch.jit, whose code reads "
+                'weights unseen; use overlap="step"'
+            )
         if isinstance(module, fsdp):
             raise ValueError(
                 f"overlap={overlap!r}: {name or 'the model'} is a FullyShardedDataParallel (FSDP1): its "
@@ -96,11 +101,15 @@ class StepRunner(Client):
         self._engine = engine
         self._groups = groups
         self._model = model
-        self._names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
         self._workers = options.host.overlap
         self._atomic = atomic
         self.placed = Placement(engine, options)
-        self.shown = ShownState(with_masters=options.host.masters_in_fp32)
+        self.state = State(
+            self.placed,
+            weakly(self.take_changes),
+            weakly(self.rest),
+            with_masters=options.host.masters_in_fp32,
+        )
         self.steps = HostedSteps(engine, self.placed.cpu, self.placed.streamed, options.cpu_threads)
         self._watch = WeightWatch(engine, self.steps)
         self.backward = BackwardSteps(self.placed, self.steps, self._watch, weakly(self._begin))
@@ -114,8 +123,11 @@ class StepRunner(Client):
     def regroup(self) -> None:
         """Follow the user's param groups. Blocks the host for pinning. Raises ValueError or
         HostBudgetError."""
+        named = self._model.named_parameters() if self._model is not None else ()
+        self._names = {id(p): name for name, p in named}
         self._refuse_shared()
         offloaded = self.placed.regroup(self._groups(), self._names)
+        self.state.let_go()
         self.steps.index()
         if self.overlap == "backward":
             self.backward.hook(offloaded)
@@ -159,9 +171,9 @@ class StepRunner(Client):
         if not self.placed.is_grouped_as(self._groups()):
             self.steps.finish_on_host()
             self.regroup()
-        if self.shown.is_written():
+        if self.state.is_read:
             self.steps.finish_on_host()
-            self.shown.take_writes(self.placed)
+            self.state.take_writes()
         for member in self.placed.grouped:
             self.placed.follow(member, self.steps.finish_on_host)
 
@@ -177,7 +189,7 @@ class StepRunner(Client):
                 await_all(member.parameter)
         self.follow_user()
         self.placed.refuse_shared_memory()
-        self.placed.refresh()
+        self.placed.refresh(self._groups())
 
     def step(self, max_grad_norm: float | None) -> None:
         """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""
@@ -203,28 +215,46 @@ class StepRunner(Client):
             for member in offloaded
             if member.index in needed
         }
-        if self._workers:
-            self.placed.step_resident(gradients)
-            buckets = [bucket for bucket in buckets if bucket.has_any(flats)]
-            for bucket in buckets:
-                bucket.set_gradients(flats)
-            self.steps.submit(buckets)
-        else:
-            self.steps.step_inline(
-                flats, atomic=self._atomic, step_resident=lambda: self.placed.step_resident(gradients)
-            )
+        buckets = [bucket for bucket in buckets if bucket.has_any(flats)] if self._workers else []
+        for bucket in buckets:
+            bucket.set_gradients(flats)
+        submits = False
+        try:
+            if self._workers:
+                self.steps.torn = True
+                self.placed.step_resident(gradients)
+                submits = True
+                self.steps.submit(buckets)
+            else:
+                self.steps.step_inline(
+                    flats, atomic=self._atomic, step_resident=lambda: self.placed.step_resident(gradients)
+                )
+                submits = True
+            self._end_step(gradients, offloaded)
+        except BaseException as error:
+            if submits and not self.steps.failed:  # the step is made whole
+                self.steps.resume(buckets)
+                self._end_step(gradients, offloaded)
+            elif submits or isinstance(error, Exception):  # which says itself what it leaves
+                self.steps.torn = False
+            self.steps.settle()
+            raise
+
+    def _end_step(self, gradients: Mapping[int, Tensor], offloaded: Sequence[ParamView]) -> None:
+        """All that a step writes has been issued."""
         count_write(offloaded)
-        self.shown.having.update(gradients)
+        self.placed.note_stepped(gradients)
         self.backward.end_step()
         self._order_readers()
+        if self.state.is_read:  # somebody holds tensors of it
+            self.steps.end_on_host()
+        self.steps.torn = False
 
     def _check_promise(self, max_grad_norm: float | None) -> None:
         """What has changed since buckets were stepped in the backward is an error."""
-        parts = self.placed.cpu, self.placed.streamed
-        if not self.placed.is_grouped_as(self._groups()) or any(part.changed_values() for part in parts):
+        changed = any(group.is_changed() for group in self.placed.user_groups)
+        if changed or not self.placed.is_grouped_as(self._groups()):
             self.backward.raise_if_stepped("the param groups changed")
-        if self.shown.is_written():
-            self.backward.raise_if_stepped("optimizer.state was read or written")
         if max_grad_norm is not None:
             self.backward.raise_if_stepped("clipping was asked for")
 
@@ -249,8 +279,9 @@ class StepRunner(Client):
         norm = total if total is not None else total_norm(gradients, norm_type, device)
         # summed where a rank has a share: a scaled sum is not the sum of scaled shares, bit for bit
         laid_out = self._gradients()
-        for index, gradient in laid_out.items():
-            self.placed.members[index].gradient = gradient
+        for member in self.placed.grouped:
+            if member.index in laid_out:
+                member.gradient = laid_out[member.index]
         clip_(list(laid_out.values()), max_norm, norm)
         self.last_grad_norm = norm
         return norm
@@ -292,8 +323,7 @@ class StepRunner(Client):
     def forget_step(self) -> None:
         """Before state is loaded: wait for the step under way, and forget a failure."""
         self.backward.start_over()
-        if self.steps.failed:
-            self.steps.clear_error()
+        self.steps.clear_error()
         self.steps.finish_on_host()
 
     def refuse_in_capture(self, what: str) -> None:

@@ -20,6 +20,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import NoReturn
 
 import torch
@@ -29,10 +30,11 @@ from torch.optim import Optimizer
 from offload.device import Event, Lane
 from offload.engine import OffloadEngine
 from offload.errors import CaptureError, OffloadError
+from offload.optim.classes import step_alone
 from offload.optim.cpu_step import CpuBucket, CpuPart
-from offload.optim.parts import HostBucket
+from offload.optim.host_part import HostBucket
 from offload.optim.streamed_step import StreamedBucket, StreamedPart
-from offload.params.worker import Job, Worker
+from offload.params.worker import Job, Latch, Worker
 
 __all__ = ["HostedSteps"]
 
@@ -59,6 +61,9 @@ class HostedSteps:
         self._pending: dict[HostBucket, set[int]] = {}
         self._lane: Lane | None = None  # of step(): its memory is what the gradients came from
         self._failed: OffloadError | None = None
+        self.torn = False
+        """A step has begun to write, and not ended: if anybody asks, an exception broke it off."""
+        self._closed = False
         self.when_waited: Callable[[int], None] = _nothing_of
         """Called with a parameter's index when the current lane has waited for all of its buckets."""
         self.when_touched: Callable[[int], None] = _nothing_of
@@ -94,21 +99,23 @@ class HostedSteps:
         """Give buckets, which have their gradients, to the workers. Blocks the host: never. Gradients leave
         COPY_LEAD buckets ahead of the CPU: all at once would delay the streamed buckets' state on d2h."""
         released = self._release()
-        for bucket in buckets:
-            bucket.done.clear()
-            self._pending[bucket] = set()
+        self._pending.update((bucket, set()) for bucket in buckets)
         on_cpu = [bucket for bucket in buckets if isinstance(bucket, CpuBucket)]
         for number, mine in enumerate(on_cpu):
             first = 0 if number == 0 else number + COPY_LEAD - 1
             for later in on_cpu[first : number + COPY_LEAD]:
                 self._stepper.submit(functools.partial(later.copy_gradients, released))
             step = functools.partial(mine.step, self._cpu.scratch)
-            self._stepper.submit_bucket(mine.rank, mine.has_gradients, step, mine.done.set)
+            _submit(self._stepper, mine, mine.has_gradients, step)
         is_ready = functools.partial(self._engine.device.poll, released)
         for bucket in buckets:
             if isinstance(bucket, StreamedBucket):
-                step = functools.partial(bucket.step, self._streamed.ring, released)
-                self._streamer.submit_bucket(bucket.rank, is_ready, step, bucket.done.set)
+                _submit(
+                    self._streamer,
+                    bucket,
+                    is_ready,
+                    functools.partial(bucket.step, self._streamed.ring, released),
+                )
 
     def step_inline(
         self, flats: Mapping[int, Tensor], *, atomic: bool, step_resident: Callable[[], None]
@@ -126,9 +133,11 @@ class HostedSteps:
         try:
             for bucket in on_cpu:
                 bucket.load_gradients(self._cpu.scratch)
-            if on_cpu and (optimizer := on_cpu[0].optimizer) is not None:  # one of all buckets
+            self.torn = not atomic
+            if (optimizer := self._cpu.of_all) is not None:  # without a gradient too: it may count
                 with _undone_on_error(optimizer) if atomic else nullcontext():
-                    optimizer.step()
+                    step_alone(optimizer)
+            self.torn = True
         finally:
             for bucket in on_cpu:
                 bucket.unload_gradients()
@@ -144,7 +153,7 @@ class HostedSteps:
                 self._pending[other] = set()
                 other.step(self._streamed.ring, released)
         finally:  # one that breaks off reads its gradients until then, too
-            self.finish()
+            self._finish()
 
     # -- waiting ---------------------------------------------------------------------------------------------
     def is_pending(self, index: int) -> bool:
@@ -178,8 +187,10 @@ class HostedSteps:
         lanes = self._pending.get(bucket)
         if lanes is None or id(lane) in lanes:
             return
+        if self._stepper.is_of_parent:
+            self.start_workers()  # which raises: nobody would end the wait
         bucket.done.wait()
-        self.raise_failure()
+        self._raise_error()
         device = self._engine.device
         assert bucket.returned is not None
         device.wait(lane, bucket.returned, "weights back")
@@ -193,13 +204,21 @@ class HostedSteps:
         """End the last step: every weight has been waited for. Blocks the host until its last bucket is
         issued."""
         self.raise_failure()
+        self._finish()
+
+    def _finish(self) -> None:
         self.await_weights()
         with self._lock:
             self._pending.clear()
 
     def finish_on_host(self) -> None:
         """As `finish`, and the host may read and write state and masters. Blocks the host for the copies."""
-        self.finish()
+        self.raise_failure()
+        self.end_on_host()
+
+    def end_on_host(self) -> None:
+        """As `finish_on_host`, within a step."""
+        self._finish()
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -221,8 +240,22 @@ class HostedSteps:
         raise self._failed from cause
 
     def raise_failure(self) -> None:
-        """Raise a worker's error in the training thread, with what it means for weights and state. Blocks the
-        host: never, but the first time until the workers are idle."""
+        """Raise, between steps, what makes weights and state unusable. Blocks the host: never, but the first
+        time until the workers are idle."""
+        self._raise_if_closed()
+        if self.torn:
+            self.fail(
+                "step() was broken off by an exception while it wrote; weights and state of different "
+                "parameters are a step apart. Load the last state dict of model and optimizer"
+            )
+        self._raise_error()
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise OffloadError("the optimizer was closed, and its state is gone; build another one")
+
+    def _raise_error(self) -> None:
+        """Raise a worker's error in the training thread, with what it means for weights and state."""
         if self._failed is not None:
             raise self._failed
         if error := self._stepper.error or self._streamer.error:
@@ -233,21 +266,40 @@ class HostedSteps:
                 error,
             )
 
+    def _rest_workers(self) -> None:
+        self._stepper.synchronize()
+        self._streamer.synchronize()
+
+    def settle(self) -> None:
+        """A step was broken off: block the host until nothing of it goes on."""
+        self._rest_workers()
+        self._synchronize()
+
+    def resume(self, buckets: Sequence[HostBucket]) -> None:
+        """An exception, as of Ctrl-C, may have fallen into `submit`: submit what it left out."""
+        self._rest_workers()
+        if not self.failed:
+            self._stepper.clear_error()
+            self._streamer.clear_error()
+            self.submit([bucket for bucket in buckets if bucket.is_due])
+
     def _drop_pending(self) -> None:
         """After a failure: once the workers are idle, no use of a weight waits any more. Weights stay as the
         failed step left them."""
-        for bucket in self._pending:
-            bucket.done.wait()
+        self._rest_workers()
         self._pending.clear()
+        self.torn = False
         for index in self.buckets_of:
             self.when_waited(index)
 
     def clear_error(self) -> None:
         """State is about to be loaded: forget what failed. Blocks the host until the workers are idle."""
-        self._drop_pending()
-        self._stepper.clear_error()
-        self._streamer.clear_error()
-        self._failed = None
+        self._raise_if_closed()
+        if self.torn or self.failed:
+            self._drop_pending()
+            self._stepper.clear_error()
+            self._streamer.clear_error()
+            self._failed = None
 
     def end(self, after: Job) -> None:
         """Run what is queued, end the workers, and call `after` when nothing is in flight any more. Blocks
@@ -259,7 +311,7 @@ class HostedSteps:
 
     def _end(self, after: Job) -> None:
         try:
-            if not self.failed:
+            if not (self.failed or self.torn):
                 self.finish()
         except Exception as error:  # a worker's, or of a device that is lost
             logger.warning("the optimizer was closed in a step that failed: %s", error)
@@ -273,7 +325,22 @@ class HostedSteps:
                 "of the device",
                 error,
             )
+        self._closed = True
         after()
+
+
+def _submit(worker: Worker, bucket: HostBucket, is_ready: Callable[[], bool], step: Job) -> None:
+    """The bucket is the worker's once the worker has the job that opens the latch, not before. It is stepped
+    once, however often it is submitted."""
+
+    def once() -> None:
+        if bucket.is_due:
+            bucket.is_due = False
+            step()
+
+    done = Latch()
+    worker.submit_bucket(bucket.rank, is_ready, once, done.open)
+    bucket.done = done
 
 
 def _nothing_of(index: int) -> None:
@@ -282,21 +349,30 @@ def _nothing_of(index: int) -> None:
 
 @contextmanager
 def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """The optimizer steps all or nothing: an error puts back the weights that have a gradient, and their
-    state, and is raised as an OffloadError."""
-    leaves = [leaf for group in optimizer.param_groups for leaf in group["params"] if leaf.grad is not None]
+    """The optimizer steps all or nothing: an exception puts back the weights that have a gradient, state and
+    groups. An error is raised as an OffloadError."""
+    groups = optimizer.param_groups
+    said = deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
+    named = deepcopy({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+    leaves = [leaf for group in groups for leaf in group["params"] if leaf.grad is not None]
     entries = {leaf: dict(optimizer.state[leaf]) for leaf in leaves if leaf in optimizer.state}
     values = [value for entry in entries.values() for value in entry.values() if isinstance(value, Tensor)]
     copies = [(tensor, tensor.clone()) for tensor in (*leaves, *values)]
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         with torch.no_grad():
             for tensor, copy in copies:
                 tensor.copy_(copy)
-        for leaf in leaves:
-            optimizer.state.pop(leaf, None)
-        optimizer.state.update(entries)
+        for key in {*leaves, *(key for key in optimizer.state if not isinstance(key, Tensor))}:
+            optimizer.state.pop(key, None)
+        optimizer.state.update({**entries, **named})
+        for group, before in zip(groups, said, strict=True):
+            for key in group.keys() - before.keys() - {"params"}:
+                del group[key]
+            group.update(before)
+        if not isinstance(error, Exception):
+            raise
         raise OffloadError(
             f"the step failed in {type(optimizer).__name__} ({type(error).__name__}: {error}); weights "
             "and state are those of the last whole step"

@@ -52,7 +52,9 @@ from torch.optim.adam import adam
 from offload.device import CopyPair, Event
 from offload.engine import OffloadEngine
 from offload.optim.classes import state_names
-from offload.optim.parts import Groups, HostBucket, HostOptions, HostPart, group_values
+from offload.optim.groups import UserGroup
+from offload.optim.host_part import HostBucket, HostPart
+from offload.optim.parts import HostOptions
 from offload.params.ring import Ring
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, update_master
@@ -88,10 +90,8 @@ class StreamedBucket(HostBucket):
         moments = state_names({"amsgrad": any(group.get("amsgrad") for group in self.groups)})
         return (*moments, "master") if self.has_master else moments
 
-    def state_of(self, position: int) -> dict[Any, Any]:
-        piece = self.layout.pieces[position]
-        moments = {name: self.flat(name, piece) for name in state_names(self.groups[position])}
-        return {"step": self.steps[position], **moments}
+    def count_of(self, position: int) -> Tensor:
+        return self.steps[position]
 
     def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:
         return gradient.to(self.master_dtype) if self.weights_on_host else gradient
@@ -204,18 +204,13 @@ class StreamedPart(HostPart[StreamedBucket]):
         names = [*state_names({}), *(["master"] if dtype != master_dtype else [])]
         return [FlatSpec(name, master_dtype.itemsize, self.options.pin_params, zero=True) for name in names]
 
-    def regroup(self, groups: Groups) -> None:
+    def regroup(self, groups: Sequence[UserGroup]) -> None:
         """As Part, and make room on the device for the buckets that are on it at once."""
+        super().regroup(groups)
         if not self.buckets:
             return
-        self._make_moments(groups)
-        values = {id(group): (group_values(group), group) for group in groups.values()}
-        self._values = list(values.values())
         for bucket in self.buckets:
-            bucket.groups = [
-                values[id(groups[member.index])][0] if member.index in groups else {}
-                for member in bucket.members
-            ]
+            bucket.groups = [self._group_of.get(member.index, {}) for member in bucket.members]
         numel = max(bucket.layout.numel for bucket in self.buckets)
         names = {name for bucket in self.buckets for name in bucket.names()}
         size = max(bucket.master_dtype.itemsize for bucket in self.buckets)

@@ -52,24 +52,30 @@ def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
 class ParamView:
     """One parameter, at `index` in the order in which its client met it.
 
-    device: whose lanes move it. name: for messages. Raises ValueError for a parameter whose memory has gaps
-        or overlaps, or is not the elements: a quantized one would be stepped in a copy.
+    device: whose lanes move it. name: for messages. stays: it will never move, so its memory may be any.
+        Raises ValueError for a parameter whose memory has gaps or overlaps, or is not the elements: a
+        quantized one would be stepped in a copy.
     """
 
-    def __init__(self, parameter: Tensor, index: int, device: Device, name: str) -> None:
+    def __init__(
+        self, parameter: Tensor, index: int, device: Device, name: str, *, stays: bool = False
+    ) -> None:
         self.parameter = parameter
         self.index = index
         self.device = device
         self.name = name
         local = local_of(parameter).detach()
         self.shape, self.numel, self.dtype = tuple(local.shape), local.numel(), local.dtype
+        self.where, self.address = local.device, 0
+        self._stays = stays
+        if stays:
+            return
         if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise ValueError(
                 f"{self} is a {type(local).__name__}, which keeps something else than its elements; step it "
                 "on the device, by an optimizer of its own, or keep the parameter in plain floating point "
                 "(Megatron: fp8_param_gather=False)"
             )
-        self.where = local.device
         self._find(local)
 
     def __str__(self) -> str:
@@ -104,7 +110,7 @@ class ParamView:
         it. Returns the old strides if its elements lie in another order now, else None. Raises OffloadError
         for other elements than there were."""
         local = local_of(self.parameter)
-        if local.data_ptr() == self.address and local.stride() == self.stride:
+        if self._stays or (local.data_ptr() == self.address and local.stride() == self.stride):
             return None
         if tuple(local.shape) != self.shape or local.dtype != self.dtype or local.device != self.where:
             raise OffloadError(
@@ -114,6 +120,10 @@ class ParamView:
         before = self.stride
         self._find(local.detach())
         return before if self.stride != before else None
+
+    def let_go(self) -> None:
+        """Hold the parameter no longer."""
+        self.parameter = self.flat = torch.empty(0, device="cpu")
 
     def shaped(self, flat: Tensor) -> Tensor:
         """`flat`, as many elements as the parameter has, in the parameter's shape."""

@@ -2,7 +2,8 @@
 error is kept for the next call.
 
 One invariant: after a job has failed no further job runs until `clear_error`; waiting threads are woken, and
-the error is raised in the training thread.
+the error is raised in the training thread. No exception in the training thread, at whatever point, leaves a
+wait that never ends.
 
 Buckets become ready in the order of the backward, last layers first, and the next forward wants the first
 layers first. So when the thread is free, it steps, of the buckets whose gradients are there, the one that the
@@ -26,7 +27,7 @@ import torch
 
 from offload.errors import OffloadError
 
-__all__ = ["Job", "Worker"]
+__all__ = ["Job", "Latch", "Worker"]
 
 Job = Callable[[], None]
 
@@ -35,14 +36,32 @@ def _nothing() -> None:
     pass
 
 
+class Latch:
+    """Opens once, and lets through whoever waits. Each of its calls is one of C, so an exception that a
+    signal raises in a waiting thread leaves nothing locked, as it may in threading.Event."""
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self._lock = threading.Lock()
+        if not is_open:
+            self._lock.acquire()
+
+    def open(self) -> None:
+        self._lock.release()
+
+    def is_open(self) -> bool:
+        return not self._lock.locked()
+
+    def wait(self) -> None:
+        with self._lock:
+            pass
+
+
 class _Shared:
     """What the thread and its owner both see. The thread holds no more than this, so an optimizer that is
     dropped ends its thread."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()
-        self.idle = threading.Condition()
-        self.unfinished = 0
         self.error: BaseException | None = None
 
 
@@ -79,6 +98,7 @@ class Worker:
         self._shared = _Shared()
         self._end: weakref.finalize[..., Worker] | None = None
         self._lock = threading.Lock()
+        self._process = os.getpid()
         # by rank: the first ready one is the one to step, and nothing is asked of those behind it
         self._buckets: list[_Bucket] = []
         self._numbers = itertools.count()
@@ -89,8 +109,6 @@ class Worker:
         Blocks the host: never, but for the start of the thread, once. Raises as `start`; neither will run
         then."""
         self.start()
-        with self._shared.idle:
-            self._shared.unfinished += 1
         self._shared.jobs.put((job, after))
 
     def submit_bucket(self, rank: int, is_ready: Callable[[], bool], step: Job, done: Job) -> None:
@@ -133,15 +151,24 @@ class Worker:
     def error(self) -> BaseException | None:
         return self._shared.error
 
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that has the thread."""
+        return self._process != os.getpid()
+
     def synchronize(self) -> None:
         """Block the host until every job has run, or one has failed and the rest are dropped. Does not raise:
         ask `error`."""
-        with self._shared.idle:
-            self._shared.idle.wait_for(lambda: self._shared.unfinished == 0)
+        if self._end is None or not self._end.alive or self.is_of_parent:
+            return
+        fence = Latch()
+        self._shared.jobs.put((_nothing, fence.open))
+        fence.wait()
 
     def clear_error(self) -> None:
-        """Jobs may run again after an error."""
+        """Jobs may run again after an error, or after an exception that fell into a `submit`."""
         self.synchronize()
+        self._buckets.clear()
         self._shared.error = None
 
     def close(self) -> None:
@@ -152,11 +179,16 @@ class Worker:
 
     def start(self) -> None:
         """Start the thread, so that no `submit` can fail. Blocks the host for the start, once. Raises
-        OffloadError if it cannot."""
+        OffloadError if it cannot, and in a forked child, where the thread is not."""
+        if self.is_of_parent:
+            raise OffloadError(
+                f"{self.name} is a thread of process {self._process}, and this is {os.getpid()}, forked from "
+                "it; build the optimizer in the process that steps it"
+            )
         if self._end is not None:
             return
         count = self._threads if self._threads is not None else _default_threads(len(self._cores))
-        started = threading.Event()
+        started = Latch()
         thread = threading.Thread(
             target=_run, args=(self._shared, self._cores, count, started), name=self.name, daemon=True
         )
@@ -169,10 +201,10 @@ class Worker:
                 f"{threading.active_count()} Python threads ({error}); "
                 "raise the limit (ulimit -u, or pids.max of the container) and call again"
             ) from error
-        started.wait()
-        torch.set_num_threads(before)  # the thread's own number has also become that of threads to come
         # at exit too: a kernel must not outlive the interpreter
         self._end = weakref.finalize(self, _finish, self._shared, thread)
+        started.wait()
+        torch.set_num_threads(before)  # the thread's own number has also become that of threads to come
 
 
 def _default_threads(cores: int) -> int:
@@ -189,14 +221,14 @@ def _finish(shared: _Shared, thread: threading.Thread) -> None:
         thread.join()
 
 
-def _run(shared: _Shared, cores: frozenset[int], threads: int, started: threading.Event) -> None:
+def _run(shared: _Shared, cores: frozenset[int], threads: int, started: Latch) -> None:
     if cores:
         with suppress(OSError):  # of this thread; the threads that its kernels start inherit it
             os.sched_setaffinity(0, cores)
     # the first look in a thread takes over what any thread has set last: not after the next line
     torch.get_num_threads()
     torch.set_num_threads(threads)
-    started.set()
+    started.open()
     while (item := shared.jobs.get()) is not None:
         job, after = item
         try:
@@ -207,7 +239,3 @@ def _run(shared: _Shared, cores: frozenset[int], threads: int, started: threadin
         finally:
             after()
             del item, job, after  # they hold the optimizer's parts
-            with shared.idle:
-                shared.unfinished -= 1
-                if shared.unfinished == 0 or shared.error is not None:
-                    shared.idle.notify_all()

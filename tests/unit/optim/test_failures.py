@@ -203,14 +203,13 @@ def test_a_class_that_may_fail_leaves_weights_and_state_of_the_last_whole_step(
 
 
 def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_nothing_hangs(
-    breaks: type[Breaks],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, reference = net(), net()
     optimizer = hybrid(
         model,
         offload_fraction=1.0,
-        cpu_optimizer_cls=breaks,
-        atomic_step=False,
+        cpu_share=1.0,
         model=model,
         bucket_bytes=8192,
         overlap="forward",
@@ -220,7 +219,7 @@ def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_
         "model": {key: value.clone() for key, value in model.state_dict().items()},
         "optimizer": optimizer.state_dict(),
     }
-    breaks.at = breaks.calls + 2
+    monkeypatch.setattr(CpuBucket, "step", failing(CpuBucket.step, 2))
     backward(model, 2)
     optimizer.step()
     message = (
@@ -232,7 +231,7 @@ def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_
     for call in (optimizer.step, optimizer.synchronize_parameters, optimizer.state_dict):
         with pytest.raises(OffloadError, match=message):
             call()
-    breaks.at = -1
+    monkeypatch.undo()
     optimizer.load_state_dict(saved["optimizer"])
     model.load_state_dict(saved["model"])
     optimizer.zero_grad()
@@ -243,10 +242,10 @@ def test_an_error_on_a_worker_is_raised_in_the_next_call_says_what_it_means_and_
     optimizer.close()
 
 
-def test_an_optimizer_that_failed_can_be_closed(breaks: type[Breaks]) -> None:
+def test_an_optimizer_that_failed_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
-    optimizer = hybrid(model, offload_fraction=1.0, cpu_optimizer_cls=breaks, atomic_step=False, model=model)
-    breaks.at = 1
+    optimizer = hybrid(model, offload_fraction=1.0, cpu_share=1.0, model=model)
+    monkeypatch.setattr(CpuBucket, "step", failing(CpuBucket.step, 1))
     backward(model, 0)
     optimizer.step()
     optimizer.close()

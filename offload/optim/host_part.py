@@ -1,0 +1,329 @@
+"""Parameters whose state is on the host: buckets of flat memory, and the state in it by name.
+
+One invariant: all host memory, all slots of the ring and every sub-optimizer exist before a step begins; a
+step only fills and moves them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from offload.device import Event
+from offload.engine import OffloadEngine
+from offload.ids import Owner
+from offload.optim.classes import MOMENTS, state_names
+from offload.optim.groups import UserGroup, index_of
+from offload.optim.parts import HostOptions, Part, loaded_value, refuse_incomplete
+from offload.params.layout import Bucket, Piece, lay_out
+from offload.params.sections import FlatSpec, HostSection, check_budget
+from offload.params.view import ParamView, local_of, update_master
+from offload.params.worker import Latch
+from offload.transfer.copier import OwnedCopies
+
+__all__ = ["HostBucket", "HostPart"]
+
+SECTION_BYTES = 256 << 20
+"""Master weights of one section. Four flats of it are one registration of 1 GiB, which takes 60 ms to pin,
+before step 1."""
+
+
+@dataclass(eq=False)
+class HostBucket(ABC):
+    """One bucket of one section: its part of the state on the host, its weights and gradients elsewhere.
+
+    members: of each piece. master_dtype: of the arithmetic.
+    """
+
+    copies: OwnedCopies
+    section: HostSection
+    layout: Bucket
+    members: Sequence[ParamView]
+    master_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.device = self.copies.device
+        self.rank = 0
+        """In the order in which a forward needs the buckets."""
+        self.returned: Event | None = None
+        """Recorded behind the new weights and the last use of the gradients."""
+        self.done = Latch(is_open=True)  # no worker has it
+        self.is_due = False  # its gradients are set, and no worker has begun to step it
+        # of the step under way: the pieces that have a gradient, by position, their gradients and weights
+        self.stepped: list[int] = []
+        self.gradients: list[Tensor] = []
+        self.weights: list[Tensor] = []
+
+    def set_gradients(self, gradients: Mapping[int, Tensor]) -> None:
+        """Keep the gradients until the step. gradients: flat, by parameter, made on the current lane. A
+        parameter without one is not stepped. Blocks the host only while the step before is still at this
+        bucket."""
+        self.done.wait()
+        self.is_due = True
+        self.stepped, self.gradients, self.weights = [], [], []
+        for position, (piece, member) in enumerate(zip(self.layout.pieces, self.members, strict=True)):
+            if (gradient := gradients.get(member.index)) is None:
+                continue
+            part = self._as_copied(gradient.narrow(0, piece.first, piece.numel), member)
+            weights = member.flat.narrow(0, piece.first, piece.numel)
+            for each in (part, weights):
+                self.device.note_write(self.device.compute, each.view(torch.uint8))
+            self.stepped.append(position)
+            self.gradients.append(part)
+            self.weights.append(weights)
+
+    def has_any(self, indices: Container[int]) -> bool:
+        """Whether one of these parameters has a piece in it."""
+        return any(member.index in indices for member in self.members)
+
+    def _as_copied(self, gradient: Tensor, member: ParamView) -> Tensor:
+        """The gradient as it leaves, on the lane that made it."""
+        return gradient
+
+    def drop_gradients(self) -> None:
+        """Release the gradients. Called once the lane that they were allocated on has waited for `returned`,
+        or `returned` has passed."""
+        self.gradients = []
+
+    def flat(self, name: str, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
+        """The piece's elements in a flat of the section. dtype: None is the master's."""
+        return self.section.view(name, piece.start, piece.numel, dtype or self.master_dtype)
+
+    @abstractmethod
+    def count_of(self, position: int) -> Tensor:
+        """The piece's count of steps, of torch's Adam."""
+
+
+_FLAT = {"step", *MOMENTS}
+
+
+class FlatState(MutableMapping[Any, Any]):
+    """State of a parameter of torch's Adam, whose moments and counts lie in flat memory and start as zeros.
+    The user's own keys lie here. What is absent is zero in memory."""
+
+    def __init__(self, part: HostPart[Any], member: ParamView) -> None:
+        self._part = part
+        self._member = member
+        self._present: dict[str, None] = {}  # what there is in flat memory
+        self._others: dict[Any, Any] = {}
+
+    def start(self) -> None:
+        """The parameter has been stepped, so it has what its class makes in a first step."""
+        self._present.update(dict.fromkeys(("step", *self._part.names_of(self._member.index))))
+        self._part.stateless.discard(self._member.index)
+
+    def _flat(self, key: str) -> list[Tensor]:
+        if key == "step":
+            return self._part.counts_of(self._member)
+        return [flat for name, flat in self._part.flats_of(self._member) if name == key]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._flat(key)[0] if key in self._present else self._others[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        places = self._flat(key) if key in _FLAT else []
+        for place in places:
+            if isinstance(value, Tensor):
+                place.copy_(local_of(value))
+            else:
+                place.fill_(value)
+        if places:
+            self._present[key] = None
+            self._part.stateless.discard(self._member.index)
+        else:
+            self._others[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self._present:
+            del self._others[key]
+            return
+        for place in self._flat(key):
+            place.zero_()
+        del self._present[key]
+        if not self._present:
+            self._part.stateless.add(self._member.index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._present, *self._others])
+
+    def __len__(self) -> int:
+        return len(self._present) + len(self._others)
+
+
+B = TypeVar("B", bound=HostBucket)
+
+
+class HostPart(Part, Generic[B]):
+    """Parameters whose state is on the host, in sections by dtype, made in the order of the parameters.
+
+    whole: a parameter is never cut, and its state is the class's own; else it is that of torch's Adam.
+    """
+
+    described: str
+    """In messages."""
+
+    def __init__(
+        self, engine: OffloadEngine, options: HostOptions, new_bucket: Callable[..., B], *, whole: bool
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.options = options
+        self.whole = whole
+        self._new_bucket = new_bucket
+        self.sections: list[HostSection] = []
+        # of each parameter: its section, and where it starts there
+        self.ranges: dict[int, tuple[HostSection, int]] = {}
+        self.buckets: list[B] = []
+        self._pieces_of: dict[int, list[tuple[B, int]]] = {}  # and its pieces, by bucket and position
+        self._flat_states: dict[int, FlatState] = {}  # where not whole
+        self._group_of: dict[int, dict[str, Any]] = {}  # the group's snapshot of each parameter in one
+        self.stateless: set[int] = set()
+        """Parameters of torch's Adam that have no state yet."""
+
+    @abstractmethod
+    def _specs(self, dtype: torch.dtype, master_dtype: torch.dtype) -> list[FlatSpec]:
+        """The flats of a section of parameters of `dtype`."""
+
+    def add(self, members: Sequence[ParamView]) -> None:
+        """As Part: pin their memory, which blocks the host. Raises HostBudgetError, before anything is
+        pinned."""
+        kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int]]] = {}
+        for member in members:
+            self.members[member.index] = member
+            kind = member.dtype, self.options.master_dtype(member)
+            kinds.setdefault(kind, []).append((member.index, member.numel))
+        plan = [
+            (layout, self._specs(dtype, master_dtype), master_dtype)
+            for (dtype, master_dtype), chosen in kinds.items()
+            for layout in lay_out(
+                chosen,
+                bucket_numel=self.options.bucket_bytes // master_dtype.itemsize,
+                section_numel=max(self.options.bucket_bytes, SECTION_BYTES) // master_dtype.itemsize,
+                whole=self.whole,
+            )
+        ]
+        arena = self.engine.arena
+        needed = sum(spec.element_bytes * layout.numel for layout, specs, _ in plan for spec in specs)
+        check_budget(arena, needed, f"the {self.described} parameters")
+        with ExitStack() as opened:  # if one cannot be made, those before it are closed
+            sections = [
+                opened.enter_context(closing(HostSection(arena, layout, specs))) for layout, specs, _ in plan
+            ]
+            opened.pop_all()
+        self.sections.extend(sections)
+        made: list[B] = []
+        for section, (layout, _, master_dtype) in zip(sections, plan, strict=True):
+            self.ranges.update((index, (section, start)) for index, start, _ in layout.parameters)
+            for cut in layout.buckets:
+                copies = self.engine.copier.of(Owner("optim", f"bucket {len(self.buckets) + len(made)}"))
+                pieces_of = [self.members[piece.parameter] for piece in cut.pieces]
+                made.append(self._new_bucket(copies, section, cut, pieces_of, master_dtype))
+        made.sort(key=lambda bucket: bucket.layout.pieces[0].parameter)
+        for bucket in made:
+            for position, member in enumerate(bucket.members):
+                self._pieces_of.setdefault(member.index, []).append((bucket, position))
+        self.buckets.extend(made)
+        if not self.whole:
+            self._flat_states.update((member.index, FlatState(self, member)) for member in members)
+            self.stateless.update(member.index for member in members)
+
+    def regroup(self, groups: Sequence[UserGroup]) -> None:
+        """As Part, with memory for the moments that the groups name: amsgrad may be asked for later, as a
+        checkpoint does."""
+        self._group_of = index_of(groups)
+        for section in self.sections if not self.whole else ():
+            for index, _, _ in section.layout.parameters:
+                for name in self.names_of(index):
+                    if not section.has(name):
+                        size = self.options.master_dtype(self.members[index]).itemsize
+                        section.add([FlatSpec(name, size, self.options.pin_params, zero=True)])
+        for index in self._flat_states.keys() - self.stateless:
+            self._flat_states[index].start()
+
+    def names_of(self, index: int) -> tuple[str, ...]:
+        """The moments of the parameter, by what its group says."""
+        return state_names(self._group_of.get(index, {}))
+
+    def note_stepped(self, indices: Collection[int]) -> None:
+        """These parameters have been stepped: they have state from now on."""
+        for index in self.stateless.intersection(indices):
+            self._flat_states[index].start()
+
+    def flats_of(self, member: ParamView) -> Iterator[tuple[str, Tensor]]:
+        """The parameter's own range of each flat that has masters or moments, in its shape."""
+        section, start = self.ranges[member.index]
+        for name in ("master", *MOMENTS):
+            if section.has(name):
+                flat = section.view(name, start, member.numel, self.options.master_dtype(member))
+                yield name, member.shaped(flat)
+
+    def counts_of(self, member: ParamView) -> list[Tensor]:
+        """Counts of steps, of each of its pieces."""
+        return [bucket.count_of(position) for bucket, position in self._pieces_of[member.index]]
+
+    def has_master(self, member: ParamView) -> bool:
+        return self.options.master_dtype(member) != member.dtype
+
+    def master(self, member: ParamView) -> Tensor:
+        return dict(self.flats_of(member)).get("master", member.parameter)
+
+    def refresh_master(self, member: ParamView) -> None:
+        master = self.master(member)
+        if master is not member.parameter:
+            weights = member.shaped(member.flat).to("cpu")
+            if self.has_master(member):
+                update_master(master, weights)
+            else:
+                master.copy_(weights)
+
+    def reorder(self, member: ParamView, before: tuple[int, ...]) -> None:
+        for _, flat in self.flats_of(member):
+            flat.copy_(flat.as_strided(member.shape, before, flat.storage_offset()).clone())
+
+    def state_of(self, member: ParamView) -> MutableMapping[Any, Any]:
+        return self._flat_states[member.index]
+
+    def put(self, member: ParamView, key: Any, value: Any) -> None:
+        self.state_of(member)[key] = value
+
+    def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
+        home = self.state_of(member)
+        home.clear()
+        for key, value in state.items():
+            home[key] = value if key in _FLAT else loaded_value(key, value, member.parameter, "cpu")
+        if member.index not in self.stateless:
+            self._flat_states[member.index].start()
+
+    def take_writes(self, member: ParamView) -> None:
+        """As Part. A count that was written is that of the first piece: it becomes that of all."""
+        if not self.whole:
+            refuse_incomplete(member, self.state_of(member), "its state")
+            first, *others = self.counts_of(member)
+            for count in others:
+                count.copy_(first)
+
+    def forget(self, member: ParamView) -> None:
+        """As Part. Host memory goes back once no parameter of the section is left."""
+        super().forget(member)
+        self._flat_states.pop(member.index, None)
+        self.stateless.discard(member.index)
+        del self._pieces_of[member.index]
+        section, _ = self.ranges.pop(member.index)
+        if not any(other is section for other, _ in self.ranges.values()):
+            self.sections.remove(section)
+            self.buckets = [bucket for bucket in self.buckets if bucket.section is not section]
+            section.close()
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(section.nbytes for section in self.sections)
+
+    def close(self) -> None:
+        for section in self.sections:
+            section.close()
