@@ -78,7 +78,7 @@ _declined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 class Calls(Protocol):
     """What a module's hooks do."""
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def leave(self, state: Any, output: Any, failed: bool) -> None: ...
 
@@ -317,10 +317,10 @@ def apply(
     for group, named in groups.items():
         for name, module in named.items():
             if auto is not None:
-                calls = MixedCalls(root, module, name, watch, auto, may_recompute=name not in never)
+                calls = MixedCalls(root, name, watch, auto, may_recompute=name not in never)
                 handle._hook(module, calls)
             elif mode in RECOMPUTING and name not in never:
-                handle._hook(module, RecomputedCalls(root, module, name, watch, contexts))
+                handle._hook(module, RecomputedCalls(root, name, watch, contexts))
             else:
                 handle._hook(module, GroupCalls(root, name, group, block=not whole))
     if mode in RECOMPUTING:

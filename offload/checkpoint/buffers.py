@@ -3,9 +3,9 @@
 One invariant: a recompute starts from the very values that its forward had, and leaves every buffer as it
 found it, whether it runs to its end or not.
 
-Which buffers a forward writes is learned in the first one: until then all are cloned. Later only those are.
-The kernels of batch norm write their statistics and move no version, so the first forward compares values:
-that blocks the host, once for each buffer and each of training and evaluation.
+Small buffers are copied before every forward: the kernels of batch norm write their statistics and move no
+version, and a call may do so that none before did. Which of the large ones a forward writes is learned in the
+first one, which compares values: that blocks the host, once for each and each of training and evaluation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offload.saved.filters import is_plain
+from offload.transfer.layout import ViewLayout, empty_at, overlaps_itself, place_of
+
 __all__ = ["BuffersBefore"]
 
 logger = logging.getLogger(__name__)
 
 _ABSENT: Any = object()
+
+_SMALL_BYTES = 1 << 16
+"""Of the statistics of 16,384 channels."""
 
 _writes: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
 """Of a module: by buffer and whether it trains, whether a forward writes it."""
@@ -50,18 +56,20 @@ class BuffersBefore:
     """
 
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module]) -> None:
-        self._module = module
+        self._module, self._modules = module, modules
         self._first = module not in _writes  # then buffers may still be made
         self._clones: dict[int, torch.Tensor] = {}
         self._buffers = [buffer for owner in modules for buffer in self._of(owner)]
         self._clones.clear()
+        self._count = len(self._buffers)
 
     def _of(self, owner: nn.Module) -> Iterator[_Buffer]:
         if not owner._buffers:
             return
         learned = _writes.get(owner, {})
         for name, tensor in owner._buffers.items():
-            known = learned.get((name, owner.training))
+            is_small = tensor is not None and tensor.nbytes <= _SMALL_BYTES
+            known = True if is_small else learned.get((name, owner.training))
             value: Any = _ABSENT
             if known is not False:
                 value = None if tensor is None else self._clone(tensor)
@@ -70,7 +78,7 @@ class BuffersBefore:
     def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
         """One for a buffer, however many modules share it."""
         if id(tensor) not in self._clones:
-            self._clones[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            self._clones[id(tensor)] = _copy(tensor)
         return self._clones[id(tensor)]
 
     def learn(self) -> None:
@@ -92,7 +100,8 @@ class BuffersBefore:
                 learned[buffer.name, buffer.owner.training] = written
             if written:
                 kept.append(buffer._replace(tensor=None))  # its value is enough
-        if self._first and learns:
+        are_new = sum(len(owner._buffers) for owner in self._modules) != self._count
+        if (self._first or are_new) and learns:
             before = {(buffer.owner, buffer.name) for buffer in self._buffers}
             made = [
                 _Buffer(owner, name, None, 0, _ABSENT, None)
@@ -128,14 +137,26 @@ class BuffersBefore:
                 value = buffer.value
                 if isinstance(value, torch.Tensor):
                     if id(value) not in copies:  # cloned again: a second backward starts from here too
-                        with _disable_current_modes():  # who counts the block's calls does not see this one
-                            copies[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+                        copies[id(value)] = _copy(value)
                     value = copies[id(value)]
                 _put(buffer.owner, buffer.name, value)
             yield
         finally:
             for owner, name, tensor in now:
                 _put(owner, name, tensor)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy for which kernels are chosen as for the tensor."""
+    with _disable_current_modes(), torch.no_grad():  # who counts the block's calls does not see this one
+        copy = tensor.detach().clone()
+        if is_plain(tensor) and tensor.layout is torch.strided and not tensor.is_quantized:
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            place = place_of(tensor.untyped_storage(), start) // tensor.itemsize
+            layout = ViewLayout(tensor.size(), tensor.stride(), place, tensor.dtype)
+            if (place or copy.stride() != layout.stride) and not overlaps_itself(layout):
+                copy = empty_at(layout, tensor.device).copy_(copy)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def _put(owner: nn.Module, name: str, tensor: Any) -> None:

@@ -8,7 +8,7 @@
     again(*tensors)           # called in the backward, at the first read in each graph task
 
 One invariant: what a read gives is what the run had saved, recomputed under the random state, autocast and
-default device of the run; or an error. That the bits are the same is looked at in some runs (net.py).
+settings of the run; or an error. That the bits are the same is looked at in some runs (net.py).
 
 torch's own non-reentrant checkpoint does the same. Where operators are small, most of what it adds is host
 time for each save, so this is written for few calls a save: a layer of W5's stack at a width of 64 takes the
@@ -29,12 +29,11 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, DefaultDeviceType, _StopRecomputationError
 
 from offload.checkpoint.net import Found, WatchedCall
+from offload.checkpoint.surroundings import Surroundings
 from offload.saved.hooks import Pair, pair_without_users, users_pair
 
 __all__ = ["Contexts", "Region"]
@@ -324,9 +323,9 @@ _rewound = threading.RLock()
 
 class _State:
     """What a recompute finds as its run did: random states of the CPU and of the tensors' devices, autocast,
-    and the default device."""
+    modes and settings."""
 
-    __slots__ = ("_autocast", "_device", "_generators", "_random")
+    __slots__ = ("_autocast", "_generators", "_random", "_surroundings")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         devices = dict.fromkeys(tensor.device for tensor in tensors)
@@ -337,10 +336,7 @@ class _State:
         self._autocast = [
             _autocast_of(kind) for kind in {"cpu", *kinds} if torch.amp.is_autocast_available(kind)
         ]
-        self._device = None
-        if torch._C._len_torch_function_stack():
-            modes = reversed(_get_current_function_mode_stack())
-            self._device = next((mode for mode in modes if isinstance(mode, DeviceContext)), None)
+        self._surroundings = Surroundings()
 
     def learn(self) -> None:
         """The run is over: one that drew nothing needs no random state. In a capture nothing shows it."""
@@ -363,16 +359,13 @@ class _State:
         try:
             for generator, state in zip(self._generators, self._random, strict=True):
                 generator.set_state(state)
-            inside: list[Any] = [
-                torch.autocast(**was) for was in self._autocast if was != _autocast_of(was["device_type"])
-            ]
-            inside += [part for part in (context, self._device) if part is not None]
-            if inside:
-                with ExitStack() as stack:
-                    for part in inside:
-                        stack.enter_context(part)
-                    yield
-            else:
+            with ExitStack() as stack:
+                stack.enter_context(self._surroundings.in_place())
+                for was in self._autocast:
+                    if was != _autocast_of(was["device_type"]):
+                        stack.enter_context(torch.autocast(**was))
+                if context is not None:
+                    stack.enter_context(context)
                 yield
         finally:
             for generator, state in zip(self._generators, found, strict=True):

@@ -63,18 +63,18 @@ class _Hook:
 
 
 class HookPair:
-    """Calls `enter(args, kwargs)` before each forward of `module`, and `leave(state, output, failed)` after
-    it with what `enter` returned; for nested calls, innermost first.
+    """Calls `enter(module, args, kwargs)` before each forward of `module`, and `leave(state, output, failed)`
+    after it with what `enter` returned; for nested calls, innermost first.
 
     failed: whether the forward raised; `output` is then None, what it had returned before another hook
     raised, or INTERRUPTED. Raises whatever `enter` raises; `leave` is not called then. calls: of all pairs of
-    one root.
+    one root. `enter` is given the module that is called: copy.copy(module) has the same hooks.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        enter: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        enter: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any],
         leave: Callable[[Any, Any, bool], None],
         calls: CallsUnderWay,
     ) -> None:
@@ -94,7 +94,7 @@ class HookPair:
         frame = _module_call(sys._getframe())
         self._calls.end_interrupted(frame)
         handled = sys.exc_info()[1]
-        state = self._enter(args, kwargs)
+        state = self._enter(module, args, kwargs)
         self._calls.innermost_last.append(_CallUnderWay(self, handled, state, frame))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

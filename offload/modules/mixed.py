@@ -40,14 +40,13 @@ class MixedCalls(RecomputedCalls):
     def __init__(
         self,
         root: ModelRoot,
-        module: nn.Module,
         name: str,
         watch: Watch,
         auto: Auto,
         *,
         may_recompute: bool = True,
     ) -> None:
-        super().__init__(root, module, name, watch, None)
+        super().__init__(root, name, watch, None)
         self._auto = auto
         self._may_recompute = may_recompute
 

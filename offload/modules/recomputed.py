@@ -6,7 +6,6 @@ One invariant: a recompute of the block passes through its hooks, whoever asked 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,20 +41,18 @@ class RecomputedCalls:
     def __init__(
         self,
         root: ModelRoot,
-        module: nn.Module,
         name: str,
         watch: Watch,
         context_fn: Callable[[], Contexts] | None,
     ) -> None:
         self._root = root
-        self._module = weakref.ref(module)
         self._name = name
         self._watch = watch
         self._context_fn = context_fn
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecomputedCall | GroupCall | None:
-        module = self._module()
-        assert module is not None  # it is called
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RecomputedCall | GroupCall | None:
         if is_recompute(module):
             return None
         if torch._C._current_graph_task_id() != -1:

@@ -138,7 +138,7 @@ class ModelRoot:
         return iter(()) if model is None else model.parameters()
 
     # -- the model's own forward -----------------------------------------------------------------------------
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forward | None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forward | None:
         """The model's forward begins."""
         if torch._C._current_graph_task_id() != -1:  # a recompute of all of it
             if self.forwards == 0 and torch.is_grad_enabled():
@@ -345,7 +345,7 @@ class GroupCalls:
         self._group = group
         self._block = block
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall | None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall | None:
         recomputed = torch._C._current_graph_task_id() != -1
         if not recomputed and self._root.is_transformed():
             return None
@@ -369,7 +369,7 @@ class HeadCalls:
     def __init__(self, root: ModelRoot) -> None:
         self._root = root
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._current_graph_task_id() == -1:
             self._root.note_head()
 

@@ -82,8 +82,11 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def assert_beside(build: Callable[[], nn.Module], step: Step, mode: Any, **settings: Any) -> None:
+def assert_beside(
+    build: Callable[[], nn.Module], step: Step, mode: Any, steps: int = 4, **settings: Any
+) -> None:
     """The loop has the bits that it has without offload."""
-    plain = run(build, step)
-    assert differing(plain, run(build, step)) == [], "the loop itself does not do the same twice"
-    assert differing(plain, run(build, step, mode, **settings)) == []
+    plain = run(build, step, steps=steps)
+    again = run(build, step, steps=steps)
+    assert differing(plain, again) == [], "the loop itself does not do the same twice"
+    assert differing(plain, run(build, step, mode, steps=steps, **settings)) == []

@@ -151,9 +151,9 @@ def test_a_block_in_evaluation_and_in_training_has_the_buffers_that_each_writes(
     compared(model, manager)
 
 
-def test_of_buffers_that_no_forward_writes_no_clone_is_kept(manager: Manager) -> None:
+def test_of_large_buffers_that_no_forward_writes_no_clone_is_kept(manager: Manager) -> None:
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    block.register_buffer("mask", torch.ones(1 << 10))
+    block.register_buffer("mask", torch.ones(1 << 15))
     before = BuffersBefore(block, list(block.modules()))
     assert [buffer.name for buffer in before._buffers if isinstance(buffer.value, Tensor)] == [
         "mask",
@@ -200,9 +200,11 @@ def test_the_tensors_themselves_are_back_after_the_recompute(manager: Manager) -
     step_end()
 
 
-def test_a_buffer_that_is_written_later_than_in_the_first_forward_is_named_once(
-    manager: Manager, caplog: pytest.LogCaptureFixture
+def test_a_large_buffer_that_is_written_later_than_in_the_first_forward_is_named_once(
+    manager: Manager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(buffers, "_SMALL_BYTES", 0)
+
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
