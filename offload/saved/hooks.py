@@ -153,18 +153,19 @@ class _InsideUsers:
     def pack(self, tensor: torch.Tensor) -> Any:
         with self._lock:  # operators inside are none of the model's, for who counts those
             made = self.users[0](tensor)
-        return self.pack_ours(made) if made is tensor or _is_fresh(made) else _UsersOwn(made)
+        return self.pack_ours(made) if made is tensor or _may_move(made, tensor) else _UsersOwn(made)
 
     def unpack(self, packed: Any) -> Any:
         return self.users[1](packed.value if type(packed) is _UsersOwn else self.unpack_ours(packed))
 
 
-def _is_fresh(value: Any) -> bool:
-    """Whether it is a tensor and alone has its storage."""
-    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
+def _may_move(made: Any, tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor with the bytes of the save, or one that alone has its storage."""
+    if any(type(part) is not torch.Tensor or part.layout is not torch.strided for part in (made, tensor)):
         return False
-    storage = value.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)  # of the tensor, and of this object
+    storage = made.untyped_storage()
+    is_of_save = storage._cdata == tensor.untyped_storage()._cdata
+    return is_of_save or bool(torch._C._storage_Use_Count(storage._cdata) <= 2)  # the tensor, and this object
 
 
 class WrapperHandle:

@@ -1,5 +1,5 @@
-"""Recomputes gave other bits where something around or inside a block was not as in its forward: a buffer that
-a call was the first to write, a mode or a setting around the forward, the module itself.
+"""Recomputes gave other bits where something around or inside a block was not as in its forward: a buffer
+that a call was the first to write, a mode or a setting around the forward, the module itself.
 
 Each test is a stranger's loop beside itself without offload.
 """

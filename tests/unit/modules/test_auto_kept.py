@@ -76,7 +76,7 @@ def test_a_training_has_the_bits_of_a_run_without(
     assert len(list(manager.living_blocks())) == 0
 
 
-def test_a_pair_of_hooks_around_the_model_is_shown_nothing_that_it_was_not_shown_before(
+def test_a_pair_of_hooks_around_the_model_is_shown_every_save(
     settled: Callable[[], Model], manager: PipelineOffloadManager
 ) -> None:
     model = settled()
@@ -89,7 +89,7 @@ def test_a_pair_of_hooks_around_the_model_is_shown_nothing_that_it_was_not_shown
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
         saved, _ = saves_of(manager, model)
     assert saved > 4 * LAYERS
-    assert all(tensor.shape != (ROWS, 2 * WIDTH) for tensor in shown)  # none of a block's inside
+    assert any(tensor.shape == (ROWS, 2 * WIDTH) for tensor in shown)  # of a block's inside, too
 
 
 def test_a_forward_that_raises_leaves_no_hooks(
