@@ -135,10 +135,9 @@ class Report:
             passed = f"{bytes_text(last.over_limit_bytes)} at once beyond {self._limit()}"
             change = f"{passed}; raise {limit}, or mark smaller groups"
         elif last.stall_ms > _WORTH * last.step_ms and not self.link:
-            change = (
-                f"more leaves than can be copied beside compute; raise {limit}, offload fewer groups "
-                "(modules=...), or recompute (mode='auto', 'hidden_states')"
-            )
+            fewer = ", offload fewer groups (modules=...), or recompute (mode='auto', 'hidden_states')"
+            fewer = "; explain() has what that saves" if limit == "device_total" else fewer
+            change = f"more leaves than can be copied beside compute; raise {limit}{fewer}"
         elif last.peak_bytes >= last.would_hold_bytes > 0:
             change = f"as much was on the device as if nothing had left; set a lower {limit}"
         elif self.link:
@@ -159,7 +158,7 @@ class Report:
                 "(`with offload_hooks():`)"
             )
         reasons_of_kept = {
-            "the plan kept it (activation_offload_fraction, or a limit or high mark that has room for all)": (
+            "the plan kept it (activation_offload_fraction, or a limit, total or mark with room for all)": (
                 total.by_plan_bytes
             ),
             "the host had no free memory; raise host_reserve_bytes or host_limit_bytes": total.no_host_bytes,

@@ -151,9 +151,7 @@ class GroupLedgers:
         for ledger in list(self._ledgers):
             ledger.step_is_whole()
 
-    def write(
-        self, stats: StepStats, live_peak_bytes: int | None, *, ran: bool, guessed: bool = False
-    ) -> None:
+    def write(self, stats: StepStats, live_peak_bytes: int | None, *, ran: bool, guessed: bool) -> None:
         """The step has ended. live_peak_bytes: what its saved tensors would take of the device at once; None
         for a step without offload, which is none of the figures' but for the stall of the step before.
         ran: whether a forward began in it. guessed: as of `Ledger.add`."""

@@ -353,6 +353,12 @@ def test_the_change_in_mode_auto_is_of_its_total_and_not_of_a_limit_that_nobody_
     )
 
 
+def test_a_plan_of_auto_that_stalls_is_given_a_larger_total_and_no_other_mode() -> None:
+    last = replace(WELL, stall_ms=90.0)
+    found = Report(since="apply", total=last, last=last, device_limit_bytes=1, device_limit_by="auto")
+    assert found.verdict.endswith("beside compute; raise device_total; explain() has what that saves")
+
+
 def test_a_step_in_which_nothing_left_any_more_says_why() -> None:
     last = replace(WELL, moved_bytes=0, kept_bytes=50_000_000, by_plan_bytes=50_000_000)
     _, second = Report(since="apply", total=WELL + last, last=last).verdict.splitlines()
