@@ -15,7 +15,6 @@ Nobody has to say where a forward begins or a step ends (offload/modules/steps.p
 from __future__ import annotations
 
 import fnmatch
-import logging
 import sys
 import tempfile
 import weakref
@@ -54,10 +53,11 @@ from offload.modules.watermark import WatermarkRoot, marks_of
 from offload.planner.explained import Explanation
 from offload.report import Report, ReportStart, report
 from offload.sizes import argument_bytes
+from offload.telemetry.speaker import speaker
 
 __all__ = ["Applied", "activations", "apply", "infer_steps", "is_declined"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _LEAST_OF_ALL = 512
 """Elements that leave at least where all tensors do: 1,024 bytes of two each, as TRL's offloading has it."""

@@ -14,7 +14,6 @@ transfers.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -32,13 +31,16 @@ from offload.errors import CaptureError, OffloadError, PoolError
 from offload.memory.arena import HostArena
 from offload.memory.budget import HostBudget, LocalHostBudget, default_host_limit_bytes
 from offload.memory.growth import PAGE_BYTES
+from offload.memory.shortage import HostShortage
 from offload.policy.actions import Rates
 from offload.saved.chunk import SavedChunk
 from offload.saved.externals import ExternalKind, ExternalStorages
 from offload.saved.handles import Handle
 from offload.saved.hooks import SavedTensorHooks
 from offload.saved.store import TensorStore
+from offload.sizes import bytes_text
 from offload.telemetry.records import ClientStats, StepStats
+from offload.telemetry.speaker import speaker
 from offload.transfer.admission import Admission, CapsAdmission
 from offload.transfer.captures import CapturedRegion
 from offload.transfer.coming import Prefetcher
@@ -50,7 +52,7 @@ from offload.transfer.link import LINK_TEST_BYTES, measure_rates
 
 __all__ = ["Client", "OffloadEngine"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 
 class OffloadEngine:
@@ -91,6 +93,7 @@ class OffloadEngine:
         self.hooks = SavedTensorHooks(self.store, self.externals, self.lock, self.device, self._readers)
         self.step = 0
         self.last_stats = StepStats(step=-1)
+        self._shortage = HostShortage()
         self.rates: Rates | None = None  # of the link, once measured
         if self.config.host_reserve_bytes:
             self.reserve_host(self.config.host_reserve_bytes)
@@ -322,6 +325,7 @@ class OffloadEngine:
         )
         if counts.refused_bytes:
             self.arena.reserve_later(counts.wanted_peak_bytes)
+        self._shortage.step_ended(self.last_stats, self.arena.cannot_grow)
         self.arena.reset_peak()
         self.step += 1
         return self.last_stats
@@ -346,12 +350,12 @@ class OffloadEngine:
                 self.transfers.release(block)
         if leftovers:
             logger.warning(
-                "step %d ended with %s saved tensors (%s bytes) whose backward has not run; they are "
+                "step %d ended with %s saved tensors (%s) whose backward has not run; they are "
                 "dropped, and reading one raises StaleHandleError. Run the backward first, or forward "
                 "without gradients in evaluation. They were saved in %s",
                 self.step,
                 f"{leftovers:,}",
-                f"{leftover_bytes:,}",
+                bytes_text(leftover_bytes),
                 ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else ""),
             )
         counts, stall_ms = self.transfers.end_step()

@@ -6,8 +6,6 @@ DEBUG and DEBUG_RANK: `debug_rank` logs on that rank only, and only when DEBUG i
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from offload.compat.autograd import (
@@ -33,6 +31,7 @@ from offload.marks import (
     offload_hooks,
     reset,
 )
+from offload.telemetry.speaker import speaker
 from offload.telemetry.summary import print_offload_summary_table
 
 __all__ = [
@@ -61,7 +60,7 @@ __all__ = [
     "print_offload_summary_table",
 ]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 DEBUG = False
 DEBUG_RANK = 0

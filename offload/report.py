@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from offload.groups.manager import GroupsManager
 from offload.marks import existing_manager
+from offload.sizes import bytes_text
 from offload.telemetry.figures import Figures, Ledger
-from offload.telemetry.summary import bytes_text
 from offload.telemetry.verdict import verdict
 
 __all__ = ["Report", "ReportStart", "report"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-__all__ = ["argument_bytes", "is_count", "optional_bytes", "parse_bytes"]
+__all__ = ["argument_bytes", "bytes_text", "is_count", "optional_bytes", "parse_bytes"]
 
 LEAST_BARE_BYTES = 10**6
 """A smaller number, without a unit, is taken for a slip."""
@@ -44,6 +44,14 @@ def parse_bytes(value: object, *, name: str, of_bytes: int | None = None, least:
 def optional_bytes(value: object, *, name: str, of_bytes: int | None = None, least: int = 0) -> int | None:
     """`parse_bytes`, and None for None, which means "derive it"."""
     return None if value is None else _parsed(value, name, of_bytes, least, ", or None")
+
+
+def bytes_text(nbytes: int) -> str:
+    """With its unit, of 1000, as wherever this project says MB or GB."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:,.2f} {name}"
+    return f"{nbytes:,} B"
 
 
 def argument_bytes(

@@ -10,7 +10,6 @@ first one, which compares values: that blocks the host, once for each and each o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,11 +20,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offload.saved.filters import is_plain
+from offload.telemetry.speaker import speaker
 from offload.transfer.layout import ViewLayout, empty_at, overlaps_itself, place_of
 
 __all__ = ["BuffersBefore"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _ABSENT: Any = object()
 

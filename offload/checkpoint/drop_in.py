@@ -12,7 +12,6 @@ their first backward are one chunk. Whoever announces forwards, by `init_chunk_h
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -24,11 +23,12 @@ from torch import nn
 
 from offload.checkpoint.hidden_states import HIDDEN_STATES, InputGroup
 from offload.saved.chunk import SavedChunk
+from offload.telemetry.speaker import speaker
 from offload.transfer.block import DeviceBlock
 
 __all__ = ["Manager", "check_model", "is_patched", "patch", "patched", "unpatch"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _FUNCTION, _GENERATOR = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
 

@@ -21,7 +21,6 @@ noise that is drawn after it was saved.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -40,10 +39,11 @@ from offload.engine import OffloadEngine
 from offload.errors import RecomputeDiffersError
 from offload.saved.filters import is_dtensor, is_parameter
 from offload.telemetry.records import StepStats
+from offload.telemetry.speaker import speaker
 
 __all__ = ["Found", "Sample", "Watch", "WatchedCall", "is_sharded"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _FIRST_CALLS = 3
 _EVERY = 61

@@ -6,7 +6,6 @@ One invariant: it only observes; nothing asks it whether something may be kept.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -14,10 +13,11 @@ from weakref import WeakKeyDictionary
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.telemetry.records import StepStats
+from offload.telemetry.speaker import speaker
 
 __all__ = ["KeepReport", "report_of"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _NAMED = 12  # operators that a message lists at most
 

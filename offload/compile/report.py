@@ -9,7 +9,6 @@ in a list on the graph's node; and the memory of CUDA graphs that torch.compile 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch
 from torch.autograd.graph import Node
 
 from offload.ids import ChunkId
+from offload.telemetry.speaker import speaker
 
 __all__ = ["CompileReport", "compiled_regions"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _BESIDE_HOOKS = "_tensors_no_vc_check"
 

@@ -107,9 +107,9 @@ class PinnedMemory:
             )
         except OSError as error:  # a process that locks all its memory
             warnings.warn(
-                f"the system keeps the pages of a piece of {piece.numel():,} bytes that was unpinned "
-                f"({error}), until its whole slab of "
-                f"{len(self.pieces)} pieces goes; run without mlockall",
+                f"offload: the system keeps the pages of a piece of {piece.numel():,} bytes that was "
+                f"unpinned ({error}), until its whole slab of {len(self.pieces)} pieces goes; run without "
+                "mlockall",
                 RuntimeWarning,
                 stacklevel=2,
             )

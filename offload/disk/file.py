@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import threading
@@ -25,10 +24,11 @@ import torch
 from offload.config import LEAST_DISK_BYTES
 from offload.memory.free_ranges import FreeRanges, round_up
 from offload.memory.growth import PAGE_BYTES
+from offload.telemetry.speaker import speaker
 
 __all__ = ["GROWTH_BYTES", "Extent", "Extents", "HostBytes", "SpillFile"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 GROWTH_BYTES = 256 << 20
 """What the file grows by: 40 ms of a disk that writes 7 GB/s, so asking the file system is no part of the

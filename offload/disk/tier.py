@@ -21,7 +21,6 @@ others are: [Order: reuse] of transfer/engine.py.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -34,10 +33,12 @@ from offload.disk.stored import DiskCounts, DiskSettings, Spilled, Stored
 from offload.disk.worker import Job, JobState
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
 
 __all__ = ["DEFAULT_AHEAD_BYTES", "DiskTier"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 DEFAULT_AHEAD_BYTES = 4 << 30
 """Window over coming reads where none was set: what a disk of 7 GB/s reads in half a second. Never more than
@@ -119,10 +120,10 @@ class DiskTier(DiskLoans):
                 raise job.error
             self._warn(
                 "write",
-                "%s: its %s bytes could not be written to %s (%s): %s. Such tensors stay in host memory, and "
+                "%s: its %s could not be written to %s (%s): %s. Such tensors stay in host memory, and "
                 "on the device where that is full; free some space, or raise disk_limit_bytes",
                 block.label,
-                f"{block.nbytes:,}",
+                bytes_text(block.nbytes),
                 self.file.directory,
                 self.file.file_system,
                 job.error.strerror or job.error,
@@ -281,10 +282,10 @@ class DiskTier(DiskLoans):
                     return host
         self._warn(
             "spare",
-            "%s: host memory has no room for its %s bytes, which its reader waits for; they are pinned "
+            "%s: host memory has no room for its %s, which its reader waits for; they are pinned "
             "beside the limit until they are on the device. Raise host_limit_bytes",
             block.label,
-            f"{block.nbytes:,}",
+            bytes_text(block.nbytes),
         )
         return self.spare.take(block.nbytes)
 
@@ -301,12 +302,12 @@ class DiskTier(DiskLoans):
             self._warn(
                 "slow",
                 "the disk writes %.2f GB/s to %s (%s) and the step saved %.2f GB/s: host memory was full "
-                "and %s bytes stayed on the device. Save less, raise host_limit_bytes, or use a faster disk",
+                "and %s stayed on the device. Save less, raise host_limit_bytes, or use a faster disk",
                 rate / _GB,
                 self.file.directory,
                 self.file.file_system,
                 (self._offered_bytes + self._refused_bytes) / step_s / _GB,
-                f"{self._refused_bytes:,}",
+                bytes_text(self._refused_bytes),
             )
         self._refused_bytes = self._offered_bytes = 0
         self._step_began = now

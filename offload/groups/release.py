@@ -6,7 +6,6 @@ to the listed tensors holds it: no save of any chunk, no other graph, no view.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -14,12 +13,14 @@ import torch
 
 from offload.errors import OffloadError
 from offload.saved.chunk import SavedGroup
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
 from offload.transfer.block import BlockState, DeviceBlock
 from offload.transfer.engine import TransferEngine
 
 __all__ = ["ReleasedTensor", "checked_tensors", "release", "without_output"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 
 def checked_tensors(tensors: object) -> list[torch.Tensor]:
@@ -91,11 +92,11 @@ def release(
                 )
         if why is not None:
             logger.warning(
-                "group %s: a tensor of shape %s (%s bytes of storage) was to be released, but %s; it stays. "
+                "group %s: a tensor of shape %s (%s of storage) was to be released, but %s; it stays. "
                 "Save all of it inside the group, or take it off forced_released_tensors",
                 saved.id,
                 tuple(aliases[0].shape),
-                f"{storage.nbytes():,}",
+                bytes_text(storage.nbytes()),
                 why,
             )
             continue

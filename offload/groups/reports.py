@@ -7,7 +7,6 @@ whether a tensor may leave.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -15,12 +14,14 @@ from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Group
 from offload.groups.survey import Survey
 from offload.ids import ChunkId
+from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats
+from offload.telemetry.speaker import speaker
 from offload.transfer.limits import Limits
 
 __all__ = ["FORWARDS_WITHOUT_END", "MarkReport", "StepReport"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 FORWARDS_WITHOUT_END = 1024
 """Forwards of one virtual stage after which a step is taken for one that is never ended."""
@@ -38,7 +39,6 @@ RESERVED_OVER_ACTIVE = 1.25
 stay below 1.1 (docs/log.md)."""
 
 _NAMED = 8  # groups that a message lists at most
-_STEPS_TO_PIN = 3  # after a refusal: host memory is pinned in the background meanwhile
 
 
 class _Report:
@@ -208,7 +208,6 @@ class StepReport(_Report):
         super().__init__()
         self._steps = 0
         self._plans = 0
-        self._refused: tuple[int, StepStats] | None = None  # its number, and what it says
 
     @property
     def shapes_vary(self) -> bool:
@@ -217,43 +216,20 @@ class StepReport(_Report):
 
     def step(
         self,
-        stats: StepStats,
         *,
         replanned: bool,
-        host_cannot_grow: bool,
         allocator: Callable[[], tuple[int, int] | None],
     ) -> None:
         """Look at what any step can say.
 
-        replanned: its shape was new. host_cannot_grow: that was said when it was found out. allocator: the
-            device allocator's reserved bytes, and the most that were ever active; asked after a few plans
-            only, since that takes about 0.1 ms.
+        replanned: its shape was new. allocator: the device allocator's reserved bytes, and the most that were
+            ever active; asked after a few plans only, since that takes about 0.1 ms.
         """
         self._steps += 1
-        self._look_for_refused(stats, host_cannot_grow)
         self._plans += replanned
         # after 4, 8, 16, ... plans
         if replanned and self.shapes_vary and self._plans & (self._plans - 1) == 0:
             self._look_at_cache(allocator())
-
-    def _look_for_refused(self, stats: StepStats, host_cannot_grow: bool) -> None:
-        if self._refused is None:
-            if stats.refused_bytes and stats.host_bytes_wanted_peak > stats.host_bytes_lent_peak:
-                self._refused = self._steps, stats
-            return
-        number, first = self._refused
-        if host_cannot_grow or self._steps < number + _STEPS_TO_PIN or not self._first("refused"):
-            return
-        logger.warning(
-            "%s bytes of step %d found no host memory and stayed on the device: of %s bytes that it would "
-            "have needed on the host, %s were pinned. More is pinned beside later steps; set "
-            "host_reserve_bytes=%d, or call reserve_host, to have it before the first",
-            f"{first.refused_bytes:,}",
-            first.step,
-            f"{first.host_bytes_wanted_peak:,}",
-            f"{first.host_bytes_held:,}",
-            first.host_bytes_wanted_peak,
-        )
 
     def _look_at_cache(self, found: tuple[int, int] | None) -> None:
         if found is None or "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
@@ -261,12 +237,12 @@ class StepReport(_Report):
         reserved, active = found
         if reserved > RESERVED_OVER_ACTIVE * active and self._first("cache"):
             logger.warning(
-                "torch's allocator holds %s bytes of the device, %.2f times the %s that were ever in use at "
+                "torch's allocator holds %s of the device, %.2f times the %s that were ever in use at "
                 "once: %d of %d steps had a new shape, and cached blocks of one size do not serve another. "
                 "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported",
-                f"{reserved:,}",
+                bytes_text(reserved),
                 reserved / max(1, active),
-                f"{active:,}",
+                bytes_text(active),
                 self._plans,
                 self._steps,
             )
@@ -276,50 +252,34 @@ class StepReport(_Report):
         device at once if none left."""
         limit, peak = limits.device_limit_bytes, stats.device_bytes_peak
         is_auto = limits.again_room_bytes is not None
-        if limit is not None and peak > limit and self._first("passed"):
-            if stats.refused_bytes:
-                self._first("refused")  # said here
-            if is_auto and not stats.refused_bytes:
-                logger.warning(
-                    "saved tensors took up to %s bytes of the device at once in step %d, and mode='auto' had "
-                    "planned for %s: what is being saved or read must fit beside what is on its way. Where "
-                    "device_total is passed, give a larger one",
-                    f"{peak:,}",
-                    stats.step,
-                    f"{limit:,}",
-                )
-            else:
-                _say_passed(stats, limit)
+        # what found no host memory is said by the engine
+        if limit is not None and peak > limit and not stats.lacked_host and self._first("passed"):
+            logger.warning(
+                "saved tensors took up to %s of the device at once in step %d, %s more than %s: what is "
+                "being saved or read must fit beside what is on its way. %s",
+                bytes_text(peak),
+                stats.step,
+                bytes_text(peak - limit),
+                f"mode='auto' had planned for, {bytes_text(limit)}"
+                if is_auto
+                else f"device_limit (device_limit_bytes in OffloadConfig), {bytes_text(limit)}",
+                "Where device_total is passed, give a larger one"
+                if is_auto
+                else "Raise the limit, or mark smaller groups",
+            )
         # mode "auto" says itself where its total leaves it no choice
         saves_nothing = limit is None and not is_auto and stats.spill_bytes and peak >= live_peak_bytes
         if saves_nothing and self._first("nothing saved"):
             logger.warning(
-                "step %d copied %s bytes out and %s back, and its saved tensors took as much of the device "
-                "at once, %s bytes, as if none had left: copies in flight have room for all of them. Results "
+                "step %d copied %s out and %s back, and its saved tensors took as much of the device "
+                "at once, %s, as if none had left: copies in flight have room for all of them. Results "
                 "are right, and a step that saves so little needs no offload. Set device_limit "
                 "(device_limit_bytes in OffloadConfig) to what they may take",
                 stats.step,
-                f"{stats.spill_bytes:,}",
-                f"{stats.restore_bytes:,}",
-                f"{peak:,}",
+                bytes_text(stats.spill_bytes),
+                bytes_text(stats.restore_bytes),
+                bytes_text(peak),
             )
-
-
-def _say_passed(stats: StepStats, limit: int) -> None:
-    peak = stats.device_bytes_peak
-    logger.warning(
-        "saved tensors took up to %s bytes of the device at once in step %d, %s more than device_limit "
-        "(device_limit_bytes in OffloadConfig), %s: %s",
-        f"{peak:,}",
-        stats.step,
-        f"{peak - limit:,}",
-        f"{limit:,}",
-        f"{stats.refused_bytes:,} bytes found no host memory; call "
-        f"reserve_host({stats.host_bytes_wanted_peak:,}) before the first step"
-        if stats.refused_bytes
-        else "what is being saved or read must fit beside what is on its way; raise the limit, or mark "
-        "smaller groups",
-    )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -168,12 +168,7 @@ class StepPlanner:
         # where no step comes to follow a plan of its own
         if replanned and report.shapes_vary and engine.limits.device_limit_bytes is not None:
             report.look(engine.last_stats, engine.limits, self.live_peak_bytes)
-        report.step(
-            engine.last_stats,
-            replanned=replanned,
-            host_cannot_grow=engine.arena.cannot_grow,
-            allocator=engine.device.allocator_bytes,
-        )
+        report.step(replanned=replanned, allocator=engine.device.allocator_bytes)
 
     def pass_over(self, seen: SeenStep) -> None:
         """A step has ended that says nothing of the plan, but for the stall of the one before it, which may

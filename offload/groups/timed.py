@@ -13,7 +13,6 @@ invariant: a trial changes what stays and how far ahead to fetch, never a result
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps,
 from offload.policy.keeps import kept_peak_bytes, tail_keeps
 from offload.policy.lengths import nearest
 from offload.policy.search import Amounts, Plan, choose_keeps
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
 
 __all__ = [
     "NO_PART",
@@ -40,7 +41,7 @@ __all__ = [
     "timed_plans",
 ]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _MOST_TRIALS, _FEWEST_TRIALS = 100, 12
 _UNIT_TRIALS = 50_000
@@ -184,8 +185,8 @@ def timed_plans(
         logger.warning(
             "no plan keeps saved tensors within device_limit (device_limit_bytes in OffloadConfig), %s: the "
             "best one peaks at %s; raise the limit",
-            f"{limit_bytes:,}",
-            f"{least.predicted_peak_bytes:,}",
+            bytes_text(limit_bytes),
+            bytes_text(least.predicted_peak_bytes),
         )
         return [plan]
     return [plan for _, plan in sorted(fitting, key=lambda pair: pair[0].predicted_step_s)]

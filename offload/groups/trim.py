@@ -6,13 +6,12 @@ One invariant: no host memory goes back that is on loan, and none while a step l
 
 from __future__ import annotations
 
-import logging
-
 from offload.engine import OffloadEngine
+from offload.telemetry.speaker import speaker
 
 __all__ = ["Trimmer"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 REMEMBERED_STEPS = 1000
 """Steps that host memory is kept for after the last one that wanted it. An evaluation or a longest sequence

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import threading
 import time
 import warnings
@@ -23,10 +22,12 @@ from offload.errors import HostBudgetError, PoolError
 from offload.memory.budget import HostBudget
 from offload.memory.growth import PAGE_BYTES, Growth
 from offload.memory.loans import ArenaStats, Block, HostLender, Lender
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
 
 __all__ = ["ArenaStats", "Block", "HostArena", "HostLender"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 CLOSE_PATIENCE_S = 5.0
 """What the end of the process waits for copies: a step's worth of them takes less, and a rank that is gone
@@ -84,9 +85,9 @@ class HostArena(Lender):
         return self._growth.held_bytes
 
     @property
-    def cannot_grow(self) -> bool:
-        """Whether the budget or the system has refused a growth; a warning has said so."""
-        return self._growth.was_refused
+    def cannot_grow(self) -> str:
+        """Why the budget or the system has refused a growth, and the way out; "" where none was refused."""
+        return self._growth.refusal
 
     # -- growing and shrinking -------------------------------------------------------------------------------
     def reserve(self, nbytes: int) -> None:
@@ -193,10 +194,10 @@ class HostArena(Lender):
         try:
             if self.device.pins and not self._idle_within(CLOSE_PATIENCE_S):
                 logger.warning(
-                    "closing: the last copies of %s host bytes have not ended after %.0f s; the memory is "
-                    "left to the system. If a rank is "
-                    "gone, this one is waiting for it: set a timeout on the process group",
-                    f"{self.held_bytes:,}",
+                    "closing: the last copies of %s of host memory have not ended after %.0f s; the memory "
+                    "is left to the system. If a rank is gone, this one is waiting for it: set a timeout on "
+                    "the process group",
+                    bytes_text(self.held_bytes),
                     CLOSE_PATIENCE_S,
                 )
                 return
@@ -212,7 +213,7 @@ class HostArena(Lender):
             atexit.unregister(self._at_exit)
             if self.device.pins and self.held_bytes:
                 warnings.warn(
-                    f"host arena dropped with {self.held_bytes:,} bytes pinned; call clear first",
+                    f"offload: host arena dropped with {self.held_bytes:,} bytes pinned; call clear first",
                     ResourceWarning,
                     stacklevel=2,
                 )

@@ -10,17 +10,18 @@ Every method is called with the arena's lock held, and releases the lock while i
 
 from __future__ import annotations
 
-import logging
 import threading
 
 from offload.device.base import Device, HostMemory
 from offload.errors import HostBudgetError, OffloadError
 from offload.memory.budget import HostBudget
 from offload.memory.free_ranges import FreeRanges, PendingEvents, round_up
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
 
 __all__ = ["PAGE_BYTES", "Growth"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 PAGE_BYTES = 4096
 """The finest growth, used where rounding up to a whole registration would break the budget."""
@@ -57,12 +58,7 @@ class Growth:
         self.closed = False  # for good: nothing grows any more
         self._thread: threading.Thread | None = None
         self._refused: tuple[int, int] | None = None  # (bytes, limit) of the smallest growth refused
-        self._warned = False
-
-    @property
-    def was_refused(self) -> bool:
-        """Whether the budget or the system has refused a growth, which was said then."""
-        return self._warned
+        self.refusal = ""  # of a growth, by the budget or the system, and the way out
 
     # -- growing ---------------------------------------------------------------------------------------------
     def hold(self, target_bytes: int) -> None:
@@ -83,7 +79,7 @@ class Growth:
 
     def want(self, target_bytes: int) -> bool:
         """Whether `target_bytes` are held: pinned here and now if growth is inline, else later, by the
-        thread. A refusal is a warning the first time. Blocks the host: never, but for inline growth."""
+        thread. A refusal is kept, with its reason. Blocks the host: never, but for inline growth."""
         deficit = target_bytes - self.held_bytes
         if deficit <= 0:
             return True
@@ -215,11 +211,14 @@ class Growth:
         pages, each time."""
         if self._refused is None or nbytes < self._refused[0]:
             self._refused = (nbytes, self.budget.limit_bytes)
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "host memory cannot grow; what does not fit stays on the device and is counted: %s", error
-            )
+        logger.info("host memory cannot grow: %s", error)
+        limit = self.budget.limit_bytes
+        at_limit = self.budget.used_bytes + round_up(nbytes, PAGE_BYTES) > limit
+        self.refusal = (
+            f"Raise host_limit (host_limit_bytes in OffloadConfig) to that: it is {bytes_text(limit)}"
+            if at_limit
+            else f"The system refuses more: {error}"
+        )
 
     def _pin(self, nbytes: int, *, one_piece: bool = False) -> None:
         """Hold `nbytes` more, or wait for the thread that pins. Holds less, without an error, if growth is

@@ -22,7 +22,6 @@ only, and a step that is unlike the planned one runs all the same.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -42,10 +41,11 @@ from offload.modules.block_calls import BlockCalls, Chosen
 from offload.modules.root import ModelRoot
 from offload.planner.explained import Explanation
 from offload.telemetry.records import StepStats
+from offload.telemetry.speaker import speaker
 
 __all__ = ["Auto"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _GUESSES = 16
 """Guessed ends that are passed over: before the first optimizer step they may be ends of microbatches."""

@@ -10,7 +10,6 @@ One invariant: nothing here blocks the host, and a look that differs once change
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
 
 from offload.engine import OffloadEngine
@@ -18,11 +17,12 @@ from offload.planner.recent import RecentSteps
 from offload.planner.work import StepWork
 from offload.policy.actions import Rates
 from offload.policy.mixed_bound import action_seconds
+from offload.telemetry.speaker import speaker
 from offload.transfer.link_watch import LinkWatch
 
 __all__ = ["AutoDrift"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _MOST = 0.08
 """Of a margin. Simulated on sixteen steps with links of other rates, a plan that is kept takes longer than a

@@ -11,18 +11,17 @@ One invariant: a limit of its own holds while a plan is followed, and the config
 
 from __future__ import annotations
 
-import logging
-
 from offload.engine import OffloadEngine
 from offload.groups.manager import GroupsManager
 from offload.planner.total import TotalMemory
+from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats
-from offload.telemetry.summary import bytes_text
+from offload.telemetry.speaker import speaker
 from offload.transfer.limits import CONFIG, Contributor
 
 __all__ = ["BLOCKS", "HEAD", "AutoMemory"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 BLOCKS, HEAD = "blocks", "head"
 """Phases of a step: forwards and backwards of blocks, and what comes between the two."""

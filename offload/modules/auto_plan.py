@@ -9,7 +9,6 @@ One invariant: a plan is followed from the end of a step only.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +31,12 @@ from offload.policy.actions import Action, ChunkKey, GroupSize, Rates
 from offload.policy.keeps import all_of, kept_peak_bytes
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.policy.search import Amounts
+from offload.telemetry.speaker import speaker
 from offload.transfer.link import LINK_TEST_BYTES
 
 __all__ = ["AutoPlan"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _PLANS = 3
 """Plans of one shape of step: the first from the profile, the others from what was measured under the one

@@ -6,17 +6,16 @@ One invariant: what is followed here is what all these ranks follow, from the sa
 
 from __future__ import annotations
 
-import logging
-
 from offload.groups.manager import GroupsManager
 from offload.modules.auto_memory import AutoMemory
 from offload.modules.auto_plan import AutoPlan
 from offload.modules.block_calls import BlockCalls
 from offload.planner.agreement import Agreement, Room, is_point
+from offload.telemetry.speaker import speaker
 
 __all__ = ["AutoRanks"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _GUESSED_ENDS = 3
 """So many before the first step of an optimizer are the microbatches of one step, maybe."""

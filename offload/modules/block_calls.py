@@ -8,7 +8,6 @@ what it was seen to do says how the next one may run.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections import defaultdict
@@ -36,10 +35,11 @@ from offload.planner.profiler import BlockProfiler
 from offload.planner.work import Ran
 from offload.policy.actions import ChunkKey
 from offload.policy.lengths import nearest
+from offload.telemetry.speaker import speaker
 
 __all__ = ["BlockCalls", "Chosen", "Timing"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _KEPT = "kept"
 """The group of outputs that a recompute does not compute again."""

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from offload.telemetry.summary import bytes_text
+from offload.sizes import bytes_text
 
 __all__ = ["BACKWARD", "BLOCKS", "HEAD", "OPTIMIZER", "PeakWatch", "device_peak_bytes"]
 

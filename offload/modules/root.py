@@ -20,7 +20,6 @@ offload switched off), it opens nothing.
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -40,10 +39,11 @@ from offload.modules.peak import BACKWARD, HEAD, PeakWatch
 from offload.modules.steps import Steps
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, inside_checkpoint
+from offload.telemetry.speaker import speaker
 
 __all__ = ["GroupCall", "GroupCalls", "HeadCalls", "ModelRoot"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 INPUTS = "inputs"
 """The group of what is saved between the blocks."""

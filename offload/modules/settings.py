@@ -6,7 +6,6 @@ One invariant: each change is undone by `Applied.remove`, and is said once.
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.config import Mode
+from offload.telemetry.speaker import speaker
 
 __all__ = [
     "ALL_TENSORS",
@@ -26,7 +26,7 @@ __all__ = [
     "switch_caches_off",
 ]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 ALL_TENSORS: Final = (True, "legacy", "disk")
 WITHOUT_BLOCKS: Final = (*ALL_TENSORS, "watermark")

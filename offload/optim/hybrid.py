@@ -21,7 +21,6 @@ error has said why not.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +42,11 @@ from offload.optim.placing import Place, Placement, PlacingOptions
 from offload.optim.state import copy_to_host, fill_state, matched, with_class_rules
 from offload.optim.step import Overlap, StepRunner, checked_overlap
 from offload.params.view import ParamView
+from offload.telemetry.speaker import speaker
 
 __all__ = ["HybridDeviceOptimizer"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 REPLACED = {"overlap_backward": "backward", "step_in_backward": "backward"}
 """Arguments of before, and the overlap that does what they asked for."""

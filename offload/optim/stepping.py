@@ -16,7 +16,6 @@ is done with it, and then for the event that the worker recorded.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,10 +34,11 @@ from offload.optim.cpu_step import CpuBucket, CpuPart
 from offload.optim.host_part import HostBucket
 from offload.optim.streamed_step import StreamedBucket, StreamedPart
 from offload.params.worker import Job, Latch, Worker
+from offload.telemetry.speaker import speaker
 
 __all__ = ["HostedSteps"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 COPY_LEAD = 3
 """Buckets whose gradients are on their way or there before the CPU asks for them: one is copied in a fifth of

@@ -14,7 +14,6 @@ itself waits for all weights.
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec
@@ -25,10 +24,11 @@ from torch import Tensor, nn
 from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.optim.stepping import HostedSteps
+from offload.telemetry.speaker import speaker
 
 __all__ = ["AwaitedGradient", "AwaitedWeight", "WeightWatch", "await_all", "weakly"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _OWNER = "_offload_step"  # attribute of what is awaited: (steps, index)
 

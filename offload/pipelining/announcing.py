@@ -7,7 +7,6 @@ before the stage is built, after it, or between two steps; whoever is the manage
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator
 from types import EllipsisType
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 from offload import marks
 from offload.apply import infer_steps, is_declined
 from offload.policy.actions import Action
+from offload.telemetry.speaker import speaker
 
 __all__ = ["Announcements", "Announcer"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _warned = False
 

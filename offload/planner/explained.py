@@ -18,8 +18,8 @@ from offload.policy.actions import ChunkKey
 from offload.policy.menu import Level
 from offload.policy.mixed_program import MixedBound
 from offload.policy.mixture import MixedPlan
+from offload.sizes import bytes_text
 from offload.telemetry.drawing import byte_unit
-from offload.telemetry.summary import bytes_text
 
 __all__ = ["BlockShare", "Explanation"]
 

@@ -12,7 +12,6 @@ it always stays.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +27,8 @@ from offload.saved.externals import ExternalStorages
 from offload.saved.filters import Verdict, is_parameter, is_plain, is_wrapper, judge, waited
 from offload.saved.handles import Handle, Passed, modified
 from offload.saved.store import TensorStore
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
 
 __all__ = [
     "InstalledScope",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 _graph_task = torch._C._current_graph_task_id
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -371,11 +372,11 @@ class SavedTensorHooks:
         elif verdict is Verdict.SUBCLASS and type(tensor) not in self._named_types:
             self._named_types.add(type(tensor))
             logger.warning(
-                "saved tensors of type %s stay on the device (the first: %s bytes): the type has no "
+                "saved tensors of type %s stay on the device (the first: %s): the type has no "
                 "__tensor_flatten__, so its bytes cannot be found; keep such tensors outside "
                 "offload_hooks(), or give the type that method",
                 type(tensor).__qualname__,
-                f"{tensor.numel() * tensor.element_size():,}",
+                bytes_text(tensor.numel() * tensor.element_size()),
             )
         return Passed(tensor)
 

@@ -20,7 +20,6 @@ the host: whether a copy has ended is never asked.
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,16 +28,18 @@ import torch
 
 from offload.errors import HostBudgetError
 from offload.saved.handles import Handle
+from offload.sizes import bytes_text
 from offload.spill.curve import Curves
 from offload.spill.forward import Forward
 from offload.spill.readings import Readings
 from offload.spill.scheduler import ActivationScheduler, Parts, SpillCounts
+from offload.telemetry.speaker import speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads, Prefetcher
 
 __all__ = ["ForecastOrder"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 
 class ForecastOrder(ActivationScheduler):
@@ -212,11 +213,11 @@ class ForecastOrder(ActivationScheduler):
             if "host" not in self._said:
                 self._said.add("host")
                 logger.warning(
-                    "the high mark of %s bytes is reached, and the host has no memory for %s bytes that "
+                    "the high mark of %s is reached, and the host has no memory for %s that "
                     "should leave (%s); they stay on the device, which may run out of memory. Raise "
                     "host_limit_bytes",
-                    f"{self.budget.high_bytes:,}",
-                    f"{nbytes:,}",
+                    bytes_text(self.budget.high_bytes),
+                    bytes_text(nbytes),
                     error,
                 )
             return False
@@ -229,12 +230,12 @@ class ForecastOrder(ActivationScheduler):
         if not self._said:  # a host that is full is a reason that has been said
             self._said.add("passed")
             logger.warning(
-                "%s bytes of the device are allocated, the high mark is %s, and no more saved tensors "
+                "%s of the device are allocated, the high mark is %s, and no more saved tensors "
                 "can leave: the rest is weights, gradients, optimizer state, what operators use, and tensors "
                 "that never leave. Where that is so the mark does not hold, which is counted as times_over; "
                 "raise the mark (high=, vram_high_watermark_mb), or make the rest smaller",
-                f"{allocated:,}",
-                f"{self.budget.high_bytes:,}",
+                bytes_text(allocated),
+                bytes_text(self.budget.high_bytes),
             )
 
     def relieve(self) -> None:

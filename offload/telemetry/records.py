@@ -163,6 +163,11 @@ class StepStats:
     """What each client of the engine did, by its name; one that copied by hand, or has left, is among
     them."""
 
+    @property
+    def lacked_host(self) -> bool:
+        """Whether records were refused for want of host memory, and not by admission alone."""
+        return self.refused_bytes > 0 and self.host_bytes_wanted_peak > self.host_bytes_lent_peak
+
     def to_json(self) -> dict[str, Any]:
         """The fields by name, in the order above: one line of a telemetry file."""
         return asdict(self)

@@ -14,7 +14,7 @@ from typing import TextIO
 import torch.distributed as dist
 from tabulate import tabulate
 
-__all__ = ["bytes_text", "format_offload_summary_table", "print_offload_summary_table"]
+__all__ = ["format_offload_summary_table", "print_offload_summary_table"]
 
 TITLE = "Activation Offload Summary (MB)"
 MB = 10**6  # bytes, here as wherever this project says MB or GB
@@ -84,11 +84,3 @@ def format_offload_summary_table(rows: Mapping[int, Mapping[str, int]]) -> str:
         tablefmt="simple",
     )
     return f"{TITLE}\n{table}"
-
-
-def bytes_text(nbytes: int) -> str:
-    """With its unit, of 1000, as wherever this project says MB or GB."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if abs(nbytes) >= unit:
-            return f"{nbytes / unit:,.2f} {name}"
-    return f"{nbytes:,} B"

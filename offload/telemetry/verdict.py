@@ -5,7 +5,7 @@ One invariant: both say the same of the same figures.
 
 from __future__ import annotations
 
-from offload.telemetry.summary import bytes_text
+from offload.sizes import bytes_text
 
 __all__ = ["verdict"]
 

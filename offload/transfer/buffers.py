@@ -5,17 +5,18 @@ One invariant: a restore that gets no memory has moved nothing; its blocks can b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.captures import CaptureSide
 
 __all__ = ["Buffers"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 
 class Buffers(CaptureSide):
@@ -47,14 +48,14 @@ class Buffers(CaptureSide):
             self._warned_no_room = True
             limit = self.limits.device_limit_bytes
             logger.warning(
-                "the device has no room for %s bytes that come back for %s, beside %s saved bytes that it "
-                "holds; for the rest of such a step each tensor comes back when it is read. Lower "
+                "the device has no room for %s that come back for %s, beside %s of saved tensors "
+                "that it holds; for the rest of such a step each tensor comes back when it is read. Lower "
                 "device_limit (device_limit_bytes in OffloadConfig, %s here), or the high mark of "
                 "mode='watermark', to leave more room",
-                f"{sum(block.nbytes for block in blocks):,}",
+                bytes_text(sum(block.nbytes for block in blocks)),
                 blocks[0].group,
-                f"{self.device_bytes:,}",
-                "None" if limit is None else f"{limit:,}",
+                bytes_text(self.device_bytes),
+                "None" if limit is None else bytes_text(limit),
             )
         if not required:
             return None

@@ -38,12 +38,13 @@ released.
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from offload.errors import CaptureError
+from offload.sizes import bytes_text
+from offload.telemetry.speaker import speaker
 from offload.transfer.block import BlockState, DeviceBlock, living
 from offload.transfer.graph import CapturedGraph
 from offload.transfer.in_flight import InFlight
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CaptureSide", "CapturedRegion"]
 
-logger = logging.getLogger(__name__)
+logger = speaker(__name__)
 
 
 class CaptureSide(InFlight):
@@ -271,12 +272,12 @@ class CapturedRegion:
         """Say what should have left and could not, once the captures are done."""
         if self.kept_bytes:
             logger.warning(
-                "%s bytes that should have left stay in the memory of the captured graphs, for want of "
-                "pinned memory; the region holds %s. Nothing is pinned during a capture: call "
-                "reserve_host(%s) before it, and capture again",
-                f"{self.kept_bytes:,}",
-                f"{self.host_bytes:,}",
-                f"{self._arena.lent_bytes + self.kept_bytes:,}",
+                "%s that should have left stay in the memory of the captured graphs, for want of "
+                "pinned memory; the region holds %s. Nothing is pinned during a capture: set "
+                "host_reserve_bytes of OffloadConfig to %s before it, and capture again",
+                bytes_text(self.kept_bytes),
+                bytes_text(self.host_bytes),
+                bytes_text(self._arena.lent_bytes + self.kept_bytes),
             )
 
     def release(self) -> None:

@@ -124,10 +124,6 @@ def test_steps_without_enough_host_memory_have_the_right_bits_and_say_so_once(
         if record.levelno >= logging.WARNING and record.name.startswith("offload")
     ]
     said = [record.getMessage() for record in ours]
-    expected_texts = ["host memory cannot grow; what does not fit stays on the device and is counted"]
-    if "device_limit_bytes" in config:
-        # two chunks of 6 MiB are alive at once, of which the host takes 4 MiB and the limit is 3
-        expected_texts.append(" bytes found no host memory; call reserve_host(")
-    assert [sum(text in message for message in said) for text in expected_texts] == [1] * len(expected_texts)
-    assert len(said) == len(expected_texts), said
+    (once,) = said
+    assert "found no host memory and stayed on the device, beside any device_limit: of " in once
     assert manager.engine.arena.budget.used_bytes == 0

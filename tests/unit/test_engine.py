@@ -158,7 +158,7 @@ def test_leftovers_are_dropped_with_one_warning(caplog: pytest.LogCaptureFixture
         z = chain(leaf(), 1)
     stats = rig.end()
     assert warnings_of(caplog) == [
-        "step 0 ended with 4 saved tensors (4,096 bytes) whose backward has not run; they are dropped, and "
+        "step 0 ended with 4 saved tensors (4.10 kB) whose backward has not run; they are dropped, and "
         "reading one raises "
         "StaleHandleError. Run the backward first, or forward without gradients in evaluation. They were "
         "saved in s0m0/group"

@@ -269,7 +269,7 @@ def test_what_cannot_be_written_stays_in_host_memory_with_one_warning(
     assert disk_of(rig).extents.lent_bytes == 0
     assert_equal_bits(gradients(sines, inputs), torch.autograd.grad(result.sum(), inputs))
     (warning,) = warnings_of(caplog)
-    assert f"its 16,384 bytes could not be written to {disk_of(rig).file.directory}" in warning
+    assert f"its 16.38 kB could not be written to {disk_of(rig).file.directory}" in warning
     assert f": {os.strerror(error)}. Such tensors stay in host memory" in warning
     assert rig.end().disk_write_bytes == 0
 
@@ -407,7 +407,7 @@ def test_a_reader_without_host_memory_gets_bytes_beside_the_limit_for_as_long_as
     disk_of(rig).collect()
     assert not disk_of(rig).spare, "it went back once its copy had passed"
     (warning,) = warnings_of(caplog)
-    assert "host memory has no room for its 16,384 bytes, which its reader waits for" in warning
+    assert "host memory has no room for its 16.38 kB, which its reader waits for" in warning
     for block in taken:
         assert block is not None
         rig.engine.arena.give_back(block, None)

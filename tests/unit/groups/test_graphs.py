@@ -433,8 +433,8 @@ def test_what_finds_no_host_memory_at_the_capture_is_counted_and_said_once(
     (torch.tanh(plain * 1.0) * 1.0).sum().backward()
     assert torch.equal(x.grad, plain.grad)  # type: ignore[arg-type]
     (said,) = [record.getMessage() for record in caplog.records if "captured graphs" in record.getMessage()]
-    assert said.startswith("768 bytes that should have left stay in the memory of the captured graphs")
-    assert "reserve_host(768)" in said
+    assert said.startswith("768 B that should have left stay in the memory of the captured graphs")
+    assert "set host_reserve_bytes of OffloadConfig to 768 B before it" in said
 
 
 def test_records_of_two_captures_are_never_shared(manager: PipelineOffloadManager) -> None:

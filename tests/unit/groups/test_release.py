@@ -44,7 +44,7 @@ def test_forced_release_leaves_alone_what_the_group_did_not_copy_and_warns(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
     assert (
-        "group s0m0/a#1: a tensor of shape (64,) (256 bytes of storage) was to be released, but this group "
+        "group s0m0/a#1: a tensor of shape (64,) (256 B of storage) was to be released, but this group "
         "has not copied all" in said[0]
     )
     assert "take it off forced_released_tensors" in said[0]

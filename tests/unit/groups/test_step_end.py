@@ -223,7 +223,7 @@ def test_ten_steps_with_a_leftover_each_grow_nothing(
         assert after == [(0, HELD, 0)] * 10
         assert len(caplog.records) == 10  # one warning a step
         assert (
-            "step 9 ended with 1 saved tensors (4,194,304 bytes) whose backward has not run; they are dropped"
+            "step 9 ended with 1 saved tensors (4.19 MB) whose backward has not run; they are dropped"
             in caplog.messages[9]
         )
     finally:

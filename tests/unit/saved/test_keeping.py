@@ -174,7 +174,7 @@ def test_kept_saves_that_are_left_over_are_named_and_let_go_of(
     assert all(storage.storage() is not None for storage in storages)
     with caplog.at_level(logging.WARNING, "offload"):
         offload.step_end()
-    assert f"step 3 ended with 3 saved tensors ({3 * NBYTES} bytes) whose backward has not run" in caplog.text
+    assert f"step 3 ended with 3 saved tensors ({3 * NBYTES} B) whose backward has not run" in caplog.text
     assert [storage.storage() for storage in storages] == [None] * 3
     with pytest.raises(StaleHandleError):
         y.sum().backward()

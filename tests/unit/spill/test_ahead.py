@@ -202,7 +202,7 @@ def test_a_host_that_has_no_memory_left_is_said_once_and_tensors_stay(
         )
     messages = [record.getMessage() for record in caplog.records if "high mark" in record.getMessage()]
     assert len(messages) == 1
-    assert "the host has no memory for 32,768 bytes that should leave" in messages[0]
+    assert "the host has no memory for 32.77 kB that should leave" in messages[0]
 
 
 def test_a_mark_that_cannot_hold_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -212,7 +212,7 @@ def test_a_mark_that_cannot_hold_is_said_once(caplog: pytest.LogCaptureFixture) 
         assert runtime.last_details.times_over > 0
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(
-        "294,912 bytes of the device are allocated, the high mark is 131,072, and no more saved tensors can "
+        "294.91 kB of the device are allocated, the high mark is 131.07 kB, and no more saved tensors can "
         "leave: the rest is weights"
     )
 

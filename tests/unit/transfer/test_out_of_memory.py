@@ -98,7 +98,7 @@ def test_a_prefetch_without_room_gives_up_and_asks_no_more_in_that_step(
     assert rig.states() == [BlockState.SPILLED] * 3
     assert (rig.transfers.restoring_bytes, rig.restored_bytes) == (0, 0)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "the device has no room for 1,024 bytes that come back" in caplog.text
+    assert "the device has no room for 1.02 kB that come back" in caplog.text
     assert "Lower device_limit (device_limit_bytes in OffloadConfig, " in caplog.text
     assert "or the high mark of mode='watermark', to leave more room" in caplog.text
 
