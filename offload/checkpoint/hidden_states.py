@@ -44,7 +44,7 @@ __all__ = ["HIDDEN_STATES", "BeforeAgain", "InputGroup", "Manager", "RecomputedC
 HIDDEN_STATES = "hidden_states"
 """The group of the inputs."""
 
-BeforeAgain = Callable[[], Callable[[], None] | None]
+BeforeAgain = Callable[[], Callable[[float], None] | None]
 
 
 class InputGroup(Protocol):
@@ -99,8 +99,9 @@ class RecomputedCall:
         that keeps some outputs.
     watch, name: of the model, and of the block in it; without, the call is a first one by itself.
     may_stay: a plan may keep the input on the device; None where outputs are kept. before_again: called at
-        the begin of each recompute; returns what is called at its end, if anything is. cost: of the block,
-        for the plan.
+        the begin of each recompute; returns what is called at its end, if anything is, with the host
+        seconds that comparing its saves took. cost: of the block, for the plan.
+    compared_s: host seconds that comparing took so far. 0 for most calls.
     Without gradients, or where neither a tensor argument nor a parameter requires one, the call is as without
     hooks: there is nothing to recompute for.
     The one tensor that leaves is the first argument that may, by position and then by keyword, in a group
@@ -138,6 +139,7 @@ class RecomputedCall:
         self._given: TensorsBefore | None = None
         self._again: _Again | None = None
         self._split: torch.autograd.graph.saved_tensors_hooks | None = None
+        self.compared_s = 0.0
 
     def begin(self) -> None:
         """The forward begins. Blocks the host: once, as BuffersBefore. Raises CaptureError in a CUDA graph
@@ -191,6 +193,7 @@ class RecomputedCall:
         self._buffers.learn()
         assert again.watched is not None
         again.watched.ends()
+        self.compared_s = again.watched.host_s
         given, self._given = self._given, None
         assert given is not None
         given.refuse_written()
@@ -264,11 +267,12 @@ class _Again:
             leaf if place is None else tensors[place]
             for leaf, place in zip(self.leaves, self._places, strict=True)
         ]
+        assert self.watched is not None
+        compared_s = self.watched.host_s
         after = None if self.before is None else self.before()
         leaves = _cast_as_fsdp(self._module, leaves)
         args, kwargs = (leaves, {}) if self._spec is None else tree_unflatten(leaves, self._spec)
         assert self.members is not None
-        assert self.watched is not None
         assert self.buffers is not None
         with (
             self.watched.in_place(),
@@ -286,7 +290,7 @@ class _Again:
             finally:
                 _due.module = None
                 if after is not None:
-                    after()
+                    after(self.watched.host_s - compared_s)
 
 
 @contextmanager

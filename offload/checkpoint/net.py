@@ -21,6 +21,7 @@ noise that is drawn after it was saved.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -129,7 +130,10 @@ class WatchedCall:
     ) -> None:
         self.sample = sample
         self._watch, self._whose = watch, (name, kind)
-        self._draws = DrawsBefore() if sample is not None and sample.is_first else None
+        self._draws: DrawsBefore | None = None
+        if sample is not None and sample.is_first:
+            with sample.counted():
+                self._draws = DrawsBefore()
         self._modules = modules
         self._versions: list[tuple[torch.Tensor, int]] = []
 
@@ -147,11 +151,19 @@ class WatchedCall:
                 and not tensor.is_inference()
                 and not is_dtensor(tensor)
             ]
-        drawn = "" if self._draws is None else self._draws.learn()
+        drawn = ""
+        if self._draws is not None and self.sample is not None:
+            with self.sample.counted():
+                drawn = self._draws.learn()
         if drawn:
             self._watch.draws(*self._whose, drawn)
         else:
             self._draws = None
+
+    @property
+    def host_s(self) -> float:
+        """As of `Sample`."""
+        return 0.0 if self.sample is None else self.sample.host_s
 
     def has_differed(self) -> None:
         """A recompute saved other tensors than the forward, in number or in shape."""
@@ -172,11 +184,12 @@ class Sample:
     """Compares the saves of one call. It holds none of them.
 
     report: told what differs. is_first: one of the first calls of its block. is_early: a step waits for the
-    verdict.
+    verdict. host_s: seconds of the host that comparing took, for who measures what the call takes.
     """
 
     def __init__(self, net: Net, report: Callable[[str], None], is_first: bool, is_early: bool) -> None:
         self.is_first = is_first
+        self.host_s = 0.0
         self._net, self._report, self._is_early = net, report, is_early
         self._sums: dict[Hashable, torch.Tensor] = {}
         self._looks: dict[Hashable, str] = {}
@@ -214,15 +227,28 @@ class Sample:
 
     def _checksum(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """None for what is not compared."""
+        with self.counted():
+            return checksum(tensor) if self._is_compared(tensor) else None
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """What runs inside is none of the call's own."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.host_s += time.perf_counter() - began_s
+
+    def _is_compared(self, tensor: torch.Tensor) -> bool:
         if tensor.dtype is torch.uint8 and tensor.dim() == 1:
-            return None  # a library's reserve
+            return False  # a library's reserve
         if not tensor.is_cpu and not tensor.is_meta:
             lane = torch.accelerator.current_stream(tensor.device)
             is_seed = tensor.dtype in (torch.int64, torch.uint64) and tensor.numel() <= 2
             is_elsewhere = self._lanes.setdefault(tensor.device, lane) != lane
             if is_seed or is_elsewhere or self._net.is_capturing():
-                return None
-        return checksum(tensor)
+                return False
+        return True
 
 
 class _Verdict(NamedTuple):

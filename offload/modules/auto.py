@@ -117,7 +117,7 @@ class Auto(Client):
             return chosen
         return chosen._replace(before_again=partial(self._begin_again, before_again))
 
-    def _begin_again(self, begin: BeforeAgain) -> Callable[[], None] | None:
+    def _begin_again(self, begin: BeforeAgain) -> Callable[[float], None] | None:
         engine = self._attached()
         if engine is not None:
             self.memory.phase_begins(engine, BLOCKS)

@@ -75,9 +75,10 @@ class Timing:
         self._began_s = time.perf_counter()
         self.host_s = 0.0
 
-    def end(self, *, own: bool = True) -> None:
-        """It is over. own: a plain block has sent nothing; what others send is theirs at each call."""
-        self.host_s = time.perf_counter() - self._began_s
+    def end(self, compared_s: float = 0.0, *, own: bool = True) -> None:
+        """It is over. compared_s: host seconds of comparing saves (checkpoint/net.py), which few calls have.
+        own: a plain block has sent nothing; what others send is theirs at each call."""
+        self.host_s = time.perf_counter() - self._began_s - compared_s
         if self._start is None:
             return
         if self._timed:
@@ -224,7 +225,7 @@ class BlockCalls:
         else:
             called.paced = host.was_paced[way]
 
-        def before_again() -> Callable[[], None] | None:
+        def before_again() -> Callable[[float], None] | None:
             with engine.lock:
                 engine.transfers.claim(chosen.made_again_bytes)
             return None if note_again is None else Timing(engine.device, note_again).end

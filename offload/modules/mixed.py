@@ -113,7 +113,8 @@ class MixedCalls(RecomputedCalls):
         if call is None:
             self._root.note_block_end(self._name, output)
         if timing is not None:
-            timing.end(own=not isinstance(call, GroupCall) or call.group.stays)
+            compared_s = call.compared_s if isinstance(call, RecomputedCall) else 0.0
+            timing.end(compared_s, own=not isinstance(call, GroupCall) or call.group.stays)
         if self._root.is_last(self._name):
             self._auto.blocks_end(self._root)
         if isinstance(call, RecomputedCall):
