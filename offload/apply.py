@@ -303,7 +303,7 @@ def apply(
     _steps.add(root)
     handle._hook(model, root)
     contexts = selective_contexts_of(root) if mode == "selective" else None
-    watch = Watch(warns=recompute_differs == "warn")
+    root.watch = Watch(warns=recompute_differs == "warn", moves=mode == "auto", never=never)
     if mode == "auto" and auto is None:
         auto = Auto(marks.default_manager, total_bytes)
     handle._auto = auto
@@ -317,10 +317,9 @@ def apply(
     for group, named in groups.items():
         for name, module in named.items():
             if auto is not None:
-                calls = MixedCalls(root, name, watch, auto, may_recompute=name not in never)
-                handle._hook(module, calls)
-            elif mode in RECOMPUTING and name not in never:
-                handle._hook(module, RecomputedCalls(root, name, watch, contexts))
+                handle._hook(module, MixedCalls(root, name, auto))
+            elif mode in RECOMPUTING:
+                handle._hook(module, RecomputedCalls(root, name, contexts))
             else:
                 handle._hook(module, GroupCalls(root, name, group, block=not whole))
     if mode in RECOMPUTING:
@@ -411,15 +410,15 @@ def _never_recomputed(
         raise ValueError(
             f"no_recompute={no_recompute!r} with mode={mode!r}, which recomputes nothing; leave it out"
         )
-    patterns = [no_recompute] if isinstance(no_recompute, str) else list(no_recompute)
     names = [name for named in groups.values() for name in named]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+    found: set[str] = set()
+    for pattern in [no_recompute] if isinstance(no_recompute, str) else no_recompute:
+        if not (matched := fnmatch.filter(names, pattern)):
             raise ValueError(
-                f"no_recompute: {pattern!r} matches no block; they are {', '.join(names[:8])}"
-                + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                f"no_recompute: {pattern!r} matches no block; they are {', '.join(names[:8])}, ..."
             )
-    return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+        found.update(matched)
+    return found
 
 
 def _check_free(model: nn.Module, mode: Mode, hooked: Sequence[nn.Module]) -> None:

@@ -159,7 +159,7 @@ class RecomputedCall:
         group = self._manager.input_group(HIDDEN_STATES, alone=self._alone, cost=self._cost)
         buffers = again.buffers = BuffersBefore(self._module, modules)
         again.members = MembersBefore(modules)
-        watched = again.watched = self._watch.call(self._manager.engine, self._name, self._module, modules)
+        watched = again.watched = WatchedCall(self._watch, self._manager.engine, self._name, modules)
         region = Region(again, self._context_fn, watched)
         try:
             group.open(tensors)

@@ -1,6 +1,6 @@
 """Whether a recompute saves the bits that its forward saved, compared save by save in some of the calls.
 
-    call = watch.call(engine, name, module, modules)   # a forward of block `name` begins
+    call = WatchedCall(watch, engine, name, modules)   # a forward of block `name` begins
     call.sample                                        # compares its saves; None for most calls
     call.ends()
     with call.in_place():                              # a recompute of it runs inside
@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -34,7 +34,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from offload.checkpoint.checksum import checksum, outside_modes, to_host
-from offload.checkpoint.draws import DrawsBefore
+from offload.checkpoint.draws import generator_states, put_generator_states
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.errors import RecomputeDiffersError
@@ -67,26 +67,28 @@ Found = list[tuple[Hashable, torch.Tensor]]
 class Watch:
     """The blocks of one model, or the regions of one selective context.
 
-    warns: a difference is a warning, once a block, and no error. way_out: for messages. differing, drawing:
-    classes whose blocks were seen to differ, or to draw from generators that are not put back; whoever runs
-    their calls asks.
+    warns: a difference is a warning, once a block, and no error. moves: its class is refused from then on.
+    never: names of blocks that are refused. way_out: for messages.
     """
 
-    def __init__(self, *, warns: bool = False, way_out: str = _WAY_OUT) -> None:
-        self.differing: set[object] = set()
-        self.drawing: set[object] = set()
-        self._warns = warns
-        self._way_out = way_out
+    def __init__(
+        self,
+        *,
+        warns: bool = False,
+        moves: bool = False,
+        never: Collection[str] = (),
+        way_out: str = _WAY_OUT,
+    ) -> None:
+        self._warns, self._moves, self._never, self._way_out = warns, moves, never, way_out
+        self._refused: set[object] = set()
         self._calls = Counter[str]()
         self._later = Counter[object]()
         self._since: dict[str, int] = {}  # by block, the step of its first call
         self._warned: set[str] = set()
 
-    def call(
-        self, engine: OffloadEngine, name: str, module: nn.Module, modules: Sequence[nn.Module]
-    ) -> WatchedCall:
-        """A forward of block `name`, `module`, begins. modules: it, and all inside."""
-        return WatchedCall(self, self.sample(engine, name, type(module)), name, type(module), modules)
+    def refuses(self, name: str, module: nn.Module) -> bool:
+        """Whether block `name`, `module`, is to be kept or moved instead of recomputed."""
+        return name in self._never or type(module) in self._refused
 
     def sample(self, engine: OffloadEngine, name: str, kind: object) -> Sample | None:
         """What compares a call that begins; None for most. kind: the class of the block."""
@@ -100,11 +102,11 @@ class Watch:
             return None
         net = _net_of(engine)
         is_early = net.step - self._since.setdefault(name, net.step) < _EARLY_STEPS
-        return Sample(net, partial(self.differs, name, kind), number < _FIRST_CALLS, is_early)
+        return Sample(net, partial(self.differs, name, kind), is_early)
 
     def differs(self, name: str, kind: object, what: str) -> None:
         """A recompute of block `name` differs: raises RecomputeDiffersError, or warns."""
-        self.differing.add(kind)
+        self.refuse(kind)
         way_out = self._way_out.replace("NAME", name)
         text = f"the recompute of {name} gave other bits than its forward: {what}. {way_out}"
         if not self._warns:
@@ -113,27 +115,28 @@ class Watch:
             self._warned.add(name)
             logger.warning(text)
 
+    def refuse(self, kind: object) -> None:
+        """A block of that class has differed."""
+        if self._moves:
+            self._refused.add(kind)
+
     def draws(self, name: str, kind: object, generators: str) -> None:
         """A forward of block `name` has drawn from `generators`, which is said once for a class of blocks."""
-        if kind not in self.drawing:
-            self.drawing.add(kind)
+        if kind not in self._refused:
+            self._refused.add(kind)
             logger.warning(_DRAWS, name, generators, name)
 
 
 class WatchedCall:
-    """One call of a block that is recomputed. sample: compares its saves; None for most calls."""
+    """One call of a block that is recomputed. modules: it, and all inside. sample: compares its saves; None
+    for most calls."""
 
-    __slots__ = ("_draws", "_modules", "_versions", "_watch", "_whose", "sample")
+    __slots__ = ("_modules", "_states", "_versions", "_watch", "_whose", "sample")
 
-    def __init__(
-        self, watch: Watch, sample: Sample | None, name: str, kind: object, modules: Sequence[nn.Module]
-    ) -> None:
-        self.sample = sample
-        self._watch, self._whose = watch, (name, kind)
-        self._draws: DrawsBefore | None = None
-        if sample is not None and sample.is_first:
-            with sample.counted():
-                self._draws = DrawsBefore()
+    def __init__(self, watch: Watch, engine: OffloadEngine, name: str, modules: Sequence[nn.Module]) -> None:
+        self._watch, self._whose = watch, (name, type(modules[0]))
+        self.sample = watch.sample(engine, *self._whose)
+        self._states = {} if self.sample is None else self.sample.generator_states()
         self._modules = modules
         self._versions: list[tuple[torch.Tensor, int]] = []
 
@@ -146,28 +149,22 @@ class WatchedCall:
                 for owner in modules
                 for tensor in owner._parameters.values()
                 # no leaf: a view that FSDP puts in a parameter's place while it is gathered
-                if tensor is not None
-                and tensor.is_leaf
-                and not tensor.is_inference()
-                and not is_dtensor(tensor)
+                if tensor is not None and tensor.is_leaf and not (tensor.is_inference() or is_dtensor(tensor))
             ]
-        drawn = ""
-        if self._draws is not None and self.sample is not None:
-            with self.sample.counted():
-                drawn = self._draws.learn()
-        if drawn:
-            self._watch.draws(*self._whose, drawn)
-        else:
-            self._draws = None
+        if self._states and self.sample is not None:
+            now = self.sample.generator_states()
+            self._states = {name: state for name, state in self._states.items() if now[name] != state}
+        if self._states:
+            self._watch.draws(*self._whose, " and ".join(self._states))
 
     @property
     def host_s(self) -> float:
         """As of `Sample`."""
         return 0.0 if self.sample is None else self.sample.host_s
 
-    def has_differed(self) -> None:
+    def refuse(self) -> None:
         """A recompute saved other tensors than the forward, in number or in shape."""
-        self._watch.differing.add(self._whose[1])
+        self._watch.refuse(self._whose[1])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -176,19 +173,22 @@ class WatchedCall:
             if tensor._version != version:
                 what = f"parameter {_looks(tensor)} was written in place after the forward"
                 self._watch.differs(*self._whose, f"{what}, as by an optimizer's step")
-        with nullcontext() if self._draws is None else self._draws.in_place():
+        found = generator_states() if self._states else {}
+        try:
+            put_generator_states(self._states)
             yield
+        finally:
+            put_generator_states({name: found[name] for name in self._states})
 
 
 class Sample:
     """Compares the saves of one call. It holds none of them.
 
-    report: told what differs. is_first: one of the first calls of its block. is_early: a step waits for the
-    verdict. host_s: seconds of the host that comparing took, for who measures what the call takes.
+    report: told what differs. is_early: a step waits for the verdict. host_s: seconds of the host that
+    comparing took, for who measures what the call takes.
     """
 
-    def __init__(self, net: Net, report: Callable[[str], None], is_first: bool, is_early: bool) -> None:
-        self.is_first = is_first
+    def __init__(self, net: Net, report: Callable[[str], None], is_early: bool) -> None:
         self.host_s = 0.0
         self._net, self._report, self._is_early = net, report, is_early
         self._sums: dict[Hashable, torch.Tensor] = {}
@@ -225,13 +225,17 @@ class Sample:
             verdict = _Verdict(self._report, self._is_early, self._net.step, looks, differs, event)
             self._net.pending.append(verdict)
 
+    def generator_states(self) -> dict[str, bytes]:
+        with self._counted():
+            return generator_states()
+
     def _checksum(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """None for what is not compared."""
-        with self.counted():
+        with self._counted():
             return checksum(tensor) if self._is_compared(tensor) else None
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def _counted(self) -> Iterator[None]:
         """What runs inside is none of the call's own."""
         began_s = time.perf_counter()
         try:

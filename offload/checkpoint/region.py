@@ -278,7 +278,7 @@ class Region:
                 sample.judge(compared)
         except BaseException as error:
             if self._watched is not None and isinstance(error, CheckpointError):
-                self._watched.has_differed()
+                self._watched.refuse()
             self._let_go(task)
             raise
 

@@ -79,18 +79,9 @@ class Auto(Client):
 
     # -- a forward -------------------------------------------------------------------------------------------
     def choose(
-        self,
-        root: ModelRoot,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        may_recompute: bool = True,
-        has_differed: bool = False,
+        self, root: ModelRoot, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Chosen:
-        """How this call of block `name` of `root` runs. may_recompute, has_differed: as of BlockCalls. Blocks
-        the host: never."""
+        """How this call of block `name` of `root` runs. Blocks the host: never."""
         manager = self._manager()
         engine = manager.engine
         if self._attached() is not engine:
@@ -102,16 +93,7 @@ class Auto(Client):
         with engine.lock:
             engine.transfers.claim(0)
         self.memory.phase_begins(engine, BLOCKS)
-        chosen = self.calls.chosen(
-            manager,
-            root,
-            name,
-            module,
-            args,
-            kwargs,
-            may_recompute=may_recompute,
-            has_differed=has_differed,
-        )
+        chosen = self.calls.chosen(manager, root, name, module, args, kwargs)
         before_again = chosen.before_again
         if before_again is None:
             return chosen

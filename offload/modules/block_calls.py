@@ -150,7 +150,7 @@ class BlockCalls:
         self.peers = frozenset[int]()
         self._manager = manager
         self._timings: dict[_Kind, list[Timing]] = {}  # of the other blocks of each kind, in step 1
-        self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[bool, _Kind]]()
+        self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], _Kind]]()
         self._kind_by: dict[Hashable, _Kind] = {}
         self._own: dict[_Kind, BlockProfile] = {}  # as they were seen here; `profiles` are followed
         self._own_input_bytes: dict[_Kind, int] = {}
@@ -172,24 +172,18 @@ class BlockCalls:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        may_recompute: bool = True,
-        has_differed: bool = False,
     ) -> Chosen:
-        """How this call of block `name` of `root` runs. may_recompute: else no plan recomputes it.
-        has_differed: a recompute of its kind gave other bits, so whatever the plan says it runs plain, and
-        its tensors leave. Blocks the host: never."""
+        """How this call of block `name` of `root` runs. Blocks the host: never."""
         engine = manager.engine
         handler = manager.active_handler()
         kinds = self._kinds.setdefault(module, {})
-        kind = kinds.get(module.training)
+        never = root.watch.refuses(name, module)
+        kind = kinds.get((module.training, never))
         if kind is None:
-            alike = kind_of(module), root.min_elements, may_recompute
-            kind = kinds[module.training] = self._kind_by.setdefault(alike, _Kind())
-        only = "" if may_recompute else "no_recompute names it"
+            alike = kind_of(module), root.min_elements, never
+            kind = kinds[module.training, never] = self._kind_by.setdefault(alike, _Kind())
         if handler is None:  # nothing may leave, and no plan is for it
-            unplanned = self._unplanned(kind, root, module, args, kwargs, engine, None, only)
-            return Chosen(is_plain=True) if has_differed else unplanned
+            return self._unplanned(kind, root, module, args, kwargs, engine, None, never)
         chunk = handler.id
         begun, ran = self._ran.get(chunk, (None, []))
         if begun is not handler.saved:
@@ -201,9 +195,7 @@ class BlockCalls:
         called = Called(kind, -1, input_bytes)
         ran.append(called)
         if kind not in self.profiles:
-            unplanned = self._unplanned(kind, root, module, args, kwargs, engine, called, only)
-            if has_differed and not unplanned.is_plain:
-                unplanned = Chosen(is_plain=True, required=True)
+            unplanned = self._unplanned(kind, root, module, args, kwargs, engine, called, never)
             if unplanned.is_plain:
                 called.level = 0
             return unplanned
@@ -213,8 +205,6 @@ class BlockCalls:
             followed = nearest(chunk, self.levels)
             planned = () if followed is None else self.levels[followed]
             level = min(planned[len(ran) - 1], last) if len(ran) <= len(planned) else last
-        if has_differed:
-            level = 0
         called.level = level
         chosen, keeps = profile.menu[level], profile.keeps[level]
         way, host = _way_of(keeps), self._hosts[kind]
@@ -236,7 +226,7 @@ class BlockCalls:
             before_again=before_again,
             timing=timing,
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
-            required=self.levels is None or has_differed,
+            required=self.levels is None,
             alike=(kind, input_bytes) if self._may_be_spared(kind, profile) else None,
         )
 
@@ -297,17 +287,19 @@ class BlockCalls:
         kwargs: dict[str, Any],
         engine: OffloadEngine,
         called: Called | None,
-        never: str,
+        never: bool,
     ) -> Chosen:
         """A call that no plan is for: the first of a kind is profiled, the others are recomputed where that
-        may be, keeping what every level keeps, and timed until the profile is read. never: why none may be;
-        empty if that is to be seen."""
+        may be, keeping what every level keeps, and timed until the profile is read. never: none may be,
+        whatever is seen."""
         profiler = self._profilers.get(kind)
         if kind in self._own:  # and not followed yet
             profile = self._own[kind]
             only, keeps = profile.only, kept_always(profile.calls)
         elif profiler is None or profiler.failed:
-            profiler = BlockProfiler(module, engine, args, kwargs, min_elements=root.min_elements, only=never)
+            profiler = BlockProfiler(
+                module, engine, args, kwargs, min_elements=root.min_elements, may_be_recomputed=not never
+            )
             self._profilers[kind] = profiler
             self._own_input_bytes[kind] = max(1, _input_bytes(args, kwargs))
             return Chosen(is_plain=True, profiler=profiler, required=True)

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from offload.checkpoint.hidden_states import RecomputedCall
 from offload.checkpoint.members import inner_modules, is_trained
-from offload.checkpoint.net import Watch
 from offload.modules.auto import Auto
 from offload.modules.block_calls import Timing
 from offload.modules.hooks import output_tensors
@@ -35,20 +34,11 @@ class _Call(NamedTuple):
 
 
 class MixedCalls(RecomputedCalls):
-    """name: of the block. watch: of its model. may_recompute: as the user says."""
+    """name: of the block."""
 
-    def __init__(
-        self,
-        root: ModelRoot,
-        name: str,
-        watch: Watch,
-        auto: Auto,
-        *,
-        may_recompute: bool = True,
-    ) -> None:
-        super().__init__(root, name, watch, None)
+    def __init__(self, root: ModelRoot, name: str, auto: Auto) -> None:
+        super().__init__(root, name, None)
         self._auto = auto
-        self._may_recompute = may_recompute
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or not _has_backward(module, args, kwargs):
@@ -58,16 +48,7 @@ class MixedCalls(RecomputedCalls):
         self._refuse_compiled(module)
         root, auto = self._root, self._auto
         manager = root.manager()
-        has_differed = type(module) in self._watch.differing or type(module) in self._watch.drawing
-        chosen = auto.choose(
-            root,
-            self._name,
-            module,
-            args,
-            kwargs,
-            may_recompute=self._may_recompute,
-            has_differed=has_differed,
-        )
+        chosen = auto.choose(root, self._name, module, args, kwargs)
         if chosen.is_plain:
             timing = None if chosen.timing is None else chosen.timing()
             group = root.open_group(
@@ -82,7 +63,7 @@ class MixedCalls(RecomputedCalls):
             args,
             kwargs,
             chosen.contexts,
-            watch=self._watch,
+            watch=root.watch,
             name=self._name,
             may_stay=True,
             before_again=chosen.before_again,

@@ -14,7 +14,6 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall, is_recompute
-from offload.checkpoint.net import Watch
 from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.errors import OffloadError
@@ -36,18 +35,11 @@ def is_forward_ad() -> bool:
 
 
 class RecomputedCalls:
-    """name: of the block. watch: of its model. context_fn: keeps some outputs of it; None keeps none."""
+    """name: of the block. context_fn: keeps some outputs of it; None keeps none."""
 
-    def __init__(
-        self,
-        root: ModelRoot,
-        name: str,
-        watch: Watch,
-        context_fn: Callable[[], Contexts] | None,
-    ) -> None:
+    def __init__(self, root: ModelRoot, name: str, context_fn: Callable[[], Contexts] | None) -> None:
         self._root = root
         self._name = name
-        self._watch = watch
         self._context_fn = context_fn
 
     def enter(
@@ -71,13 +63,15 @@ class RecomputedCalls:
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> RecomputedCall | GroupCall | None:
-        if type(module) in self._watch.drawing:
+        if self._root.watch.refuses(self._name, module):
             return self._root.open_group(self._name)
         self._refuse_compiled(module)
         # under a dispatch mode torch takes other formulas for forward AD
         context_fn = None if is_forward_ad() else self._context_fn
-        manager = self._root.manager()
-        call = RecomputedCall(manager, module, args, kwargs, context_fn, watch=self._watch, name=self._name)
+        root = self._root
+        call = RecomputedCall(
+            root.manager(), module, args, kwargs, context_fn, watch=root.watch, name=self._name
+        )
         call.begin()
         return call
 

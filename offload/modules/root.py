@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.members import inner_modules
+from offload.checkpoint.net import Watch
 from offload.groups.chunk import ChunkGroups
 from offload.groups.group import Cost, Group
 from offload.groups.manager import GroupsManager
@@ -125,6 +126,7 @@ class ModelRoot:
         self._registered: weakref.ref[GroupsManager] | None = None
         self._ends_without = 0  # a forward, since apply()
         self.calls = CallsUnderWay()
+        self.watch = Watch()  # of its recomputes
         self._here = _Forwards()
         self.peak = PeakWatch(bool(self._blocks))
 

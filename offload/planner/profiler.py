@@ -36,7 +36,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import flop_registry
 
 from offload.checkpoint.arguments import cache_written
-from offload.checkpoint.draws import DrawsBefore
+from offload.checkpoint.draws import generator_states
 from offload.checkpoint.kept import UNTRACKED_VIEWS, plain_parts, storages_of, version_probe
 from offload.checkpoint.selective import CallMode, telling
 from offload.device import Event
@@ -90,8 +90,8 @@ class _Call:
 class BlockProfiler:
     """Of one call of `module`, which is given `args` and `kwargs`.
 
-    min_elements: a tensor of fewer does not leave; None takes the engine's setting. only: why no call of such
-        a block may be recomputed; empty if that is to be seen.
+    min_elements: a tensor of fewer does not leave; None takes the engine's setting. may_be_recomputed: no
+        call of such a block may be, if False, whatever is seen.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class BlockProfiler:
         kwargs: dict[str, Any] | None = None,
         *,
         min_elements: int | None = None,
-        only: str = "",
+        may_be_recomputed: bool = True,
     ) -> None:
         least = engine.config.min_offloaded_tensor_size if min_elements is None else min_elements
         self._compiled = getattr(module, "_compiled_call_impl", None) is not None
@@ -114,24 +114,24 @@ class BlockProfiler:
         probes = [probe for tensor in given if (probe := version_probe(tensor)) is not None]
         self._given = [(probe, probe._version) for probe in probes]
         self._plain: tuple[float, float] | None = None
-        self._draws = DrawsBefore()
-        self._mode.only = only
+        self._states: dict[str, bytes] = {}  # of generators
+        self._mode.only = "" if may_be_recomputed else "it is refused"
         cache = cache_written(module, (args, kwargs))
         if cache is not None:
             self._mode.only = f"it adds to a {type(cache).__name__}"
 
     def begin(self) -> None:
         """The forward begins, in this thread."""
-        self._draws = DrawsBefore()
+        self._states = generator_states()
         self._mode.__enter__()
 
     def end(self, *, failed: bool) -> None:
         """It is over. failed: it raised, so there is no profile."""
         self._mode.failed = failed
         self._mode.__exit__(None, None, None)
-        drawn = self._draws.learn()
-        if drawn and not self._mode.only:
-            self._mode.only = f"it draws from {drawn}"
+        now, self._states = self._states, generator_states()
+        for name in (name for name, state in self._states.items() if now.get(name) != state):
+            self._mode.only = self._mode.only or f"it draws from {name}"
         self._look_at_given("it writes to what it was given")
 
     @property
