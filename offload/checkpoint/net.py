@@ -51,7 +51,7 @@ _EVERY = 61
 _EARLY_STEPS = 3
 
 _REASONS = """so gradients are wrong: something was changed between the forward and the backward or by \
-the forward itself (an attribute, a hook, a submodule, a buffer, an argument that is no tensor); or it draws \
+the forward itself (an attribute, a hook, a submodule, an argument that is no tensor); or it draws \
 from a generator other than torch's default ones; or an operator is not deterministic, such as index_add or \
 scatter_add of floats on a GPU, or another algorithm or graph was chosen for it"""
 _WAY_OUT = """Name it in apply(..., no_recompute=['NAME']), which keeps or moves what it saves; or take \

@@ -115,7 +115,6 @@ CHANGES = {
     "dropout's p": (nothing, rate),
     "a hook": (nothing, hook),
     "a submodule": (nothing, submodule),
-    "a buffer": (nothing, buffer),
     "a bias": (nothing, bias),
 }
 changed = pytest.mark.parametrize(("each", "between"), CHANGES.values(), ids=CHANGES.keys())
@@ -172,6 +171,14 @@ def test_auto_moves_such_blocks_from_the_next_step_on(each: Change, between: Cha
     found = steps(6, each, between, "auto", device_total="40000B")
     assert isinstance(found[0], RecomputeDiffersError)
     for one, other in zip(expected[1:], found[1:], strict=True):
+        assert_bits(one, other)
+
+
+@pytest.mark.parametrize("mode", [*RECOMPUTING, "auto"])
+def test_a_buffer_that_is_written_between_forward_and_backward_is_put_back(mode: str) -> None:
+    arguments = {"device_total": "40000B"} if mode == "auto" else {}
+    expected = steps(4, nothing, buffer)
+    for one, other in zip(expected, steps(4, nothing, buffer, mode, **arguments), strict=True):
         assert_bits(one, other)
 
 
