@@ -1,5 +1,6 @@
-"""Packaging of the three packages. One invariant: what a run needs is in `install_requires`, and nothing else
-is. The version is the one that offload/__init__.py states."""
+"""Packaging of `offload`, with the folders parallel/ and moe/ as two packages in it. One invariant: what a
+run needs is in `install_requires`, and nothing else is. The version is the one that offload/__init__.py
+states."""
 
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "offload/__init__.py").read_text(), re.MULTILINE)
 assert VERSION is not None, "offload/__init__.py states no __version__"
+BESIDE = find_packages(include=["parallel", "parallel.*", "moe", "moe.*"])
 
 setup(
     name="pipeline-offload",
@@ -20,6 +22,8 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The pipeline-offload authors",
+    # no project_urls: there is no public address. README's relative links work in a repository only; once
+    # there is an address, they are to be made absolute here
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     keywords="pytorch training activation offload checkpointing pipeline-parallel optimizer memory",
@@ -34,9 +38,11 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    python_requires=">=3.11",
-    packages=find_packages(include=["offload", "offload.*", "parallel", "parallel.*", "moe", "moe.*"]),
-    package_data={package: ["py.typed"] for package in ("offload", "parallel", "moe")},
+    python_requires=">=3.11",  # the tests run on 3.11 and 3.12
+    # nothing but `offload` at top level: users have packages called `parallel` and `moe` of their own
+    packages=[*find_packages(include=["offload", "offload.*"]), *(f"offload.{name}" for name in BESIDE)],
+    package_dir={f"offload.{name}": name for name in ("parallel", "moe")},
+    package_data={"offload": ["py.typed"]},
     zip_safe=False,  # a type checker reads py.typed from a folder
     install_requires=[
         "torch>=2.11,<2.14",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from offload import process
+from offload import packages, process
 from offload.apply import Applied as Applied
 from offload.apply import activations, apply
 from offload.compat.group import OffloadTensorGroup as OffloadTensorGroup
@@ -81,6 +81,7 @@ __version__ = "0.1.0"
 OffloadManager = PipelineOffloadManager
 DeviceLimitError = torch.OutOfMemoryError  # what is raised where the device has no room
 process.manager_type = PipelineOffloadManager
+packages.install()
 
 __all__ = [
     "FSDPGPUOptimizerWrapper",

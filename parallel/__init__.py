@@ -1,5 +1,8 @@
 """Stages and microbatches: who runs which piece of the model when, and what the engine is told about it.
 
+The package is `offload.parallel`. Its modules import each other relatively, as the folder lies beside
+`offload` in a checkout (offload/packages.py).
+
 One invariant: torch.distributed.pipelining runs the pipeline and `offload` moves the bytes; this package only
 introduces them to each other, and imports nothing of `offload` but its public names. `launch` starts the
 ranks, `host` pins and measures the link on all at once, `schedules` names what torch can run, `transformer`
@@ -9,6 +12,7 @@ announces each chunk and says in which order the chunks will be read.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -16,6 +20,9 @@ if TYPE_CHECKING:
     from offload.pipelining import OffloadPipelineStage, actions_of
 
 __all__ = ["OffloadPipelineStage", "actions_of"]
+
+if __name__ == "parallel":  # found at the top of a checkout: one module for both names
+    sys.modules[__name__] = import_module("offload.parallel")
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """The drop-in for Megatron-core: its models and schedules as they are, with this engine under their offload
 marks.
 
-    from parallel import megatron
+    from offload.parallel import megatron
     megatron.install()                              # before the first import of megatron.core
     from megatron.core.models.gpt import GPTModel   # fine_grained_activation_offloading=True now means this
                                                     engine
@@ -9,8 +9,8 @@ marks.
     optimizer
 
 Megatron keeps its marks in one module, `PAGE`, and its hybrid optimizer in another, `OPTIMIZER_PAGE`.
-`install` sees to it that an import of them finds the names of `parallel.megatron_page` and of
-`parallel.megatron_optimizer`.
+`install` sees to it that an import of them finds the names of `megatron_page` and of `megatron_optimizer`
+beside this file.
 
 One invariant: nothing is asked of Megatron. It is not imported here and no file of it is read, so it may be
 absent, or there in part.
@@ -26,8 +26,9 @@ from types import ModuleType
 from typing import Any
 
 from offload import OffloadError
-from parallel.megatron_optimizer import OPTIMIZER_PAGE, HybridDeviceOptimizer, names_of_optimizer_page
-from parallel.megatron_page import PAGE, GraphCaptureError, names_of
+
+from .megatron_optimizer import OPTIMIZER_PAGE, HybridDeviceOptimizer, names_of_optimizer_page
+from .megatron_page import PAGE, GraphCaptureError, names_of
 
 __all__ = ["OPTIMIZER_PAGE", "PAGE", "GraphCaptureError", "HybridDeviceOptimizer", "install", "uninstall"]
 

@@ -4,7 +4,8 @@
 # environment that is already right as it is.
 # Read from the caller's environment:
 #   OFFLOAD_PYTHON  an interpreter that has torch: used as it is; no environment is made, nothing is installed
-#   PYTHON          the interpreter to make .venv with, instead of the first one here that works
+#   PYTHON          the interpreter to make .venv with, instead of the first one here that works; a .venv of
+#                   another one is made anew
 #
 # Expects `cd` to the repository root and `set -euo pipefail`.
 
@@ -29,6 +30,9 @@ find_python() {
     return 1
 }
 
+# Which Python it is, without the environment that it is run from.
+build_of() { "$1" -c 'import sys; print(sys.base_prefix, sys.version)'; }
+
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 
 prepare_python() {
@@ -42,12 +46,14 @@ prepare_python() {
         return
     fi
 
-    local base kind=cpu other=gpu pin=(-c scripts/constraints-cpu.txt) stamp
+    local base= kind=cpu other=gpu pin=(-c scripts/constraints-cpu.txt) stamp
     if has_gpu; then kind=gpu other=cpu pin=(); fi
     python="$PWD/.venv/bin/python"
+    if [ -n "${PYTHON:-}" ]; then base=$(find_python); fi # an error if it is none, whatever .venv has
     # The other kind's torch satisfies the same requirement, so pip would leave it in place.
-    if ! works "$python" || compgen -G ".venv/installed-$other-*" >/dev/null; then
-        base=$(find_python)
+    if ! works "$python" || compgen -G ".venv/installed-$other-*" >/dev/null ||
+        { [ -n "$base" ] && [ "$(build_of "$base")" != "$(build_of "$python")" ]; }; then
+        base=${base:-$(find_python)}
         say "making .venv with $("$base" --version) ($base)"
         "$base" -m venv --clear .venv
     fi
@@ -57,14 +63,20 @@ prepare_python() {
 
     say "installing into .venv ($kind); the first time takes a few minutes"
     local pip=("$python" -m pip --disable-pip-version-check install --quiet)
+    local got_torch=true
     if [ "$kind" = cpu ]; then
         # First and alone: on Linux the default build of torch brings gigabytes of CUDA libraries, the build
         # called +cpu does not. Where pip's indexes have no such build the pinned version is taken as it is;
         # PIP_EXTRA_INDEX_URL may name an index that has one.
         "${pip[@]}" "torch==$(sed -n 's/^torch==//p' scripts/constraints-cpu.txt)+cpu" 2>/dev/null ||
-            "${pip[@]}" "${pin[@]}" torch
+            "${pip[@]}" "${pin[@]}" torch || got_torch=false
     fi
-    "${pip[@]}" ${pin[@]+"${pin[@]}"} -e '.[test,plan,docs,plot]'
+    if ! $got_torch || ! "${pip[@]}" ${pin[@]+"${pin[@]}"} -e '.[test,plan,docs,plot]'; then
+        say "pip could not install into .venv: its lines above say what it did not find. Without a network its" \
+            "reason may read as a conflict of dependencies. Name an index that is reached in PIP_INDEX_URL, or" \
+            "an interpreter that has torch and the extras in OFFLOAD_PYTHON"
+        return 1
+    fi
     rm -f .venv/installed-*
     touch "$stamp"
 }

@@ -36,6 +36,7 @@ from offload.planner.rank_step import MODES  # noqa: E402
 from offload.planner.rates import GPUS, Gpu, gpu_named  # noqa: E402
 from offload.planner.reference import Cut  # noqa: E402
 from offload.policy.actions import Rates  # noqa: E402
+from offload.telemetry.drawing import require_matplotlib  # noqa: E402
 from parallel.schedules import SCHEDULES  # noqa: E402
 from planning import picture, report  # noqa: E402
 from planning.measure import measured  # noqa: E402
@@ -49,6 +50,8 @@ FITS, NO_QUESTION, DOES_NOT_FIT = 0, 2, 3
 def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
+        if given.plot is not None:
+            require_matplotlib()  # said before a long job is planned
         job = _job(given)
         stages = stages_of_job(job)
         answer = dry_run(job, given.offload, stages)

@@ -35,6 +35,7 @@ CONDITIONS = {
     # of the extra test, which the README's command installs
     "'transformers'": "",
     "'peft'": "",
+    "'accelerate'": "",
     # true of the machine that the README's command is for
     "torch.accelerator.is_available()": "",
     "torch.cuda.is_available()": "",

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Lint, types and tests, in an environment that it makes itself. Arguments go to pytest: scripts/test.sh -m
-# slow, scripts/test.sh -k groups.
-# One invariant: the exit status is 0 only if all three passed; the last line of a good run is pytest's
+# Lint, types and tests, in an environment that it makes itself: first the wheel as a user installs it, without
+# extras, then all tests with them. Arguments go to pytest, which then runs once: scripts/test.sh -m slow,
+# scripts/test.sh -k groups.
+# One invariant: the exit status is 0 only if all of them passed; the last line of a good run is pytest's
 # summary.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,7 +28,13 @@ check types mypy
 workers=()
 if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n auto --dist worksteal); fi
 # One thread a worker: the workers already fill the cores.
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check tests pytest ${workers[@]+"${workers[@]}"} "$@"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+installed=tests/integration/test_installed.py
+if [ $# -eq 0 ]; then
+    check installed pytest -q ${workers[@]+"${workers[@]}"} "$installed"
+    set -- --ignore "$installed"
+fi
+check tests pytest ${workers[@]+"${workers[@]}"} "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     say "failed: ${failed[*]}"

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
 from tests.unit.groups.stack import build_manager, installed
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 SIZES = {
     "hidden_size": 32,
@@ -241,6 +242,7 @@ def test_with_an_adapter_all_tensors_leave_instead_of_being_recomputed(
 
 
 def test_one_line_before_the_trainer_is_enough(manager: PipelineOffloadManager, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     rows = torch.arange(8 * 16).reshape(8, 16) % 61
 
     def trained(*, offloaded: bool) -> dict[str, Tensor]:

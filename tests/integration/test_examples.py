@@ -86,6 +86,7 @@ def test_the_trainers_callback_logs_what_moved_and_leaves_the_model_as_it_was(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     trainer = run("transformers_trainer")
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == 3
@@ -98,6 +99,7 @@ def test_what_moved_in_a_step_reaches_the_trainers_reporters(monkeypatch: pytest
     """A callback that a Trainer is given stands behind TensorBoard's and W&B's, so they never saw its
     figures, which were sums since the begin of training and did not say so."""
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     written: list[dict[str, float]] = []
 
     class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -131,6 +133,7 @@ def test_each_mode_reaches_the_trainer_and_its_weights_have_the_bits_of_no_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     fetched: list[tuple[bool, bool]] = []
     apply = offload.apply
 

@@ -386,7 +386,7 @@ def test_weights_and_norms_have_the_bits_of_megatrons_own_optimizer(
 ) -> None:
     for said in reports:
         run = said["kinds"][kind][fraction]
-        assert run["class"] == "parallel.megatron_optimizer"
+        assert run["class"] == "offload.parallel.megatron_optimizer"
         assert run["parameters"] > 10
         assert run["bitwise"]
         assert run["classes in groups"] == 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 import sys
 from email import message_from_string
 from pathlib import Path
@@ -14,47 +11,29 @@ from zipfile import ZipFile
 import pytest
 
 import offload
-from tests.once import made_once
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("offload", "parallel", "moe")
-
-
-def build_wheel(folder: Path) -> Path:
-    """Build from a copy, because setuptools writes beside what it builds; by the hook that pip calls too."""
-    tree = folder / "tree"
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    built = run("from setuptools import build_meta; print(build_meta.build_wheel('..'))", tree)
-    return folder / built.splitlines()[-1]
-
-
-def run(code: str, folder: Path, *path: Path) -> str:
-    """What the code prints, in a process that finds packages in `path` and not in the repository."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.integration.user_environment import ROOT, environment_of, run_in, wheel_of
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found: Path = made_once(tmp_path_factory, "wheel", build_wheel)
-    return found
+    return wheel_of(tmp_path_factory)
 
 
-def test_the_wheel_has_the_three_packages_with_their_types_and_nothing_else(wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """The interpreter of a user's environment without extras."""
+    return environment_of(tmp_path_factory, wheel)
+
+
+def test_the_wheel_has_one_package_at_top_level_with_every_file_of_the_three_folders(wheel: Path) -> None:
+    """It once had `parallel` and `moe` there, which hid a user's own packages, or were hidden by them."""
     with ZipFile(wheel) as archive:
         files = set(archive.namelist())
-    assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == set(PACKAGES)
-    assert {f"{package}/py.typed" for package in PACKAGES} <= files
-    source = {
-        path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")
-    }
+    assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == {"offload"}
+    assert "offload/py.typed" in files
+    source = {path.relative_to(ROOT).as_posix() for path in (ROOT / "offload").rglob("*.py")}
+    for folder in ("parallel", "moe"):
+        source |= {f"offload/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
     assert source == {name for name in files if name.endswith(".py")}
 
 
@@ -73,44 +52,66 @@ def test_the_wheels_metadata_is_complete_and_its_version_the_packages(wheel: Pat
     assert {re.match(r"[\w-]+", line)[0] for line in needed} == {"torch", "numpy", "tabulate", "tqdm"}  # type: ignore[index]
 
 
-def test_the_installed_wheel_runs_where_the_repository_is_not(wheel: Path, tmp_path: Path) -> None:
-    target = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--no-index", "--target", str(target), str(wheel)], check=True)
-    first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
-    files = "import parallel, moe\nfor package in (offload, parallel, moe): print('from', package.__file__)"
-    said = run(f"{first}\n{files}", tmp_path, target)
-    assert "offload report: 8 steps since apply" in said
-    found = re.findall(r"^from (.*)$", said, flags=re.MULTILINE)
-    assert [Path(file).relative_to(target).parts[0] for file in found] == list(PACKAGES)
-
-
-USERS_FOLDER = """
-import sys
+NAMES = """
+import sys, warnings
 import offload
-assert not {"parallel", "moe", "offload.pipelining"} & set(sys.modules), "import offload loads none of them"
+assert not {"parallel", "moe", "offload.parallel", "offload.moe", "offload.pipelining"} & set(sys.modules)
+import offload.parallel.schedules, offload.moe
+from offload.parallel import megatron
+"""
+USERS_FOLDER = f"""{NAMES}
 import parallel, moe
 assert parallel.whose == moe.whose == "the user's"
+import parallel.schedules
+assert parallel.schedules.whose == "the user's"
+assert megatron.HybridDeviceOptimizer.__module__ == "offload.parallel.megatron_optimizer"
 from offload.pipelining import OffloadPipelineStage, actions_of
-assert not [name for name in sys.modules if name.startswith(("parallel.", "moe."))]
-print(OffloadPipelineStage.__name__)
+assert offload.parallel.OffloadPipelineStage is OffloadPipelineStage
+"""
+FORMER = f"""{NAMES}
+def imported(warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import parallel.megatron
+        from parallel.megatron import install
+        import moe
+    assert parallel is offload.parallel and moe is offload.moe
+    assert parallel.megatron is megatron and install is megatron.install
+    assert [str(one.message).partition(";")[0] for one in caught] == warned
+    assert all(one.category is DeprecationWarning for one in caught)
+"""
+WARNED = [f"{name} is offload.{name} now" for name in ("parallel", "parallel.megatron", "moe")]
+FIRST = """
+import parallel.megatron, moe  # before offload
+import offload.parallel.megatron, offload.moe
+assert parallel.megatron is offload.parallel.megatron and moe is offload.moe
 """
 
 
-def test_a_users_own_parallel_and_moe_leave_offload_and_its_pipeline_stage_whole(tmp_path: Path) -> None:
+@pytest.fixture
+def users_folder(tmp_path: Path) -> Path:
     (tmp_path / "parallel").mkdir()
-    (tmp_path / "parallel" / "__init__.py").write_text('whose = "the user\'s"\n')
-    (tmp_path / "moe.py").write_text('whose = "the user\'s"\n')
+    for name in ("parallel/__init__", "parallel/schedules", "moe"):
+        (tmp_path / f"{name}.py").write_text('whose = "the user\'s"\n')
+    return tmp_path
+
+
+def test_a_users_own_parallel_and_moe_work_beside_the_installed_packages(
+    python: Path, users_folder: Path
+) -> None:
     # `-c` puts the folder that it runs in first, as a script's own folder is
-    assert run(USERS_FOLDER, tmp_path, ROOT) == "OffloadPipelineStage\n"
+    run_in(python, users_folder, "-c", USERS_FOLDER)
 
 
-def test_both_packages_name_the_same_stage() -> None:
-    import offload.pipelining
-    import parallel
-    import parallel.order
-    import parallel.stage
+def test_a_users_own_parallel_and_moe_work_beside_those_of_a_checkout(users_folder: Path) -> None:
+    code = f"import sys; sys.path.append({str(ROOT)!r})\n{USERS_FOLDER}"
+    run_in(Path(sys.executable), users_folder, "-c", code)
 
-    assert parallel.OffloadPipelineStage is parallel.stage.OffloadPipelineStage
-    assert parallel.OffloadPipelineStage is offload.pipelining.OffloadPipelineStage
-    assert parallel.actions_of is parallel.order.actions_of is offload.pipelining.actions_of
+
+def test_former_names_are_the_same_modules_and_warn_where_installed(python: Path, tmp_path: Path) -> None:
+    run_in(python, tmp_path, "-c", f"{FORMER}\nimported({WARNED})")
+
+
+@pytest.mark.parametrize("code", [f"{FORMER}\nimported([])", FIRST])
+def test_former_names_are_the_same_modules_in_a_checkout(code: str, tmp_path: Path) -> None:
+    run_in(Path(sys.executable), tmp_path, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}")

@@ -212,6 +212,7 @@ def test_two_equal_arms_take_equally_long(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_run_is_checked_reported_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     picture, telemetry = tmp_path / "step.png", tmp_path / "steps.jsonl"
     arguments = ["--steps", "3", "--check-end", "2", "--plot", str(picture), "--telemetry", str(telemetry)]
     code, output, errors = run([*arguments, *SMALL], ranks=2)

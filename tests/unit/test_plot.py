@@ -140,6 +140,7 @@ def test_a_trace_is_read_after_its_block_one_at_a_time_and_never_when_cut_off(
 def test_a_picture_names_groups_lanes_units_and_both_peaks(
     manager: PipelineOffloadManager, tmp_path: Path
 ) -> None:
+    pytest.importorskip("matplotlib")
     trace = recorded()
     offload.plot(tmp_path / "step.svg", trace)
     text = (tmp_path / "step.svg").read_text()
@@ -181,6 +182,7 @@ def test_the_title_of_a_picture_is_the_first_line_of_a_report_with_the_same_figu
 
 
 def test_a_gpus_timeline_lies_on_the_rest_of_its_memory(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     draw(gpu_timeline(), tmp_path / "gpu.svg", title="four layers")
     text = (tmp_path / "gpu.svg").read_text()
     for said in ("device memory (GB)", "weights, gradients, work", "stall: compute waits for a copy"):
@@ -248,6 +250,7 @@ def gpu_timeline() -> Timeline:
 
 
 def explained_of(num_blocks: int, microbatches: int, limit_gb: int) -> Explanation:
+    pytest.importorskip("matplotlib")
     pytest.importorskip("scipy")
     stage = Stage.of(one_f_one_b(0, 4, microbatches), W2_BLOCK, num_blocks)
     limit = limit_gb * GB

@@ -54,13 +54,13 @@ def asked(rank: int, world: int, cases: dict[str, Case]) -> dict[str, tuple[list
         logged: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record, logged=logged: logged.append(record.getMessage())  # type: ignore[method-assign, misc]
-        logging.getLogger("parallel").addHandler(handler)
+        logging.getLogger("offload.parallel").addHandler(handler)
         manager = Manager(said, refused=case.refused[rank] == "y", able=case.able[rank] == "y")
         try:
             reserve_host_together(cast(PipelineOffloadManager, manager), 1000 * (rank + 1), dist.group.WORLD)
         except HostBudgetError as error:
             said.append(str(error))
-        logging.getLogger("parallel").removeHandler(handler)
+        logging.getLogger("offload.parallel").removeHandler(handler)
         dist.barrier()  # what the next case asks is its own
         found[name] = said, logged
     return found

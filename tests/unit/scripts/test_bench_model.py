@@ -14,6 +14,7 @@ import bench_model
 def test_each_row_trains_the_same_model_and_its_gradients_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("transformers")
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}))
     out = tmp_path / "rows.json"

@@ -268,6 +268,7 @@ def test_the_probe_of_a_layer_leaves_nothing_of_its_forward_alive(monkeypatch: p
 
 
 def test_auto_gives_the_gradients_of_nothing_and_has_a_bound_of_its_own() -> None:
+    pytest.importorskip("scipy")
     reference = prints_of(rows.Nothing(context_of("W2")))
     row = ours.OursAuto(context_of("W2", total_limit_bytes=400_000, engine={"min_offloaded_tensor_size": 1}))
     for _ in range(3):

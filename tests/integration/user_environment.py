@@ -1,0 +1,103 @@
+"""An environment as a user has it after `pip install` of the wheel: what a run needs, and no extra.
+
+torch and the other requirements are the installed ones, linked and not copied. One invariant: what is no
+requirement of the wheel, nor one of a requirement, cannot be imported there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from email import message_from_string
+from importlib import metadata
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.once import made_once
+
+__all__ = ["ROOT", "environment_of", "run_in", "wheel_of"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_BUILT = ("offload", "parallel", "moe")
+_FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+
+
+def wheel_of(factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built once for all workers."""
+    found: Path = made_once(factory, "wheel", _build_wheel)
+    return found
+
+
+def environment_of(
+    factory: pytest.TempPathFactory, wheel: Path, name: str = "user", more: tuple[str, ...] = ()
+) -> Path:
+    """The interpreter of an environment with the wheel, and with `more` distributions."""
+    found: Path = made_once(factory, name, lambda folder: _build_environment(folder, wheel, more))
+    return found
+
+
+def run_in(python: Path, folder: Path, *arguments: str, code: int = 0) -> str:
+    """What the interpreter prints in `folder`, where nothing of the checkout is found, or its errors where it
+    is to fail. code: the exit status that it has."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(python), *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stderr if code else done.stdout
+
+
+def _build_wheel(folder: Path) -> Path:
+    """Build from a copy, because setuptools writes beside what it builds; by the hook that pip calls too."""
+    tree = folder / "tree"
+    for package in _BUILT:
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in _FILES:
+        shutil.copy(ROOT / name, tree)
+    code = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    return folder / run_in(Path(sys.executable), tree, "-c", code).splitlines()[-1]
+
+
+def _build_environment(folder: Path, wheel: Path, more: tuple[str, ...]) -> Path:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    python = folder / "venv" / "bin" / "python"
+    target = Path(run_in(python, folder, "-c", "import site; print(site.getsitepackages()[0])").strip())
+    for name in _with_requirements([*_requirements(wheel), *more]):
+        _link(metadata.distribution(name), target)
+    # --no-index: what is missing is an error, and not downloaded
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    subprocess.run([*pip, "install", "--quiet", "--no-index", str(wheel)], check=True)
+    return python
+
+
+def _requirements(wheel: Path) -> list[str]:
+    with ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return message_from_string(archive.read(name).decode()).get_all("Requires-Dist") or []
+
+
+def _with_requirements(texts: Iterable[str]) -> set[str]:
+    """Names of these distributions and of all that they require without an extra."""
+    found: set[str] = set()
+    ahead = [*texts]
+    while ahead:
+        requirement = Requirement(ahead.pop())
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if requirement.name not in found:
+            found.add(requirement.name)
+            ahead += metadata.requires(requirement.name) or ()
+    return found
+
+
+def _link(distribution: metadata.Distribution, target: Path) -> None:
+    """Links to what the distribution has at the top of its site-packages: packages, modules, metadata."""
+    for name in {file.parts[0] for file in distribution.files or ()} - {".."}:
+        if not (target / name).exists():
+            (target / name).symlink_to(Path(str(distribution.locate_file(name))).resolve())
