@@ -19,10 +19,10 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypedDict, Unpack
+from typing import Any, Literal, ParamSpec, Protocol
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ from offload.modules.auto import Auto
 from offload.modules.blocks import Blocks, find_blocks, match_modules, without_nested
 from offload.modules.hooks import HookPair
 from offload.modules.mixed import MixedCalls
-from offload.modules.one_copy import OneCopyAtATime
 from offload.modules.recomputed import RecomputedCalls, selective_contexts_of
 from offload.modules.root import GroupCalls, HeadCalls, ModelRoot
 from offload.modules.settings import (
@@ -59,6 +58,8 @@ __all__ = ["Applied", "activations", "apply", "infer_steps", "is_declined"]
 
 logger = speaker(__name__)
 
+_P = ParamSpec("_P")
+
 _LEAST_OF_ALL = 512
 """Elements that leave at least where all tensors do: 1,024 bytes of two each, as TRL's offloading has it."""
 
@@ -66,7 +67,6 @@ _LEAST_HOST_BYTES = 4096
 """A page: less of host memory cannot be pinned."""
 
 _steps = Steps(marks.default_manager)
-_one_copy = OneCopyAtATime()
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 """By module that has hooks of a handle: the handle."""
 _watermarked: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -81,22 +81,6 @@ class Calls(Protocol):
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def leave(self, state: Any, output: Any, failed: bool) -> None: ...
-
-
-class _Arguments(TypedDict, total=False):
-    """What `apply` takes beside model and mode."""
-
-    blocks: str | Sequence[str] | None
-    modules: str | Sequence[str] | None
-    device_limit: int | str | None
-    host_limit: int | str | None
-    min_numel: int | None
-    device_total: int | str | None
-    high: int | str | None
-    low: int | str | None
-    host_reserve: int | str | None
-    no_recompute: str | Sequence[str] | None
-    recompute_differs: Literal["raise", "warn"]
 
 
 class Applied:
@@ -327,8 +311,13 @@ def apply(
     if everything:
         for head in heads_of(model):
             handle._hook(head, HeadCalls(root))
-    if mode == "legacy":
-        handle._limits_end = _one_copy.begin(model, marks.default_manager().engine)
+    if mode == "legacy":  # one copy out at a time, and nothing back before it is read
+        share = marks.default_manager().engine.limits.contributor("legacy")
+        share.bound("max_spilling_bytes", 1)
+        share.bound("max_restoring_bytes", 0)
+        share.bound("half_room_bytes", 0)
+        handle._limits_end = ends = weakref.finalize(model, share.end)
+        ends.atexit = False
     handle._checkpointing_off = mind_adapters(model, mode)
     return handle
 
@@ -343,17 +332,21 @@ def infer_steps(root: Root) -> None:
     _steps.add(root)
 
 
-@contextmanager
-def activations(
-    model: nn.Module, mode: Mode | None = None, **arguments: Unpack[_Arguments]
-) -> Iterator[Applied]:
-    """`apply` for the forwards inside; `remove` at the end. arguments: as `apply` takes them. A backward may
-    come after the end."""
-    handle = apply(model, mode, **arguments)
-    try:
-        yield handle
-    finally:
-        handle.remove()
+def _context_of(applies: Callable[_P, Applied]) -> Callable[_P, AbstractContextManager[Applied]]:
+    @contextmanager
+    def activations(*arguments: _P.args, **named: _P.kwargs) -> Iterator[Applied]:
+        """`apply` for the forwards inside; `remove` at the end. A backward may come after it."""
+        handle = applies(*arguments, **named)
+        try:
+            yield handle
+        finally:
+            handle.remove()
+
+    return activations
+
+
+activations = _context_of(apply)
+"""`apply` for the forwards inside, with its arguments; `remove` at the end. A backward may come after it."""
 
 
 def _groups_of(

@@ -128,8 +128,8 @@ class Report:
         if last.no_host_bytes:
             needed = max(last.host_lent_bytes, last.moved_bytes) + last.no_host_bytes
             change = (
-                f"{bytes_text(last.no_host_bytes)} found no host memory; before apply() call "
-                f"configure(OffloadConfig(host_reserve_bytes={needed})), with no smaller host_limit"
+                f"{bytes_text(last.no_host_bytes)} found no host memory; give apply "
+                f"host_reserve='{bytes_text(needed)}', and no smaller host_limit"
             )
         elif last.over_limit_bytes:
             passed = f"{bytes_text(last.over_limit_bytes)} at once beyond {self._limit()}"

@@ -84,11 +84,14 @@ class Auto(Client):
         """How this call of block `name` of `root` runs. Blocks the host: never."""
         manager = self._manager()
         engine = manager.engine
-        if self._attached() is not engine:
+        before = self._attached()
+        if before is not engine:
+            if before is not None:
+                self.plan.end()
             # after the groups: their step has ended before this one
             self._engine = weakref.ref(engine)
             engine.attach(self)
-            self.memory.share(engine).bound("again_room_bytes", 0)  # until a plan says how much there is
+            self.memory.attach(engine)
             self.begin_step()
         with engine.lock:
             engine.transfers.claim(0)
@@ -133,7 +136,7 @@ class Auto(Client):
         if not self.models and engine is not None:
             engine.detach(self)
             engine.transfers.claim(0)
-            self.plan.end(engine)
+            self.plan.end()
 
     def is_of(self, engine: OffloadEngine) -> bool:
         """Whether it plans for this engine, or will."""

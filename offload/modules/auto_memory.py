@@ -38,6 +38,9 @@ class AutoMemory:
     Nothing here blocks the host.
     """
 
+    share: Contributor
+    """Its part of the engine's limits, from `attach` on."""
+
     def __init__(self, total_bytes: int | None) -> None:
         self.total = None if total_bytes is None else TotalMemory(total_bytes)
         self.head_bytes = 0
@@ -48,7 +51,6 @@ class AutoMemory:
         self._rests: dict[str, int] = {}  # by phase: active bytes beside saved ones, at most
         self._peak_bytes = 0  # of the phases before
         self._fitted = False  # the step before, in its forwards and backwards
-        self._share: Contributor | None = None
         self._limited = False
         self._said: set[str] = set()
 
@@ -125,7 +127,7 @@ class AutoMemory:
             rest_bytes = self._rests[BLOCKS] if self.head_bytes else peak_bytes - counted_bytes
             total.measured(peak_bytes, counted_bytes, rest_bytes, vary=vary)
         elif total.followed(peak_bytes, counted_bytes, limit_bytes, vary=vary):
-            self.set_limit(engine, total.limit_bytes or 0)
+            self.set_limit(total.limit_bytes or 0)
             manager.limits_changed()
             return total.limit_bytes is not None
         elif is_final:  # a step of lengths that vary may be the highest so far
@@ -149,25 +151,23 @@ class AutoMemory:
             self.total.rest_bytes, self.has_no_room = None, False
 
     # -- the limit -------------------------------------------------------------------------------------------
-    def set_limit(self, engine: OffloadEngine, limit_bytes: int | None) -> None:
+    def attach(self, engine: OffloadEngine) -> None:
+        """Contribute to the limits of this engine, by which an input half leaves nothing of what it
+        recomputed, until a plan says more."""
+        self.share = engine.limits.contributor("auto")
+        self.share.bound("again_room_bytes", 0)
+
+    def set_limit(self, limit_bytes: int | None) -> None:
         """A plan is followed that is for this limit."""
         self._limited = True
         # the total counts everything, so no limit of the config holds beside it
-        self.share(engine).bound("device_limit_bytes", limit_bytes, replaces=(CONFIG,))
+        self.share.bound("device_limit_bytes", limit_bytes, replaces=(CONFIG,))
 
-    def give_limit_back(self, engine: OffloadEngine) -> None:
+    def give_limit_back(self) -> None:
         """No plan is followed any more. Takes no lock."""
         if self._limited:
             self._limited = False
-            self.share(engine).lift("device_limit_bytes")
-
-    def share(self, engine: OffloadEngine) -> Contributor:
-        """What mode "auto" contributes to the limits of its engine."""
-        if self._share is None or self._share.limits is not engine.limits:
-            if self._share is not None:
-                self._share.end()
-            self._share = engine.limits.contributor("auto")
-        return self._share
+            self.share.bound("device_limit_bytes", None)
 
     def no_room(self) -> None:
         """The total is less than a step takes that recomputes every block that may be: that is done."""

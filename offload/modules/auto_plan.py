@@ -278,7 +278,7 @@ class AutoPlan:
         self._since_plan = 0
         self._lengths = self.recent.lengths.typical()
         if plan is None:
-            self.follow_none(engine)
+            self.follow_none()
             memory.no_room()
             return
         self.names = {chunk: list(names) for chunk, names in self._calls.names.items()}
@@ -289,8 +289,8 @@ class AutoPlan:
             memory.total.restart()
             memory.measure()
         _measure_link(engine)
-        memory.set_limit(engine, limit_bytes)
-        memory.share(engine).bound("again_room_bytes", plan.again_room_bytes)
+        memory.set_limit(limit_bytes)
+        memory.share.bound("again_room_bytes", plan.again_room_bytes)
         amounts = Amounts(plan.kept_bytes, float(plan.restoring_room_bytes), float(plan.half_room_bytes))
         saved_bytes = {chunk: sum(size.nbytes for size in own) for chunk, own in _sizes_of(plan).items()}
         most_kept_bytes = self._most_kept_bytes(plan, limit_bytes)
@@ -311,25 +311,25 @@ class AutoPlan:
             guard.planned_s * 1e3,
             guard.recomputed_s * 1e3,
         )
-        self.follow_none(engine)
+        self.follow_none()
         self._memory.is_measured = False
 
-    def follow_none(self, engine: OffloadEngine) -> None:
+    def follow_none(self) -> None:
         """From the next step on every block that may be is recomputed, under the engine's own limit."""
         self.followed = self._calls.levels = None
         self.plans_left = 0
-        self.end(engine)
-        self._memory.share(engine).bound("again_room_bytes", 0)
+        self.end()
+        self._memory.share.bound("again_room_bytes", 0)
 
-    def end(self, engine: OffloadEngine) -> None:
+    def end(self) -> None:
         """What a plan has changed of the engine is as before. Takes no lock."""
         self._stop_search()
         self._drift.end()
         manager = None if self._started is None else self._started()
         if manager is not None:
             manager.start_from(None)
-        self._memory.give_limit_back(engine)
-        self._memory.share(engine).lift("again_room_bytes")
+        self._memory.give_limit_back()
+        self._memory.share.bound("again_room_bytes", None)
 
     def _most_kept_bytes(self, plan: MixedPlan, limit_bytes: int) -> int:
         """That may stay at once until the groups have seen a step of these levels: what leaves room for the

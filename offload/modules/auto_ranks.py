@@ -78,7 +78,7 @@ class AutoRanks:
         if work is None or len(found) < len(rooms) or not any(room.wants_plan for room in found.values()):
             return  # as every member sees
         if len({room.shape for room in found.values()}) > 1:
-            plan.follow_none(manager.engine)
+            plan.follow_none()
             self._say_once(
                 "shapes",
                 "blocks of ranks %s communicate, and the ranks run other forwards or in another order: no "
@@ -96,7 +96,7 @@ class AutoRanks:
         if chosen is not None or (room is not None and room.limit_bytes == 0):
             plan.follow(manager, chosen)
         else:  # another rank has no room
-            plan.follow_none(manager.engine)
+            plan.follow_none()
 
     def _say_once(self, what: str, text: str, *values: object) -> None:
         if what not in self._said:

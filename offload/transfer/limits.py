@@ -86,14 +86,10 @@ class Contributor:
         contributors whose bounds of this cap do not hold beside it."""
         self.limits._change(self, {cap: _Bound(nbytes, replaces)})
 
-    def lift(self, *caps: Cap) -> None:
-        """Take the bounds of these caps back."""
-        self.limits._change(self, dict.fromkeys(caps))
-
     def end(self) -> None:
         """Take all bounds back, and be no watcher any more. Called again, it does nothing."""
         self.limits._watchers.pop(self, None)
-        self.lift(*(cap for who, cap in self.limits._bounds.copy() if who is self))
+        self.limits._change(self, {cap: None for who, cap in self.limits._bounds.copy() if who is self})
 
 
 class Limits:
@@ -124,13 +120,15 @@ class Limits:
     def follow(self, config: OffloadConfig) -> None:
         """Take the bounds of another config."""
         spilling, restoring, named = config.max_spilling_bytes, config.max_restoring_bytes, (DEFAULT, PLAN)
-        changes: dict[Cap, _Bound | None] = {
-            "device_limit_bytes": _Bound(config.device_limit_bytes),
-            "max_spilling_bytes": None if spilling is None else _Bound(spilling, named),
-            "max_restoring_bytes": None if restoring is None else _Bound(restoring, named),
-            "half_room_bytes": None if restoring is None else _Bound(None, named),
-        }
-        self._change(self._config, changes)
+        self._change(
+            self._config,
+            {
+                "device_limit_bytes": _Bound(config.device_limit_bytes),
+                "max_spilling_bytes": None if spilling is None else _Bound(spilling, named),
+                "max_restoring_bytes": None if restoring is None else _Bound(restoring, named),
+                "half_room_bytes": None if restoring is None else _Bound(None, named),
+            },
+        )
 
     def held_by(self, cap: Cap) -> str:
         """The name of the contributor whose bound of `cap` holds; "" where there is none."""

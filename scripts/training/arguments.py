@@ -30,7 +30,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "eval_every": (0, MOST),
     "check_end": (0, MOST),
     "seed": (0, 2**32 - 1),  # a batch is drawn from (seed << 32) + step, which torch takes as 64 bits
-    "device_limit_mb": (1, MOST),
+    "device_limit_mib": (1, MOST),
     "min_offloaded_tensor_size": (0, 2**63 - 1),
     "timeout": (1, 1e6),  # seconds; torch counts nanoseconds in 64 bits
 }
@@ -150,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         ),
         epilog=(
             "Start several ranks with torchrun: torchrun --nproc-per-node 2 scripts/train.py "
-            "--preset tiny --steps 20. MiB is 1,048,576 bytes; so is MB in the engine's table."
+            "--preset tiny --steps 20. MiB is 1,048,576 bytes. MB and GB are 10**6 and 10**9, here and in "
+            "the engine's table, report and warnings."
         ),
     )
     model = parser.add_argument_group("model")
@@ -259,7 +260,13 @@ def _parser() -> argparse.ArgumentParser:
         help="share of the groups that leaves, 0 to 1 (default: 1)",
     )
     offload.add_argument(
-        "--device-limit-mb", type=int, metavar="MIB", help="saved activations on the device at once, in MiB"
+        "--device-limit-mib",
+        "--device-limit-mb",
+        dest="device_limit_mib",
+        type=int,
+        metavar="MIB",
+        help="saved activations on the device at once, in MiB of 1,048,576 bytes; --device-limit-mb is an "
+        "older name of it",
     )
 
     offload.add_argument(

@@ -162,7 +162,7 @@ def read_options(arguments: list[str], ranks: Ranks) -> Options:
         data=tuple(given.data),
         min_elements=_or(given.min_offloaded_tensor_size, recipe.min_elements),
         fraction=given.offload_fraction,
-        device_limit_bytes=None if given.device_limit_mb is None else given.device_limit_mb * MIB,
+        device_limit_bytes=None if given.device_limit_mib is None else given.device_limit_mib * MIB,
         marks=None
         if given.high_gb is None
         else (int(given.high_gb * 1e9), None if given.low_gb is None else int(given.low_gb * 1e9)),

@@ -7,13 +7,12 @@ is no mode pass.
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
-from offload.apply import _Arguments
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import build, train
 
@@ -138,12 +136,6 @@ def test_a_handle_goes_on_reporting_after_configure(manager: PipelineOffloadMana
     offload.apply(build(), host_limit="2GB")  # of another model
     train(model, steps=1)
     assert handle.report().total.steps == 6
-
-
-def test_activations_takes_what_apply_takes() -> None:
-    wanted = get_type_hints(offload.apply)
-    assert set(inspect.signature(offload.apply).parameters) == {"model", "mode", *_Arguments.__annotations__}
-    assert {name: wanted[name] for name in _Arguments.__annotations__} == get_type_hints(_Arguments)
 
 
 def test_a_type_checker_finds_a_mode_that_is_none(tmp_path: Path) -> None:

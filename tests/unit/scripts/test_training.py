@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from offload import Report
+from offload.sizes import bytes_text
 from parallel.launch import Ranks
 from parallel.transformer import GROUP_NAMES
 from scripts.train import in_turn, planned
+from training.arguments import _parser
 from training.comparison import comparison, ratio_text, spread_of
 from training.figures import Arm, EndCheck, RankFigures
 from training.options import Options, fraction_without_room, read_options
@@ -55,7 +57,8 @@ TWO = Ranks(0, 2, 0, 2)
         (["--heads", "3"], "dim 128 over 3 heads"),
         (["--offload-fraction", "1.5"], "activation_offload_fraction is 1.5"),
         (["--min-offloaded-tensor-size", "-1"], "--min-offloaded-tensor-size is -1; it must be at least 0"),
-        (["--device-limit-mb", "0"], "--device-limit-mb is 0; it must be at least 1"),
+        (["--device-limit-mib", "0"], "--device-limit-mib is 0; it must be at least 1"),
+        (["--device-limit-mb", "0"], "--device-limit-mib is 0; it must be at least 1"),
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--steps", "many"], "invalid int value: 'many'"),
         (["--verify", "--compare"], "run them one after the other"),
@@ -361,3 +364,11 @@ def test_the_allocators_segments_are_set_to_expand_before_torch_is_imported() ->
     source = (Path(__file__).parents[3] / "scripts" / "train.py").read_text()
     set_at = source.index('setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")')
     assert set_at < source.index("\nimport torch") < source.index("\nfrom offload import")
+
+
+def test_the_help_says_units_as_the_engine_has_them() -> None:
+    """It said that MB in the engine's table is 1,048,576 bytes: 149.2 MiB is 156.47 there."""
+    text = " ".join(_parser().format_help().split())
+    assert "MB and GB are 10**6 and 10**9, here and in the engine's table, report and warnings" in text
+    assert "--device-limit-mb MIB saved activations on the device at once, in MiB of 1,048,576 bytes" in text
+    assert bytes_text(1_492 * 2**20 // 10) == "156.45 MB"

@@ -37,7 +37,7 @@ def test_the_least_bound_holds_and_its_contributor_is_named() -> None:
     weights.bound("device_limit_bytes", 5 * KIB)
     assert (limits.device_limit_bytes, limits.held_by("device_limit_bytes")) == (5 * KIB, "weights")
     assert (limits.max_restoring_bytes, limits.held_by("max_restoring_bytes")) == (5 * KIB // 4, "default")
-    weights.lift("device_limit_bytes")
+    weights.bound("device_limit_bytes", None)
     assert (limits.device_limit_bytes, limits.held_by("device_limit_bytes")) == (8 * KIB, "config")
 
 
@@ -75,7 +75,7 @@ def test_a_config_that_names_a_window_stands_in_for_a_plan() -> None:
     assert limits.named == {"device_limit_bytes", "max_restoring_bytes"}
 
 
-@pytest.mark.parametrize("changed", ["config", "bound", "lift", "end"])
+@pytest.mark.parametrize("changed", ["config", "bound", "none", "end"])
 def test_windows_of_a_plan_end_with_the_limit_that_it_was_made_for(changed: str) -> None:
     limits = of(device_limit_bytes=8 * KIB)
     share = limits.contributor("auto")
@@ -89,8 +89,8 @@ def test_windows_of_a_plan_end_with_the_limit_that_it_was_made_for(changed: str)
         limits.follow(OffloadConfig(device_limit_bytes=4 * KIB))
     elif changed == "bound":
         share.bound("device_limit_bytes", 4 * KIB, replaces=(CONFIG,))
-    elif changed == "lift":
-        share.lift("device_limit_bytes")
+    elif changed == "none":
+        share.bound("device_limit_bytes", None)
     else:
         share.end()
     device = {"config": 6 * KIB, "bound": 4 * KIB}.get(changed, 8 * KIB)
