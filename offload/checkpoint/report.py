@@ -73,8 +73,9 @@ class KeepReport(Client):
             if not entry.matched:
                 logger.warning(
                     "selective_contexts() kept nothing: %s checkpointed forwards called none of %s, so all "
-                    "of them is recomputed. They called %s; ask for some of those (what torch.compile has "
-                    "fused calls none)",
+                    "of them is recomputed. They called %s (what torch.compile has fused calls none). Ask "
+                    "for some of those, by selective_contexts() in a checkpoint of your own; of "
+                    "mode='selective' the operators are fixed, and mode='auto' keeps what pays",
                     f"{entry.regions:,}",
                     _listed(entry.names),
                     _listed(entry.called),

@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 from offload.saved.chunk import SavedGroup
 
-__all__ = ["Cost", "Group", "Sizes"]
+__all__ = ["KEPT", "Cost", "Group", "Sizes"]
+
+KEPT = "kept"
+"""Group of the outputs that mode "auto" does not recompute. No user named it, so no warning blames it for
+moving nothing."""
 
 
 class Cost(NamedTuple):

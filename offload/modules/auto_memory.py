@@ -30,6 +30,10 @@ _WORTH_A_CLAIM = 0.005
 """Of the total: a head that needs less beyond a block has no room of its own."""
 
 
+_MAY_BE_REFUSED = 8
+"""Steps without a plan in which the total may yet be found to be too small for any."""
+
+
 class AutoMemory:
     """Of one engine. total: None where none was asked for. head_bytes: that the head and the loss need beyond
     what a block needs. is_measured: steps from now on, which resets torch's memory peaks at their begin.
@@ -52,6 +56,7 @@ class AutoMemory:
         self._peak_bytes = 0  # of the phases before
         self._fitted = False  # the step before, in its forwards and backwards
         self._limited = False
+        self._unplanned = 0  # steps in a row
         self._said: set[str] = set()
 
     @property
@@ -102,13 +107,27 @@ class AutoMemory:
         """Correct the limit by the peaks of the step that ended. is_planned: it ran at the levels of a plan;
         is_final: and no other one will be made. vary: steps differ in lengths. Returns whether the plan
         still has room."""
-        if self.total is None or not self.is_measured:
+        if self.total is None:
             return True
         engine, total = manager.engine, self.total
         counted_bytes = stats.device_bytes_peak
         found = engine.device.allocator_bytes()
         # of the simulated device no more is known
         peak_bytes = counted_bytes if found is None else max(found[1], self._peak_bytes)
+        self._unplanned = 0 if is_planned else self._unplanned + 1
+        # where a step of recomputes has no room, no_room() names both
+        most_bytes = max(total.total_bytes, total.least_peak_bytes if self.has_no_room else 0)
+        if peak_bytes > most_bytes and (is_planned or self.has_no_room or self._unplanned > _MAY_BE_REFUSED):
+            self._say_once(
+                "passed",
+                "a step had %s on the device, and device_total is %s: it took more than the steps that "
+                "were measured, and others of its kind will. Later plans count it. Where the device does not "
+                "have that much, give a smaller total",
+                bytes_text(peak_bytes),
+                bytes_text(total.total_bytes),
+            )
+        if not self.is_measured:
+            return True
         limit_bytes = engine.limits.device_limit_bytes
         logger.info(
             "auto: active peak %s of %s, %s of it saved or made again, under a limit of %s",

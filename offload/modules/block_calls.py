@@ -23,13 +23,13 @@ from offload.checkpoint.hidden_states import BeforeAgain
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.device import Device, Event
 from offload.engine import OffloadEngine
-from offload.groups.group import Cost
+from offload.groups.group import KEPT, Cost
 from offload.groups.manager import GroupsManager
 from offload.ids import ChunkId
 from offload.modules.root import ModelRoot
 from offload.planner.agreement import peers_of, with_levels_of
 from offload.planner.host_seconds import HostSeconds, Way
-from offload.planner.kinds import kind_of
+from offload.planner.kinds import kind_of, look_of
 from offload.planner.profile import BlockProfile, kept_always
 from offload.planner.profiler import BlockProfiler
 from offload.planner.work import Ran
@@ -41,14 +41,15 @@ __all__ = ["BlockCalls", "Chosen", "Timing"]
 
 logger = speaker(__name__)
 
-_KEPT = "kept"
-"""The group of outputs that a recompute does not compute again."""
-
 Kept = frozenset[tuple[Any, int]]
 """Calls of a block whose outputs are kept: operators and numbers."""
 
 _MOST_LENGTHS = 1024
 """Of which profiles are at hand; another one takes well below a millisecond."""
+
+_LOOK_EVERY = 61
+"""Steps: in one of them calls that are known to save alike are looked at, since a block may save more for a
+reason that it does not show."""
 
 _PASSES = 3
 """A block's forward and backward together, in forwards."""
@@ -150,7 +151,9 @@ class BlockCalls:
         self.peers = frozenset[int]()
         self._manager = manager
         self._timings: dict[_Kind, list[Timing]] = {}  # of the other blocks of each kind, in step 1
-        self._kinds = weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], _Kind]]()
+        self._step = 0
+        # how a block was last: the step, whether it trained and may not be recomputed; what it looked like
+        self._kinds = weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, bool, bool], Hashable, _Kind]]()
         self._kind_by: dict[Hashable, _Kind] = {}
         self._own: dict[_Kind, BlockProfile] = {}  # as they were seen here; `profiles` are followed
         self._own_input_bytes: dict[_Kind, int] = {}
@@ -176,12 +179,8 @@ class BlockCalls:
         """How this call of block `name` of `root` runs. Blocks the host: never."""
         engine = manager.engine
         handler = manager.active_handler()
-        kinds = self._kinds.setdefault(module, {})
         never = root.watch.refuses(name, module)
-        kind = kinds.get((module.training, never))
-        if kind is None:
-            alike = kind_of(module), root.min_elements, never
-            kind = kinds[module.training, never] = self._kind_by.setdefault(alike, _Kind())
+        kind = self._kind_now(module, root.min_elements, never)
         if handler is None:  # nothing may leave, and no plan is for it
             return self._unplanned(kind, root, module, args, kwargs, engine, None, never)
         chunk = handler.id
@@ -227,8 +226,25 @@ class BlockCalls:
             timing=timing,
             cost=Cost(profile.forward_s * _PASSES + chosen.recompute_s, chosen.made_again_bytes),
             required=self.levels is None,
-            alike=(kind, input_bytes) if self._may_be_spared(kind, profile) else None,
+            alike=(kind, input_bytes)
+            if self._step % _LOOK_EVERY and self._may_be_spared(kind, profile)
+            else None,
         )
+
+    def _kind_now(self, module: nn.Module, min_elements: int | None, never: bool) -> _Kind:
+        """The block's kind, looked at once a step: it is another one when a part is unfrozen, exchanged or
+        switched."""
+        state = self._step, module.training, never
+        known = self._kinds.get(module)
+        if known is not None and known[0] == state:
+            return known[2]
+        look = look_of(module), never
+        if known is not None and known[1] == look:
+            kind = known[2]
+        else:
+            kind = self._kind_by.setdefault((kind_of(module), min_elements, never), _Kind())
+        self._kinds[module] = state, look, kind
+        return kind
 
     def _may_be_spared(self, kind: _Kind, profile: BlockProfile) -> bool:
         """Whether plain calls of this profile that save alike need not be looked at."""
@@ -256,6 +272,7 @@ class BlockCalls:
     def take_ran(self) -> dict[ChunkKey, list[Ran]]:
         """The calls of the step that ended, by chunk."""
         ran, self._ran = self._ran, {}
+        self._step += 1
         return {chunk: [self._known(call) for call in calls] for chunk, (_, calls) in ran.items()}
 
     def _known(self, call: Called) -> Ran:
@@ -379,7 +396,7 @@ class BlockCalls:
     def _contexts_for(self, keeps: Kept) -> Callable[[], Contexts]:
         contexts = self._contexts.get(keeps)
         if contexts is None:
-            contexts = self._contexts[keeps] = contexts_for(keeps, _KEPT, self._manager)
+            contexts = self._contexts[keeps] = contexts_for(keeps, KEPT, self._manager)
         return contexts
 
 

@@ -205,7 +205,12 @@ class Explanation:
                 )
             )
         if not self.shares:
-            return "\n".join([*lines, "No block saves a tensor that may leave, so nothing was to choose."])
+            why = (
+                "No block saves a tensor that may leave: each is smaller than min_numel, a parameter, or has "
+                "to stay. So nothing was to choose, and no recompute was considered, whatever they take of "
+                "the total. A smaller min_numel lets them leave."
+            )
+            return "\n".join([*lines, why])
         size, unit = byte_unit(max((share.saved_bytes for share in self.shares), default=0))
         table = tabulate(
             [

@@ -13,7 +13,7 @@ from types import BuiltinFunctionType
 import torch
 from torch import nn
 
-__all__ = ["kind_of"]
+__all__ = ["kind_of", "look_of"]
 
 
 def kind_of(module: nn.Module) -> Hashable:
@@ -30,6 +30,22 @@ def kind_of(module: nn.Module) -> Hashable:
         tuple((name, _make(tensor)) for name, tensor in module.named_parameters()),
         tuple((name, _make(tensor)) for name, tensor in module.named_buffers()),
     )
+
+
+def look_of(module: nn.Module) -> Hashable:
+    """What may change of a block between two steps, at a tenth of the price of its kind: its parts, what is
+    frozen, switches, and whether a rate is 0."""
+    found: list[object] = []
+    parts, seen = [module], {id(module)}
+    for part in parts:
+        found += [value != 0 for value in vars(part).values() if type(value) in (bool, float)]
+        for tensor in part._parameters.values():
+            found += (None,) if tensor is None else (tensor.requires_grad, tensor.numel())
+        for child in part._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                parts.append(child)
+    return (*map(id, parts), *map(type, parts), *found)
 
 
 def _make(tensor: torch.Tensor) -> Hashable:

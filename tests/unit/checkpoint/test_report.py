@@ -39,7 +39,7 @@ def test_nothing_is_said_before_a_checkpoint_has_run_and_once_after(caplog: pyte
         "selective_contexts() kept nothing: 2 checkpointed forwards called none of mm, so all of them is "
         "recomputed."
     )
-    assert "They called exp, sin;" in message
+    assert "They called exp, sin (" in message
 
 
 def test_all_that_was_asked_for_is_called_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -55,7 +55,7 @@ def test_a_long_list_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     report.region("key", ["mm"], [], [f"op{number}" for number in range(20)])
     report.step_ended(StepStats(step=0))
     ((_, message),) = messages(caplog)
-    assert "op11 and 8 more;" in message
+    assert "op11 and 8 more (" in message
     assert "op12" not in message
 
 
