@@ -66,6 +66,9 @@ setup(
             "transformers",
             "peft",
             "accelerate",
+            # optimizers that the hybrid one has to step as they do
+            "schedulefree",
+            "prodigyopt",
         ],
         "plot": ["matplotlib"],
         "plan": ["scipy"],  # bounds; training and plans need none of it

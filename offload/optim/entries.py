@@ -22,7 +22,7 @@ from offload.optim.groups import Live
 from offload.optim.parts import Part
 from offload.optim.placing import Placement
 from offload.optim.resident import ResidentPart
-from offload.params.view import ParamView, local_of
+from offload.params.view import ParamView
 
 __all__ = ["MASTER", "Entry", "State"]
 
@@ -74,10 +74,10 @@ class Entry(_Home):
     @torch.no_grad()
     def __setitem__(self, key: Any, value: Any) -> None:
         part = self._part()
-        if key != MASTER or not self._state.with_masters:
+        if key == MASTER and self._state.with_masters:
+            self._state.placed.load_master(self.member, value)
+        else:
             part.put(self.member, key, value)
-        elif part.has_master(self.member):
-            local_of(part.master(self.member)).copy_(local_of(value))
 
     def __delitem__(self, key: Any) -> None:
         part = self._part()

@@ -144,12 +144,12 @@ class FSDPGPUOptimizerWrapper(Optimizer):
     def _show(self, member: ParamView) -> None:
         """Have the part's memory in the optimizer's state, and the count on the host."""
         home = self._part.state_of(member)
-        found = {
+        found = {"step": home["step"].to("cpu", copy=True)}
+        found |= {
             key: sharded_like(member.parameter.detach(), value)
             for key, value in home.items()
             if key != "step"
         }
-        found["step"] = home["step"].to("cpu", copy=True)
         self.optimizer.state[member.parameter].update(found)
         self._shown[member.index] = found, found["step"]._version
 

@@ -21,6 +21,7 @@ error has said why not.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ from offload.optim.parts import HostOptions
 from offload.optim.placing import Place, Placement, PlacingOptions
 from offload.optim.state import copy_to_host, fill_state, matched, with_class_rules
 from offload.optim.step import Overlap, StepRunner, checked_overlap
-from offload.params.view import ParamView
+from offload.params.view import ParamView, local_of
 from offload.telemetry.speaker import speaker
 
 __all__ = ["HybridDeviceOptimizer"]
@@ -211,6 +212,29 @@ class HybridDeviceOptimizer(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the wrapped class has, where one optimizer steps all, as schedule-free's train() and
+        eval(): its methods find the weights of now, and what they write is in the model after."""
+        placed = vars(self).get("placed")
+        found = getattr(placed.sole if placed else None, name, None) if not name.startswith("_") else None
+        if found is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._on_weights(found) if callable(found) else found
+
+    def _on_weights(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self._runner.take_changes()
+            masters = [(member.parameter, self.placed.master_of(member)) for member in self.members]
+            found = method(*arguments, **keywords)
+            with torch.no_grad():
+                for parameter, master in masters:
+                    if master is not parameter:
+                        local_of(parameter).copy_(local_of(master))
+            return found
+
+        return call
 
     # -- Megatron's attributes -------------------------------------------------------------------------------
     @property
@@ -389,34 +413,36 @@ class HybridDeviceOptimizer(Optimizer):
             self._runner.regroup()
         order = matched(self.placed, self.param_groups, loaded)
         self._runner.forget_step()
-        own = self.placed.on_gpu
-        if own.untouched and own.optimizer is not None:
-            self._load_untouched(own.optimizer, loaded)
+        one_class = self._classes[0] is self._classes[1]
+        if one_class and (sole := self.placed.sole) is not None:
+            self._load_by_class(sole, order, loaded)
         else:
             self._load(order, loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _load_untouched(self, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
-        """As torch loads, of a copy. Masters of another split have no use here."""
-        state = {
-            key: {name: value for name, value in entry.items() if name != MASTER}
-            if isinstance(entry, dict)
-            else entry
-            for key, entry in loaded["state"].items()
-        }
-        optimizer.load_state_dict({"state": deepcopy(state), "param_groups": loaded["param_groups"]})
+    def _load_by_class(
+        self, optimizer: Optimizer, order: Mapping[Any, ParamView], loaded: Mapping[str, Any]
+    ) -> None:
+        """As the class itself loads, of a copy, where one optimizer steps all."""
+        state = deepcopy(loaded["state"])
+        masters = {key: state[key].pop(MASTER, None) for key in order if key in state}
+        if not self.placed.on_gpu.untouched:
+            for key in masters:
+                state[key] = {name: _local(value) for name, value in state[key].items()}
+        inside = optimizer.param_groups
+        optimizer.load_state_dict({"state": state, "param_groups": loaded["param_groups"]})
         for group, new in zip(self.param_groups, optimizer.param_groups, strict=True):
-            group.clear()
-            group.update(new)
+            _replace(group, new)
+        optimizer.param_groups = inside
         self._runner.regroup()
+        for key, master in masters.items():
+            self.placed.load_master(order[key], master)
 
     def _load(self, order: Mapping[Any, ParamView], loaded: Mapping[str, Any]) -> None:
         groups = deepcopy(loaded["param_groups"])
         for group, saved in zip(self.param_groups, groups, strict=True):
-            kept: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
-            group.clear()
-            group.update({**kept, **saved, "params": kept["params"]})
+            _replace(group, saved)
         state = {order[key].parameter: dict(entry) for key, entry in loaded["state"].items() if key in order}
         with_class_rules(self._classes, self.param_groups, state, self.defaults)
         self._runner.regroup()
@@ -443,3 +469,14 @@ class HybridDeviceOptimizer(Optimizer):
         self.engine.detach(self._runner)
         if self._closes_engine:
             self.engine.close_unused()
+
+
+def _replace(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """The group says what was saved, of its own parameters."""
+    kept: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
+    group.clear()
+    group.update({**kept, **saved, "params": kept["params"]})
+
+
+def _local(value: Any) -> Any:
+    return local_of(value) if isinstance(value, Tensor) else value

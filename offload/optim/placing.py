@@ -228,6 +228,11 @@ class Placement:
     def parts(self) -> list[CpuPart | StreamedPart | ResidentPart]:
         return list(dict.fromkeys(self._parts.values()))
 
+    @property
+    def resident(self) -> list[ResidentPart]:
+        """The parts that step something where it is."""
+        return [part for part in dict.fromkeys((self.on_gpu, self.on_host)) if part.optimizer is not None]
+
     def _refuse_divided(self, new: Sequence[ParamView]) -> None:
         """Raises ValueError if a class that may look at all of its parameters gets some of them only."""
         options = self._options
@@ -261,15 +266,18 @@ class Placement:
             group.refresh()
 
     @property
+    def sole(self) -> Optimizer | None:
+        """The one optimizer of a class that is not torch's, or of all that is untouched."""
+        found = (self.cpu.of_all, self._options.cpu_cls), (self.on_gpu.optimizer, self._options.gpu_cls)
+        for optimizer, cls in found:
+            if optimizer is not None and (not steps_each_alone(cls) or self.on_gpu.untouched):
+                return optimizer
+        return None
+
+    @property
     def named(self) -> dict[Any, Any]:
         """Home of state that is of no parameter: a class that counts there has one optimizer."""
-        for optimizer, cls in (
-            (self.cpu.of_all, self._options.cpu_cls),
-            (self.on_gpu.optimizer, self._options.gpu_cls),
-        ):
-            if optimizer is not None and (not steps_each_alone(cls) or self.on_gpu.untouched):
-                return optimizer.state
-        return self._named
+        return self.sole.state if self.sole is not None else self._named
 
     def _accepted(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         device = self._engine.device
@@ -359,18 +367,21 @@ class Placement:
         self.streamed.note_stepped(indices)
 
     def load(self, member: ParamView, state: Mapping[Any, Any], master: Tensor | None) -> None:
-        """Replace state and master. A master counts at the next step where rounding it gives the weight.
-        Nothing may be in flight."""
+        """Replace state and master. Nothing may be in flight."""
+        self.part_of(member).set_state(member, state)
+        self.load_master(member, master)
+
+    @torch.no_grad()
+    def load_master(self, member: ParamView, master: Tensor | None) -> None:
+        """A master counts at the next step where rounding it gives the weight. Nothing may be in flight."""
         part = self.part_of(member)
-        part.set_state(member, state)
         if master is not None and part.has_master(member):
             local_of(part.master(member)).copy_(local_of(master))
 
     def step_resident(self, gradients: Mapping[int, Tensor]) -> None:
         """Step what is not offloaded, on the current lane."""
-        self.on_gpu.step(gradients)
-        if self.on_host is not self.on_gpu:
-            self.on_host.step(gradients)
+        for part in self.resident:
+            part.step(gradients)
 
     def describe(self) -> dict[str, Any]:
         """Where everything is: what a continuation with the same bits has to have again. Numbers and strings

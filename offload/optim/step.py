@@ -221,7 +221,7 @@ class StepRunner(Client):
         submits = False
         try:
             if self._workers:
-                self.steps.torn = True
+                submits, self.steps.torn = not self.placed.resident, True
                 self.placed.step_resident(gradients)
                 submits = True
                 self.steps.submit(buckets)

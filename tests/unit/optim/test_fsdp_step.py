@@ -3,7 +3,10 @@ must keep doing."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -239,3 +242,100 @@ def test_fsdp2_still_does_what_the_wrapper_relies_on() -> None:
     assert "grad_offload_event.synchronize()" in inspect.getsource(_fsdp_param_group.FSDPParamGroup)
     assert "resize_(0)" in inspect.getsource(_fsdp_param.free_storage)
     assert "_post_accumulate_grad_hooks" in reduce, "and the hybrid optimizer's gradients land from there"
+
+
+# -- the wrapped optimizer is the home of state --------------------------------------------------------------
+def with_inner(wrap: bool) -> tuple[nn.Module, Any, Optimizer]:
+    model = net()
+    inner = AdamW(model.parameters(), lr=1e-2, fused=True)
+    return model, FSDPGPUOptimizerWrapper(inner, "cpu", bucket_bytes=2048) if wrap else inner, inner
+
+
+@pytest.mark.parametrize("through", ["inner", "wrapper"])
+def test_a_checkpoint_library_finds_the_true_bytes_and_leaves_them(through: str) -> None:
+    """DCP took zeros from the wrapped optimizer, whose state was elsewhere, and training went on from zeros;
+    the wrapper was refused by a TypeError."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    found = []
+    for wrap in (False, True):
+        model, optimizer, inner = with_inner(wrap)
+        trained(model, optimizer, 3)
+        given = inner if through == "inner" else optimizer
+        saved: Any = copy.deepcopy(get_optimizer_state_dict(model, given))
+        values = [each.clone().view(-1) for entry in saved["state"].values() for each in entry.values()]
+        trained(model, optimizer, 1, first=3)
+        set_optimizer_state_dict(model, given, saved)
+        found.append([*values, *trained(model, optimizer, 2, first=4)])
+    assert_same_bits(found[1], found[0])
+
+
+def test_hooks_state_and_loads_of_the_wrapped_optimizer_count() -> None:
+    """Its step hooks never ran, its state dict was empty, and state that was loaded into it for a new
+    parameter was thrown away."""
+    found = []
+    for wrap in (False, True):
+        model, optimizer, inner = with_inner(wrap)
+        calls: list[str] = []
+        inner.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))  # type: ignore[misc]
+        inner.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))  # type: ignore[misc]
+        trained(model, optimizer, 2)
+        assert calls == ["before", "after"] * 2
+        late = nn.Parameter(torch.ones(50))
+        optimizer.add_param_group({"params": [late]})
+        saved = copy.deepcopy(inner.state_dict())
+        assert len(saved["state"]) == 6
+        saved["state"][6] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.full((50,), 2.0),
+            "exp_avg_sq": torch.full((50,), 5.0),
+        }
+        inner.load_state_dict(saved)
+        late.grad = torch.ones(50)
+        weights = trained(model, optimizer, 1, first=2)
+        with torch.no_grad():  # between steps it is the user's
+            inner.state[late]["exp_avg"].mul_(0.5)
+            inner.state[late]["step"].fill_(9)
+            inner.state[next(model.parameters())] = {}
+        late.grad = torch.ones(50)
+        weights += trained(model, optimizer, 1, first=3)
+        found.append(
+            [*weights, late.detach(), inner.state[late]["step"].view(1), inner.state[late]["exp_avg"].clone()]
+        )
+    assert_same_bits(found[1], found[0])
+
+
+def test_a_wrapper_that_is_closed_leaves_the_optimizer_its_state() -> None:
+    found = []
+    for wrap in (False, True):
+        model, optimizer, inner = with_inner(wrap)
+        trained(model, optimizer, 2)
+        if wrap:
+            optimizer.close()
+        found.append(trained(model, inner, 2, first=2))
+    assert_same_bits(found[1], found[0])
+
+
+def test_a_replaced_parameter_is_let_go_and_a_scheduler_takes_the_wrapper() -> None:
+    model, optimizer, _ = with_inner(wrap=True)
+    assert isinstance(model, nn.Sequential)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    held = optimizer._part.host_bytes
+    replaced = []
+    for number in range(6):
+        trained(model, optimizer, 1, first=number)
+        replaced += [weakref.ref(parameter) for parameter in model[4].parameters()]
+        for parameter in model[4].parameters():
+            optimizer.state.pop(parameter)
+        del parameter
+        model[4] = nn.Linear(48, 7)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    trained(model, optimizer, 1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+    gc.collect()
+    assert not [reference() for reference in replaced if reference() is not None]
+    assert optimizer._part.host_bytes < 2 * held
+    with pytest.raises(TypeError, match="cannot be pickled or copied"):
+        copy.deepcopy(optimizer)
+    optimizer.close()
