@@ -56,6 +56,9 @@ class BackwardSteps:
         self._expected: Counter[int] = Counter()
         # by parameter: its gradient and that one's versions, when it was stepped
         self._stamps: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
+        self._used: dict[
+            int, tuple[weakref.ref[Tensor], tuple[int, int]]
+        ] = {}  # stamps before a load of state
         self._final: Counter[HostBucket] = (
             Counter()
         )  # how many gradients of a bucket are final; empty before `begin`
@@ -149,7 +152,16 @@ class BackwardSteps:
             )
 
     def check(self, gradients: Mapping[int, Tensor]) -> None:
-        """Called by step(): check that the gradients are still the ones that were stepped."""
+        """Called by step(): check that the gradients are still the ones that were stepped, and that none was
+        stepped before state was loaded."""
+        for index, stamp in self._used.items():
+            gradient = gradients.get(index)
+            if gradient is not None and stamp[0]() is gradient and stamp[1] == _versions(gradient):
+                self._steps.fail(
+                    f"state was loaded after the gradient of parameter {index} had been stepped in the "
+                    "backward, and step() would step it again. Load the last state dicts of model and "
+                    'optimizer; load between step() and the next backward, or use overlap="forward" or "step"'
+                )
         for bucket in self.stepped:
             for member in bucket.members:
                 gradient, (stepped, versions) = gradients.get(member.index), self._stamps[member.index]
@@ -166,8 +178,16 @@ class BackwardSteps:
         """The gradients are used, or thrown away unused."""
         self._seen = Counter()
         self._stamps.clear()
+        self._used.clear()
         self._final.clear()
         self.stepped.clear()
+
+    def forget(self) -> None:
+        """State is loaded, after a failure or instead of a step: gradients that were stepped are not to be
+        stepped again."""
+        used = dict(self._stamps)
+        self.start_over()
+        self._used = used
 
     def close(self) -> None:
         for handle in self._handles:

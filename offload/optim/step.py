@@ -322,7 +322,7 @@ class StepRunner(Client):
 
     def forget_step(self) -> None:
         """Before state is loaded: wait for the step under way, and forget a failure."""
-        self.backward.start_over()
+        self.backward.forget()
         self.steps.clear_error()
         self.steps.finish_on_host()
 
