@@ -127,6 +127,13 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     help_of_mode = re.search(r"    mode: .*?\n    blocks:", str(offload.apply.__doc__), re.DOTALL)
     assert help_of_mode is not None
     assert textwrap.dedent(help_of_mode[0]) in shown, "with its lines and asterisks"
+    paragraphs = [
+        text
+        for built in (tmp_path / "site").rglob("index.html")
+        for text in re.findall(r"<p>(.*?)</p>", built.read_text(), re.DOTALL)
+    ]
+    run_on = [text[:60] for text in paragraphs if re.search(r"\n(- |\d+\. )", text)]
+    assert run_on == [], "a list needs an empty line before it"
     # a signature that is one line is clipped, and a table whose cells do not wrap hides its last column
     assert "apply(\n    model: Module,\n" in shown
     assert 'href="../css/pages.css"' in page
