@@ -14,9 +14,9 @@ capture. A save is reduced to one whole number on its device and lane (checksum.
 there, and the verdict is copied to the host, where `Net` reads it: before `step()` in the first
 `_EARLY_STEPS` steps of a block, else once it has arrived, at the end of the next step at the latest.
 
-Not compared are parameters, of which the versions are; saves of another lane than the first of that device;
-and what operators leave unwritten: seeds of attention without dropout, reserves of cuDNN and oneDNN, and
-noise that is drawn after it was saved.
+Of a parameter the version is compared, and which one it is. Not compared are saves of another lane than the
+first of that device; and what operators leave unwritten: seeds of attention without dropout, reserves of
+cuDNN and oneDNN, and noise that is drawn after it was saved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from offload.checkpoint.draws import generator_states, put_generator_states
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.errors import RecomputeDiffersError
-from offload.saved.filters import is_dtensor, is_parameter
+from offload.saved.filters import is_dtensor
 from offload.telemetry.records import StepStats
 from offload.telemetry.speaker import speaker
 
@@ -192,13 +192,18 @@ class Sample:
         self.host_s = 0.0
         self._net, self._report, self._is_early = net, report, is_early
         self._sums: dict[Hashable, torch.Tensor] = {}
+        self._parameters: dict[Hashable, tuple[nn.Parameter, int]] = {}
         self._looks: dict[Hashable, str] = {}
         self._lanes: dict[torch.device, object] = {}
 
     def add(self, key: Hashable, tensor: torch.Tensor) -> None:
         """The forward saves `tensor`."""
-        total = None if is_parameter(tensor) else self._checksum(tensor)
-        if total is not None:
+        if (parameter := _parameter_of(tensor)) is not None:
+            self._parameters[key], self._looks[key] = (
+                (parameter, int(tensor.storage_offset())),
+                _looks(tensor),
+            )
+        elif (total := self._checksum(tensor)) is not None:
             self._sums[key], self._looks[key] = total, _looks(tensor)
 
     def forget(self, key: Hashable) -> None:
@@ -207,9 +212,12 @@ class Sample:
 
     def compare(self, found: Found, key: Hashable, tensor: torch.Tensor) -> None:
         """A recompute saves `tensor`."""
-        now = self._checksum(tensor) if key in self._sums else None
-        if now is not None:
-            with outside_modes():
+        with outside_modes():
+            if key in self._parameters:
+                parameter, offset = self._parameters[key]
+                is_same = _parameter_of(tensor) is parameter or _shares_bytes(tensor, parameter)
+                found.append((key, torch.tensor(not is_same or tensor.storage_offset() != offset)))
+            elif key in self._sums and (now := self._checksum(tensor)) is not None:
                 found.append((key, now != self._sums[key]))
 
     def judge(self, found: Found) -> None:
@@ -334,6 +342,18 @@ def is_sharded(modules: Sequence[nn.Module]) -> bool:
     """Whether FSDP2 gathers parameters of theirs for each recompute: they are gone with the recompute's end,
     so nothing that was saved of them may be read later."""
     return any(hasattr(type(inner), "_get_fsdp_state") for inner in modules)
+
+
+def _parameter_of(tensor: torch.Tensor) -> nn.Parameter | None:
+    """The parameter that it is, or is a view of."""
+    for found in (tensor, tensor._base):
+        if found is not None and type(found) is not torch.Tensor and isinstance(found, nn.Parameter):
+            return found
+    return None
+
+
+def _shares_bytes(tensor: torch.Tensor, parameter: nn.Parameter) -> bool:
+    return bool(tensor.untyped_storage()._cdata == parameter.untyped_storage()._cdata)
 
 
 def _looks(tensor: torch.Tensor) -> str:

@@ -238,6 +238,7 @@ class Region:
             nonlocal came
             number = came
             came += 1
+            saved = tensor
             if detaches and tensor.requires_grad:
                 tensor = tensor.detach()
             if number >= num_saves:
@@ -248,7 +249,7 @@ class Region:
                     )
                 return tensor  # the run itself reads what it had saved so far
             if sample is not None:
-                sample.compare(compared, number, tensor)
+                sample.compare(compared, number, saved)
             save = saves[number]()
             if save is not None:
                 looks = (tensor.shape, tensor.dtype, tensor.device)

@@ -196,6 +196,44 @@ def test_blocks_that_no_recompute_names_train_as_without_offload(
         assert_bits(one, other)
 
 
+class Adapted(nn.Module):
+    """All that its last operators save of the adapter is a weight: which one is all that can differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.adapters = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.stacked = nn.Parameter(torch.randn(2, WIDTH))
+        self.active = self.row = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        scaled: Tensor = y * self.stacked[self.row] if self.row >= 0 else self.adapters[self.active](y)
+        return scaled
+
+
+@pytest.mark.parametrize(("attribute", "values"), [("active", (0, 1)), ("row", (0, 1))])
+@pytest.mark.parametrize("mode", RECOMPUTING)
+def test_another_weight_in_the_recompute_is_an_error(
+    mode: str, attribute: str, values: tuple[int, int]
+) -> None:
+    """The active adapter is set for each of two live forwards: the saved activations are equal, and the first
+    one's gradient went through the second one's adapter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Adapted() for _ in range(2)])
+    offload.apply(model, mode, min_numel=1)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for value in values:
+        for block in model:
+            block.row = -1  # type: ignore[assignment]
+            setattr(block, attribute, value)
+        losses.append(model(torch.randn(ROWS, WIDTH, requires_grad=True)).square().mean())
+    torch.stack(losses).sum().backward()
+    with pytest.raises(RecomputeDiffersError, match=r"float32\[.*16\]"):
+        optimizer.step()
+
+
 class Fields(types.SimpleNamespace):
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
