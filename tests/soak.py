@@ -168,8 +168,7 @@ def census(root: object) -> dict[str, int]:
 def _is_ours(value: object) -> bool:
     """Whether its class, or one that it inherits from, is this project's."""
     return any(
-        str(kind.__dict__.get("__module__")).partition(".")[0] == "offload"
-        for kind in type(value).__mro__
+        str(kind.__dict__.get("__module__")).partition(".")[0] == "offload" for kind in type(value).__mro__
     )
 
 

@@ -292,16 +292,19 @@ class Net(Client):
         self.step += 1
         self.look(before=self.step - 1)
 
-    def look(self, *, before: int) -> None:
-        """Read what has arrived, and wait for early verdicts and for those of steps before `before`."""
+    def look(self, *, before: int | None = None) -> None:
+        """Read early verdicts, waiting for them; with `before` also what has arrived, and all of steps before
+        that one."""
         raised: list[RecomputeDiffersError] = []
         for _ in range(len(self.pending)):
             verdict = self.pending.popleft()
-            if verdict.event is not None:
-                if not (verdict.is_early or verdict.step < before or verdict.event.query()):
-                    self.pending.append(verdict)
-                    continue
-                verdict.event.synchronize()
+            event = verdict.event
+            is_late = before is not None and (verdict.step < before or event is None or event.query())
+            if not (verdict.is_early or is_late):
+                self.pending.append(verdict)
+                continue
+            if event is not None:
+                event.synchronize()
             looks = [
                 one for one, differs in zip(verdict.looks, verdict.differs.tolist(), strict=True) if differs
             ]
@@ -335,7 +338,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Raises RecomputeDiffersError before weights are stepped by gradients that are known to be wrong."""
     for engine, net in list(_nets.items()):
         if not engine.closed:
-            net.look(before=net.step)
+            net.look()  # the others wait for the step's end: an optimizer inside another has its thread
 
 
 def is_sharded(modules: Sequence[nn.Module]) -> bool:
