@@ -49,6 +49,7 @@ logger = speaker(__name__)
 _FIRST_CALLS = 3
 _EVERY = 61
 _EARLY_STEPS = 3
+_MOST_REGIONS = 4096  # of a step that are told apart
 
 _REASONS = """so gradients are wrong: something was changed between the forward and the backward or by \
 the forward itself (an attribute, a hook, a submodule, an argument that is no tensor); or it draws \
@@ -83,6 +84,7 @@ class Watch:
         self._refused: set[object] = set()
         self._calls = Counter[str]()
         self._later = Counter[object]()
+        self._regions = (0, 0)  # a step, and those so far in it
         self._since: dict[str, int] = {}  # by block, the step of its first call
         self._warned: set[str] = set()
 
@@ -103,6 +105,13 @@ class Watch:
         net = _net_of(engine)
         is_early = net.step - self._since.setdefault(name, net.step) < _EARLY_STEPS
         return Sample(net, partial(self.differs, name, kind), is_early)
+
+    def region(self, engine: OffloadEngine, kind: object) -> Sample | None:
+        """The same for a region, of which nobody says what it is: the regions of each step are counted."""
+        step = _net_of(engine).step
+        self._regions = step, self._regions[1] + 1 if step == self._regions[0] else 1
+        number = min(self._regions[1], _MOST_REGIONS)
+        return self.sample(engine, f"region {number} of a step with selective_contexts()", kind)
 
     def differs(self, name: str, kind: object, what: str) -> None:
         """A recompute of block `name` differs: raises RecomputeDiffersError, or warns."""

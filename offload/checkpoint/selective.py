@@ -36,6 +36,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,7 +63,7 @@ from offload.transfer.layout import WeakStorage
 _WAY_OUT = """Run what differs outside of the checkpoint; where such gradients will do, use torch's \
 create_selective_checkpoint_contexts, which compares nothing"""
 
-_watches: dict[object, Watch] = {}
+_watches: WeakKeyDictionary[OffloadEngine, dict[object, Watch]] = WeakKeyDictionary()
 """By what is kept: a context_fn may be made anew for each call."""
 
 __all__ = ["CallMode", "Contexts", "Groups", "KeptGroup", "contexts_for", "telling"]
@@ -98,8 +99,9 @@ def contexts_for(
         manager = groups()
         sample = None
         if compares:
-            watch = _watches.setdefault(keep.key, Watch(way_out=_WAY_OUT))
-            sample = watch.sample(manager.engine, "a region with selective_contexts()", keep.key)
+            watches = _watches.setdefault(manager.engine, {})
+            watch = watches.setdefault(keep.key, Watch(way_out=_WAY_OUT))
+            sample = watch.region(manager.engine, keep.key)
         forward = _ForwardMode(keep, manager, group, sample)
         return forward, _RecomputeMode(forward)
 

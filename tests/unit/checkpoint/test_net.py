@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import PipelineOffloadManager, RecomputeDiffersError
@@ -183,6 +185,30 @@ def test_a_late_verdict_is_not_waited_for_before_the_next_steps_end(
     raised = train(model, 36, differing=33)
     assert [number for number, text in enumerate(raised) if text] == [34]
     assert "in step 34" in raised[34]
+
+
+def test_under_torchs_own_checkpoints_what_kept_calls_are_given_is_compared() -> None:
+    model = nn.Sequential(Scaled(), Scaled())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    contexts = offload.selective_contexts({torch.ops.aten.addmm.default})
+    for differing in (False, True):
+        offload.init_chunk_handler(None, None, 1)
+        x = torch.randn(4, 8, requires_grad=True)
+        for block in model:
+            # the products of the second block are given what the first one computes anew
+            x = checkpoint(
+                lambda x, block=block: block(block(x)), x, use_reentrant=False, context_fn=contexts
+            )
+        model[1].scale = 2.0 if differing else 1.0  # type: ignore[assignment]
+        x.square().mean().backward()
+        with (
+            pytest.raises(RecomputeDiffersError, match="Run what differs outside")
+            if differing
+            else nullcontext()
+        ):
+            optimizer.step()
+        offload.step_end()
+        optimizer.zero_grad()
 
 
 class Noisy(nn.Module):
