@@ -170,6 +170,7 @@ class State(_Home):
             self._ready()
 
     def __contains__(self, key: object) -> bool:
+        self._rest()
         if not isinstance(key, Tensor):
             return key in self.placed.named
         member = self.placed.of.get(id(key))

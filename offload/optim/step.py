@@ -48,8 +48,8 @@ def checked_overlap(overlap: str, model: nn.Module | None, *, has_workers: bool,
         )
     if not has_workers:
         raise ValueError(
-            f"overlap={overlap!r} needs workers; overlap_cpu_optimizer_d2h_h2d=False and an atomic step "
-            'have none: leave them out, or use overlap="step"'
+            f"overlap={overlap!r} needs workers; overlap_cpu_optimizer_d2h_h2d=False, an atomic step and a "
+            'class that is not of torch.optim have none: leave them out, or use overlap="step"'
         )
     if overlap == "backward" and clips:
         raise ValueError(

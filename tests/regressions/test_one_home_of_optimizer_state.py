@@ -304,6 +304,8 @@ def test_a_class_that_is_not_torchs_is_one_optimizer_and_says_so(
     assert "offload_fraction is 1, not 0.5" in caplog.text
     assert len(optimizer.sub_optimizers) == 1
     optimizer.close()
+    with pytest.raises(ValueError, match=r"a class that is not of torch\.optim have none"):
+        hybrid(net(), Clipped, overlap="forward")
     with pytest.raises(ValueError, match="may both write into one param group"):
         HybridDeviceOptimizer(
             net().parameters(), cpu_optimizer_cls=Clipped, gpu_optimizer_cls=Decaying, lr=0.1
