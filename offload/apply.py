@@ -312,12 +312,11 @@ def apply(
         for head in heads_of(model):
             handle._hook(head, HeadCalls(root))
     if mode == "legacy":  # one copy out at a time, and nothing back before it is read
-        share = marks.default_manager().engine.limits.contributor("legacy")
+        share = marks.default_manager().engine.limits.contributor("legacy", model)
         share.bound("max_spilling_bytes", 1)
         share.bound("max_restoring_bytes", 0)
         share.bound("half_room_bytes", 0)
-        handle._limits_end = ends = weakref.finalize(model, share.end)
-        ends.atexit = False
+        handle._limits_end = share.end
     handle._checkpointing_off = mind_adapters(model, mode)
     return handle
 

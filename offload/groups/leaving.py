@@ -28,7 +28,7 @@ class LeavingGroups:
         self._engine = engine
         self.input_names: set[str] = set()
         self._pending: dict[str, deque[list[Transfer]]] = defaultdict(deque)
-        self._ahead = engine.limits.contributor("inputs")
+        self._ahead = engine.limits.contributor("inputs", self)
         self._inputs_bytes: int | None = 0  # the largest input of a step that saved nothing else so far
 
     def sent(self, group: Group, cap: int | None) -> None:

@@ -58,7 +58,7 @@ class StepPlanner:
         self.is_warmup = True
         self.summary: dict[str, int] = {}
         self.leaving: dict[str, int] = {}  # bytes by group of a step that follows the plan
-        self.windows = engine.limits.contributor(PLAN, is_plan=True)
+        self.windows = engine.limits.contributor(PLAN, self, is_plan=True)
         self._engine = engine
         self._shape: object = None
         self._trial: Trial | None = None

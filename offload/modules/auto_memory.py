@@ -173,7 +173,7 @@ class AutoMemory:
     def attach(self, engine: OffloadEngine) -> None:
         """Contribute to the limits of this engine, by which an input half leaves nothing of what it
         recomputed, until a plan says more."""
-        self.share = engine.limits.contributor("auto")
+        self.share = engine.limits.contributor("auto", self)
         self.share.bound("again_room_bytes", 0)
 
     def set_limit(self, limit_bytes: int | None) -> None:

@@ -3,10 +3,10 @@
 One invariant: nothing outside this file writes a cap. The config, clients and plans contribute, and `held_by`
 says whose bound holds. tests/unit/test_one_owner_of_limits.py finds any other writer.
 
-    share = engine.limits.contributor("weights")     # of a client, for as long as that lives
+    share = engine.limits.contributor("weights", client)
     share.bound("device_limit_bytes", nbytes)        # the least of all bounds of a cap holds
     share.bound("max_spilling_bytes", None, replaces=(DEFAULT,))  # none; lifts another one, by its name
-    share.end()                                      # the client ends, and its bounds with it
+    share.end()                                      # or the client is collected: its bounds are gone
 
     device_limit_bytes   saved bytes on the device in any state
     max_spilling_bytes   bytes in flight to the host
@@ -109,9 +109,13 @@ class Limits:
         self._config = self.contributor(CONFIG)
         self.follow(config)
 
-    def contributor(self, name: str, *, is_plan: bool = False, watcher: Watcher | None = None) -> Contributor:
-        """Somebody who contributes from now on."""
+    def contributor(
+        self, name: str, owner: object = None, *, is_plan: bool = False, watcher: Watcher | None = None
+    ) -> Contributor:
+        """Somebody who contributes from now on. owner: with it, once it is collected, it ends."""
         new = Contributor(self, name, is_plan)
+        if owner is not None:
+            weakref.finalize(owner, new.end).atexit = False
         if watcher is not None:
             self._watchers[new] = weakref.ref(watcher)
             self._resolve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -123,6 +124,41 @@ def test_a_closed_manager_takes_the_windows_of_its_plan_along() -> None:
     assert caps_of(engine) != before
     manager.close()
     assert caps_of(engine) == before
+
+
+def test_a_manager_that_is_dropped_without_a_close_takes_its_windows_along() -> None:
+    """The next one's would be compared with windows of a plan that nobody follows."""
+    engine = OffloadEngine(OffloadConfig(device_limit_bytes=8 * KIB), device="sim")
+    before = caps_of(engine)
+    manager = GroupsManager(engine, print_summary=False)
+    manager._planner._look_ahead(512, 256)
+    manager._leaving._ahead.bound("inputs_ahead_bytes", 100)
+    assert (engine.limits.max_restoring_bytes, engine.limits.inputs_ahead_bytes) == (512, 100)
+    engine.off_read(manager._on_read)
+    gone = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert gone() is None
+    assert caps_of(engine) == before
+
+
+def test_many_threads_that_contribute_and_end_leave_what_the_last_ones_left() -> None:
+    limits = of(device_limit_bytes=1 << 40)
+    kept = [limits.contributor(f"kept {number}") for number in range(4)]
+
+    def work(number: int) -> None:
+        for turn in range(300):
+            share = limits.contributor("short")
+            share.bound("device_limit_bytes", 1 + turn)
+            kept[number].bound("device_limit_bytes", 1000 * (number + 1) + turn)
+            share.end()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (limits.device_limit_bytes, limits.held_by("device_limit_bytes")) == (1299, "kept 0")
 
 
 def test_of_two_runtimes_each_is_told_of_saves_until_it_is_gone() -> None:
