@@ -515,15 +515,11 @@ def _config_for(
     host_limit: int | str | None,
     host_reserve: int | str | None,
 ) -> OffloadConfig:
-    no_share = "a share is for device_limit alone"
+    total = _gpu_bytes()
     given = {
-        "device_limit_bytes": argument_bytes(
-            device_limit, name="device_limit", of_bytes=_gpu_bytes(), least=0
-        ),
-        "host_limit_bytes": argument_bytes(
-            host_limit, name="host_limit", least=_LEAST_HOST_BYTES, no_share=no_share
-        ),
-        "host_reserve_bytes": argument_bytes(host_reserve, name="host_reserve", least=0, no_share=no_share),
+        "device_limit_bytes": argument_bytes(device_limit, name="device_limit", of_bytes=total, least=0),
+        "host_limit_bytes": argument_bytes(host_limit, name="host_limit", least=_LEAST_HOST_BYTES),
+        "host_reserve_bytes": argument_bytes(host_reserve, name="host_reserve", least=0),
     }
     changes: dict[str, Any] = {name: nbytes for name, nbytes in given.items() if nbytes is not None}
     if mode == "disk" and config.disk_directory is None:

@@ -54,19 +54,9 @@ def bytes_text(nbytes: int) -> str:
     return f"{nbytes:,} B"
 
 
-def argument_bytes(
-    value: object,
-    *,
-    name: str,
-    of_bytes: int | None = None,
-    least: int = 1,
-    no_share: str = "there is no GPU here to take it of",
-) -> int | None:
+def argument_bytes(value: object, *, name: str, of_bytes: int | None = None, least: int = 1) -> int | None:
     """`optional_bytes` for a size that `offload.apply` is given, without what is likely to be a slip: a
-    number below 1 MB that has no unit, and more than the device has. no_share: why a share cannot be given,
-    where of_bytes is None."""
-    if of_bytes is None and isinstance(value, str) and value.strip().endswith("%"):
-        raise ValueError(f"{name} is {value!r}: {no_share}; write bytes, as in '8GB'")
+    number below 1 MB that has no unit, and more than the device has."""
     if isinstance(value, int) and is_count(value, 1) and value < LEAST_BARE_BYTES:
         raise ValueError(
             f"{name} is {value}, which is {value:,} bytes; write '{value}GB', or '{value}B' if so few are "
@@ -100,7 +90,7 @@ def _share(percent: Fraction, value: str, name: str, of_bytes: int | None) -> in
     if of_bytes is None:
         raise ValueError(
             f"{name} is {value!r}, but the size that it is a share of is not known here; write bytes, as in "
-            "'8GB'. offload.apply(device_limit=...) takes a share of the device, where there is a GPU"
+            "'8GB'. offload.apply takes shares of the device's memory, where there is a GPU"
         )
     if percent > 100:
         raise ValueError(f"{name} is {value!r}, must be a share between '0%' and '100%'")

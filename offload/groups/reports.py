@@ -254,18 +254,19 @@ class StepReport(_Report):
         is_auto = limits.again_room_bytes is not None
         # what found no host memory is said by the engine
         if limit is not None and peak > limit and not stats.lacked_host and self._first("passed"):
+            whose, way_out = "mode='auto' had planned for", "Where device_total is passed, give a larger one"
+            if not is_auto:
+                whose = "device_limit (device_limit_bytes in OffloadConfig)"
+                way_out = "Raise the limit, or mark smaller groups"
             logger.warning(
-                "saved tensors took up to %s of the device at once in step %d, %s more than %s: what is "
+                "saved tensors took up to %s of the device at once in step %d, %s more than %s, %s: what is "
                 "being saved or read must fit beside what is on its way. %s",
                 bytes_text(peak),
                 stats.step,
                 bytes_text(peak - limit),
-                f"mode='auto' had planned for, {bytes_text(limit)}"
-                if is_auto
-                else f"device_limit (device_limit_bytes in OffloadConfig), {bytes_text(limit)}",
-                "Where device_total is passed, give a larger one"
-                if is_auto
-                else "Raise the limit, or mark smaller groups",
+                whose,
+                bytes_text(limit),
+                way_out,
             )
         # mode "auto" says itself where its total leaves it no choice
         saves_nothing = limit is None and not is_auto and stats.spill_bytes and peak >= live_peak_bytes
