@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
+from offload.errors import OffloadError
 from offload.optim.classes import MOMENTS, is_fused_adam
 from offload.optim.groups import UserGroup
 from offload.optim.parts import HostOptions, refuse_incomplete
@@ -67,6 +68,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         self._part = StreamedPart(self._engine, options, weights_on_host=True)
         self._members: dict[int, ParamView] = {}  # by the parameter's id
         self._next = 0  # index of the next parameter
+        self._closed = False
         self._grouped: set[int] = set()  # indices of the parameters that are in a group now
         # by index: what was put into the optimizer's state, and the version of the count
         self._shown: dict[int, tuple[dict[str, Tensor], int]] = {}
@@ -92,7 +94,9 @@ class FSDPGPUOptimizerWrapper(Optimizer):
     # -- following the optimizer -----------------------------------------------------------------------------
     def _follow(self) -> None:
         """The optimizer's groups and state are the user's to change: new parameters get memory, those that
-        left without state lose theirs, and values are those of now."""
+        left without state lose theirs, and values are those of now. Raises OffloadError once closed."""
+        if self._closed:
+            raise OffloadError("the wrapper was closed; step the optimizer itself, which has the state")
         pairs = [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
         new = [p for p, _ in pairs if id(p) not in self._members]
         made = [ParamView(p, self._next + n, self._engine.device, "") for n, p in enumerate(new)]
@@ -228,6 +232,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         for parameter, entry in self.optimizer.state.items():
             self.optimizer.state[parameter] = _copied(entry)
         self._shown.clear()
+        self._closed = True
         self._part.close()
         if self._closes_engine:
             self._engine.close_unused()

@@ -268,8 +268,9 @@ class Placement:
     @property
     def sole(self) -> Optimizer | None:
         """The one optimizer of a class that is not torch's, or of all that is untouched."""
-        found = (self.cpu.of_all, self._options.cpu_cls), (self.on_gpu.optimizer, self._options.gpu_cls)
-        for optimizer, cls in found:
+        cpu_cls, gpu_cls = self._options.cpu_cls, self._options.gpu_cls
+        on_host, on_gpu = self.on_host.optimizer, self.on_gpu.optimizer
+        for optimizer, cls in ((self.cpu.of_all, cpu_cls), (on_host, cpu_cls), (on_gpu, gpu_cls)):
             if optimizer is not None and (not steps_each_alone(cls) or self.on_gpu.untouched):
                 return optimizer
         return None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from offload.device.sim import SimDevice
 from offload.errors import OffloadError
 from offload.optim import HybridDeviceOptimizer
 from tests.optim_pair import OVERLAPS, Overlap, assert_same, copies, hybrid
@@ -290,6 +291,27 @@ def test_what_a_class_keeps_in_groups_or_asks_of_all_is_as_in_torch(
         shares=(1.0,),
         executors=("late",),
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"named": True}], ids=["group", "name"])
+def test_so_it_is_for_parameters_that_live_on_the_host(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the parameters are elsewhere than the device, and are stepped where they are."""
+    monkeypatch.setattr(SimDevice, "owns", lambda *_: False)
+    assert_same(
+        of_two_groups(resumes_and_is_scheduled), Decaying, options, shares=(1.0,), executors=("late",)
+    )
+
+
+def test_parameters_here_and_there_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    here = model[0].weight.data_ptr()
+    monkeypatch.setattr(SimDevice, "owns", lambda _, tensor: tensor.data_ptr() == here)
+    with pytest.raises(
+        ValueError, match="may look at all parameters at once, and some are on the host, some"
+    ):
+        hybrid(model, Clipped)
 
 
 @pytest.mark.parametrize("atomic", [None, False])

@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offload import OffloadEngine
 from offload.device.sim import ExecutorName, SimDevice
+from offload.errors import OffloadError
 from offload.optim import FSDPGPUOptimizerWrapper, streamed_step
 from tests.unit.optim.rig import assert_same_bits, backward, batch, broken_off, failing, net
 
@@ -312,6 +313,8 @@ def test_a_wrapper_that_is_closed_leaves_the_optimizer_its_state() -> None:
         trained(model, optimizer, 2)
         if wrap:
             optimizer.close()
+            with pytest.raises(OffloadError, match="the wrapper was closed; step the optimizer itself"):
+                optimizer.step()
         found.append(trained(model, inner, 2, first=2))
     assert_same_bits(found[1], found[0])
 
