@@ -141,3 +141,38 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     for selector, rule in WRAPPED.items():
         (rules,) = re.findall(rf"^{re.escape(selector)} {{(.*?)}}", style, re.DOTALL | re.MULTILINE)
         assert rule in rules, selector
+
+
+def measured() -> set[tuple[float, float]]:
+    """(active GB, step time over that of nothing) of each row in docs/benchmarks.md, rounded as pages do."""
+    text = (DOCS / "benchmarks.md").read_text()
+    (taken,) = re.findall(r"With nothing offloaded 65,536 tokens took (\d+) ms and ([\d.]+) GB", text)
+    nothing_ms, nothing_gb = map(float, taken)
+    found = {(round(nothing_gb, 1), 1.0)}
+    header: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells or not header:
+            header = cells
+            continue
+        if not line.strip("|-"):
+            continue
+        row = dict(zip(header, cells, strict=True))
+        over_nothing = row.get("/ nothing") or (float(row["step ms"]) / nothing_ms if "tokens" in row else "")
+        if row.get("active") and over_nothing:
+            found.add((round(float(row["active"]), 1), round(float(over_nothing), 2)))
+    return found
+
+
+def test_what_pages_say_of_costs_is_what_was_measured() -> None:
+    """A row of 3509.2 ms over 3234.9 once stood as 1.09 on both pages."""
+    readme, modes = (ROOT / "README.md").read_text(), (DOCS / "modes.md").read_text()
+    quoted = re.findall(r"\| ([\d.]+) GB \| ([\d.]+) \|", readme)
+    assert len(quoted) > 8
+    of_modes = re.findall(r"([\d.]+) at ([\d.]+) GB", modes)
+    assert len(of_modes) > 10
+    quoted += [(gigabytes, ratio) for ratio, gigabytes in of_modes]
+    rows = measured()
+    assert [pair for pair in quoted if (float(pair[0]), float(pair[1])) not in rows] == []
+    (sold,) = re.findall(r"\*\*([\d.]+) to ([\d.]+) GB of device memory for\s+(\d+)% more time\*\*", readme)
+    assert {(float(sold[0]), 1.0), (float(sold[1]), 1 + int(sold[2]) / 100)} <= rows
