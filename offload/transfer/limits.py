@@ -92,6 +92,11 @@ class Contributor:
         self.limits._change(self, {cap: None for who, cap in self.limits._bounds.copy() if who is self})
 
 
+def _end(reference: weakref.ref[Contributor]) -> None:
+    if (found := reference()) is not None:
+        found.end()
+
+
 class Limits:
     """See the module. named: caps that the config or a client bounds; others are derived, or a plan's."""
 
@@ -115,7 +120,8 @@ class Limits:
         """Somebody who contributes from now on. owner: with it, once it is collected, it ends."""
         new = Contributor(self, name, is_plan)
         if owner is not None:
-            weakref.finalize(owner, new.end).atexit = False
+            # by a weak reference: an engine that is dropped with its clients goes in one collection
+            weakref.finalize(owner, _end, weakref.ref(new)).atexit = False
         if watcher is not None:
             self._watchers[new] = weakref.ref(watcher)
             self._resolve()
