@@ -312,8 +312,9 @@ class OursAuto(Ours):
         import offload
 
         self.moves_all_groups = False
+        total = context.options.total_limit_bytes
         self._handle = offload.apply(
-            context.stack, mode="auto", device_total=context.options.total_limit_bytes
+            context.stack, mode="auto", device_total=None if total is None else f"{total}B"
         )
 
     def _saved_limit_bytes(self) -> int | None:

@@ -72,7 +72,7 @@ class Bench:
     def _auto(self, row: RowRequest) -> dict[str, Any]:
         with self._offloading(row.schedule, ()) as job:
             handles = [
-                apply(module.stack, mode="auto", device_total=row.saved_limit_bytes)
+                apply(module.stack, mode="auto", device_total=f"{row.saved_limit_bytes}B")
                 for module in job.modules.values()
             ]
             # the plan is made anew from what was measured under the one before
