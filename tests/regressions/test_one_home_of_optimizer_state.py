@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -629,3 +631,30 @@ def test_state_that_is_loaded_after_the_backward_has_stepped_is_an_error_or_a_fr
         plain.step()
         plain.zero_grad()
     assert all(map(torch.equal, found, copies(reference)))
+
+
+# -- processes -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_forked_child_does_not_wait_for_threads_that_only_its_parent_has(fraction: float) -> None:
+    """`step()` waited for ever there, as in a worker of torch.multiprocessing."""
+    model = net()
+    optimizer = hybrid(model, fraction=fraction)
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        try:
+            optimizer.step()
+            os._exit(0)
+        except OffloadError as error:
+            says = "forked from it; build the optimizer in the process that steps it" in str(error)
+            os._exit(7 if says else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (7 if fraction else 0)
+    optimizer.step()
+    optimizer.close()
