@@ -41,7 +41,6 @@ from offload.modules.settings import (
     ALL_TENSORS,
     RECOMPUTING,
     WITHOUT_BLOCKS,
-    call_if_there,
     forget_compiled,
     heads_of,
     mind_adapters,
@@ -97,7 +96,7 @@ class Applied:
         self._root = root
         self._pairs: list[HookPair] = []
         self._start = None if root is None else ReportStart(marks.default_manager(), "apply")
-        self._checkpointing_off = False
+        self._checkpointing_off: list[nn.Module] = []
         self._auto: Auto | None = None
         self._caching: list[Any] = []  # configs of transformers whose use_cache was switched off
         self._limits_end: Callable[[], object] | None = None  # of a mode that limits transfers
@@ -153,10 +152,12 @@ class Applied:
         model = self._model()
         if model is not None:
             forget_compiled(model)
+            others = [held for handle in taken.values() for held in handle._caching]
             for config in self._caching:
-                config.use_cache = True
-            if self._checkpointing_off:
-                call_if_there(model, "gradient_checkpointing_enable")
+                if not any(config is held for held in others):
+                    config.use_cache = True
+            for module in self._checkpointing_off:
+                module.gradient_checkpointing = True  # type: ignore[assignment]
 
     def _hook(self, module: nn.Module, calls: Calls) -> None:
         assert self._root is not None
@@ -307,7 +308,8 @@ def apply(
             else:
                 handle._hook(module, GroupCalls(root, name, group, block=not whole))
     if mode in RECOMPUTING:
-        handle._caching = switch_caches_off(model)
+        others = [held for other in _applied.values() for held in other._caching]
+        handle._caching = switch_caches_off(model, others)
     if everything:
         for head in heads_of(model):
             handle._hook(head, HeadCalls(root))

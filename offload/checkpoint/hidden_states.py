@@ -286,6 +286,10 @@ class _Again:
             except Exception as error:
                 if not isinstance(error, _StopRecomputationError):
                     after = None  # it did not come to its end
+                    error.add_note(
+                        f"raised while a {type(self._module).__name__} was recomputed for its backward: what "
+                        "its forward read may have changed since; leave the block out with no_recompute="
+                    )
                 raise
             finally:
                 _due.module = None
@@ -330,7 +334,7 @@ def _taken_apart(
     known: dict[int, int] = {}
     places: list[int | None] = []
     for number, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) or leaf.is_inference():  # autograd would not save that
             places.append(None)
             continue
         if id(leaf) not in known:

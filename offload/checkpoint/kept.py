@@ -108,7 +108,7 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor | None:
     """A tensor that counts versions with `tensor` and holds none of its bytes; None where there is none."""
-    if tensor.is_inference() or isinstance(tensor, FakeTensor):
+    if tensor.is_inference() or isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
         return None
     if not is_plain(tensor):
         return WrapperHandle(tensor, _nothing).probe if is_wrapper(tensor) else None

@@ -16,10 +16,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from offload.saved.filters import is_dtensor
 
-__all__ = ["MembersBefore", "inner_modules", "is_trained"]
+__all__ = ["MembersBefore", "has_lazy", "inner_modules", "is_trained"]
 
 _Places = dict[str, torch.Tensor | None] | dict[str, nn.Parameter | None]
 
@@ -46,6 +47,11 @@ def is_trained(modules: Sequence[nn.Module]) -> bool:
     )
 
 
+def has_lazy(modules: Sequence[nn.Module]) -> bool:
+    """Whether a parameter or a buffer of them has no shape yet, which the next forward will give it."""
+    return any(isinstance(owner, LazyModuleMixin) and owner.has_uninitialized_params() for owner in modules)
+
+
 class MembersBefore:
     """Of the modules of a block, as they are before one forward of it. Blocks the host: never."""
 
@@ -53,8 +59,8 @@ class MembersBefore:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._training = [(owner, owner.training) for owner in modules]
-        self._members: list[tuple[_Places, str, torch.Tensor]] = [
-            (places, name, tensor)
+        self._members: list[tuple[_Places, str, torch.Tensor, bool]] = [
+            (places, name, tensor, tensor.requires_grad)
             for owner in modules
             for places in (owner._parameters, owner._buffers)
             for name, tensor in places.items()
@@ -65,11 +71,16 @@ class MembersBefore:
     def in_place(self) -> Iterator[None]:
         """The recompute runs inside; at the end, by an exception too, tensors and modes of now are back."""
         exchanged: list[tuple[_Places, str, torch.Tensor]] = []
+        toggled = [
+            tensor for _, _, tensor, required in self._members if tensor.requires_grad is not required
+        ]
         switched = [owner for owner, training in self._training if owner.training is not training]
         try:
             for owner in switched:
                 owner.training = not owner.training
-            for places, name, tensor in self._members:
+            for tensor in toggled:
+                tensor.requires_grad_(not tensor.requires_grad)
+            for places, name, tensor, _ in self._members:
                 now = places.get(name)
                 if now is None or now is tensor or is_dtensor(now) or is_dtensor(tensor):
                     continue
@@ -79,5 +90,7 @@ class MembersBefore:
         finally:
             for owner in switched:
                 owner.training = not owner.training
+            for tensor in toggled:
+                tensor.requires_grad_(not tensor.requires_grad)
             for places, name, now in exchanged:
                 places[name] = now  # type: ignore[assignment]

@@ -25,6 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
 _graph_task = torch._C._current_graph_task_id
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _exec_group = torch._C._get_graph_exec_group
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -79,10 +82,12 @@ class _Save:
             self.others = {**(self.others or {}), self.task: self.made}
         self.made, self.task = made, task
 
-    def take(self, task: object) -> torch.Tensor | None:
-        """What was made for this task; None once it was taken."""
+    def take(self, task: object, *, leave: bool = False) -> torch.Tensor | None:
+        """What was made for this task; None once it was taken. leave: another read may come."""
         if self.task == task:
-            made, self.made = self.made, None
+            made = self.made
+            if not leave:
+                self.made = None
             return made
         return None if self.others is None else self.others.pop(task, None)
 
@@ -113,6 +118,7 @@ class Region:
     """
 
     __slots__ = (
+        "__weakref__",
         "_again",
         "_context",
         "_context_fn",
@@ -204,19 +210,21 @@ class Region:
 
     def _unpack(self, save: _Save) -> torch.Tensor:
         task: object = _exec_group()
+        is_backward = task is None and _graph_task() != _NO_TASK
         if task is None:
             task = _graph_task()
-        if task not in self._tasks:
+        # of a graph that is not retained autograd drops the save as soon as its node has run
+        leave = is_backward and not _keeps_graph()
+        made = save.take(task, leave=leave) if task in self._tasks else None
+        if made is None:  # also where a node of a graph that is retained reads it once more
             self._compute_again(task)
+            if is_backward and task not in self._tasks:  # of some saves nothing may be read in this backward
+                _queue_callback(partial(_let_go_of, weakref.ref(self), task))
             self._tasks.add(task)
-        made = save.take(task)
+            made = save.take(task, leave=leave)
         if task == _NO_TASK:  # the next read outside of a backward is one by itself
             self._let_go(task)
-        if made is None:
-            raise CheckpointError(
-                "a saved tensor of a recomputed function was read a second time in one backward, and what "
-                "was made again for it is gone. Read ctx.saved_tensors once in a backward, into variables"
-            )
+        assert made is not None  # else the recompute had raised
         if self._users is None:
             return made
         with torch.no_grad():  # as autograd packs
@@ -304,6 +312,12 @@ class Region:
             save = reference()
             if save is not None:
                 save.take(task)
+
+
+def _let_go_of(reference: weakref.ref[Region], task: object) -> None:
+    region = reference()
+    if region is not None:
+        region._let_go(task)
 
 
 def _noted(looks: _Looks) -> _Looks:

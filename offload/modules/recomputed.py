@@ -14,11 +14,13 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from offload.checkpoint.hidden_states import HIDDEN_STATES, RecomputedCall, is_recompute
+from offload.checkpoint.members import has_lazy, inner_modules
 from offload.checkpoint.operators import default_operators
 from offload.checkpoint.selective import Contexts, contexts_for
 from offload.errors import OffloadError
 from offload.modules.hooks import INTERRUPTED
 from offload.modules.root import GroupCall, ModelRoot
+from offload.modules.settings import is_checkpointing
 from offload.saved.hooks import inside_checkpoint
 
 __all__ = ["RecomputedCalls", "is_forward_ad", "selective_contexts_of"]
@@ -39,6 +41,7 @@ class RecomputedCalls:
 
     def __init__(self, root: ModelRoot, name: str, context_fn: Callable[[], Contexts] | None) -> None:
         self._root = root
+        root.recomputes = True
         self._name = name
         self._context_fn = context_fn
 
@@ -56,8 +59,10 @@ class RecomputedCalls:
         if inside_checkpoint():
             self._root.note_checkpointed()
             return None
-        if module.training and getattr(module, "gradient_checkpointing", False) is True:
+        if module.training and is_checkpointing(module):
             return self._checkpointed(module)
+        if has_lazy(inner_modules(module)):  # this forward makes what a recompute would find made
+            return self._root.open_group(self._name)
         return self._begin(module, args, kwargs)
 
     def _begin(

@@ -37,6 +37,7 @@ from offload.groups.scope import GroupScope
 from offload.modules.blocks import Blocks
 from offload.modules.hooks import CallsUnderWay, output_tensors
 from offload.modules.peak import BACKWARD, HEAD, PeakWatch
+from offload.modules.settings import is_checkpointing
 from offload.modules.steps import Steps
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, inside_checkpoint
@@ -110,6 +111,7 @@ class ModelRoot:
         self.stage = 0
         self.end_seen = False
         self.takes = False  # what is saved in no block, at this moment
+        self.recomputes = False  # its blocks say themselves what checkpoints of others mean for them
         self.min_elements = min_elements
         self.forwards = 0  # with gradients
         self._model = weakref.ref(model)
@@ -156,7 +158,8 @@ class ModelRoot:
         elif self._here.running == 0:
             if torch.is_grad_enabled() and self.peak.forward_begins(self.manager().ends_by_hand):
                 watched = self.manager().engine.hooks.push(self.peak)
-            if self._everything or self._expects_checkpoints or (self._begun <= 1 and self._checkpoints()):
+            checkpoints = self._expects_checkpoints or (self._begun <= 1 and self._checkpoints())
+            if self._everything or checkpoints:
                 try:
                     call = self.open_own()
                 except BaseException:
@@ -209,8 +212,16 @@ class ModelRoot:
             model = self._model()
             assert model is not None
             self._expects_checkpoints = any(
-                getattr(module, "gradient_checkpointing", False) is True for module in inner_modules(model)
+                module.training and is_checkpointing(module) for module in inner_modules(model)
             )
+            if self._expects_checkpoints and not self.recomputes:
+                self.say_once(
+                    "checkpoints",
+                    "%s runs its layers in checkpoints of its own (gradient_checkpointing): they run twice, "
+                    "and only their inputs leave, not what they save. To move that instead, switch them off: "
+                    "gradient_checkpointing=False for a Trainer, or gradient_checkpointing_disable() on the "
+                    "model. To recompute, switch them off too, and choose mode='auto' or 'hidden_states'",
+                )
         return self._expects_checkpoints
 
     def _begin_chunk(self, *, may_end: bool = True) -> None:

@@ -7,6 +7,7 @@ One invariant: each change is undone by `Applied.remove`, and is said once.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "call_if_there",
     "forget_compiled",
     "heads_of",
+    "is_checkpointing",
     "mind_adapters",
     "switch_caches_off",
 ]
@@ -68,48 +70,56 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
     return heads[-1:]
 
 
-def switch_caches_off(model: nn.Module) -> list[Any]:
+def switch_caches_off(model: nn.Module, others: Sequence[Any]) -> list[Any]:
     """A block of transformers appends its keys and values to a cache, and a recompute would append them
-    again. Returns the configs that were changed."""
+    again. others: configs that were changed for other models. Returns those that were changed for this one,
+    which may be some of them."""
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None))
     }
+    shared = [config for config in configs.values() if any(config is other for other in others)]
     found = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     for config in found:
         config.use_cache = False
     if found:
         logger.warning(
-            "%s: use_cache of its config is False until remove(), because its blocks are recomputed and "
-            "would fill the cache twice; generate() has a setting of its own, and a config that is saved "
-            "before then says so too",
+            "%s: use_cache of its config is False until remove(), which sets it to True again, because its "
+            "blocks are recomputed and would fill the cache twice; generate() has its own setting, and a "
+            "config that is saved before then says so too",
             type(model).__name__,
         )
-    return found
+    return found + shared
 
 
-def mind_adapters(model: nn.Module, mode: Mode) -> bool:
+def mind_adapters(model: nn.Module, mode: Mode) -> list[nn.Module]:
     """Warn where the mode recomputes frozen layers; where all tensors leave, switch the model's own
-    checkpoints off. Returns whether they were switched off."""
+    checkpoints off. Returns the modules whose checkpoints were switched off."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     frozen = len(names) < len(list(model.parameters()))
     if not frozen or not any(part in name.lower() for name in names for part in _ADAPTER):
-        return False
+        return []
     if mode == "hidden_states":
         logger.warning(
             "%s has an adapter and frozen weights: mode='hidden_states' computes the frozen layers twice. "
             "mode=True offloads instead of recomputing, which is faster where the link keeps up",
             type(model).__name__,
         )
-    checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    checkpoints = [module for module in model.modules() if is_checkpointing(module)]
     if mode in ALL_TENSORS and checkpoints:
-        call_if_there(model, "gradient_checkpointing_disable")
+        for module in checkpoints:  # what they checkpoint with stays as the user has set it
+            module.gradient_checkpointing = False  # type: ignore[assignment]
         logger.warning(
             "%s has an adapter and gradient checkpointing: its checkpoints are switched off until remove(), "
             "and its saved tensors leave instead of being recomputed",
             type(model).__name__,
         )
-        return True
-    return False
+        return checkpoints
+    return []
+
+
+def is_checkpointing(module: nn.Module) -> bool:
+    """Whether it is a module of transformers that runs its own forward, or its layers, in checkpoints."""
+    return getattr(module, "gradient_checkpointing", False) is True
 
 
 def call_if_there(model: nn.Module, method: str) -> Any:

@@ -276,8 +276,10 @@ class ForecastOrder(ActivationScheduler):
                 forward.chunk.expect([(0, slot) for slot in curve.reads])
             forward.recorder.held |= self.readings.lingering_slots(forward.group.id)
             if curve is not None:  # of what did not leave this time nothing new is known
-                blocks = forward.chunk.blocks
-                forward.recorder.held |= {slot for slot in curve.held if not blocks[slot].copies}
+                blocks = forward.chunk.blocks  # fewer, where it ended earlier than the one before
+                forward.recorder.held |= {
+                    slot for slot in curve.held if slot < len(blocks) and not blocks[slot].copies
+                }
         others = [
             other
             for other in reversed(self._read_last_first())

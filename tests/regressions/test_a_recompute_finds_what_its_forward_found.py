@@ -236,3 +236,78 @@ def test_a_call_of_a_shallow_copy_is_recomputed_by_the_copy(mode: Any) -> None:
         return x.detach()
 
     assert_beside(stacked(Scaled), step, mode)
+
+
+class ReadTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x = ctx.saved_tensors[0]
+        w = ctx.saved_tensors[1]
+        return gradients[0] @ w.t(), x.t() @ gradients[0]
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ReadTwice.apply(torch.tanh(x), self.weight)  # type: ignore[no-any-return]
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(torch.eye(ROWS).to_sparse() @ self.linear(x))
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(torch.tanh(self.frozen(x))))
+
+
+def of_inference(model: nn.Module, number: int) -> Tensor:
+    with torch.inference_mode():
+        x = wide()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def toggled(model: nn.Module, number: int) -> Tensor:
+    loss = model(wide()).square().mean()
+    for block in model.children():
+        block.linear.weight.requires_grad_(False)  # type: ignore[union-attr,operator]
+    loss.backward()
+    for block in model.children():
+        block.linear.weight.requires_grad_(True)  # type: ignore[union-attr,operator]
+    return loss.detach()
+
+
+CRASHES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "saved tensors read twice": (Reading, squared),
+    "a sparse argument": (Sparse, squared),
+    "an inference tensor": (Frozen, of_inference),
+    "requires_grad before the backward": (Scaled, toggled),
+}
+
+
+@pytest.mark.parametrize("mode", RECOMPUTING)
+@pytest.mark.parametrize("what", CRASHES)
+def test_what_trains_with_torch_trains_where_blocks_are_recomputed(what: str, mode: Any) -> None:
+    """Each raised, with a message that blamed the model or was torch's about something else."""
+    block, step = CRASHES[what]
+    assert_beside(stacked(block), step, mode)
