@@ -119,7 +119,8 @@ def test_a_save_that_is_read_twice_in_one_backward_is_an_error() -> None:
     x.grad = w.grad = None
     y.sum().backward()
     assert function.calls == 4
-    assert torch.equal(found[0], x.grad) and torch.equal(found[1], w.grad)  # type: ignore[arg-type]
+    assert torch.equal(found[0], x.grad)  # type: ignore[arg-type]
+    assert torch.equal(found[1], w.grad)  # type: ignore[arg-type]
 
 
 def test_backwards_that_take_turns_have_one_recompute_each() -> None:
