@@ -1,5 +1,4 @@
-"""The least step time of any engine that may keep, move or recompute every byte: the bound of `bound`, with
-one more way out.
+"""The least step time of any engine that may keep, move or recompute every byte.
 
 What is given up is never made in the forward, and costs seconds where the backward reads it. The program is
 in `mixed_program`. One invariant: each of its simplifications lets it do more than an engine can, so the

@@ -1,7 +1,7 @@
 """The linear program of a mixture: its rows and columns, built once and solved.
 
-Words beside those of `bound`:
-
+    slice       a part of one action: an F slice makes its share, which the mirror slice of the B reads
+    t[s]        how long slice s takes
     part        neighbouring blocks of a chunk; an action has a slice for each part of its chunk
     x[b, l]     the share of block b that runs at level l of its menu; what is left of 1 runs plain
     given[b]    bytes of block b that are given up: what its levels save less than the plain one

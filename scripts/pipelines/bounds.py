@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.bound import least_step
 from bench.report import rates_of
 from offload.policy.actions import Action, GroupSize, work_of
-from offload.policy.bound import least_step
 from pipelines.memory import BlockFacts
 
 

@@ -316,7 +316,7 @@ def test_no_simulated_step_is_under_the_bound(
     step: Step, limit: int, window: int, half_room: int, data: st.DataObject
 ) -> None:
     pytest.importorskip("scipy", reason="the bound needs scipy, an extra")
-    from offload.policy.bound import least_step
+    from bench.bound import least_step
 
     actions, sizes, seconds, rates = step
     result = simulate(
