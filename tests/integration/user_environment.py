@@ -72,7 +72,9 @@ def _build_environment(folder: Path, wheel: Path, more: tuple[str, ...]) -> Path
         _link(metadata.distribution(name), target)
     # --no-index: what is missing is an error, and not downloaded
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
-    subprocess.run([*pip, "install", "--quiet", "--no-index", str(wheel)], check=True)
+    # without PYTHONPATH, by which pip finds the metadata of an editable install and leaves the wheel out
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    subprocess.run([*pip, "install", "--quiet", "--no-index", str(wheel)], env=environment, check=True)
     return python
 
 
