@@ -7,6 +7,7 @@ Each test is a stranger's loop beside itself without offload.
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import offload
 from tests.regressions.beside import RECOMPUTING, WIDTH, assert_beside, run, wide
 
 ROWS = 12
@@ -311,3 +313,56 @@ def test_what_trains_with_torch_trains_where_blocks_are_recomputed(what: str, mo
     """Each raised, with a message that blamed the model or was torch's about something else."""
     block, step = CRASHES[what]
     assert_beside(stacked(block), step, mode)
+
+
+class Conditioned(nn.Module):
+    """condition: set for a call, and taken away after it."""
+
+    condition: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.condition
+
+
+@pytest.mark.parametrize("mode", ["hidden_states", "selective"])
+def test_what_a_recompute_raises_says_that_it_was_one_and_names_the_way_out(mode: Any) -> None:
+    """A condition that is cleared after the forward: the TypeError spoke of the model alone."""
+    model = nn.Sequential(*[Conditioned() for _ in range(3)])
+    with offload.activations(model, mode, min_numel=1):
+        for block in model.children():
+            block.condition = torch.ones(WIDTH)  # type: ignore[assignment]
+        loss = model(wide()).sum()
+        for block in model.children():
+            block.condition = None  # type: ignore[assignment]
+        with pytest.raises(TypeError) as raised:
+            loss.backward()
+    notes = " ".join(raised.value.__notes__)
+    assert "while a Conditioned was recomputed for its backward" in notes
+    assert "no_recompute=" in notes
+
+
+def test_gradients_of_parts_of_a_retained_graph_hold_no_recomputes() -> None:
+    """Each `torch.autograd.grad` recomputed a block, and what its part did not read stayed with the graph:
+    more at each, counted nowhere."""
+    rows, width = 37, 24
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(3)]
+    )
+
+    def held() -> int:
+        gc.collect()
+        return sum(type(found) is Tensor and found.shape == (rows, width) for found in gc.get_objects())
+
+    with offload.activations(model, "hidden_states", min_numel=1):
+        loss = model(torch.randn(rows, width)).square().mean()
+        weight = model[2][2].weight  # type: ignore[index]
+        counts = []
+        for _ in range(4):
+            torch.autograd.grad(loss, [weight], retain_graph=True)  # type: ignore[list-item]
+            counts.append(held())
+        assert counts == [counts[0]] * 4
+        loss.backward()

@@ -96,3 +96,19 @@ def test_checkpoints_that_a_trainer_switches_on_are_named_beside_a_mode_that_mov
     for _ in range(2):
         offload.step_end()
     offload.reset()
+
+
+def test_checkpointing_that_a_mode_switched_off_comes_back_with_its_arguments() -> None:
+    """It came back with those of the default: another kind of checkpoint from then on."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=8
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.requires_grad_(False)
+    model.model.layers[0].self_attn.q_proj.lora_A = nn.Parameter(torch.zeros(1))
+    offload.apply(model, True).remove()
+    assert model.is_gradient_checkpointing
+    arguments = [layer._gradient_checkpointing_func.keywords for layer in model.model.layers]
+    assert arguments == [{"use_reentrant": True}] * 2
