@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,10 +34,14 @@ if not torch.accelerator.is_available():
 
 
 @pytest.fixture(autouse=True)
-def _messages_as_they_are_written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without "offload:" before them, which tests/unit/telemetry/test_speaker.py is about."""
-    if request.path.name != "test_speaker.py":
-        monkeypatch.setattr(speaker._Speaker, "process", lambda self, msg, kwargs: (msg, kwargs))
+def _messages_as_they_are_written(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Without "offload:" before them, which tests/unit/telemetry/test_speaker.py is about. Not by
+    `monkeypatch`: what a test patches has to be undone before the fixtures end that come after this one."""
+    if request.path.name == "test_speaker.py":
+        yield
+        return
+    with patch.object(speaker._Speaker, "process", lambda self, msg, kwargs: (msg, kwargs)):
+        yield
 
 
 @pytest.fixture(autouse=True)

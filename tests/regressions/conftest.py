@@ -1,0 +1,17 @@
+"""Nothing of a test's loop is left to the next one's: a step that somebody ends by hand is believed from then
+on, in the whole process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from offload import PipelineOffloadManager
+
+
+@pytest.fixture(autouse=True)
+def _no_manager_of_another_test() -> Iterator[None]:
+    PipelineOffloadManager.close_instance()
+    yield
+    PipelineOffloadManager.close_instance()
