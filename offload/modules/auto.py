@@ -6,13 +6,13 @@ device memory and takes the least time.
     step 2      recomputes all of these: what a step needs beside saved tensors is measured
     its end     a search over simulated steps (policy/mixture.py) chooses a level for each block of each
                 chunk. What waits for the backward under these levels is kept or moved by the groups' own plan
-    later       times and memory are measured under the plan, and it is made anew where they differ, or where
-                the link or the device's clock drifts. One that is slower than no plan is given up
+    later       times and memory are measured under the plan, and it is made anew where they differ.
+                One that is slower than no plan is given up
 
 Here is what is done at a forward and at the end of a step. block_calls.py has how a call runs under the plan,
-auto_memory.py the limit that the total leaves, auto_plan.py which plan is followed, auto_drift.py when the
-link or the clock asks for another, auto_guard.py whether it is slower than none, beside.py the search on a
-thread, auto_ranks.py how ranks whose blocks communicate agree on one.
+auto_memory.py the limit that the total leaves, auto_plan.py which plan is followed,
+auto_guard.py whether it is slower than none, beside.py the search on a thread, auto_ranks.py how ranks whose
+blocks communicate agree on one.
 
 There is one plan for all models of a process that the mode is applied to: they share the device.
 
@@ -151,7 +151,6 @@ class Auto(Client):
         engine = self._attached()
         if engine is not None:
             self.memory.begin_step(engine)
-            self.plan.begin_step(engine)
 
     def step_ended(self, stats: StepStats) -> None:
         """As Client: plan, once enough is known. Blocks the host at the end of the first step, until the

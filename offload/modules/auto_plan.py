@@ -20,7 +20,6 @@ from offload.engine import OffloadEngine
 from offload.errors import HostBudgetError
 from offload.groups.manager import GroupsManager
 from offload.groups.timed import KnownPlan
-from offload.modules.auto_drift import AutoDrift
 from offload.modules.auto_guard import AutoGuard
 from offload.modules.auto_memory import AutoMemory
 from offload.modules.beside import Beside
@@ -92,7 +91,6 @@ class AutoPlan:
         self._more_plans_left = _MORE_PLANS
         self._calls = calls
         self._memory = memory
-        self._drift = AutoDrift()
         self._guard = AutoGuard()
         self._search: _Search | None = None
         self._started: weakref.ref[GroupsManager] | None = None  # that searches from what the plan keeps
@@ -100,11 +98,6 @@ class AutoPlan:
         self._shape: object = ()
         self._shape_before: object = None
         self._lengths: Mapping[int, float] = {}  # that the plan is for, by stage
-
-    def begin_step(self, engine: OffloadEngine) -> None:
-        """The first forward of a step begins."""
-        if self._search is None:
-            self._drift.begin_step(engine, plans_more=self.plans_left > 0)
 
     def step_ended(
         self, manager: GroupsManager, ran: Mapping[ChunkKey, Sequence[Ran]], stall_before_s: float
@@ -124,13 +117,10 @@ class AutoPlan:
             seconds_before=seen.seconds,
             stall_before_s=stall_before_s,
         )
-        engine = manager.engine
-        may_give_up = engine.device.pins and not self._calls.peers  # another device is simulated
+        may_give_up = manager.engine.device.pins and not self._calls.peers  # another device is simulated
         if is_slower and may_give_up and self._memory.holds_without_plan:
-            self._give_up(engine)
+            self._give_up()
         self._look_at_shape(known)
-        if self._search is None:
-            self._drift.step_ended(engine, self.recent, plans_more=self.plans_left > 0)
 
     def _look_at_shape(self, known: list[Action]) -> None:
         """A shape that comes twice in a row is planned for, and so are steps that vary. Where these had no
@@ -159,7 +149,7 @@ class AutoPlan:
         """Whether a plan shall be made now."""
         is_time = self._since_plan > _STEPS_A_PLAN and self._memory.is_known
         has_reason = self.plans_left > 0 or self._has_other_room
-        return is_time and (has_reason or self._is_too_old or self._drift.is_too_much)
+        return is_time and (has_reason or self._is_too_old)
 
     @property
     def _has_other_room(self) -> bool:
@@ -188,8 +178,7 @@ class AutoPlan:
         if work is None:
             return
         is_like = plan is not None and len(work.actions) <= len(plan.problem.actions)
-        is_made_anew = self.plans_left or self._has_other_room or self._drift.is_too_much
-        if plan is not None and is_like and not is_made_anew:
+        if plan is not None and is_like and not (self.plans_left or self._has_other_room):
             self._scale(manager, plan)
         else:
             engine = manager.engine
@@ -300,9 +289,8 @@ class AutoPlan:
         manager.start_from(known)
         self._started = weakref.ref(manager)
         self._reserve(engine, plan)
-        self._drift.planned(self.recent.last_timed, engine.rates)
 
-    def _give_up(self, engine: OffloadEngine) -> None:
+    def _give_up(self) -> None:
         guard, self.gave_up = self._guard, True
         logger.warning(
             "a step takes %.1f ms under the plan of mode='auto', and %.1f with every block recomputed, which "
@@ -324,7 +312,6 @@ class AutoPlan:
     def end(self) -> None:
         """What a plan has changed of the engine is as before. Takes no lock."""
         self._stop_search()
-        self._drift.end()
         manager = None if self._started is None else self._started()
         if manager is not None:
             manager.start_from(None)

@@ -70,11 +70,6 @@ class RecentSteps:
         make = partial(StepWork.of, before.actions, seconds_before, before.ran, head_bytes, parts)
         self._timed.append(_Timed(before.amounts, make))
 
-    @property
-    def last_timed(self) -> StepWork | None:
-        """Of the last step whose times are known, as it was."""
-        return next((work for work, _ in self._known()), None)
-
     def step(self) -> StepWork | None:
         """To plan for; None where too little is known."""
         if not self.lengths.vary:

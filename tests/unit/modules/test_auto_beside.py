@@ -14,7 +14,7 @@ import pytest
 from offload.modules import auto_plan, beside
 from offload.modules.beside import Beside
 from offload.policy.mixture import MixedPlan, choose_mixture
-from tests.unit.modules.test_auto_drift import RATE, Run, new_run
+from tests.unit.modules.linked import RATE, Run, new_run
 
 __all__ = ["new_run"]
 

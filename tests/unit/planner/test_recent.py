@@ -35,7 +35,9 @@ def test_work_is_made_of_the_steps_that_are_asked_for_alone(monkeypatch: pytest.
     for _ in range(5):
         end_step(recent, (10, 10), timed=True)
     assert not made
-    assert recent.last_timed is recent.step() is not None
+    work = recent.step()
+    assert work is not None
+    assert recent.step() is work
     assert len(made) == 1
 
 
@@ -43,11 +45,10 @@ def test_a_step_with_blocks_that_are_not_known_yet_is_not_planned_for() -> None:
     recent = RecentSteps()
     for _ in range(3):
         end_step(recent, (10,), timed=True)
-    known = recent.last_timed
+    known = recent.step()
     actions = [Action("F", 0, 0), Action("B", 0, 0)]
     for _ in range(2):
         recent.ended(actions, {(0, 0): [Ran(None, 0, 10)]}, dict.fromkeys(actions, 2.0))
-    assert recent.last_timed is recent.step()
     assert recent.step() is not known  # of the last step before, timed since
     assert recent.step() is not None
 

@@ -7,15 +7,12 @@ import pytest
 
 from offload import OffloadConfig, OffloadEngine
 from offload.device.sim import SimDevice
-from offload.ids import Owner
 from offload.memory.arena import HostArena
 from offload.memory.budget import LocalHostBudget
 from offload.transfer import link
-from offload.transfer.admission import CapsAdmission, Direction
+from offload.transfer.admission import CapsAdmission
 from offload.transfer.copier import Copier
 from offload.transfer.limits import Limits
-from offload.transfer.link_watch import LinkWatch
-from tests.unit.transfer.test_copier import a_copy
 
 KIB = 1024
 LIMITS = Limits(OffloadConfig())
@@ -57,15 +54,3 @@ def test_the_simulated_device_has_no_link_to_measure() -> None:
     assert not engine.can_measure_link
     assert engine.rates is None
     engine.close()
-
-
-def test_a_watch_that_begins_again_before_its_end_is_told_of_each_copy_once() -> None:
-    """Else a copy would count as one beside itself, and the link as slower than it is."""
-    device = SimDevice()
-    copier = Copier(device, CapsAdmission(LIMITS))
-    watch = LinkWatch(copier, 1)
-    watch.begin()
-    watch.begin()  # a step without a backward has no end
-    copier.of(Owner("groups", "s0m0/a")).send([a_copy(device)])
-    watch.end()
-    assert len(watch._ended[Direction.D2H]) == 1
