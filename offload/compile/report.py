@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import Node
 
 from offload.ids import ChunkId
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 
 __all__ = ["CompileReport", "compiled_regions"]
 
@@ -29,7 +29,7 @@ class CompileReport:
     """Said by group name and compiled graph, in however many chunks they meet."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[str, str]] = set()
+        self._said = Once()
 
     def look(
         self,
@@ -47,9 +47,8 @@ class CompileReport:
                 for tensor in tensors
                 if may_leave(tensor)
             }
-            if not kept or (group, region) in self._said:
+            if not kept or not self._said.first(group, region):
                 continue
-            self._said.add((group, region))
             logger.warning(
                 "group %r of chunk %s: %s keeps %s beside the saved-tensor hooks, which stays on the device: "
                 "an autograd.Function in it sets tensors on its ctx; let it call ctx.save_for_backward for "
@@ -62,9 +61,8 @@ class CompileReport:
 
     def replayed(self, group: str, chunk: ChunkId, tensors: int, nbytes: int) -> None:
         """A group has saved tensors that lie in the memory of CUDA graphs which torch.compile records."""
-        if (group, "") in self._said:
+        if not self._said.first(group, ""):
             return
-        self._said.add((group, ""))
         logger.warning(
             "group %r of chunk %s: %s of what it saves stays on the device, in the memory of a CUDA graph "
             'that torch.compile recorded (mode="reduce-overhead"): that memory is never given back, so '

@@ -34,7 +34,7 @@ from offload.disk.worker import Job, JobState
 from offload.errors import OffloadError
 from offload.memory.arena import Block, HostArena
 from offload.sizes import bytes_text
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 
 __all__ = ["DEFAULT_AHEAD_BYTES", "DiskTier"]
 
@@ -65,7 +65,7 @@ class DiskTier(DiskLoans):
         self._refused_bytes = 0  # in this step, while writes were waiting
         self._offered_bytes = 0
         self._step_began = time.monotonic()
-        self._warned: set[str] = set()
+        self._said = Once()
         self._closed = False
 
     # -- out -------------------------------------------------------------------------------------------------
@@ -118,16 +118,16 @@ class DiskTier(DiskLoans):
             self._ahead.pop(stored, None)
             if not isinstance(job.error, OSError):
                 raise job.error
-            self._warn(
-                "write",
-                "%s: its %s could not be written to %s (%s): %s. Such tensors stay in host memory, and "
-                "on the device where that is full; free some space, or raise disk_limit_bytes",
-                block.label,
-                bytes_text(block.nbytes),
-                self.file.directory,
-                self.file.file_system,
-                job.error.strerror or job.error,
-            )
+            if self._said.first("write"):
+                logger.warning(
+                    "%s: its %s could not be written to %s (%s): %s. Such tensors stay in host memory, and "
+                    "on the device where that is full; free some space, or raise disk_limit_bytes",
+                    block.label,
+                    bytes_text(block.nbytes),
+                    self.file.directory,
+                    self.file.file_system,
+                    job.error.strerror or job.error,
+                )
         elif not stored.is_ahead:
             self._release_host(block)
 
@@ -280,13 +280,13 @@ class DiskTier(DiskLoans):
                 self.collect()
                 if (host := self._arena.take(block.nbytes)) is not None:
                     return host
-        self._warn(
-            "spare",
-            "%s: host memory has no room for its %s, which its reader waits for; they are pinned "
-            "beside the limit until they are on the device. Raise host_limit_bytes",
-            block.label,
-            bytes_text(block.nbytes),
-        )
+        if self._said.first("spare"):
+            logger.warning(
+                "%s: host memory has no room for its %s, which its reader waits for; they are pinned "
+                "beside the limit until they are on the device. Raise host_limit_bytes",
+                block.label,
+                bytes_text(block.nbytes),
+            )
         return self.spare.take(block.nbytes)
 
     # -- the step --------------------------------------------------------------------------------------------
@@ -299,16 +299,16 @@ class DiskTier(DiskLoans):
         step_s = max(now - self._step_began, 1e-9)
         if self._refused_bytes:
             rate = counts.write_bytes / counts.write_s if counts.write_s else 0.0
-            self._warn(
-                "slow",
-                "the disk writes %.2f GB/s to %s (%s) and the step saved %.2f GB/s: host memory was full "
-                "and %s stayed on the device. Save less, raise host_limit_bytes, or use a faster disk",
-                rate / _GB,
-                self.file.directory,
-                self.file.file_system,
-                (self._offered_bytes + self._refused_bytes) / step_s / _GB,
-                bytes_text(self._refused_bytes),
-            )
+            if self._said.first("slow"):
+                logger.warning(
+                    "the disk writes %.2f GB/s to %s (%s) and the step saved %.2f GB/s: host memory was full "
+                    "and %s stayed on the device. Save less, raise host_limit_bytes, or use a faster disk",
+                    rate / _GB,
+                    self.file.directory,
+                    self.file.file_system,
+                    (self._offered_bytes + self._refused_bytes) / step_s / _GB,
+                    bytes_text(self._refused_bytes),
+                )
         self._refused_bytes = self._offered_bytes = 0
         self._step_began = now
         return counts
@@ -334,11 +334,6 @@ class DiskTier(DiskLoans):
         finally:
             self.spare.close()
             self.file.close()
-
-    def _warn(self, once: str, message: str, *arguments: object) -> None:
-        if once not in self._warned:
-            self._warned.add(once)
-            logger.warning(message, *arguments)
 
 
 def _extent_of(stored: Stored) -> Extent:

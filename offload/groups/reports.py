@@ -16,7 +16,7 @@ from offload.groups.survey import Survey
 from offload.ids import ChunkId
 from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 from offload.transfer.limits import Limits
 
 __all__ = ["FORWARDS_WITHOUT_END", "MarkReport", "StepReport"]
@@ -41,24 +41,12 @@ stay below 1.1 (docs/log.md)."""
 _NAMED = 8  # groups that a message lists at most
 
 
-class _Report:
-    def __init__(self) -> None:
-        self._said: set[tuple[object, ...]] = set()
-
-    def _first(self, *what: object) -> bool:
-        """Whether `what` is said for the first time."""
-        if what in self._said:
-            return False
-        self._said.add(what)
-        return True
-
-
-class MarkReport(_Report):
+class MarkReport:
     """By cause; of a cause that has a group's name, once for each name, and for each model of those that
     `apply` was called for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._said = Once()
         self._expected: set[int | None] = set()
         self._recomputed: set[str] = set()
         self._forwards_at_step = 0  # when an optimizer stepped last
@@ -66,7 +54,7 @@ class MarkReport(_Report):
 
     def not_announced(self, name: str) -> None:
         """Group `name` was started in a forward that no chunk was begun for."""
-        if self._first("no chunk"):
+        if self._said.first("no chunk"):
             logger.warning(
                 "group %r is started while no chunk is current: nothing of this forward leaves. Call "
                 "init_chunk_handler() at the start of every forward. In a pipeline, use OffloadPipelineStage "
@@ -76,7 +64,7 @@ class MarkReport(_Report):
 
     def no_group(self, chunk: ChunkId) -> None:
         """Hooks were asked for while no group of `chunk` was open."""
-        if self._first("no group"):
+        if self._said.first("no group"):
             logger.warning(
                 "offload_hooks() without an open group in chunk %s: nothing saved in it will leave; call "
                 "group_start first",
@@ -85,7 +73,7 @@ class MarkReport(_Report):
 
     def inside_checkpoint(self, name: str, chunk: ChunkId) -> None:
         """Hooks were asked for in a checkpoint that keeps nothing."""
-        if self._first("inside a checkpoint"):
+        if self._said.first("inside a checkpoint"):
             logger.warning(
                 "group %r of chunk %s is inside a non-reentrant checkpoint, which recomputes what it saves: "
                 "nothing of it will leave; put the group around the checkpoint, or give the checkpoint "
@@ -100,7 +88,7 @@ class MarkReport(_Report):
 
     def forwards(self, stage: int, number: int) -> None:
         """So many forwards of a virtual stage have begun since the last step's end."""
-        if number >= FORWARDS_WITHOUT_END and self._first("no end"):
+        if number >= FORWARDS_WITHOUT_END and self._said.first("no end"):
             logger.warning(
                 "%s forwards of virtual stage %s have begun since the last step_end(): they are not counted, "
                 "and no plan is made. Call step_end() once a step, when its gradients are final",
@@ -114,7 +102,7 @@ class MarkReport(_Report):
             self._unended = 0  # a step_end() came between
         self._unended += num_forwards > self._forwards_at_step
         self._forwards_at_step = num_forwards
-        if self._unended >= OPTIMIZER_STEPS_WITHOUT_END and self._first("no step_end"):
+        if self._unended >= OPTIMIZER_STEPS_WITHOUT_END and self._said.first("no step_end"):
             logger.warning(
                 "an optimizer has stepped %d times since the last step_end(): this process has called "
                 "step_end(), so from then on no optimizer's step ends a step, nothing is counted and no plan "
@@ -126,7 +114,7 @@ class MarkReport(_Report):
         """A model of this virtual stage is new: what its groups do not move is said again, after its first
         step."""
         self._expected.add(stage)
-        self._said = {what for what in self._said if what[1:2] != (stage,)}
+        self._said -= {what for what in self._said if what[1:2] == (stage,)}
 
     def end_step(
         self,
@@ -150,7 +138,7 @@ class MarkReport(_Report):
                 least = min(chunk.min_offloaded_tensor_size for chunk in chunks)
                 self._say_idle(model, groups, least, survey)
         for name in self._recomputed.difference(names):
-            if is_warmup and self._first("checkpoint", name):
+            if is_warmup and self._said.first("checkpoint", name):
                 logger.warning(
                     "group %r is inside a reentrant checkpoint, which saves nothing in its forward: nothing "
                     "of the group leaves. Put its marks around the checkpoint, or use "
@@ -170,7 +158,7 @@ class MarkReport(_Report):
         idle = list(dict.fromkeys(group.name for group in groups if group.name not in {*moved, KEPT}))
         hooked = {group.name for group in groups if group.hooked}
         largest = 0 if survey is None else survey.largest_small(model)
-        if not moved and largest and hooked.issuperset(idle) and self._first("nothing", model):
+        if not moved and largest and hooked.issuperset(idle) and self._said.first("nothing", model):
             logger.warning(
                 "nothing leaves: all that autograd saved in groups %s is smaller than min_numel "
                 "(min_offloaded_tensor_size in OffloadConfig), %s elements here, or can never leave. The "
@@ -181,7 +169,7 @@ class MarkReport(_Report):
             )
             self._said.update(("idle", model, name) for name in idle)
         for name in idle:
-            if not self._first("idle", model, name):
+            if not self._said.first("idle", model, name):
                 continue
             if name in hooked:
                 largest = 0 if survey is None else survey.largest_small(model, name)
@@ -201,11 +189,11 @@ class MarkReport(_Report):
                 )
 
 
-class StepReport(_Report):
+class StepReport:
     """Of one planner."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._said = Once()
         self._steps = 0
         self._plans = 0
 
@@ -235,7 +223,7 @@ class StepReport(_Report):
         if found is None or "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             return
         reserved, active = found
-        if reserved > RESERVED_OVER_ACTIVE * active and self._first("cache"):
+        if reserved > RESERVED_OVER_ACTIVE * active and self._said.first("cache"):
             logger.warning(
                 "torch's allocator holds %s of the device, %.2f times the %s that were ever in use at "
                 "once: %d of %d steps had a new shape, and cached blocks of one size do not serve another. "
@@ -253,7 +241,7 @@ class StepReport(_Report):
         limit, peak = limits.device_limit_bytes, stats.device_bytes_peak
         is_auto = limits.again_room_bytes is not None
         # what found no host memory is said by the engine
-        if limit is not None and peak > limit and not stats.lacked_host and self._first("passed"):
+        if limit is not None and peak > limit and not stats.lacked_host and self._said.first("passed"):
             whose, way_out = "mode='auto' had planned for", "Where device_total is passed, give a larger one"
             if not is_auto:
                 whose = "device_limit (device_limit_bytes in OffloadConfig)"
@@ -270,7 +258,7 @@ class StepReport(_Report):
             )
         # mode "auto" says itself where its total leaves it no choice
         saves_nothing = limit is None and not is_auto and stats.spill_bytes and peak >= live_peak_bytes
-        if saves_nothing and self._first("nothing saved"):
+        if saves_nothing and self._said.first("nothing saved"):
             logger.warning(
                 "step %d copied %s out and %s back, and its saved tensors took as much of the device "
                 "at once, %s, as if none had left: copies in flight have room for all of them. Results "

@@ -16,7 +16,7 @@ from offload.groups.manager import GroupsManager
 from offload.planner.total import TotalMemory
 from offload.sizes import bytes_text
 from offload.telemetry.records import StepStats
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 from offload.transfer.limits import CONFIG, Contributor
 
 __all__ = ["BLOCKS", "HEAD", "AutoMemory"]
@@ -57,7 +57,7 @@ class AutoMemory:
         self._fitted = False  # the step before, in its forwards and backwards
         self._limited = False
         self._unplanned = 0  # steps in a row
-        self._said: set[str] = set()
+        self._said = Once()
 
     @property
     def limit_bytes(self) -> int | None:
@@ -71,14 +71,14 @@ class AutoMemory:
         if found is None or self.total is None:
             return
         if found[1] > self.total.total_bytes and self.is_measured and self._fitted:
-            self._say_once(
-                "optimizer",
-                "active memory was at most %s between the end of a step's backward and the next forward, "
-                "and device_total is %s: mode='auto' does not lower the optimizer's step. Give a larger "
-                "total, or use a HybridDeviceOptimizer",
-                bytes_text(found[1]),
-                bytes_text(self.total.total_bytes),
-            )
+            if self._said.first("optimizer"):
+                logger.warning(
+                    "active memory was at most %s between the end of a step's backward and the next forward, "
+                    "and device_total is %s: mode='auto' does not lower the optimizer's step. Give a larger "
+                    "total, or use a HybridDeviceOptimizer",
+                    bytes_text(found[1]),
+                    bytes_text(self.total.total_bytes),
+                )
         elif found[1] > self.total.total_bytes and not self.is_measured:
             self.is_measured = True  # a step has passed it although the plan was settled
             self.total.restart()
@@ -117,9 +117,9 @@ class AutoMemory:
         self._unplanned = 0 if is_planned else self._unplanned + 1
         # where a step of recomputes has no room, no_room() names both
         most_bytes = max(total.total_bytes, total.least_peak_bytes if self.has_no_room else 0)
-        if peak_bytes > most_bytes and (is_planned or self.has_no_room or self._unplanned > _MAY_BE_REFUSED):
-            self._say_once(
-                "passed",
+        counts = is_planned or self.has_no_room or self._unplanned > _MAY_BE_REFUSED
+        if peak_bytes > most_bytes and counts and self._said.first("passed"):
+            logger.warning(
                 "a step had %s on the device, and device_total is %s: it took more than the steps that "
                 "were measured, and others of its kind will. Later plans count it. Where the device does not "
                 "have that much, give a smaller total",
@@ -192,15 +192,11 @@ class AutoMemory:
         """The total is less than a step takes that recomputes every block that may be: that is done."""
         assert self.total is not None
         self.is_measured, self.has_no_room = False, True
-        self._say_once(
-            "no room",
-            "device_total is %s, and a step takes %s with every block recomputed and its input on the host, "
-            "which is what is done now: nothing is chosen. Give more than that, or fewer tokens a forward",
-            bytes_text(self.total.total_bytes),
-            bytes_text(self.total.least_peak_bytes),
-        )
-
-    def _say_once(self, what: str, text: str, *values: object) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning(text, *values)
+        if self._said.first("no room"):
+            logger.warning(
+                "device_total is %s, and a step takes %s with every block recomputed and its input on the "
+                "host, which is what is done now: nothing is chosen. Give more than that, or fewer tokens a "
+                "forward",
+                bytes_text(self.total.total_bytes),
+                bytes_text(self.total.least_peak_bytes),
+            )

@@ -11,7 +11,7 @@ from offload.modules.auto_memory import AutoMemory
 from offload.modules.auto_plan import AutoPlan
 from offload.modules.block_calls import BlockCalls
 from offload.planner.agreement import Agreement, Room, is_point
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 
 __all__ = ["AutoRanks"]
 
@@ -30,7 +30,7 @@ class AutoRanks:
         self._plan = plan
         self._agreement: Agreement | None = None
         self._announced_ends = self._guessed_ends = 0
-        self._said: set[str] = set()
+        self._said = Once()
 
     def agree_on_profiles(self, *, end_was_guessed: bool) -> bool:
         """Follow what was seen here; or, with ranks that blocks communicate with, what all of them saw.
@@ -43,9 +43,9 @@ class AutoRanks:
             calls.follow_own()
             return False
         if end_was_guessed:
-            if self._guessed_ends > _GUESSED_ENDS and not self._announced_ends:
-                self._say_once(
-                    "guessed",
+            is_odd = self._guessed_ends > _GUESSED_ENDS and not self._announced_ends
+            if is_odd and self._said.first("guessed"):
+                logger.warning(
                     "blocks communicate with ranks %s, which are to follow one plan, and no optimizer's "
                     "step() ends a step: its end is guessed, at moments that may differ by rank. "
                     "mode='auto' recomputes every block until all of these ranks call offload.step_end() "
@@ -79,12 +79,12 @@ class AutoRanks:
             return  # as every member sees
         if len({room.shape for room in found.values()}) > 1:
             plan.follow_none()
-            self._say_once(
-                "shapes",
-                "blocks of ranks %s communicate, and the ranks run other forwards or in another order: no "
-                "plan is for all of them, and mode='auto' recomputes every block",
-                sorted(found),
-            )
+            if self._said.first("shapes"):
+                logger.warning(
+                    "blocks of ranks %s communicate, and the ranks run other forwards or in another order: "
+                    "no plan is for all of them, and mode='auto' recomputes every block",
+                    sorted(found),
+                )
             return
         least = {rank: room.limit_bytes for rank, room in found.items() if room.limit_bytes is not None}
         planner = min(least or found, key=lambda rank: (least.get(rank, 0), rank))
@@ -97,8 +97,3 @@ class AutoRanks:
             plan.follow(manager, chosen)
         else:  # another rank has no room
             plan.follow_none()
-
-    def _say_once(self, what: str, text: str, *values: object) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning(text, *values)

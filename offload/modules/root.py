@@ -41,7 +41,7 @@ from offload.modules.settings import is_checkpointing
 from offload.modules.steps import Steps
 from offload.saved.handles import Handle
 from offload.saved.hooks import InstalledScope, inside_checkpoint
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 
 __all__ = ["GroupCall", "GroupCalls", "HeadCalls", "ModelRoot"]
 
@@ -124,7 +124,7 @@ class ModelRoot:
         self._expects_checkpoints = False
         self._begun = 0  # forwards since the last step's end
         self._ran: set[str] = set()
-        self._said: set[str] = set()
+        self._said = Once()
         self._registered: weakref.ref[GroupsManager] | None = None
         self._ends_without = 0  # a forward, since apply()
         self.calls = CallsUnderWay()
@@ -305,7 +305,7 @@ class ModelRoot:
         if self.forwards == 0:
             self._ends_without += self.end_seen
             if (
-                self._ends_without > 1 and "inside" not in self._said
+                self._ends_without > 1 and ("inside",) not in self._said
             ):  # a closure runs its first forward inside the first step()
                 self.say_once(
                     "never",
@@ -329,8 +329,7 @@ class ModelRoot:
 
     def say_once(self, what: str, text: str, *values: object) -> None:
         """Warn of `what`, the first time. text: its first %s is the model's class, then come `values`."""
-        if what not in self._said:
-            self._said.add(what)
+        if self._said.first(what):
             logger.warning(text, self._name, *values)
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from offload import marks
 from offload.apply import infer_steps, is_declined
 from offload.policy.actions import Action
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 
 __all__ = ["Announcements", "Announcer"]
 
 logger = speaker(__name__)
 
-_warned = False
+_said = Once()
 
 
 class Announcer(Protocol):
@@ -119,9 +119,7 @@ class _StageRoot:
 
 
 def _warn_without_manager(stage: int) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
+    if _said.first("no manager"):
         logger.warning(
             "stage %d announces its chunks to nobody, so nothing leaves: this process has no manager. Before "
             "the first step call offload.apply(module) for each stage's module, or offload.configure(...) if "

@@ -33,7 +33,7 @@ from offload.spill.curve import Curves
 from offload.spill.forward import Forward
 from offload.spill.readings import Readings
 from offload.spill.scheduler import ActivationScheduler, Parts, SpillCounts
-from offload.telemetry.speaker import speaker
+from offload.telemetry.speaker import Once, speaker
 from offload.transfer.block import DeviceBlock
 from offload.transfer.coming import ComingReads, Prefetcher
 
@@ -68,7 +68,7 @@ class ForecastOrder(ActivationScheduler):
         self._current: Forward | None = None  # being read
         self._coming: list[ComingReads] = []
         self._free_when_full = -1  # of the host bytes held, when they were too few
-        self._said: set[str] = set()
+        self._said = Once()
 
     # -- saves -----------------------------------------------------------------------------------------------
     def take(self, forward: Forward, tensor: torch.Tensor) -> Handle | None:
@@ -210,8 +210,7 @@ class ForecastOrder(ActivationScheduler):
         try:
             arena.reserve(arena.held_bytes + nbytes)
         except HostBudgetError as error:
-            if "host" not in self._said:
-                self._said.add("host")
+            if self._said.first("host"):
                 logger.warning(
                     "the high mark of %s is reached, and the host has no memory for %s that "
                     "should leave (%s); they stay on the device, which may run out of memory. Raise "
@@ -228,7 +227,7 @@ class ForecastOrder(ActivationScheduler):
 
     def _say_it_is_passed(self, allocated: int) -> None:
         if not self._said:  # a host that is full is a reason that has been said
-            self._said.add("passed")
+            self._said.first("passed")
             logger.warning(
                 "%s of the device are allocated, the high mark is %s, and no more saved tensors "
                 "can leave: the rest is weights, gradients, optimizer state, what operators use, and tensors "

@@ -1,4 +1,5 @@
-"""Loggers whose messages say who speaks: "offload: ...", or "offload, rank 3: ..." where there are ranks.
+"""Loggers whose messages say who speaks: "offload: ...", or "offload, rank 3: ..." where there are ranks; and
+what was said once.
 
 One invariant: a message is formatted once, and its logger has the module's name, so `logging` filters it as
 any other.
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["speaker"]
+__all__ = ["Once", "speaker"]
 
 
 class _Speaker(logging.LoggerAdapter[logging.Logger]):
@@ -24,3 +25,13 @@ class _Speaker(logging.LoggerAdapter[logging.Logger]):
 def speaker(name: str) -> _Speaker:
     """The logger of a module of this name."""
     return _Speaker(logging.getLogger(name))
+
+
+class Once(set[tuple[object, ...]]):
+    """Things that were said, each of which is said once."""
+
+    def first(self, *what: object) -> bool:
+        """Whether `what` is said for the first time, which it is from now on."""
+        is_first = what not in self
+        self.add(what)
+        return is_first

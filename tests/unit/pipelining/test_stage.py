@@ -29,6 +29,7 @@ from offload import (
 )
 from offload.pipelining.order import actions_of
 from offload.pipelining.stage import OffloadPipelineStage
+from offload.telemetry.speaker import Once
 from parallel.schedules import SCHEDULES, build_schedule
 
 WIDTH, MICROBATCHES = 4, 4
@@ -326,7 +327,7 @@ class Marked(nn.Linear):
 
 @pytest.fixture
 def no_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("offload.pipelining.announcing._warned", False)
+    monkeypatch.setattr("offload.pipelining.announcing._said", Once())
     PipelineOffloadManager.close_instance()
     yield
     PipelineOffloadManager.close_instance()
