@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from offload.disk.worker import Worker
 from offload.engine import OffloadEngine
 from offload.transfer.limits import CONFIG, DEFAULT, PLAN, Cap, Contributor
 
@@ -30,3 +31,8 @@ def impose(engine: OffloadEngine, **caps: int | None) -> Contributor:
         cap: Cap = name  # type: ignore[assignment]
         _imposed[engine].bound(cap, nbytes, replaces=(DEFAULT, CONFIG, PLAN, "auto"))
     return _imposed[engine]
+
+
+def has_work(worker: Worker[Any]) -> bool:
+    """Whether a thread of the disk has jobs, waiting or under way."""
+    return bool(worker._queue) or worker._num_running > 0

@@ -107,10 +107,6 @@ class Worker(Generic[T]):
         """Whether the job is over. Blocks the host: never. order: as of `wait`."""
         return job.is_over
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._queue) or self._num_running > 0
-
     def drain(self) -> None:
         """Block the host until every job is over."""
         with self._changed:

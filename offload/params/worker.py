@@ -48,9 +48,6 @@ class Latch:
     def open(self) -> None:
         self._lock.release()
 
-    def is_open(self) -> bool:
-        return not self._lock.locked()
-
     def wait(self) -> None:
         with self._lock:
             pass

@@ -10,7 +10,6 @@ everything here is an immutable number or name; nothing knows a tensor.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
@@ -26,15 +25,12 @@ __all__ = [
     "Life",
     "Rates",
     "Read",
-    "Work",
     "checked_action",
     "lives_of",
     "one_f_one_b",
-    "parse_action",
     "reads_of",
     "require_sizes",
     "require_times",
-    "work_of",
 ]
 
 Kind = Literal["F", "B", "I", "W"]
@@ -45,7 +41,6 @@ ChunkKey = tuple[int, int]
 """(virtual stage, microbatch)."""
 
 _KINDS = frozenset("FBIW")
-_ACTION_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Action(NamedTuple):
@@ -100,15 +95,6 @@ class GroupKey(NamedTuple):
 
 Keeps = frozenset[GroupKey]
 ChunkSizes = Mapping[ChunkKey, Sequence[GroupSize]]
-
-
-class Work(NamedTuple):
-    """An action with its numbers: seconds of compute, and the bytes that it makes (F) or reads for the last
-    time (B, I, W)."""
-
-    action: Action
-    compute_s: float
-    nbytes: int
 
 
 class Read(NamedTuple):
@@ -167,16 +153,6 @@ def checked_action(action: object) -> Action:
         ):
             return Action(cast(Kind, kind), stage, microbatch)
     raise ValueError(f"action {action!r} is not (F, B, I or W; stage >= 0; microbatch >= 0)")
-
-
-def parse_action(text: str) -> Action:
-    """`3F1` -> Action("F", 3, 1), the inverse of str(action)."""
-    match = _ACTION_TEXT.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(
-            f"{text!r} is not an action; write stage, one of F B I W, microbatch, for example 3F1"
-        )
-    return Action(cast(Kind, match[2]), int(match[1]), int(match[3]))
 
 
 def one_f_one_b(rank: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
@@ -280,24 +256,3 @@ def reads_of(actions: Sequence[Action], sizes: ChunkSizes) -> tuple[Read, ...]:
                 for key, group in reversed(groups)
             ]
     return tuple(reads)
-
-
-def work_of(actions: Sequence[Action], sizes: ChunkSizes, compute_s: Sequence[float]) -> tuple[Work, ...]:
-    """The actions with their numbers, as the bound takes them: bytes at a chunk's F, and again at their last
-    reads: all at a B, at an I what its W does not read, and that at the W."""
-    require_times(actions, compute_s)
-    totals = {chunk: sum(group.nbytes for group in groups) for chunk, groups in sizes.items()}
-    halves = {
-        action.chunk: sum(group.w_bytes for group in sizes[action.chunk])
-        for action in actions
-        if action.kind == "I"
-    }
-    works: list[Work] = []
-    for action, seconds in zip(actions, compute_s, strict=True):
-        nbytes, half_bytes = totals[action.chunk], halves.get(action.chunk, 0)
-        if action.kind == "I":
-            nbytes -= half_bytes
-        elif action.kind == "W" and action.chunk in halves:
-            nbytes = half_bytes
-        works.append(Work(action, seconds, nbytes))
-    return tuple(works)

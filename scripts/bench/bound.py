@@ -32,10 +32,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.policy.actions import Rates, Work, lives_of
+from offload.policy.actions import Action, ChunkSizes, Rates, lives_of, require_times
 from offload.policy.linear import Ranges, Rows, minimise
 
-__all__ = ["Bound", "least_step", "single_pass_limit_s"]
+__all__ = ["Bound", "Work", "least_step", "single_pass_limit_s", "work_of"]
+
+
+class Work(NamedTuple):
+    """An action with its numbers: seconds of compute, and the bytes that it makes (F) or reads for the last
+    time (B, I, W)."""
+
+    action: Action
+    compute_s: float
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +60,27 @@ class Bound:
     action_s: tuple[float, ...]
     """How long each action takes in one best step; a longer one than its compute is where the cap costs
     time."""
+
+
+def work_of(actions: Sequence[Action], sizes: ChunkSizes, compute_s: Sequence[float]) -> tuple[Work, ...]:
+    """The actions with their numbers, as the bound takes them: bytes at a chunk's F, and again at their last
+    reads: all at a B, at an I what its W does not read, and that at the W."""
+    require_times(actions, compute_s)
+    totals = {chunk: sum(group.nbytes for group in groups) for chunk, groups in sizes.items()}
+    halves = {
+        action.chunk: sum(group.w_bytes for group in sizes[action.chunk])
+        for action in actions
+        if action.kind == "I"
+    }
+    works: list[Work] = []
+    for action, seconds in zip(actions, compute_s, strict=True):
+        nbytes, half_bytes = totals[action.chunk], halves.get(action.chunk, 0)
+        if action.kind == "I":
+            nbytes -= half_bytes
+        elif action.kind == "W" and action.chunk in halves:
+            nbytes = half_bytes
+        works.append(Work(action, seconds, nbytes))
+    return tuple(works)
 
 
 def single_pass_limit_s(

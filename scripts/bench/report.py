@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.bound import least_step, single_pass_limit_s
+from bench.bound import Work, least_step, single_pass_limit_s
 from bench.workload import live_peak_chunks
-from offload.policy.actions import Action, Rates, Work
+from offload.policy.actions import Action, Rates
 
 GB = 1e9
 _COLUMNS = (

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.bound import least_step
+from bench.bound import least_step, work_of
 from bench.report import rates_of
-from offload.policy.actions import Action, GroupSize, work_of
+from offload.policy.actions import Action, GroupSize
 from pipelines.memory import BlockFacts
 
 

@@ -21,6 +21,7 @@ from offload import OffloadConfig, OffloadEngine, OffloadError
 from offload.device.sim import SimDevice
 from offload.disk.tier import DiskTier
 from offload.transfer.admission import Priority
+from tests.inside import has_work
 from tests.property.disk_steps import SteppedWorker, step_disk
 from tests.unit.saved.rig import EXECUTORS, Rig, assert_equal_bits, gradients
 
@@ -163,7 +164,7 @@ def test_a_prefetch_does_not_wait_for_the_disk_and_asks_for_the_bytes(rig: Rig) 
     write_out(rig)
     (block,) = rig.blocks()
     assert rig.transfers.restore([block], Priority.SPECULATIVE) is None
-    assert disk_of(rig).reader.has_work
+    assert has_work(disk_of(rig).reader)
     disk_of(rig).reader.drain()
     assert rig.transfers.restore([block], Priority.SPECULATIVE) is not None
     y.sum().backward()
@@ -243,9 +244,9 @@ def test_before_a_capture_the_threads_have_nothing_left_to_do(rig: Rig) -> None:
     with rig.group():
         y = sines(x)
     rig.leave()
-    assert disk_of(rig).writer.has_work
+    assert has_work(disk_of(rig).writer)
     with rig.engine.capturing() as region, rig.device.capture():
-        assert not disk_of(rig).writer.has_work
+        assert not has_work(disk_of(rig).writer)
     region.release()
     y.sum().backward()
     rig.end()

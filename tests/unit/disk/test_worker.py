@@ -8,6 +8,7 @@ import weakref
 import pytest
 
 from offload.disk.worker import Job, JobState, Worker
+from tests.inside import has_work
 
 
 class Gate:
@@ -117,11 +118,11 @@ def test_two_threads_have_a_job_each_and_the_later_one_may_end_first() -> None:
     worker.wait(last, "arrive")
     assert worker.passed(gates[1].job, "release")
     assert not worker.passed(gates[0].job, "release")
-    assert worker.has_work
+    assert has_work(worker)
     gates[0].opened.set()
     worker.drain()
     assert worker.passed(gates[0].job, "release")
-    assert not worker.has_work
+    assert not has_work(worker)
     end(worker)
     assert worker._threads == []
 

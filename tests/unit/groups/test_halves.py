@@ -14,9 +14,10 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from offload import PipelineOffloadManager, group_commit, group_start, offload_hooks
 from offload.groups.seen import SeenStep, sizes_of
 from offload.groups.timed import cut_into_units
-from offload.policy.actions import Action, GroupSize, parse_action
+from offload.policy.actions import Action, GroupSize
 from offload.saved.handles import Handle
 from tests.inside import impose
+from tests.parsed import parse_action
 from tests.unit.groups.stack import ROWS, WIDTH, build_manager, installed
 
 LAYERS = 6

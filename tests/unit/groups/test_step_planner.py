@@ -16,9 +16,9 @@ from offload.groups.step_planner import StepPlanner
 from offload.groups.timed import KnownPlan
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
-from offload.policy.actions import parse_action
 from offload.policy.search import Amounts
 from offload.telemetry.records import StepStats
+from tests.parsed import parse_action
 from tests.unit.groups.stack import Driver, build_manager, build_stages, gpipe, installed, one_f_one_b
 
 KIB = 1024

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from offload.pipelining.order import actions_of, peak_chunks
-from offload.policy.actions import parse_action
 from parallel.schedules import SCHEDULES
+from tests.parsed import parse_action
 
 
 def single(kind: type[Any], *, stages: int, microbatches: int) -> Any:

@@ -21,10 +21,11 @@ from offload.groups.seen import StepClock
 from offload.ids import ChunkId
 from offload.pipelining import OffloadPipelineStage
 from offload.planner import work
-from offload.policy.actions import Action, Rates, parse_action
+from offload.policy.actions import Action, Rates
 from offload.policy.menu import Menu
 from parallel.schedules import SCHEDULES, build_schedule
 from tests.inside import impose
+from tests.parsed import parse_action
 from tests.ticks import counted_time
 from tests.unit.groups.stack import build_manager, installed
 

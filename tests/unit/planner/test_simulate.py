@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offload.planner.simulate import Message, play_pipeline
-from offload.policy.actions import Action, one_f_one_b, parse_action
+from offload.policy.actions import Action, one_f_one_b
+from tests.parsed import parse_action
 
 F_S, B_S = 1.0, 2.0
 

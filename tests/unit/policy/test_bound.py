@@ -14,8 +14,8 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.bound import Bound, least_step, single_pass_limit_s
-from offload.policy.actions import Action, Rates, Work, one_f_one_b
+from bench.bound import Bound, Work, least_step, single_pass_limit_s
+from offload.policy.actions import Action, Rates, one_f_one_b
 
 GB = 10**9
 H200 = Rates(d2h_bytes_per_s=55.2 * GB, h2d_bytes_per_s=55.1 * GB, duplex_bytes_per_s=101.5 * GB)

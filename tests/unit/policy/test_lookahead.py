@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from offload.policy.actions import Action, Kind, parse_action
+from offload.policy.actions import Action, Kind
 from offload.policy.lookahead import Lookahead
+from tests.parsed import parse_action
 
 
 def parsed(text: str) -> list[Action]:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from bench.bound import least_step
-from offload.policy.actions import Action, ChunkKey, GroupSize, Rates, one_f_one_b, work_of
+from bench.bound import least_step, work_of
+from offload.policy.actions import Action, ChunkKey, GroupSize, Rates, one_f_one_b
 from offload.policy.keeps import tail_keeps
 from offload.policy.levels import groups_at
 from offload.policy.menu import Block, Host, Level, convex

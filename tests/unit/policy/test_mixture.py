@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from offload.policy.actions import ChunkKey, Rates, one_f_one_b, parse_action
+from offload.policy.actions import ChunkKey, Rates, one_f_one_b
 from offload.policy.keeps import all_of, kept_peak_bytes, tail_keeps
 from offload.policy.levels import groups_at
 from offload.policy.menu import Block, Level
 from offload.policy.mixed_bound import action_seconds
 from offload.policy.mixture import MixedPlan, cheapest_mixture, choose_mixture, scaled
 from offload.policy.simulate import simulate
+from tests.parsed import parse_action
 from tests.unit.policy.mixtures import (
     GB,
     H200,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Rates, one_f_one_b, work_of
+from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Rates, one_f_one_b
 from offload.policy.keeps import kept_peak_bytes, limit_keeps
 from offload.policy.search import Amounts, choose_keeps
 from offload.policy.simulate import simulate
@@ -23,7 +23,7 @@ W2_SIZES: dict[ChunkKey, list[GroupSize]] = {
 @pytest.mark.parametrize("device_gb", [50, 40, 32, 22])
 def test_the_plan_of_a_pipeline_stage_comes_within_five_percent_of_the_bound(device_gb: int) -> None:
     pytest.importorskip("scipy", reason="the bound needs scipy, an extra")
-    from bench.bound import least_step
+    from bench.bound import least_step, work_of
 
     limit_bytes = device_gb * GB - 9 * GB
     plan = choose_keeps(W2, W2_SIZES, W2_COMPUTE_S, H200, limit_bytes)

@@ -10,9 +10,11 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates, parse_action, work_of
+from bench.bound import work_of
+from offload.policy.actions import Action, ChunkKey, GroupKey, GroupSize, Keeps, Rates
 from offload.policy.keeps import kept_peak_bytes, limit_keeps
 from offload.policy.simulate import Simulation, simulate
+from tests.parsed import parse_action
 
 TEN = Rates(d2h_bytes_per_s=10, h2d_bytes_per_s=10)
 THREE_GROUPS = {(0, 0): [GroupSize(name, 10) for name in "abc"]}
