@@ -1,14 +1,15 @@
 """One whole number for all bits of a tensor and for where they stand.
 
 One invariant: equal bits at equal places have equal sums, whatever they mean, NaN included; other ones differ
-but for one case in some 2^32. No lane waits, no mode sees it, and autograd records nothing.
+but for patterns that cancel, which no recompute was seen to make. No lane waits, no mode sees it, and
+autograd records nothing.
 
 The bytes are read as words of 8, once, by the device's own reduction. The words of a long tensor are laid out
 in an odd number of rows and columns of no round length, and the sum of each column is a word of the next,
 shorter tensor; those of a short one are added up with a weight each. Words that change places, as rows of
 tokens do, fall into other columns. No temporary is as large as the tensor, unless its elements have gaps
-between them. One H200, 470 MB of bf16, November 2026: 4.3 TB/s for such a sum; with a product for each word
-1.2 TB/s, and the host took four times as long.
+between them. One H200, November 2026: a sum of 470 MB takes 0.11 ms; the version before this one, with two
+sums and a weight for each row and column, took 0.38, most of it the host's.
 """
 
 from __future__ import annotations
