@@ -1,9 +1,11 @@
 """`optimizer.state` as torch's users know it: live at any time between steps.
 
 An entry is a view of the one home of a parameter's state: flat host memory, or the dictionary of the class
-that steps it. It is the same object at every look, true however long it is held, and what is written into it
-counts at once. A look waits for the step under way. Tensors that are handed out are aliases, so that it can
-be told whether somebody still holds one: while somebody does, `step()` ends when state is on the host.
+that steps it. It is the same object at every look until it is replaced or deleted, true however long it is
+held, and what is written into it counts at once. An entry or a tensor of it that is replaced or deleted keeps
+its values for whoever holds it. A look waits for the step under way. Tensors that are handed out are aliases,
+so that it can be told whether somebody still holds one: while somebody does, `step()` ends when state is on
+the host.
 
 One invariant: there is no second copy of state to be compared with the first.
 """
@@ -19,14 +21,12 @@ import torch
 from torch import Tensor
 
 from offload.optim.groups import Live
-from offload.optim.parts import Part
+from offload.optim.parts import MASTER, Part
 from offload.optim.placing import Placement
 from offload.optim.resident import ResidentPart
 from offload.params.view import ParamView
 
 __all__ = ["MASTER", "Entry", "State"]
-
-MASTER = "master_param"
 
 
 class _Home(Live):
@@ -40,8 +40,8 @@ class _Home(Live):
 
 
 class Entry(_Home):
-    """State of one parameter. Made of a mapping, as by who rebuilds what he was given, it is a plain
-    dictionary."""
+    """State of one parameter, until it is replaced or deleted: from then on the dictionary of what it had,
+    for whoever holds it. Made of a mapping, as by who rebuilds what he was given, a plain dictionary."""
 
     def __new__(cls, *given: Any) -> Any:
         return super().__new__(cls) if len(given) == 2 else dict(*given)
@@ -50,6 +50,7 @@ class Entry(_Home):
         self.member = member
         self._state = state
         self._lent: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
+        self._own: dict[Any, Any] | None = None  # once it is replaced
 
     @property
     def is_held(self) -> bool:
@@ -60,7 +61,24 @@ class Entry(_Home):
         """Where the state is, once nothing is in flight."""
         return self._state.looked_at(self)
 
+    def replaced(self) -> None:
+        """The parameter is about to have other state, or none. Nothing may be in flight."""
+        own = dict(self)
+        for key in own:
+            self._unlend(key)
+        if self._state.with_masters and MASTER in own:
+            own[MASTER] = own[MASTER].clone()
+        self._own = own
+
+    @torch.no_grad()
+    def _unlend(self, key: Any) -> None:
+        """Whoever holds this tensor keeps its values: its memory is about to have others'."""
+        if (alias := self._lent.pop(key, None)) is not None:
+            alias.set_(alias.clone())  # type: ignore[call-overload]
+
     def __getitem__(self, key: Any) -> Any:
+        if self._own is not None:
+            return self._own[key]
         home = self._part().state_of(self.member)
         if key == MASTER and self._state.with_masters and home:
             return self._state.placed.master_of(self.member)
@@ -73,20 +91,31 @@ class Entry(_Home):
 
     @torch.no_grad()
     def __setitem__(self, key: Any, value: Any) -> None:
+        if self._own is not None:
+            self._own[key] = value
+            return
         part = self._part()
+        if value is not self._lent.get(key):
+            self._unlend(key)
         if key == MASTER and self._state.with_masters:
             self._state.placed.load_master(self.member, value)
         else:
             part.put(self.member, key, value)
 
     def __delitem__(self, key: Any) -> None:
+        if self._own is not None:
+            del self._own[key]
+            return
         part = self._part()
+        self._unlend(key)
         state = part.state_of(self.member)
         del state[key]
         if not state:
             part.set_state(self.member, {})
 
     def __iter__(self) -> Iterator[Any]:
+        if self._own is not None:
+            return iter(self._own)
         home = self._part().state_of(self.member)
         return iter([*home, *([MASTER] if home and self._state.with_masters else [])])
 
@@ -154,6 +183,7 @@ class State(_Home):
             self.placed.named[key] = value
             return
         state = dict(value)
+        self._replace(member)
         self.placed.load(member, state, state.pop(MASTER, None) if self.with_masters else None)
         if not isinstance(self.placed.part_of(member), ResidentPart):
             self.looked_at(self[key])  # it may be incomplete
@@ -164,6 +194,7 @@ class State(_Home):
             return
         if key not in self:
             raise KeyError(key)
+        self._replace(member)
         self.placed.part_of(member).set_state(member, {})
         if member.index not in self.placed.groups:
             self.placed.has_left = True
@@ -173,8 +204,9 @@ class State(_Home):
         self._rest()
         if not isinstance(key, Tensor):
             return key in self.placed.named
-        member = self.placed.of.get(id(key))
-        return member is not None and bool(self.placed.part_of(member).state_of(member))
+        if (member := self.placed.of.get(id(key))) is None:
+            return key in self.placed.named
+        return bool(self.placed.part_of(member).state_of(member))
 
     def clear(self) -> None:
         for key in list(self):
@@ -189,6 +221,12 @@ class State(_Home):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def _replace(self, member: ParamView) -> None:
+        """Whoever holds the parameter's entry keeps what it has now; the next look is at another."""
+        self._read.pop(member.index, None)
+        if (entry := self._entries.pop(member.index, None)) is not None:
+            entry.replaced()
 
     def replace(self, value: Mapping[Any, Any]) -> None:
         """`optimizer.state = value`."""

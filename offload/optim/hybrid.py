@@ -37,8 +37,8 @@ from offload.compile.untraced import untraced
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.optim.classes import checked_class, defaults_of, may_fail_half_way, steps_each_alone
-from offload.optim.entries import MASTER, State
-from offload.optim.parts import HostOptions
+from offload.optim.entries import State
+from offload.optim.parts import MASTER, HostOptions
 from offload.optim.placing import Place, Placement, PlacingOptions
 from offload.optim.state import copy_to_host, fill_state, matched, with_class_rules
 from offload.optim.step import Overlap, StepRunner, checked_overlap
@@ -52,12 +52,16 @@ logger = speaker(__name__)
 REPLACED = {"overlap_backward": "backward", "step_in_backward": "backward"}
 """Arguments of before, and the overlap that does what they asked for."""
 
+_NOT_CALLED = ("zero_grad", "state_dict", "load_state_dict")
+"""Methods of a wrapped class that this one has itself."""
+
 
 class HybridDeviceOptimizer(Optimizer):
     """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of
     this name."""
 
     _built = False
+    _has_said_closure = False
 
     def __init__(
         self,
@@ -134,6 +138,15 @@ class HybridDeviceOptimizer(Optimizer):
             defaults |= defaults_of(checked_class(argument, cls, kwargs), kwargs)
         atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
         alone = steps_each_alone(cpu_cls)
+        for cls in dict.fromkeys((cpu_cls, gpu_cls)):
+            own = [name for name in _NOT_CALLED if getattr(cls, name) is not getattr(Optimizer, name)]
+            if own:
+                logger.warning(
+                    "%s has %s of its own, which this optimizer does not call: what it does there is left "
+                    "out",
+                    cls.__name__,
+                    " and ".join(f"{name}()" for name in own),
+                )
         workers = overlap_cpu_optimizer_d2h_h2d and not atomic and alone
         if 0 < offload_fraction < 1 and not alone:
             if cpu_cls is gpu_cls:
@@ -221,6 +234,15 @@ class HybridDeviceOptimizer(Optimizer):
         if found is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self._on_weights(found) if callable(found) else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As `__getattr__`: what only the wrapped class has is set there."""
+        sole = self.placed.sole if self._built else None
+        theirs = not (name.startswith("_") or name in vars(self) or hasattr(type(self), name))
+        if theirs and hasattr(sole, name):
+            setattr(sole, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _on_weights(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -316,6 +338,13 @@ class HybridDeviceOptimizer(Optimizer):
         self._runner.refuse_in_capture("step()")
         loss = None
         if closure is not None:
+            if not self._has_said_closure and not all(map(steps_each_alone, self._classes)):
+                self._has_said_closure = True
+                logger.warning(
+                    "the closure is evaluated once before the step, and %s gets none: a class that calls it "
+                    "in between, as SAM does, steps otherwise than alone",
+                    self._classes[0].__name__,
+                )
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():

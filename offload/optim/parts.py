@@ -18,7 +18,10 @@ from offload.config import check_bytes
 from offload.optim.groups import UserGroup
 from offload.params.view import ParamView, laid_like, local_of, sharded_like
 
-__all__ = ["HostOptions", "Part", "loaded_value", "refuse_incomplete"]
+__all__ = ["MASTER", "HostOptions", "Part", "loaded_value", "refuse_incomplete"]
+
+MASTER = "master_param"
+"""Key of a float32 master in an entry of state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from offload.errors import OffloadError
 from offload.optim.classes import is_elementwise, is_fused_adam, made_for_cpu, steps_each_alone
 from offload.optim.cpu_step import CpuPart
 from offload.optim.groups import UserGroup
-from offload.optim.parts import HostOptions
+from offload.optim.parts import MASTER, HostOptions
 from offload.optim.ranks import is_split
 from offload.optim.resident import ResidentPart
 from offload.optim.streamed_step import StreamedPart
@@ -168,15 +168,18 @@ class Placement:
         return [member for member in self.members if member.index in self.groups]
 
     def is_grouped_as(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the parameters, and the very groups that hold them, are those of the last `regroup`, with
-        the same moments."""
-        found = {self.of[id(p)].index: group for group in groups for p in group["params"] if id(p) in self.of}
-        count = sum(len(group["params"]) for group in groups)
+        """Whether the very groups, and the parameters in them, are those of the last `regroup`, in the same
+        order and with the same moments."""
         return (
             not self.has_left
-            and count == len(self.groups) == len(found)
-            and all(self.groups.get(index) is group for index, group in found.items())
-            and not any(group.needs_moments() for group in self.user_groups)
+            and len(groups) == len(self.user_groups)
+            and all(
+                known.values is group
+                and [self.of[id(p)].index if id(p) in self.of else None for p in group["params"]]
+                == known.indices
+                and not known.needs_moments()
+                for known, group in zip(self.user_groups, groups, strict=True)
+            )
         )
 
     def regroup(self, groups: list[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
@@ -222,6 +225,11 @@ class Placement:
         for part in self.parts:
             part.regroup(self.user_groups)
         self.on_gpu.share(groups)
+        masters = self._options.host.masters_in_fp32
+        for member in members if not self.on_gpu.untouched else ():
+            if member.parameter in self.named:  # state that was set before it was in a group
+                entry = dict(self.named.pop(member.parameter))
+                self.load(member, entry, entry.pop(MASTER, None) if masters else None)
         return offloaded
 
     @property

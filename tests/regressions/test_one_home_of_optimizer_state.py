@@ -205,9 +205,10 @@ def test_an_entry_is_a_dictionary_to_all_who_ask() -> None:
     rebuilt = type(entry)({key: value + 1 for key, value in entry.items()})  # as Lightning moves state
     assert type(rebuilt) is dict
     optimizer.state[model[0].weight] = rebuilt
-    assert float(entry["step"]) == 2
+    assert float(optimizer.state[model[0].weight]["step"]) == 2
+    assert float(entry["step"]) == 1, "what was replaced is whoever's that holds it, as with torch"
     assert not optimizer.state[torch.zeros(3)], "as torch's, of a tensor in no group"
-    del entry["exp_avg"]
+    del optimizer.state[model[0].weight]["exp_avg"]
     backward(model, 1)
     with pytest.raises(ValueError, match="has no exp_avg in its state"):
         optimizer.step()
