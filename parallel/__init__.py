@@ -6,8 +6,9 @@ The package is `offload.parallel`. Its modules import each other relatively, as 
 One invariant: torch.distributed.pipelining runs the pipeline and `offload` moves the bytes; this package only
 introduces them to each other, and imports nothing of `offload` but its public names. `launch` starts the
 ranks, `host` pins and measures the link on all at once, `schedules` names what torch can run, `transformer`
-is the model whose layers carry the marks. `stage` and `order` are names of `offload.pipelining`, which
-announces each chunk and says in which order the chunks will be read.
+is the model whose layers carry the marks. `dry_run` plans a job without running it, so it imports
+`offload.policy` too. `stage` and `order` are names of `offload.pipelining`, which announces each chunk and
+says in which order the chunks will be read.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
 
 import torch  # noqa: E402
 
-from offload.planner.dry_run import dry_run  # noqa: E402
-from offload.planner.job import Job, stages_of_job  # noqa: E402
-from offload.planner.models import KNOWN, ModelShape, known_model, model_from_config  # noqa: E402
-from offload.planner.rank_step import MODES  # noqa: E402
-from offload.planner.rates import GPUS, Gpu, gpu_named  # noqa: E402
-from offload.planner.reference import Cut  # noqa: E402
 from offload.policy.actions import Rates  # noqa: E402
 from offload.telemetry.drawing import require_matplotlib  # noqa: E402
+from parallel.dry_run.answer import dry_run  # noqa: E402
+from parallel.dry_run.job import Job, stages_of_job  # noqa: E402
+from parallel.dry_run.models import KNOWN, ModelShape, known_model, model_from_config  # noqa: E402
+from parallel.dry_run.rank_step import MODES  # noqa: E402
+from parallel.dry_run.rates import GPUS, Gpu, gpu_named  # noqa: E402
+from parallel.dry_run.reference import Cut  # noqa: E402
 from parallel.schedules import SCHEDULES  # noqa: E402
 from planning import picture, report  # noqa: E402
 from planning.measure import measured  # noqa: E402

@@ -1,7 +1,7 @@
 """The line of the headline picture: the least step of any engine that may keep, move or recompute every byte,
 over the step with nothing offloaded, at each total.
 
-Blocks are traced on the meta device and take the rates of the table (offload/planner), so this needs no GPU.
+Blocks are traced on the meta device and take the rates of the table (parallel/dry_run), so this needs no GPU.
 One invariant: the line goes through the bound of a measured row of mode auto, the one that makes it lowest.
 What a step takes beside saved tensors is what makes it do so.
 """
@@ -13,13 +13,13 @@ from functools import cache
 
 from bench.points import BOUND, GB, Panel
 from bench.workload import live_peak_chunks, workload
-from offload.planner.job import Job, stages_of_job
-from offload.planner.models import ModelShape
-from offload.planner.rank_step import RankStep
-from offload.planner.rates import GPUS
-from offload.planner.reference import Cut
 from offload.policy.actions import one_f_one_b
 from offload.policy.mixed_bound import least_mixed_step
+from parallel.dry_run.job import Job, stages_of_job
+from parallel.dry_run.models import ModelShape
+from parallel.dry_run.rank_step import RankStep
+from parallel.dry_run.rates import GPUS
+from parallel.dry_run.reference import Cut
 
 __all__ = ["bound_lines"]
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from bench import links
 from bench.measure import Clock
-from offload.planner.rates import Gpu
 from offload.policy.actions import Rates
+from parallel.dry_run.rates import Gpu
 
 __all__ = ["Sizes", "measured"]
 

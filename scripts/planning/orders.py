@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from offload.planner.simulate import Message
 from offload.policy.actions import Action
+from parallel.dry_run.simulate import Message
 from parallel.order import actions_of
 from parallel.schedules import check_counts, schedule_named, stages_of
 

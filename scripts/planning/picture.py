@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from offload.planner.dry_run import DryRun
 from offload.telemetry.drawing import require_matplotlib
+from parallel.dry_run.answer import DryRun
 
 __all__ = ["draw"]
 

@@ -19,14 +19,14 @@ for _folder in (str(_SCRIPTS.parent), str(_SCRIPTS)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
 
-from offload.planner.job import Job, Stage, stages_of_job  # noqa: E402
-from offload.planner.models import ModelShape  # noqa: E402
-from offload.planner.rank_step import RankPlan, RankStep  # noqa: E402
-from offload.planner.rates import GPUS  # noqa: E402
-from offload.planner.reference import Cut  # noqa: E402
-from offload.planner.together import play_together  # noqa: E402
 from offload.policy.actions import Rates  # noqa: E402
 from offload.policy.search import choose_keeps  # noqa: E402
+from parallel.dry_run.job import Job, Stage, stages_of_job  # noqa: E402
+from parallel.dry_run.models import ModelShape  # noqa: E402
+from parallel.dry_run.rank_step import RankPlan, RankStep  # noqa: E402
+from parallel.dry_run.rates import GPUS  # noqa: E402
+from parallel.dry_run.reference import Cut  # noqa: E402
+from parallel.dry_run.together import play_together  # noqa: E402
 from planning.orders import messages_of, orders_of  # noqa: E402
 
 GB = 1e9

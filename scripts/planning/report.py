@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from offload.planner.dry_run import DryRun, PositionNeed
-from offload.planner.rank_step import Mode
 from offload.policy.actions import Rates
+from parallel.dry_run.answer import DryRun, PositionNeed
+from parallel.dry_run.rank_step import Mode
 
 __all__ = ["Answers", "as_json", "lines"]
 

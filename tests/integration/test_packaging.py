@@ -57,6 +57,7 @@ import sys, warnings
 import offload
 assert not {"parallel", "moe", "offload.parallel", "offload.moe", "offload.pipelining"} & set(sys.modules)
 import offload.parallel.schedules, offload.moe
+import offload.parallel.dry_run.answer
 from offload.parallel import megatron
 """
 USERS_FOLDER = f"""{NAMES}
@@ -74,13 +75,16 @@ def imported(warned):
         warnings.simplefilter("always")
         import parallel.megatron
         from parallel.megatron import install
+        import parallel.dry_run.rates
         import moe
     assert parallel is offload.parallel and moe is offload.moe
     assert parallel.megatron is megatron and install is megatron.install
+    assert parallel.dry_run.rates is offload.parallel.dry_run.rates
     assert [str(one.message).partition(";")[0] for one in caught] == warned
     assert all(one.category is DeprecationWarning for one in caught)
 """
-WARNED = [f"{name} is offload.{name} now" for name in ("parallel", "parallel.megatron", "moe")]
+FORMER_NAMES = ("parallel", "parallel.megatron", "parallel.dry_run", "parallel.dry_run.rates", "moe")
+WARNED = [f"{name} is offload.{name} now" for name in FORMER_NAMES]
 FIRST = """
 import parallel.megatron, moe  # before offload
 import offload.parallel.megatron, offload.moe

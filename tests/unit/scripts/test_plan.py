@@ -11,8 +11,8 @@ import torch
 
 import plan
 from bench.links import SIMULATED
-from offload.planner.models import KNOWN, model_from_config
-from offload.planner.rates import GPUS
+from parallel.dry_run.models import KNOWN, model_from_config
+from parallel.dry_run.rates import GPUS
 from parallel.schedules import SCHEDULES
 from planning.measure import Sizes, measured
 from planning.orders import orders_of

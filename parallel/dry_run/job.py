@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from offload.planner.costs import Piece, piece_of
-from offload.planner.models import ModelShape
-from offload.planner.rates import Gpu
-from offload.planner.reference import Cut, Embedding, Head, Layer
-from offload.planner.simulate import Messages
-from offload.planner.trace import trace, trace_halves
 from offload.policy.actions import Action
+
+from .costs import Piece, piece_of
+from .models import ModelShape
+from .rates import Gpu
+from .reference import Cut, Embedding, Head, Layer
+from .simulate import Messages
+from .trace import trace, trace_halves
 
 __all__ = ["Held", "Job", "Stage", "held_by", "stages_of_job"]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from offload.planner.costs import Piece, piece_of, seconds_of
-from offload.planner.models import KNOWN, ModelShape
-from offload.planner.rates import GPUS
-from offload.planner.reference import Cut, Embedding, Head, Layer
-from offload.planner.trace import trace, trace_halves
+from parallel.dry_run.costs import Piece, piece_of, seconds_of
+from parallel.dry_run.models import KNOWN, ModelShape
+from parallel.dry_run.rates import GPUS
+from parallel.dry_run.reference import Cut, Embedding, Head, Layer
+from parallel.dry_run.trace import trace, trace_halves
 
 T, D, F, Q, KV = 16384, 4096, 14336, 32 * 128, 8 * 128  # W2's layer: tokens, widths
 W2 = ModelShape(

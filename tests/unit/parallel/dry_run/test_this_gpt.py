@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from offload import OffloadConfig, OffloadEngine, PipelineOffloadManager
 from offload.device.sim import SimDevice
 from offload.groups import timed
-from offload.planner.costs import piece_of
-from offload.planner.job import Stage
 from offload.planner.profiler import BlockProfiler
-from offload.planner.rank_step import RankPlan, RankStep
-from offload.planner.rates import GPUS
-from offload.planner.trace import Trace, trace
 from offload.policy.actions import Rates, one_f_one_b
 from offload.policy.search import choose_keeps
+from parallel.dry_run.costs import piece_of
+from parallel.dry_run.job import Stage
+from parallel.dry_run.rank_step import RankPlan, RankStep
+from parallel.dry_run.rates import GPUS
+from parallel.dry_run.trace import Trace, trace
 from parallel.transformer import PRESETS, TransformerStage, group_names
 from tests.unit.groups.stack import Driver, installed
 from tests.unit.planner.families import watched

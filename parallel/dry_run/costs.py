@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from offload.planner.rates import Gpu
-from offload.planner.trace import Call, Halves, Trace
 from offload.policy.menu import Level, Menu, convex
+
+from .rates import Gpu
+from .trace import Call, Halves, Trace
 
 __all__ = ["Piece", "piece_of", "seconds_of"]
 

@@ -7,12 +7,13 @@ step to step.
 
 from __future__ import annotations
 
-from offload.planner.job import Job
-from offload.planner.rank_step import Mode, RankPlan, RankStep
 from offload.policy.keeps import tail_keeps
 from offload.policy.menu import Host
 from offload.policy.mixture import choose_mixture
 from offload.policy.search import choose_keeps
+
+from .job import Job
+from .rank_step import Mode, RankPlan, RankStep
 
 __all__ = ["LAST_LEVEL", "MOVING", "plan_rank"]
 

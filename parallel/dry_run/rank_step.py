@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from offload.planner.costs import Piece
-from offload.planner.job import Stage
 from offload.policy.actions import Action, ChunkKey, GroupSize, Keeps, Rates, lives_of
 from offload.policy.keeps import all_of
 from offload.policy.levels import Levels, groups_at, num_leaving, units_a_chunk
 from offload.policy.menu import Block, Level
 from offload.policy.simulate import Simulation, simulate
+
+from .costs import Piece
+from .job import Stage
 
 __all__ = ["MODES", "Mode", "RankPlan", "RankStep", "StepPlay"]
 

@@ -23,7 +23,7 @@ import torch.distributed._functional_collectives  # their sizes on the meta devi
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.planner.models import LayerKind, ModelShape
+from .models import LayerKind, ModelShape
 
 __all__ = ["EP_GROUP", "TP_GROUP", "Cut", "Embedding", "Head", "Layer"]
 

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.planner.job import Held, Job, Stage, held_by, stages_of_job
-from offload.planner.rank_plan import LAST_LEVEL, MOVING, plan_rank
-from offload.planner.rank_step import MODES, Mode, RankPlan, RankStep, StepPlay
-from offload.planner.simulate import Played, RankTimes, play_pipeline
-from offload.planner.together import play_together, sends_of
 from offload.policy.actions import Action, Rates
+
+from .job import Held, Job, Stage, held_by, stages_of_job
+from .rank_plan import LAST_LEVEL, MOVING, plan_rank
+from .rank_step import MODES, Mode, RankPlan, RankStep, StepPlay
+from .simulate import Played, RankTimes, play_pipeline
+from .together import play_together, sends_of
 
 __all__ = ["DryRun", "HostNeed", "ModeNeed", "PositionNeed", "dry_run"]
 

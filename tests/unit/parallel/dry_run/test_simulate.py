@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offload.planner.simulate import Message, play_pipeline
 from offload.policy.actions import Action, one_f_one_b
+from parallel.dry_run.simulate import Message, play_pipeline
 from tests.parsed import parse_action
 
 F_S, B_S = 1.0, 2.0

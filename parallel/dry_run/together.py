@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from offload.planner.job import Job
-from offload.planner.rank_step import RankPlan, RankStep, StepPlay
-from offload.planner.simulate import RankTimes, play_pipeline
 from offload.policy.actions import Rates
+
+from .job import Job
+from .rank_step import RankPlan, RankStep, StepPlay
+from .simulate import RankTimes, play_pipeline
 
 __all__ = ["Planned", "Together", "play_together", "sends_of"]
 

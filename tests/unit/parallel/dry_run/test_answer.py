@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from offload.planner import together
-from offload.planner.dry_run import DryRun, dry_run
-from offload.planner.job import Job, held_by, layers_of, stages_of_job
-from offload.planner.models import KNOWN, ModelShape
-from offload.planner.rank_plan import plan_rank
-from offload.planner.rank_step import RankPlan, RankStep
-from offload.planner.rates import GPUS
-from offload.planner.reference import Cut
 from offload.policy.actions import Action, Rates, one_f_one_b
 from offload.policy.search import choose_keeps
+from parallel.dry_run import together
+from parallel.dry_run.answer import DryRun, dry_run
+from parallel.dry_run.job import Job, held_by, layers_of, stages_of_job
+from parallel.dry_run.models import KNOWN, ModelShape
+from parallel.dry_run.rank_plan import plan_rank
+from parallel.dry_run.rank_step import RankPlan, RankStep
+from parallel.dry_run.rates import GPUS
+from parallel.dry_run.reference import Cut
 from planning.published import ROWS, Row, line, predicted
 
 GB = 1e9
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 W2 = ModelShape(
     name="w2", layers=24, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocabulary=256,
     rotary=False,
@@ -204,7 +204,7 @@ def test_a_thousand_ranks_are_planned_as_eight_because_replicas_are_one_position
         planned.append(plan_rank(*arguments, **options))
         return planned[-1]
 
-    monkeypatch.setattr("offload.planner.dry_run.plan_rank", noted)
+    monkeypatch.setattr("offload.parallel.dry_run.answer.plan_rank", noted)
     big = job(
         model=KNOWN["llama3-70b"],
         cut=Cut(sequence=8192, tp=8),
