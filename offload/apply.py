@@ -24,7 +24,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, Protocol
 
-import torch
 from torch import nn
 
 from offload import marks
@@ -41,8 +40,11 @@ from offload.modules.settings import (
     ALL_TENSORS,
     RECOMPUTING,
     WITHOUT_BLOCKS,
+    check_arguments,
     forget_compiled,
+    gpu_bytes,
     heads_of,
+    is_checkpointing,
     mind_adapters,
     switch_caches_off,
 )
@@ -255,13 +257,33 @@ def apply(
         return Applied(model, mode, {}, None)
     if min_numel is not None:
         check_min_elements(min_numel, "min_numel")
-    watermark = marks_of(mode, high, low, device_limit)
+    if recompute_differs not in ("raise", "warn"):
+        raise ValueError(f"recompute_differs is {recompute_differs!r}, must be 'raise' or 'warn'")
+    check_arguments(
+        mode,
+        {
+            "blocks": blocks,
+            "modules": modules,
+            "device_limit": device_limit,
+            "device_total": device_total,
+            "high": high,
+            "low": low,
+            "no_recompute": no_recompute,
+            "recompute_differs": None if recompute_differs == "raise" else recompute_differs,
+        },
+    )
+    marks_given = marks_of(high, low) if mode == "watermark" else None
     groups = _groups_of(model, mode, blocks, modules)
-    never = _never_recomputed(mode, groups, no_recompute, recompute_differs)
+    never = _never_recomputed(groups, no_recompute)
     whole = {} if mode in WITHOUT_BLOCKS or modules is None else _blocks_of(model, blocks)
     hooked = [module for found in (groups, whole) for named in found.values() for module in named.values()]
     _check_free(model, mode, hooked)
-    total_bytes = _total_of(model, mode, device_total, device_limit)
+    if mode == "auto" and any(is_checkpointing(module) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} checkpoints its layers itself, and mode='auto' chooses what to "
+            "recompute; call gradient_checkpointing_disable() on the model first"
+        )
+    total_bytes = argument_bytes(device_total, name="device_total", of_bytes=gpu_bytes())
     auto = _planner_here(before, total_bytes) if mode == "auto" else None
     limited = _config_for(config, mode, device_limit, host_limit, host_reserve)
     if limited != config:
@@ -273,8 +295,8 @@ def apply(
     if min_numel is None and everything:
         min_numel = _LEAST_OF_ALL
     root = (
-        WatermarkRoot(model, _steps, marks.default_manager, watermark, min_numel)
-        if watermark is not None
+        WatermarkRoot(model, _steps, marks.default_manager, marks_given, min_numel)
+        if marks_given is not None
         else ModelRoot(
             model,
             whole or groups,
@@ -358,20 +380,9 @@ def _groups_of(
 ) -> Blocks:
     """What gets groups of its own."""
     if mode in WITHOUT_BLOCKS:
-        for argument, given in (("blocks", blocks), ("modules", modules)):
-            if given is not None:
-                raise ValueError(
-                    f"{argument}={given!r} with mode={mode!r}, which takes every saved tensor of the model; "
-                    f"leave {argument} out, or use mode='groups'"
-                )
         return {}
     if modules is None:
         return _blocks_of(model, blocks)
-    if mode != "groups":
-        raise ValueError(
-            f"modules={modules!r} with mode={mode!r}, which recomputes whole blocks; name them with blocks=, "
-            "or use mode='groups'"
-        )
     found = match_modules(model, modules, "modules")
     if blocks is None:
         return found
@@ -392,18 +403,10 @@ def _blocks_of(model: nn.Module, blocks: str | Sequence[str] | None) -> Blocks:
     return find_blocks(model) if blocks is None else without_nested(match_modules(model, blocks, "blocks"))
 
 
-def _never_recomputed(
-    mode: Mode, groups: Blocks, no_recompute: str | Sequence[str] | None, recompute_differs: str
-) -> set[str]:
+def _never_recomputed(groups: Blocks, no_recompute: str | Sequence[str] | None) -> set[str]:
     """Names of the blocks that `no_recompute` matches."""
-    if recompute_differs not in ("raise", "warn"):
-        raise ValueError(f"recompute_differs is {recompute_differs!r}, must be 'raise' or 'warn'")
     if no_recompute is None:
         return set()
-    if mode not in RECOMPUTING:
-        raise ValueError(
-            f"no_recompute={no_recompute!r} with mode={mode!r}, which recomputes nothing; leave it out"
-        )
     names = [name for named in groups.values() for name in named]
     found: set[str] = set()
     for pattern in [no_recompute] if isinstance(no_recompute, str) else no_recompute:
@@ -461,34 +464,6 @@ def _check_nothing_waits(manager: GroupsManager | None) -> None:
         )
 
 
-def _total_of(
-    model: nn.Module, mode: Mode, device_total: int | str | None, device_limit: int | str | None
-) -> int | None:
-    """Bytes of the device for mode "auto". Raises ValueError for a limit that goes with another mode."""
-    if mode != "auto":
-        if device_total is not None:
-            raise ValueError(
-                f"device_total={device_total!r} with mode={mode!r}: only mode='auto' keeps within a total; "
-                "device_limit is for saved tensors alone, in any mode"
-            )
-        return None
-    if device_limit is not None:
-        raise ValueError(
-            f"device_limit={device_limit!r} with mode='auto', which finds the room for saved tensors itself; "
-            "give device_total, of everything on the device"
-        )
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} checkpoints its layers itself, and mode='auto' chooses what to "
-            "recompute; call gradient_checkpointing_disable() on the model first"
-        )
-    return argument_bytes(device_total, name="device_total", of_bytes=_gpu_bytes())
-
-
-def _gpu_bytes() -> int | None:
-    return torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
-
-
 def _planner_here(manager: GroupsManager | None, total_bytes: int | None) -> Auto | None:
     """The planner of the models in mode "auto": a device has one total, so there is one for all of them.
     Raises ValueError for another total."""
@@ -517,7 +492,7 @@ def _config_for(
     host_limit: int | str | None,
     host_reserve: int | str | None,
 ) -> OffloadConfig:
-    total = _gpu_bytes()
+    total = gpu_bytes()
     given = {
         "device_limit_bytes": argument_bytes(device_limit, name="device_limit", of_bytes=total, least=0),
         "host_limit_bytes": argument_bytes(host_limit, name="host_limit", least=_LEAST_HOST_BYTES),

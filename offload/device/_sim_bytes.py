@@ -58,7 +58,6 @@ class TrackedBytes:
         self.released = False
         self.active = False  # counts in active_bytes
         self.ranges: list[_Range] = []  # by place: what was accessed
-        self._labels: dict[tuple[int, int], str] = {}
         self._prune_above = _PRUNE_ABOVE
 
     # bound early: at exit torch may be gone
@@ -73,22 +72,6 @@ class TrackedBytes:
     @property
     def whole(self) -> Span:
         return Span(self, 0, self.nbytes)
-
-    # -- names -----------------------------------------------------------------------------------------------
-    def name(self, start: int, end: int, label: str) -> None:
-        self._labels.pop((start, end), None)
-        self._labels[start, end] = label
-
-    def describe(self, start: int, end: int) -> str:
-        labels = [label for (first, last), label in self._labels.items() if first < end and start < last]
-        owner = (
-            f"'{labels[-1]}'"
-            if labels
-            else f"a host piece of {self.nbytes:,}"
-            if self.host
-            else f"a device storage of {self.nbytes:,}"
-        )
-        return f"bytes [{start:,}, {end:,}) of {owner}"
 
     # -- accesses --------------------------------------------------------------------------------------------
     def conflicts(self, start: int, end: int, *, writing: bool) -> Iterator[tuple[Operation, bool]]:
@@ -156,7 +139,8 @@ class Span(NamedTuple):
     end: int
 
     def __str__(self) -> str:
-        return self.tracked.describe(self.start, self.end)
+        kind = "host piece" if self.tracked.host else "device storage"
+        return f"bytes [{self.start:,}, {self.end:,}) of a {kind} of {self.tracked.nbytes:,}"
 
     @classmethod
     def of(cls, tracked: TrackedBytes, tensor: torch.Tensor) -> Span:

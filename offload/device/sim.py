@@ -225,13 +225,6 @@ class SimDevice(SimLanes):
             if freed.end - freed.start >= freed.tracked.nbytes:
                 freed.tracked.active = False
 
-    def name_bytes(self, tensor: torch.Tensor, label: str) -> None:
-        """Errors call the tensor's bytes `label` from now on."""
-        with self._lock:
-            self._enter(self.host)
-            tracked, start, end = self._checker.locate(tensor, self.compute)
-            tracked.name(start, end, label)
-
     # -- graphs ----------------------------------------------------------------------------------------------
     def is_capturing(self) -> bool:
         return self._graph is not None and self._graph.has(self.compute)

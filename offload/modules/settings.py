@@ -1,5 +1,6 @@
-"""What a mode needs to know of a model, or to change in its settings: compiled code, the output head, caches,
-adapters. Models of transformers and peft are known by their attributes; neither is imported.
+"""What a mode goes with, and what it needs to know of a model, or to change in its settings: compiled code,
+the output head, caches, adapters. Models of transformers and peft are known by their attributes; neither is
+imported.
 
 One invariant: each change is undone by `Applied.remove`, and is said once.
 """
@@ -7,21 +8,24 @@ One invariant: each change is undone by `Applied.remove`, and is said once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from offload.config import Mode
+from offload.config import MODES, Mode
 from offload.telemetry.speaker import speaker
 
 __all__ = [
     "ALL_TENSORS",
+    "EXCLUDED",
     "RECOMPUTING",
     "WITHOUT_BLOCKS",
     "call_if_there",
+    "check_arguments",
     "forget_compiled",
+    "gpu_bytes",
     "heads_of",
     "is_checkpointing",
     "mind_adapters",
@@ -34,8 +38,40 @@ ALL_TENSORS: Final = (True, "legacy", "disk")
 WITHOUT_BLOCKS: Final = (*ALL_TENSORS, "watermark")
 RECOMPUTING: Final = ("hidden_states", "selective", "auto")
 
+
+def _all_but(*modes: Mode) -> tuple[Mode, ...]:
+    return tuple(mode for mode in MODES if mode not in modes)
+
+
+_TAKES_ALL = ", which takes every saved tensor of the model; leave it out, or use mode='groups'"
+EXCLUDED: Final[tuple[tuple[str, tuple[Mode, ...], str], ...]] = (
+    ("high", _all_but("watermark"), ": marks go with mode='watermark'; device_limit limits the other modes"),
+    ("low", _all_but("watermark"), ": marks go with mode='watermark'; device_limit limits the other modes"),
+    ("device_limit", ("watermark",), ", which keeps what fits below its mark; give high=, and no limit"),
+    ("device_limit", ("auto",), ", which limits all memory; give device_total, of everything on the device"),
+    ("device_total", _all_but("auto"), ": only mode='auto' keeps within a total; give device_limit"),
+    ("blocks", WITHOUT_BLOCKS, _TAKES_ALL),
+    ("modules", WITHOUT_BLOCKS, _TAKES_ALL),
+    ("modules", RECOMPUTING, ", which recomputes whole blocks; give blocks=, or use mode='groups'"),
+    ("no_recompute", _all_but(*RECOMPUTING), ", which recomputes nothing; leave it out"),
+    ("recompute_differs", _all_but(*RECOMPUTING), ", which recomputes nothing; leave it out"),
+)
+"""Arguments of `apply`, the modes that each of them excludes, and why, with the next step."""
+
 _HEADS = ("lm_head", "output", "output_layer", "head", "embed_out", "score", "classifier")
 _ADAPTER = ("lora_", "adapter")
+
+
+def check_arguments(mode: Mode, given: Mapping[str, object]) -> None:
+    """ValueError for an argument that excludes `mode`. given: by name; None for one that was left out."""
+    for name, modes, why in EXCLUDED:
+        if mode in modes and given[name] is not None:
+            raise ValueError(f"{name}={given[name]!r} with mode={mode!r}{why}")
+
+
+def gpu_bytes() -> int | None:
+    """Bytes that the GPU has, of which a size may be a share; None without one."""
+    return torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
 
 
 def forget_compiled(model: nn.Module) -> None:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.config import Mode
 from offload.engine import OffloadEngine
 from offload.groups.manager import GroupsManager
 from offload.modules.root import ModelRoot
+from offload.modules.settings import gpu_bytes
 from offload.modules.steps import Steps
 from offload.sizes import argument_bytes
 from offload.spill.config import MIB, ActivationConfig
@@ -43,25 +43,9 @@ class Marks(NamedTuple):
     low: int
 
 
-def marks_of(
-    mode: Mode, high: int | str | None, low: int | str | None, device_limit: int | str | None
-) -> Marks | None:
-    """The marks of mode="watermark"; None for another mode. Raises ValueError for marks that cannot be, or
-    that go with no such mode, and for a limit beside them."""
-    if mode != "watermark":
-        for name, given in (("high", high), ("low", low)):
-            if given is not None:
-                raise ValueError(
-                    f"{name}={given!r} with mode={mode!r}: marks go with mode='watermark'; device_limit "
-                    "limits the saved tensors of the other modes"
-                )
-        return None
-    if device_limit is not None:
-        raise ValueError(
-            f"device_limit={device_limit!r} with mode='watermark', which keeps what is saved until the "
-            "device's memory comes to a mark: give the mark, high=, and no limit"
-        )
-    total = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else None
+def marks_of(high: int | str | None, low: int | str | None) -> Marks:
+    """The marks of mode="watermark". Raises ValueError for marks that cannot be."""
+    total = gpu_bytes()
     high_bytes = argument_bytes(high, name="high", of_bytes=total)
     low_bytes = argument_bytes(low, name="low", of_bytes=total)
     if high_bytes is None:

@@ -31,12 +31,10 @@ def spill_and_restore_twice(device: SimDevice) -> list[torch.Tensor]:
     """Two tensors go through one host block, one after the other; what unpack hands to compute. Every edge
     has a title."""
     block = device.host_memory(BLOCK, BLOCK).pieces[0]
-    device.name_bytes(block, "block")
     read: list[torch.Tensor] = []
     sources, buffers = [], []
     for value in (1, 2):
         source = saved(device, value)
-        device.name_bytes(source, f"source {value}")
         sources.append(source)  # an engine would drop it after the "free" edge
         order(device, "spill", first="compute", then="d2h")
         order(device, "reuse of a block", first="h2d", then="d2h")
@@ -72,13 +70,13 @@ def test_a_program_with_all_its_edges_raises_nothing_and_reads_what_it_saved(
     [
         (
             {"spill"},
-            r"RAW hazard on .*'source 1': copy of 64 bytes \(operation . of d2h\).* reads them while "
-            r"note_write .* of compute",
+            r"RAW hazard on .*storage of 64: copy of 64 bytes \(operation . of d2h\).* reads them "
+            r"while note_write .* of compute",
         ),
         (
             {"free"},
-            r"allocator reuse hazard on .*'source 1'.* compute .* copy of 64 bytes \(operation . of d2h\).*, "
-            r"which reads them",
+            r"allocator reuse hazard on .*storage of 64.* compute .* copy of 64 bytes .*d2h\).*"
+            r", which reads them",
         ),
         (
             {"allocate"},
@@ -103,7 +101,6 @@ def test_a_missing_edge_is_an_error_that_names_both_sides(
 def block_passes_from_restore_to_spill(device: SimDevice) -> torch.Tensor:
     """A spill into the block that a restore reads, where nothing but the edge of the block orders the two."""
     block = device.host_memory(BLOCK, BLOCK).pieces[0]
-    device.name_bytes(block, "block")
     first, second, buffer = saved(device, 1), saved(device, 2), device.empty(BLOCK)
     order(device, "spill", first="compute", then="d2h")
     order(device, "allocate", first="compute", then="h2d")
@@ -122,7 +119,8 @@ def block_passes_from_restore_to_spill(device: SimDevice) -> torch.Tensor:
 def test_a_block_with_an_unfinished_reader_may_not_be_written(executor: ExecutorName) -> None:
     assert block_passes_from_restore_to_spill(SimDevice(executor=executor)).unique().tolist() == [1]
     with pytest.raises(
-        HazardError, match=r"WAR hazard on .*'block': copy .* of d2h\).* writes them while copy .* of h2d\)"
+        HazardError,
+        match=r"WAR hazard on .*piece of 64: copy .* of d2h\).* writes them while copy .* of h2d\)",
     ):
         block_passes_from_restore_to_spill(SimDevice(executor=executor, without={"reuse of a block"}))
 
@@ -130,7 +128,8 @@ def test_a_block_with_an_unfinished_reader_may_not_be_written(executor: Executor
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_restore_needs_the_event_of_its_own_spill(executor: ExecutorName) -> None:
     with pytest.raises(
-        HazardError, match=r"RAW hazard on .*'block': copy .* of h2d\).* reads them while copy .* of d2h\)"
+        HazardError,
+        match=r"RAW hazard on .*piece of 64: copy .* of h2d\).* reads them while copy .* of d2h\)",
     ):
         block_passes_from_restore_to_spill(SimDevice(executor=executor, without={"restore"}))
 
@@ -162,7 +161,6 @@ def test_a_source_may_not_be_overwritten_while_it_leaves() -> None:
 def test_a_hazard_says_which_edges_there_are_and_which_were_left_out() -> None:
     device = SimDevice(without={"restore"})
     block = device.host_memory(2 * BLOCK, 2 * BLOCK).pieces[0]
-    device.name_bytes(block[BLOCK:], "block 1")
     sources = [saved(device, 1), saved(device, 2)]
     order(device, "spill", first="compute", then="d2h")
     device.copy(device.d2h, [(block[:BLOCK], sources[0])])
@@ -173,7 +171,7 @@ def test_a_hazard_says_which_edges_there_are_and_which_were_left_out() -> None:
         device.copy(device.h2d, [(device.empty(BLOCK), block[BLOCK:])])
     number = device.d2h.issued
     for part in (
-        "bytes [64, 128) of 'block 1'",
+        "bytes [64, 128) of a host piece of 128",
         f"operation {number} of d2h",
         f"h2d comes after operation {number - 1} of d2h (last edge: 'older spill'), not after {number}",
         "edges left out of h2d: 'restore'",

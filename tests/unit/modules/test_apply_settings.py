@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import PipelineOffloadManager
+from offload.modules.settings import EXCLUDED
 from tests.unit.groups.stack import build_manager, installed
 from tests.unit.modules.training import Model, build, train
 
@@ -124,3 +126,18 @@ def test_a_model_whose_forward_is_never_called_as_a_module_is_named(
     assert message.startswith(
         "an optimizer steps parameters of Model, and no forward of it was seen since apply()"
     )
+
+
+@pytest.mark.parametrize(
+    ("argument", "mode"),
+    [(name, mode) for name, modes, _ in EXCLUDED for mode in modes if mode is not False],
+)
+def test_an_argument_that_its_mode_has_no_use_for_is_refused_before_anything_changes(
+    argument: str, mode: Any
+) -> None:
+    """Each was refused by a check of its own, and `recompute_differs` in a mode that recomputes nothing by
+    none."""
+    model, given = build(), "warn" if argument == "recompute_differs" else "1GB"
+    with pytest.raises(ValueError, match=rf"^{argument}='{given}' with mode={mode!r}\W.+"):
+        offload.apply(model, mode, **{argument: given})
+    assert not any(module._forward_hooks for module in model.modules())
