@@ -61,10 +61,10 @@ def check_min_elements(value: int, name: str = "min_offloaded_tensor_size") -> N
         )
 
 
-def check_index(name: str, value: object) -> None:
-    """ValueError unless `value` counts from 0: a rank, a virtual stage, a microbatch."""
-    if not is_count(value):
-        raise ValueError(f"{name} is {value!r}, must be a whole number, 0 or more")
+def check_index(name: str, value: object, least: int = 0) -> None:
+    """ValueError unless `value` counts from `least`: a rank, a virtual stage, a microbatch."""
+    if not is_count(value, least):
+        raise ValueError(f"{name} is {value!r}, must be a whole number, {least} or more")
 
 
 def check_mode(name: str, value: object) -> Mode:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from offload.config import check_index
 from offload.described import described
-from offload.sizes import is_count
 from offload.spill.backend_cpu import checked_classes
 
 __all__ = ["MIB", "ActivationConfig", "Order"]
@@ -102,10 +102,10 @@ class ActivationConfig:
                 "above where it starts; lower the low mark, or give both the same value for one plain mark"
             )
         for name in ("max_inflight_d2h", "recompute_threshold_bytes"):
-            _check_count(name, getattr(self, name), 0)
-        _check_count("max_inflight_h2d", self.max_inflight_h2d, 1)
+            check_index(name, getattr(self, name))
+        check_index("max_inflight_h2d", self.max_inflight_h2d, least=1)
         if self.min_numel is not None:
-            _check_count("min_numel", self.min_numel, 0)
+            check_index("min_numel", self.min_numel)
         for one in fields(self):
             if isinstance(one.default, bool) and not isinstance(getattr(self, one.name), bool):
                 raise ValueError(f"{one.name} is {getattr(self, one.name)!r}, must be True or False")
@@ -166,8 +166,3 @@ class ActivationConfig:
                 f"{', '.join(sorted(known))}"
             )
         return cls(**found)
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not is_count(value, least):
-        raise ValueError(f"{name} is {value!r}, must be a whole number, {least} or more")

@@ -33,8 +33,8 @@ class ReactiveOrder(ActivationScheduler):
         if not spills or not (self._inline_finalize or self.transfer.can_spill()):
             self.counts.kept += 1
             self.counts.keep_bytes += tensor.nbytes
-            self.counts.logical_bytes += tensor.nbytes
-            self.counts.storage_bytes += tensor.untyped_storage().nbytes()
+            self.counts.details.logical_bytes += tensor.nbytes
+            self.counts.details.storage_bytes += tensor.untyped_storage().nbytes()
             return None
         handle, is_new = self.save(forward, tensor)
         if is_new:
@@ -57,4 +57,4 @@ class ReactiveOrder(ActivationScheduler):
                 if not self.transfer.can_spill() and self.transfer.max_inflight_d2h:
                     self.transfer.finalize_all_spills(self.registry.iter_spilling())
                 if self.transfer.can_spill():
-                    self.counts.latched_bytes += self.send(forward, [block])
+                    self.counts.details.latched_bytes += self.send(forward, [block])

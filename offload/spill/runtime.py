@@ -29,6 +29,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -270,10 +271,7 @@ class ActivationRuntime(Client):
                 pool_misses=misses,
                 vram_peak_mb=peak_mb,
             )
-            self.last_details = SpillDetails(
-                retries=stats.retries,
-                **{name: getattr(counts, name) for name in SpillDetails.__slots__ if name != "retries"},
-            )
+            self.last_details = replace(counts.details, retries=stats.retries)
             self._step += 1
             self.budget.meter.start_step()
         self.telemetry.write(metrics)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,6 +18,7 @@ from offload.spill.budget import ActivationBudgetManager
 from offload.spill.checkpoint import CheckpointCoordinator
 from offload.spill.forward import Forward
 from offload.spill.registry import ActivationRegistry
+from offload.spill.telemetry import SpillDetails
 from offload.spill.transfer import ActivationTransfer
 from offload.transfer.block import BlockState, DeviceBlock, living
 
@@ -48,13 +49,7 @@ class SpillCounts:
     restored: int = 0
     spill_bytes: int = 0
     restore_bytes: int = 0
-    logical_bytes: int = 0
-    storage_bytes: int = 0
-    released_bytes: int = 0
-    forecast_bytes: int = 0
-    latched_bytes: int = 0
-    forwards_lost: int = 0
-    times_over: int = 0
+    details: SpillDetails = field(default_factory=SpillDetails)
 
 
 class ActivationScheduler:
@@ -130,11 +125,11 @@ class ActivationScheduler:
         handle = self.engine.store.save(tensor, forward.chunk, forward.group)
         self.registry.create(handle, tensor.device)
         counts = self.counts
-        counts.logical_bytes += tensor.nbytes
+        counts.details.logical_bytes += tensor.nbytes
         is_new = len(forward.group.blocks) > records
         if is_new:
             counts.saved += 1
-            counts.storage_bytes += tensor.untyped_storage().nbytes()
+            counts.details.storage_bytes += tensor.untyped_storage().nbytes()
         return handle, is_new
 
     def begins(self, forward: Forward) -> None:

@@ -61,7 +61,7 @@ class ActivationStepMetrics:
 
 
 @described
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SpillDetails:
     """What the source's line has no field for."""
 

@@ -7,11 +7,11 @@ One invariant: figures add up. Of every step, and so of any number of them, `sav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
-from offload.telemetry.records import StepStats
+from offload.telemetry.records import StepStats, Summed, level
 
 __all__ = [
     "ClientFigures",
@@ -23,27 +23,7 @@ __all__ = [
     "figures_without_offload",
 ]
 
-_Rule = Callable[[Any, Any], Any]
-V = TypeVar("V", bound="_Sum")
-
-
-class _Sum:
-    """Adds field by field: a level takes the larger of both, a mapping adds by key, all else is summed."""
-
-    __slots__ = ()
-
-    def __add__(self, other: Self) -> Self:
-        """Both together."""
-        return type(self)(
-            **{
-                one.name: one.metadata.get("rule", _plus)(getattr(self, one.name), getattr(other, one.name))
-                for one in fields(self)  # type: ignore[arg-type]
-            }
-        )
-
-
-def _plus(one: Any, other: Any) -> Any:
-    return one + other
+V = TypeVar("V", bound=Summed)
 
 
 def _by_key(one: Mapping[str, V], other: Mapping[str, V]) -> dict[str, V]:
@@ -53,17 +33,12 @@ def _by_key(one: Mapping[str, V], other: Mapping[str, V]) -> dict[str, V]:
     }
 
 
-def _level() -> Any:
-    """A field whose largest value counts."""
-    return field(default=0, metadata={"rule": max})
-
-
 def _map() -> Any:
     return field(default_factory=dict, metadata={"rule": _by_key})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stayed(_Sum):
+class Stayed(Summed):
     """Tensors that autograd saved in a group and that can never leave, for one reason."""
 
     tensors: int = 0
@@ -72,12 +47,12 @@ class Stayed(_Sum):
     nbytes: int = 0
     """Bytes of those tensors, one count a save: two views of one storage count twice."""
 
-    largest_elements: int = _level()
+    largest_elements: int = level()
     """Elements of the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFigures(_Sum):
+class GroupFigures(Summed):
     """Of the groups of one name, in all chunks. Bytes of storage that may leave, one count a storage."""
 
     saved_bytes: int = 0
@@ -108,7 +83,7 @@ class GroupFigures(_Sum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientFigures(_Sum):
+class ClientFigures(Summed):
     """Of one client of the engine, such as "groups" or "optim"."""
 
     out_bytes: int = 0
@@ -117,7 +92,7 @@ class ClientFigures(_Sum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures(_Sum):
+class Figures(Summed):
     """Of one step, or of several. Bytes are of saved tensors that may leave, one count a storage."""
 
     steps: int = 0
@@ -161,21 +136,21 @@ class Figures(_Sum):
     freed_first_bytes: int = 0
     """Bytes that were read or freed before their piece was sent."""
 
-    would_hold_bytes: int = _level()
+    would_hold_bytes: int = level()
     """Largest number of these bytes that the device would have held at once if none had left: less than plain
     training holds where blocks are recomputed. At least `peak_bytes`; 0 where it is not known: until a step
     was planned for, and of what a watermark alone sends."""
 
-    peak_bytes: int = _level()
+    peak_bytes: int = level()
     """Largest number that it did hold at once, in any state."""
 
-    over_limit_bytes: int = _level()
+    over_limit_bytes: int = level()
     """Bytes by which that passed `device_limit_bytes`."""
 
-    host_bytes: int = _level()
+    host_bytes: int = level()
     """Pinned host bytes that the engine held."""
 
-    host_lent_bytes: int = _level()
+    host_lent_bytes: int = level()
     """Largest number of them in use at once, by all clients."""
 
     disk_out_bytes: int = 0
@@ -184,7 +159,7 @@ class Figures(_Sum):
     disk_back_bytes: int = 0
     """Bytes read back from it."""
 
-    disk_bytes: int = _level()
+    disk_bytes: int = level()
     """Largest number of bytes in it at once."""
 
     disk_blocked_ms: float = 0.0

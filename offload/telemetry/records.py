@@ -9,13 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from operator import add
 from typing import Any, Self
 
-__all__ = ["ClientStats", "StepStats"]
+__all__ = ["ClientStats", "StepStats", "Summed", "level"]
+
+
+class Summed:
+    """Figures that add up field by field, by the field's rule: a level takes the larger of both, and a field
+    without a rule is summed."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        """Both together."""
+        return type(self)(
+            **{
+                one.name: one.metadata.get("rule", add)(getattr(self, one.name), getattr(other, one.name))
+                for one in fields(self)  # type: ignore[arg-type]
+            }
+        )
+
+
+def level() -> Any:
+    """A field whose largest value counts."""
+    return field(default=0, metadata={"rule": max})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientStats:
+class ClientStats(Summed):
     """What one client of the engine did in a step, such as "groups" or "optim"."""
 
     out_bytes: int = 0
@@ -60,11 +82,6 @@ class ClientStats:
 
     denied_bytes: int = 0
     """Bytes of those pieces."""
-
-    def __add__(self, other: Self) -> Self:
-        """Both together."""
-        sums = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
-        return type(self)(**sums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,12 +35,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from offload.device import Device, Lane
 from offload.ids import ChunkId
 from offload.memory.arena import HostArena
+from offload.telemetry.records import Summed, level
 from offload.transfer.block import BlockState, DeviceBlock, Transfer, living
 from offload.transfer.limits import Limits
 from offload.transfer.stalls import Stall, total_ms
@@ -53,8 +54,9 @@ __all__ = ["InFlight", "TransferCounts"]
 
 
 @dataclass(slots=True)
-class TransferCounts:
-    """What one step moved. Bytes, unless the name says otherwise."""
+class TransferCounts(Summed):
+    """What one step moved. Bytes, unless the name says otherwise. Counts of two clients whose saves a step
+    ended one after the other add up."""
 
     saved: int = 0
     saved_bytes: int = 0
@@ -64,20 +66,14 @@ class TransferCounts:
     restore_bytes: int = 0
     refused: int = 0
     refused_bytes: int = 0
-    wanted_peak_bytes: int = 0  # lent and refused together, at a refusal: what the host would have to hold
+    # lent and refused together, at a refusal: what the host would have to hold
+    wanted_peak_bytes: int = level()
     stall_count: int = 0
     retries: int = 0  # allocations of ours that failed, for which room was made
-    device_bytes_peak: int = 0
-    largest_bytes: int = 0  # of the storages so far, when they were saved
+    device_bytes_peak: int = level()
+    largest_bytes: int = level()  # of the storages so far, when they were saved
     replays: int = 0
     replayed_bytes: int = 0
-
-    def __add__(self, other: Self) -> Self:
-        """Of two clients whose saves a step ended one after the other: sums, and peaks."""
-        found = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
-        for name in ("wanted_peak_bytes", "device_bytes_peak", "largest_bytes"):
-            found[name] = max(getattr(self, name), getattr(other, name))
-        return type(self)(**found)
 
 
 class InFlight:
