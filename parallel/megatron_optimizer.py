@@ -74,6 +74,10 @@ def kwargs_of_both(kwargs: Mapping[str, Any], classes: Sequence[type[Optimizer]]
     return chosen
 
 
+class _Hybrid(offload.HybridDeviceOptimizer):
+    """The engine's optimizer, which reads `decoupled_grad` at a fraction of 0, too: a subclass does."""
+
+
 class HybridDeviceOptimizer(Optimizer):
     """Megatron's class of this name. Offloaded parameters are stepped by the host, all of them, so that every
     replica has the same bits.
@@ -150,7 +154,7 @@ class HybridDeviceOptimizer(Optimizer):
         """The engine's optimizer. Blocks the host when it is built, as its constructor does, and raises what
         that raises."""
         if self._built is None:
-            self._built = offload.HybridDeviceOptimizer(
+            self._built = _Hybrid(
                 self.param_groups, **self._arguments, cpu_share=1.0, **self._kwargs
             )  # its groups are the very dicts of these
         return self._built

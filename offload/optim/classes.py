@@ -24,6 +24,7 @@ __all__ = [
     "is_fused_adam",
     "made_for_cpu",
     "may_fail_half_way",
+    "refuse_closures",
     "state_names",
     "step_alone",
     "steps_each_alone",
@@ -35,18 +36,11 @@ GPU's."""
 
 
 def checked_class(name: str, cls: object, kwargs: Mapping[str, Any]) -> type[Optimizer]:
-    """The class, if it can be made with `kwargs` and stepped without a closure. Raises ValueError that says
-    which argument is wrong."""
+    """The class, if it can be made with `kwargs`. Raises ValueError that says which argument is wrong."""
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise ValueError(
             f"{name} is {cls!r}, must be a class derived from torch.optim.Optimizer, such as "
             "torch.optim.AdamW"
-        )
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{name} {cls.__name__} needs a closure in every step and calls it several times; give a class "
-            "that steps once a gradient"
         )
     signature = inspect.signature(cls)
     try:
@@ -56,6 +50,17 @@ def checked_class(name: str, cls: object, kwargs: Mapping[str, Any]) -> type[Opt
         raise ValueError(
             f"{name} {cls.__name__} cannot be made with {_written(kwargs)}: {error}; it takes {known}"
         ) from error
+    return cls
+
+
+def refuse_closures(name: str, cls: type[Optimizer]) -> type[Optimizer]:
+    """The class, if it steps without a closure. Raises ValueError."""
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{name} {cls.__name__} needs a closure in every step and calls it several times; give a class "
+            "that steps once a gradient, or offload_fraction=0"
+        )
     return cls
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from abc import ABCMeta
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,10 +35,17 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from offload.compile.untraced import untraced
+from offload.config import check_fraction
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
-from offload.optim.classes import checked_class, defaults_of, may_fail_half_way, steps_each_alone
-from offload.optim.entries import State
+from offload.optim.classes import (
+    checked_class,
+    defaults_of,
+    may_fail_half_way,
+    refuse_closures,
+    steps_each_alone,
+)
+from offload.optim.in_place import build_in_place
 from offload.optim.parts import MASTER, HostOptions
 from offload.optim.placing import Place, Placement, PlacingOptions
 from offload.optim.state import copy_to_host, fill_state, matched, with_class_rules
@@ -56,7 +64,7 @@ _NOT_CALLED = ("zero_grad", "state_dict", "load_state_dict")
 """Methods of a wrapped class that this one has itself."""
 
 
-class HybridDeviceOptimizer(Optimizer):
+class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     """See the module. The positional arguments, and what they mean, are those of Megatron-core's class of
     this name."""
 
@@ -87,8 +95,10 @@ class HybridDeviceOptimizer(Optimizer):
         """Build the host side: pins its memory, which blocks the host. Raises ValueError or HostBudgetError
         before anything has moved.
 
-        offload_fraction: share of the elements whose state leaves the device, in order. 0: one optimizer
-            steps all, as in torch.
+        offload_fraction: share of the elements whose state leaves the device, in order. 0, with one class and
+            no masters: the object is one of the class itself, by multiple inheritance (in_place.py), and only
+            `max_grad_norm` of the other arguments does something; `decoupled_grad` is not read. Objects of a
+            subclass of this class are not.
         cpu_optimizer_cls, gpu_optimizer_cls: None is the other one, or torch.optim.AdamW. kwargs go to both.
             A class that is not of torch.optim may look at all parameters at once: it is one optimizer,
             without overlap, and where only a part would leave all state does.
@@ -133,9 +143,19 @@ class HybridDeviceOptimizer(Optimizer):
                 raise ValueError(f'{name} was replaced: give overlap="{instead}", or leave it out for "step"')
         cpu_cls = cpu_optimizer_cls or gpu_optimizer_cls or AdamW
         gpu_cls = gpu_optimizer_cls or cpu_optimizer_cls or AdamW
+        check_fraction("offload_fraction", offload_fraction)
+        keeps_all = not offload_fraction and cpu_cls is gpu_cls and not param_update_in_fp32
+        if keeps_all and type(self) is HybridDeviceOptimizer:
+            checked = checked_overlap(overlap, model, has_workers=True, clips=max_grad_norm is not None)
+            cls = checked_class("cpu_optimizer_cls", cpu_cls, kwargs)
+            build_in_place(
+                self, cls, params, kwargs, overlap=checked, engine=engine, max_grad_norm=max_grad_norm
+            )
+            HybridDeviceOptimizer.register(type(self))
+            return
         defaults: dict[str, Any] = {}
         for argument, cls in (("cpu_optimizer_cls", cpu_cls), ("gpu_optimizer_cls", gpu_cls)):
-            defaults |= defaults_of(checked_class(argument, cls, kwargs), kwargs)
+            defaults |= defaults_of(refuse_closures(argument, checked_class(argument, cls, kwargs)), kwargs)
         atomic = may_fail_half_way(cpu_cls, kwargs) if atomic_step is None else atomic_step
         alone = steps_each_alone(cpu_cls)
         for cls in dict.fromkeys((cpu_cls, gpu_cls)):
@@ -388,29 +408,24 @@ class HybridDeviceOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
-        With offload_fraction=0 and no masters it is the wrapped optimizer's own. Else it and its entries are
-        live at any time between steps: they may be held, and what is written counts at once. A look blocks
-        the host for the step under way. Tensors of offloaded parameters lie on the host, of a DTensor its
-        local shard; while somebody holds one, step() ends when all state is there."""
+        It and its entries are live at any time between steps: they may be held, and what is written counts at
+        once. A look blocks the host for the step under way. Tensors of offloaded parameters lie on the host,
+        of a DTensor its local shard; while somebody holds one, step() ends when all state is there."""
         self._runner.take_changes()
-        own = self.placed.on_gpu
-        found: Any = own.optimizer.state if own.untouched and own.optimizer else self._runner.state
-        return found  # type: ignore[no-any-return]
+        return self._runner.state  # type: ignore[return-value]
 
     @state.setter
     def state(self, value: Mapping[Tensor, Any]) -> None:
         if not self._built:  # torch's own constructor sets it, too
             return
-        if isinstance(found := self.state, State):
-            found.replace(value)
-        else:
-            self.placed.on_gpu.optimizer.state = value  # type: ignore[union-attr]
+        self._runner.take_changes()
+        self._runner.state.replace(value)
 
     def dummy_step(self) -> None:
         """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded
         in place."""
         self._runner.take_changes()
-        self.placed.refresh(self.param_groups)
+        self.placed.refresh()
         for member in self.members:
             self.placed.master_of(member)
         fill_state(self.sub_optimizers)
@@ -456,9 +471,8 @@ class HybridDeviceOptimizer(Optimizer):
         """As the class itself loads, of a copy, where one optimizer steps all."""
         state = deepcopy(loaded["state"])
         masters = {key: state[key].pop(MASTER, None) for key in order if key in state}
-        if not self.placed.on_gpu.untouched:
-            for key in masters:
-                state[key] = {name: _local(value) for name, value in state[key].items()}
+        for key in masters:
+            state[key] = {name: _local(value) for name, value in state[key].items()}
         inside = optimizer.param_groups
         optimizer.load_state_dict({"state": state, "param_groups": loaded["param_groups"]})
         for group, new in zip(self.param_groups, optimizer.param_groups, strict=True):

@@ -138,12 +138,7 @@ class Placement:
         self.cpu = CpuPart(engine, options.host, *on_cpu)
         self.streamed = StreamedPart(engine, options.host)
         one = not options.offload_fraction and options.cpu_cls is options.gpu_cls
-        self.on_gpu = ResidentPart(
-            options.gpu_cls,
-            options.kwargs,
-            options.host,
-            untouched=one and not options.host.masters_in_fp32,
-        )
+        self.on_gpu = ResidentPart(options.gpu_cls, options.kwargs, options.host)
         self.on_host = self.on_gpu if one else ResidentPart(*on_cpu, options.host)
         self._parts: dict[Place, CpuPart | StreamedPart | ResidentPart] = {
             Place.CPU: self.cpu,
@@ -224,9 +219,8 @@ class Placement:
         self._let_go()
         for part in self.parts:
             part.regroup(self.user_groups)
-        self.on_gpu.share(groups)
         masters = self._options.host.masters_in_fp32
-        for member in members if not self.on_gpu.untouched else ():
+        for member in members:
             if member.parameter in self.named:  # state that was set before it was in a group
                 entry = dict(self.named.pop(member.parameter))
                 self.load(member, entry, entry.pop(MASTER, None) if masters else None)
@@ -267,19 +261,18 @@ class Placement:
             del self.of[id(member.parameter)], self.places[member.index]
             member.let_go()
 
-    def refresh(self, groups: list[dict[str, Any]]) -> None:
+    def refresh(self) -> None:
         """Take over what the user's groups say now, for the step to come."""
-        self.on_gpu.share(groups)
         for group in self.user_groups:
             group.refresh()
 
     @property
     def sole(self) -> Optimizer | None:
-        """The one optimizer of a class that is not torch's, or of all that is untouched."""
+        """The one optimizer of a class that is not torch's."""
         cpu_cls, gpu_cls = self._options.cpu_cls, self._options.gpu_cls
         on_host, on_gpu = self.on_host.optimizer, self.on_gpu.optimizer
         for optimizer, cls in ((self.cpu.of_all, cpu_cls), (on_host, cpu_cls), (on_gpu, gpu_cls)):
-            if optimizer is not None and (not steps_each_alone(cls) or self.on_gpu.untouched):
+            if optimizer is not None and not steps_each_alone(cls):
                 return optimizer
         return None
 
@@ -293,15 +286,14 @@ class Placement:
         members: list[ParamView] = []
         for parameter in (p for group in groups for p in group["params"] if id(p) not in self.of):
             index = self._next + len(members)
-            untouched = self.on_gpu.untouched
-            member = ParamView(parameter, index, device, names.get(id(parameter), ""), stays=untouched)
+            member = ParamView(parameter, index, device, names.get(id(parameter), ""))
             here = device.owns(local_of(parameter).detach())
-            if not here and parameter.device.type != "cpu" and not untouched:
+            if not here and parameter.device.type != "cpu":
                 raise ValueError(
                     f"{member} is on {parameter.device}, and the optimizer's device is {device.name}; "
                     "move it, or build one a device"
                 )
-            if not parameter.is_floating_point() and not untouched:
+            if not parameter.is_floating_point():
                 raise ValueError(
                     f"{member} is not of a floating-point type; leave it out, as a buffer, or use "
                     "offload_fraction=0"

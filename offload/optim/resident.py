@@ -24,27 +24,19 @@ __all__ = ["ResidentPart"]
 
 
 class ResidentPart(Part):
-    """One optimizer over parameters in place.
-
-    untouched: it steps all there are, none of which has a master: its groups and its state are the user's
-        own, as in torch.
-    """
+    """One optimizer over parameters in place."""
 
     def __init__(
         self,
         cls: type[Optimizer],
         kwargs: Mapping[str, Any],
         options: HostOptions,
-        *,
-        untouched: bool = False,
     ) -> None:
         super().__init__()
         self._new_optimizer: Callable[..., Optimizer] = functools.partial(cls, **kwargs)
         self._options = options
-        self.untouched = untouched
         self.optimizer: Optimizer | None = None
         self._inner: dict[int, Tensor] = {}  # by index: the parameter, or its float32 master
-        self._views: list[dict[str, Any]] = []
 
     def add(self, members: Sequence[ParamView]) -> None:
         for member in members:
@@ -55,17 +47,9 @@ class ResidentPart(Part):
             )
 
     def regroup(self, groups: Sequence[UserGroup]) -> None:
-        if self._inner or self.untouched:
+        if self._inner:
             tensors = {index: [inner] for index, inner in self._inner.items()}
-            if self.optimizer is not None:
-                self.optimizer.param_groups = self._views
             self.optimizer = follow_groups(self.optimizer, self._new_optimizer, tensors, groups, live=True)
-            self._views = self.optimizer.param_groups
-
-    def share(self, groups: list[dict[str, Any]]) -> None:
-        """Step the user's own list of groups, where the optimizer is untouched."""
-        if self.untouched and self.optimizer is not None:
-            self.optimizer.param_groups = groups
 
     def has_master(self, member: ParamView) -> bool:
         return self._inner[member.index] is not member.parameter

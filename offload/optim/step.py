@@ -189,7 +189,7 @@ class StepRunner(Client):
                 await_all(member.parameter)
         self.follow_user()
         self.placed.refuse_shared_memory()
-        self.placed.refresh(self._groups())
+        self.placed.refresh()
 
     def step(self, max_grad_norm: float | None) -> None:
         """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""

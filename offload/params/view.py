@@ -52,14 +52,11 @@ def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
 class ParamView:
     """One parameter, at `index` in the order in which its client met it.
 
-    device: whose lanes move it. name: for messages. stays: it will never move, so its memory may be any.
-        Raises ValueError for a parameter whose memory has gaps or overlaps, or is not the elements: a
-        quantized one would be stepped in a copy.
+    device: whose lanes move it. name: for messages. Raises ValueError for a parameter whose memory
+        has gaps or overlaps, or is not the elements: a quantized one would be stepped in a copy.
     """
 
-    def __init__(
-        self, parameter: Tensor, index: int, device: Device, name: str, *, stays: bool = False
-    ) -> None:
+    def __init__(self, parameter: Tensor, index: int, device: Device, name: str) -> None:
         self.parameter = parameter
         self.index = index
         self.device = device
@@ -67,9 +64,6 @@ class ParamView:
         local = local_of(parameter).detach()
         self.shape, self.numel, self.dtype = tuple(local.shape), local.numel(), local.dtype
         self.where, self.address = local.device, 0
-        self._stays = stays
-        if stays:
-            return
         if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise ValueError(
                 f"{self} is a {type(local).__name__}, which keeps something else than its elements; step it "
@@ -110,7 +104,7 @@ class ParamView:
         it. Returns the old strides if its elements lie in another order now, else None. Raises OffloadError
         for other elements than there were."""
         local = local_of(self.parameter)
-        if self._stays or (local.data_ptr() == self.address and local.stride() == self.stride):
+        if local.data_ptr() == self.address and local.stride() == self.stride:
             return None
         if tuple(local.shape) != self.shape or local.dtype != self.dtype or local.device != self.where:
             raise OffloadError(

@@ -226,7 +226,7 @@ class OwnMethods(Ordered):
         return super().state_dict()
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("fraction", FRACTIONS[1:])
 def test_what_of_a_class_is_not_called_is_said_once(
     fraction: float, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -246,6 +246,18 @@ def test_shards_that_are_views_of_parameters_are_stepped() -> None:
     optimizer.update_fp32_param_by_new_param()  # there are no other weights to take over
 
 
+def test_decoupled_gradients_are_stepped_where_nothing_is_offloaded() -> None:
+    given, others = parameters(), parameters()
+    optimizer = hybrid([{"params": given}], fraction=0.0)
+    own = AdamW(others, fused=True, **STEP)
+    for number in range(2):
+        give_gradients(given, number, "decoupled_grad", torch.float32)
+        give_gradients(others, number)
+        optimizer.step()
+        own.step()
+    assert_same(given, others)
+
+
 def test_decoupled_gradients_of_half_precision_shards_step_float32_masters() -> None:
     given = parameters(torch.bfloat16)
     mains = [parameter.detach().float() for parameter in given]

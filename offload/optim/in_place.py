@@ -1,0 +1,145 @@
+"""`HybridDeviceOptimizer(offload_fraction=0)`: an object of the class itself, with the names of ours.
+
+One invariant: the class comes first in the order of methods, and so does torch's Optimizer. So its steps,
+closures, hooks, state, state dicts and what a GradScaler asks of it are its own, and no code of this package
+runs in them, except where `max_grad_norm` clips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offload.engine import OffloadEngine
+from offload.engines import default_engine
+from offload.optim.placing import Place
+from offload.optim.ranks import clip_, total_norm
+from offload.optim.state import fill_state
+from offload.optim.step import Overlap
+
+__all__ = ["InPlace", "build_in_place"]
+
+
+class InPlace:
+    """Names of HybridDeviceOptimizer where nothing is offloaded; see there."""
+
+    param_groups: list[dict[str, Any]]
+    offload_fraction = 0.0
+    param_update_in_fp32 = False
+    cpu_share = 0.0
+    host_bytes = 0
+    ring_bytes = 0
+    overlap: Overlap = "step"
+    max_grad_norm: float | None = None
+    last_grad_norm: Tensor | None = None
+    last_microbatch: bool | None = None
+    _given_engine: OffloadEngine | None = None
+
+    @property
+    def engine(self) -> OffloadEngine:
+        """The engine that was given, else the process's own of the parameters' device."""
+        if self._given_engine is not None:
+            return self._given_engine
+        devices = (p.device for group in self.param_groups for p in group["params"] if p.is_cuda)
+        return default_engine(str(next(devices, "sim")))
+
+    @property
+    def cpu_optimizers(self) -> list[Optimizer]:
+        return []
+
+    @property
+    def gpu_optimizer(self) -> Any:
+        return self
+
+    @property
+    def sub_optimizers(self) -> list[Any]:
+        return [self]
+
+    def place_of(self, parameter: Tensor) -> Place:
+        if not any(p is parameter for group in self.param_groups for p in group["params"]):
+            raise ValueError("the tensor is not one of the optimizer's parameters")
+        return Place.GPU
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def synchronize_parameters(self) -> None:
+        """Does nothing: weights are never on their way."""
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """Does nothing: there are no masters."""
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, total: Tensor | None = None
+    ) -> Tensor:
+        weights = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in weights if p.grad is not None]
+        device = weights[0].device
+        self.last_grad_norm = total if total is not None else total_norm(gradients, norm_type, device)
+        clip_(gradients, max_norm, self.last_grad_norm)
+        return self.last_grad_norm
+
+    def dummy_step(self) -> None:
+        fill_state([self])  # type: ignore[list-item]
+
+    def close(self) -> None:
+        """Does nothing: no memory is lent."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _unbuilt, (type(self).__mro__[1],), self.__getstate__()
+
+
+_CLASSES: dict[type[Optimizer], Any] = {}
+
+
+def _in_place(cls: type[Optimizer]) -> Any:
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(cls.__name__, (cls, InPlace), {"__module__": cls.__module__})
+    return _CLASSES[cls]
+
+
+def _unbuilt(cls: type[Optimizer]) -> Any:
+    made = _in_place(cls)
+    return made.__new__(made)
+
+
+def build_in_place(
+    optimizer: Any,
+    cls: type[Optimizer],
+    params: Any,
+    kwargs: Mapping[str, Any],
+    *,
+    overlap: Overlap,
+    engine: OffloadEngine | None,
+    max_grad_norm: float | None,
+) -> None:
+    """Make `optimizer`, which has no attributes yet, an object of `cls`, and run that constructor."""
+    optimizer.__class__ = _in_place(cls)
+    optimizer.__init__(params, **kwargs)
+    optimizer.overlap, optimizer.max_grad_norm, optimizer._given_engine = overlap, max_grad_norm, engine
+    if max_grad_norm is not None:
+        optimizer._step_supports_amp_scaling = False  # a norm is of gradients that were unscaled
+        optimizer.register_step_pre_hook(_clip_first)
+
+
+def _clip_first(optimizer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Clip before the step, or after each evaluation of its closure."""
+    given = dict(keywords)
+    own, *rest = arguments
+    closure: Callable[[], Any] | None = rest.pop(0) if rest else given.pop("closure", None)
+    if closure is None:
+        optimizer.clip_grad_norm_(optimizer.max_grad_norm)
+        return None
+
+    def clipped() -> Any:
+        loss = closure()
+        optimizer.clip_grad_norm_(optimizer.max_grad_norm)
+        return loss
+
+    return (own, clipped, *rest), given

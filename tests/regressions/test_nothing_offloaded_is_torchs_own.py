@@ -1,0 +1,185 @@
+"""With nothing offloaded, an optimizer of ours stood between the loop and torch's.
+
+A class got no closure and its own `zero_grad`, `state_dict` and `load_state_dict` were not called; a scaler
+unscaled by other kernels. Now `HybridDeviceOptimizer(offload_fraction=0)` is an object of the class itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from offload.optim import HybridDeviceOptimizer
+from offload.optim.placing import Place
+
+Make = Callable[..., Any]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    found: Tensor = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().sum()
+    return found
+
+
+class Sam(Optimizer):
+    """Steps up, asks its closure again there, and steps down from where it was. Keeps what it calls."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+        self.calls: list[str] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        weights = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in weights]).norm()
+        moves = [p.grad * self.param_groups[0]["rho"] / norm for p in weights]
+        for parameter, move in zip(weights, moves, strict=True):
+            parameter.add_(move)
+        closure()
+        for parameter, move in zip(weights, moves, strict=True):
+            parameter.sub_(move).add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls.append("zero_grad")
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mine": len(self.calls), **super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.calls = ["zero_grad"] * state_dict.pop("mine")
+        super().load_state_dict(state_dict)
+
+
+def own_methods(make: Make) -> list[Any]:
+    model = net()
+    optimizer = make(model.parameters(), Sam)
+    found: list[Any] = []
+    for number in range(4):
+
+        def closure(number: int = number, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, number)
+            loss.backward()
+            return loss
+
+        found.append(optimizer.step(closure))
+        if number == 2:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(model.parameters(), Sam)
+            optimizer.load_state_dict(saved)
+    return [*found, torch.tensor(len(optimizer.calls)), *model.parameters()]
+
+
+def scaled(make: Make) -> list[Any]:
+    model = net()
+    optimizer = make(model.parameters(), AdamW, lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=2, growth_factor=1.7)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for number in range(5):
+        scaler.scale(loss_of(model, number)).backward()
+        if number == 3:
+            model[0].weight.grad[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def line_searched(make: Make) -> list[Any]:
+    model = net()
+    optimizer = make(model.parameters(), torch.optim.LBFGS, lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return list(model.parameters())
+
+
+def copied(make: Make) -> list[Any]:
+    model = net()
+    optimizer = make(model.parameters(), AdamW, lr=1e-2)
+    for number in range(4):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            model, optimizer = copy.deepcopy((model, optimizer))
+        if number == 2:
+            model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+    return list(model.parameters())
+
+
+LOOPS = [own_methods, scaled, line_searched, copied]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_that_offloads_nothing_has_the_bits_of_the_class(loop: Any) -> None:
+    expected = loop(lambda parameters, cls, **options: cls(parameters, **options))
+    found = loop(lambda parameters, cls, **options: HybridDeviceOptimizer(parameters, 0.0, cls, **options))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_it_is_an_object_of_the_class_and_has_the_names_of_ours() -> None:
+    model = net()
+    optimizer: Any = HybridDeviceOptimizer(model.parameters(), 0.0, AdamW, lr=1e-2, max_grad_norm=0.1)
+    assert isinstance(optimizer, AdamW)
+    assert isinstance(optimizer, HybridDeviceOptimizer)
+    assert optimizer.sub_optimizers == [optimizer.gpu_optimizer] == [optimizer]
+    assert optimizer.place_of(model[0].weight) is Place.GPU
+    with pytest.raises(ValueError, match="is not one of the optimizer's parameters"):
+        optimizer.place_of(torch.ones(2))
+    optimizer.dummy_step()
+    assert set(optimizer.state[model[0].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    with optimizer.no_sync():
+        optimizer.synchronize_parameters()
+    assert not optimizer.host_bytes
+    assert "hybrid" not in optimizer.state_dict()
+    optimizer.close()
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+
+def test_max_grad_norm_clips_in_every_step_with_and_without_a_closure() -> None:
+    expected, found = net(), net()
+    plain = SGD(expected.parameters(), lr=0.1)
+    ours: Any = HybridDeviceOptimizer(found.parameters(), 0.0, SGD, lr=0.1, max_grad_norm=0.5)
+    for number in range(4):
+        plain.zero_grad()
+        loss_of(expected, number).backward()
+        norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+        plain.step()
+
+        def closure(number: int = number) -> Tensor:
+            ours.zero_grad()
+            loss = loss_of(found, number)
+            loss.backward()
+            return loss
+
+        if number % 2:
+            ours.step(closure)
+        else:
+            closure()
+            ours.step()
+        assert torch.equal(ours.last_grad_norm, norm)
+    assert all(map(torch.equal, expected.parameters(), found.parameters()))
