@@ -22,7 +22,7 @@ its weights return, on one thread.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from offload.engine import OffloadEngine
 from offload.optim.classes import is_fused_adam, state_names, step_alone
 from offload.optim.groups import UserGroup, follow_groups
 from offload.optim.host_part import HostBucket, HostPart
-from offload.optim.parts import HostOptions, loaded_value
+from offload.optim.parts import HostOptions
 from offload.params.sections import FlatSpec
 from offload.params.view import ParamView, laid_like, update_master
 
@@ -245,34 +245,12 @@ class CpuPart(HostPart[CpuBucket]):
         for bucket, position in self._pieces_of[member.index]:
             bucket.follow_strides(position)
 
-    def _whole_state(self, member: ParamView) -> tuple[Tensor, dict[Any, Any], Optimizer]:
-        """The leaf, its state and its optimizer, of a class that gets whole parameters."""
-        ((bucket, position),) = self._pieces_of[member.index]
-        assert bucket.optimizer is not None
-        return bucket.leaves[position], bucket.state_of(position), bucket.optimizer
-
-    def state_of(self, member: ParamView) -> MutableMapping[Any, Any]:
-        return self._whole_state(member)[1] if self.whole else super().state_of(member)
-
-    def put(self, member: ParamView, key: Any, value: Any) -> None:
-        """As Part. What the class has made stays as the class can step it; the user's own stays as it is."""
-        if not self.whole:
-            super().put(member, key, value)
-            return
-        leaf, state, optimizer = self._whole_state(member)
-        optimizer.state[leaf] = state
-        state[key] = loaded_value(key, value, leaf, "cpu") if key in state else value
-
-    def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
-        if not self.whole:
-            super().set_state(member, state)
-            return
-        leaf, _, optimizer = self._whole_state(member)
-        optimizer.state.pop(leaf, None)
-        if state:
-            optimizer.state[leaf] = {
-                key: loaded_value(key, value, leaf, "cpu") for key, value in state.items()
-            }
+    def inside(self) -> list[tuple[Optimizer, list[tuple[ParamView, Tensor]]]]:
+        tensors: dict[Optimizer, list[tuple[ParamView, Tensor]]] = {}
+        for bucket in self.buckets if self.whole else ():
+            assert bucket.optimizer is not None
+            tensors.setdefault(bucket.optimizer, []).extend(zip(bucket.members, bucket.leaves, strict=True))
+        return list(tensors.items())
 
     def forget(self, member: ParamView) -> None:
         for bucket, position in self._pieces_of[member.index]:

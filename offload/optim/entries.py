@@ -1,240 +1,268 @@
-"""`optimizer.state` as torch's users know it: live at any time between steps.
+"""`optimizer.state`: a plain dictionary of plain ones, as torch's; its tensors are what steps read and write.
 
-An entry is a view of the one home of a parameter's state: flat host memory, or the dictionary of the class
-that steps it. It is the same object at every look until it is replaced or deleted, true however long it is
-held, and what is written into it counts at once. An entry or a tensor of it that is replaced or deleted keeps
-its values for whoever holds it. A look waits for the step under way. Tensors that are handed out are aliases,
-so that it can be told whether somebody still holds one: while somebody does, `step()` ends when state is on
-the host.
+An entry of a class that keeps its own state is that class's dictionary. An entry of torch's Adam in flat
+memory holds aliases of that memory. So whatever a loop does with dictionaries it may do here. Before a step,
+if anybody has looked since the last one, what is not in its place is copied there. An alias that is in no
+entry any more keeps its values for whoever holds it.
 
-One invariant: there is no second copy of state to be compared with the first.
+One invariant: between two steps the dictionary alone says what state there is; memory follows it.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
-from typing import Any
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from offload.optim.groups import Live
-from offload.optim.parts import MASTER, Part
-from offload.optim.placing import Placement
-from offload.optim.resident import ResidentPart
-from offload.params.view import ParamView
+from offload.optim.parts import MASTER, Part, loaded_value, refuse_incomplete
+from offload.params.view import ParamView, local_of, sharded_like
 
-__all__ = ["MASTER", "Entry", "State"]
+__all__ = ["MASTER", "UserState"]
 
 
-class _Home(Live):
-    def pop(self, key: Any, *default: Any) -> Any:
-        """A copy of what is taken out, whose memory is zero or another's after this."""
-        if default and key not in self:
-            return default[0]
-        value = deepcopy(self[key])
-        del self[key]
-        return value
+def _references(values: Iterable[Any]) -> Iterator[int]:
+    return (sys.getrefcount(value) for value in values)
 
 
-class Entry(_Home):
-    """State of one parameter, until it is replaced or deleted: from then on the dictionary of what it had,
-    for whoever holds it. Made of a mapping, as by who rebuilds what he was given, a plain dictionary."""
+_ALONE = next(_references([object()]))
+"""References of what one container has, as `_references` counts them."""
 
-    def __new__(cls, *given: Any) -> Any:
-        return super().__new__(cls) if len(given) == 2 else dict(*given)
 
-    def __init__(self, state: State, member: ParamView) -> None:
-        self.member = member
-        self._state = state
-        self._lent: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
-        self._own: dict[Any, Any] | None = None  # once it is replaced
+def _is_in(value: Any, place: Tensor) -> bool:
+    """Whether the value is this memory, whatever refers to it."""
+    if not isinstance(value, Tensor):
+        return False
+    mine = local_of(value)
+    return (mine.data_ptr(), mine.shape, mine.stride(), mine.dtype) == (
+        place.data_ptr(),
+        place.shape,
+        place.stride(),
+        place.dtype,
+    )
+
+
+class Placed(Protocol):
+    """The parameters in the groups, and the parts that have their state; see Placement."""
+
+    members: list[ParamView]
+    groups: dict[int, dict[str, Any]]
 
     @property
-    def is_held(self) -> bool:
-        """Whether somebody has one of its tensors."""
-        return bool(self._lent)
+    def sole(self) -> Optimizer | None: ...
 
-    def _part(self) -> Part:
-        """Where the state is, once nothing is in flight."""
-        return self._state.looked_at(self)
+    def part_of(self, member: ParamView) -> Part: ...
 
-    def replaced(self) -> None:
-        """The parameter is about to have other state, or none. Nothing may be in flight."""
-        own = dict(self)
-        for key in own:
-            self._unlend(key)
-        if self._state.with_masters and MASTER in own:
-            own[MASTER] = own[MASTER].clone()
-        self._own = own
-
-    @torch.no_grad()
-    def _unlend(self, key: Any) -> None:
-        """Whoever holds this tensor keeps its values: its memory is about to have others'."""
-        if (alias := self._lent.pop(key, None)) is not None:
-            alias.set_(alias.clone())  # type: ignore[call-overload]
-
-    def __getitem__(self, key: Any) -> Any:
-        if self._own is not None:
-            return self._own[key]
-        home = self._part().state_of(self.member)
-        if key == MASTER and self._state.with_masters and home:
-            return self._state.placed.master_of(self.member)
-        value = home[key]
-        if not isinstance(value, Tensor):
-            return value
-        if (alias := self._lent.get(key)) is None or alias.data_ptr() != value.data_ptr():
-            alias = self._lent[key] = value.detach()
-        return alias
-
-    @torch.no_grad()
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if self._own is not None:
-            self._own[key] = value
-            return
-        part = self._part()
-        if value is not self._lent.get(key):
-            self._unlend(key)
-        if key == MASTER and self._state.with_masters:
-            self._state.placed.load_master(self.member, value)
-        else:
-            part.put(self.member, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        if self._own is not None:
-            del self._own[key]
-            return
-        part = self._part()
-        self._unlend(key)
-        state = part.state_of(self.member)
-        del state[key]
-        if not state:
-            part.set_state(self.member, {})
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._own is not None:
-            return iter(self._own)
-        home = self._part().state_of(self.member)
-        return iter([*home, *([MASTER] if home and self._state.with_masters else [])])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    def inside(self) -> list[tuple[Optimizer, list[tuple[ParamView, Tensor]]]]: ...
 
 
-class State(_Home):
-    """Entries by parameter, and what a class or its user keeps under other keys.
+class UserState:
+    """The dictionary, and how memory follows it. with_masters: entries show masters.
 
-    ready: waits for the step under way and takes over changed groups. rest: only waits. with_masters: entries
-        show masters as "master_param".
+    Nothing may be in flight in any call but `note_step`.
     """
 
-    def __init__(
-        self, placed: Placement, ready: Callable[[], None], rest: Callable[[], None], *, with_masters: bool
-    ) -> None:
-        self.placed = placed
-        self.with_masters = with_masters
-        self._ready = ready
-        self._rest = rest
-        self._entries: dict[int, Entry] = {}
-        self._read: dict[int, Entry] = {}  # looked at since the last step, or held
+    def __init__(self, placed: Placed, *, with_masters: bool) -> None:
+        self.all: MutableMapping[Any, Any] = defaultdict(dict)
+        self.is_looked_at = False
+        """Whether somebody may have written since the last step."""
+        self.is_held = False
+        """Whether somebody has the dictionary, an entry or a tensor of it in the step under way."""
+        self._placed = placed
+        self._with_masters = with_masters
+        self._is_shown = True
+        self._lent: dict[int, dict[Any, Tensor]] = {}  # aliases of flat memory and masters, by index and key
+        self._seen: dict[
+            int, dict[Any, Any]
+        ] = {}  # a class's entries as they were when a step began or ended
 
-    def looked_at(self, entry: Entry) -> Part:
-        self._rest()
-        if entry.member.index not in self.placed.places:
-            raise KeyError("the parameter has left the optimizer; look at `state` again")
-        self._read[entry.member.index] = entry
-        return self.placed.part_of(entry.member)
+    def note_step(self) -> None:
+        """A step or a change of groups may make state that is not in the dictionary yet."""
+        self._is_shown = False
 
-    def take_writes(self) -> None:
-        """What was written since the last step counts. Nothing may be in flight. Raises ValueError."""
-        for index, entry in list(self._read.items()):
-            if index in self.placed.places:
-                self.placed.part_of(entry.member).take_writes(entry.member)
-            if not entry.is_held:
-                del self._read[index]
+    def look(self) -> MutableMapping[Any, Any]:
+        """The dictionary, for somebody who may write into it."""
+        self.show()
+        self.is_looked_at = True
+        return self.all
 
-    @property
-    def is_read(self) -> bool:
-        """Whether somebody looked since the last step, or holds a tensor of it."""
-        return bool(self._read)
+    def replace(self, value: MutableMapping[Any, Any]) -> None:
+        """`optimizer.state = value`."""
+        self.look()
+        self.all = value
 
-    def _member(self, key: Any) -> ParamView | None:
-        """None for keys that are no parameter in a group: what they have is kept for whoever put it there."""
-        self._rest()
-        if isinstance(key, Tensor) and id(key) not in self.placed.of:
-            self._ready()
-        return self.placed.of.get(id(key))
+    def forget(self) -> None:
+        """A class that steps all has loaded its state."""
+        self.all = defaultdict(dict)
+        self.is_looked_at, self._is_shown = True, False
 
-    def __getitem__(self, key: Any) -> Any:
-        if (member := self._member(key)) is None:
-            return self.placed.named[key]
-        part = self.placed.part_of(member)
-        if isinstance(part, ResidentPart) and not self.with_masters:
-            return part.made_state_of(member)
-        if member.index not in self._entries:
-            self._entries[member.index] = Entry(self, member)
-        return self._entries[member.index]
+    def load(self, entries: Mapping[ParamView, Mapping[Any, Any]], others: Mapping[Any, Any]) -> None:
+        """Replace all state by copies of these entries, and of what is of no parameter."""
+        inside = {member.index: tensor for _, tensors in self._placed.inside() for member, tensor in tensors}
+        self.all, self._is_shown, self.is_looked_at = defaultdict(dict, others), True, True
+        for member, entry in entries.items():
+            homes, tensor = self._homes(member), inside.get(member.index, member.parameter)
+            group = self._placed.groups[member.index]
+            counts = tensor.device if group.get("fused") or group.get("capturable") else "cpu"
+            self.all[member.parameter] = {
+                key: value if key in homes else loaded_value(key, value, tensor, counts)
+                for key, value in entry.items()
+                if key != MASTER or self._with_masters
+            }
+        self.take_over()
+
+    def _homes(self, member: ParamView) -> dict[Any, list[Tensor]]:
+        """Where an entry's values lie that are not in memory of the class's own, by key."""
+        part = self._placed.part_of(member)
+        masters = {MASTER: [local_of(part.master(member)).detach()]} if self._with_masters else {}
+        return part.homes(member) | masters
+
+    # -- showing ---------------------------------------------------------------------------------------------
+    def show(self) -> None:
+        """Have in the dictionary what steps have made."""
+        if self._is_shown:
+            return
+        for optimizer, tensors in self._placed.inside():
+            parameters = {id(tensor): member.parameter for member, tensor in tensors}
+            for key, entry in optimizer.state.items():
+                self.all[parameters.get(id(key), key)] = entry
+        self._fill()
+        self._is_shown = True
+
+    def _fill(self) -> None:
+        """Have in each entry what its parameter has in memory."""
+        for member in self._placed.members:
+            kept, entry = self._placed.part_of(member).kept(member), self.all.get(member.parameter)
+            if kept and entry is None:
+                entry = self.all[member.parameter] = {}
+            for key, places in self._homes(member).items() if entry or kept else ():
+                if entry is not None and key in (*kept, MASTER) and key not in entry:
+                    self._lend(member, entry, key, places[0])
+        self._see()
+
+    def _lend(self, member: ParamView, entry: Any, key: Any, place: Tensor) -> None:
+        alias = sharded_like(member.parameter.detach(), place.detach()) if key != "step" else place.detach()
+        entry[key] = self._lent.setdefault(member.index, {})[key] = alias
+
+    def _see(self) -> None:
+        for _, tensors in self._placed.inside():
+            for member, _ in tensors:
+                entry = self.all.get(member.parameter)
+                self._seen[member.index] = dict(entry) if isinstance(entry, dict) else {}
+
+    # -- taking over -----------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """What was written since the last step counts. Raises ValueError if no step can be taken with it."""
+        self.show()
+        changed = self._changed()
+        for member, _, key, places, _ in changed:
+            if _is_in(self._lent.get(member.index, {}).get(key), places[0]):
+                self._keep_values(member, key)
+        for member, entry, key, places, value in changed:
+            for place in places:
+                if isinstance(value, Tensor):
+                    place.copy_(local_of(value))
+                else:
+                    place.fill_(value or 0)
+            if key in entry:
+                self._lend(member, entry, key, places[0])
+            else:
+                del self._lent[member.index][key]
+        for member in self._placed.members:
+            self._placed.part_of(member).note_state(member, "step" in (self.all.get(member.parameter) or ()))
+        self._hand_on()
+        self._fill()
+        del changed
+        self.is_looked_at = self.is_held = self._has_holders()
+
+    def _changed(self) -> list[tuple[ParamView, Any, Any, list[Tensor], Any]]:
+        """Values that are not in their places: of which parameter, in which entry, under which key, to be
+        written where."""
+        found: list[tuple[ParamView, Any, Any, list[Tensor], Any]] = []
+        aliases = [alias for lent in self._lent.values() for alias in lent.values()]
+        memory = {local_of(alias).untyped_storage().data_ptr() for alias in aliases}
+        for member in self._placed.members:
+            part, entry = self._placed.part_of(member), self.all.get(member.parameter) or {}
+            lent, homes = self._lent.get(member.index, {}), self._homes(member)
+            if homes.keys() - {MASTER}:
+                refuse_incomplete(member, entry, "its state")
+            for key, places in homes.items():
+                value = entry.get(key)
+                if _is_in(value, places[0]):
+                    for place in places[1:]:  # counts of one parameter's pieces
+                        place.copy_(places[0])
+                elif key in entry or (key in lent and key != MASTER):
+                    if key == MASTER and not part.has_master(member):
+                        value = places[0]
+                    elif isinstance(value, Tensor) and local_of(value).untyped_storage().data_ptr() in memory:
+                        value = local_of(value).clone()  # what it refers to may be written first
+                    found.append((member, entry, key, places, value))
+        return found
+
+    def _keep_values(self, member: ParamView, key: Any) -> None:
+        """Whoever holds this alias keeps its values: its memory is about to have others."""
+        alias = self._lent[member.index][key]
+        if next(_references([alias])) > _ALONE + 2:
+            local_of(alias).set_(local_of(alias).clone())  # type: ignore[call-overload]
+
+    def _hand_on(self) -> None:
+        """Give each class the entries of its parameters; one that steps all of them gets the others, too."""
+        for optimizer, tensors in self._placed.inside():
+            inside = {id(member.parameter): (member, tensor) for member, tensor in tensors}
+            given: dict[Any, Any] = {}
+            for key, entry in self.all.items():
+                if (found := inside.get(id(key))) is not None:
+                    self._convert(*found, entry, is_own=optimizer.state.get(found[1]) is entry)
+                    given[found[1]] = entry
+                elif optimizer is self._placed.sole:
+                    given[key] = entry
+            optimizer.state.clear()
+            optimizer.state.update(given)
+
+    def _convert(self, member: ParamView, tensor: Tensor, entry: Any, *, is_own: bool) -> None:
+        """Values as the class can step `tensor` with: on the host where that is, and with its strides. What
+        was added to the class's own entry under a new key stays as it is."""
+        seen = self._seen.get(member.index, {})
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            if not isinstance(value, Tensor) or value is seen.get(key) or (is_own and key not in seen):
+                continue
+            away = tensor.device.type == "cpu" and value.device != tensor.device
+            lies = value.shape != tensor.shape or local_of(value).stride() == local_of(tensor).stride()
+            if away or not lies:
+                entry[key] = loaded_value(key, value, tensor, "cpu" if away else value.device)
+
+    def _has_holders(self) -> bool:
+        """Whether anybody but this object and the classes has the dictionary, an entry or a tensor of one."""
+        entries = [entry for entry in self.all.values() if isinstance(entry, dict)]
+        inside = [entry for optimizer, _ in self._placed.inside() for entry in optimizer.state.values()]
+        kept = [*entries, *self._lent.values(), *self._seen.values()]
+        tensors = [value for entry in kept for value in entry.values() if isinstance(value, Tensor)]
+        known = Counter(map(id, [self.all, *entries, *inside, *tensors]))
+        objects = list({id(each): each for each in [self.all, *entries, *tensors]}.values())
+        del entries, inside, kept, tensors
+        counts = _references(objects)
+        return any(count > _ALONE + known[key] for key, count in zip(map(id, objects), counts, strict=True))
+
+    # -- parameters ------------------------------------------------------------------------------------------
+    def joined(self) -> None:
+        """The groups have changed: there may be state of new parameters already, or new memory."""
+        self.is_looked_at = True
+
+    def reordered(self, member: ParamView) -> None:
+        """The parameter's memory lies in another order; whoever holds an alias sees that."""
+        homes = self._homes(member)
+        for key, alias in self._lent.get(member.index, {}).items():
+            local_of(alias).set_(homes[key][0])  # type: ignore[call-overload]
 
     @torch.no_grad()
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if (member := self._member(key)) is None:
-            self.placed.named[key] = value
-            return
-        state = dict(value)
-        self._replace(member)
-        self.placed.load(member, state, state.pop(MASTER, None) if self.with_masters else None)
-        if not isinstance(self.placed.part_of(member), ResidentPart):
-            self.looked_at(self[key])  # it may be incomplete
-
-    def __delitem__(self, key: Any) -> None:
-        if (member := self._member(key)) is None:
-            del self.placed.named[key]
-            return
-        if key not in self:
-            raise KeyError(key)
-        self._replace(member)
-        self.placed.part_of(member).set_state(member, {})
-        if member.index not in self.placed.groups:
-            self.placed.has_left = True
-            self._ready()
-
-    def __contains__(self, key: object) -> bool:
-        self._rest()
-        if not isinstance(key, Tensor):
-            return key in self.placed.named
-        if (member := self.placed.of.get(id(key))) is None:
-            return key in self.placed.named
-        return bool(self.placed.part_of(member).state_of(member))
-
-    def clear(self) -> None:
-        for key in list(self):
-            del self[key]
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401  (a look creates nothing)
-
-    def __iter__(self) -> Iterator[Any]:
-        members = [member.parameter for member in self.placed.members if member.parameter in self]
-        return iter([*members, *(key for key in self.placed.named if not isinstance(key, Tensor))])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def _replace(self, member: ParamView) -> None:
-        """Whoever holds the parameter's entry keeps what it has now; the next look is at another."""
-        self._read.pop(member.index, None)
-        if (entry := self._entries.pop(member.index, None)) is not None:
-            entry.replaced()
-
-    def replace(self, value: Mapping[Any, Any]) -> None:
-        """`optimizer.state = value`."""
-        given = {key: dict(entry) if isinstance(key, Tensor) else entry for key, entry in value.items()}
-        self.clear()
-        self.update(given)
-
-    def let_go(self) -> None:
-        """Forget the entries of parameters that the optimizer has let go."""
-        for index in self._entries.keys() - self.placed.places.keys():
-            del self._entries[index]
+    def left(self, member: ParamView) -> None:
+        """The parameter is in no group any more: its entry, which stays, has memory of its own."""
+        for key in self._lent.get(member.index, {}):
+            self._keep_values(member, key)
+        self._lent.pop(member.index, None)
+        self._seen.pop(member.index, None)

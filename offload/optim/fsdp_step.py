@@ -16,6 +16,7 @@ when the new weights are on the host.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +27,12 @@ from torch.optim import Optimizer
 from offload.engine import OffloadEngine
 from offload.engines import default_engine
 from offload.errors import OffloadError
-from offload.optim.classes import MOMENTS, is_fused_adam
+from offload.optim.classes import is_fused_adam
+from offload.optim.entries import UserState
 from offload.optim.groups import UserGroup
-from offload.optim.parts import HostOptions, refuse_incomplete
+from offload.optim.parts import HostOptions
 from offload.optim.streamed_step import StreamedPart
-from offload.params.view import ParamView, count_write, sharded_like
+from offload.params.view import ParamView, count_write
 
 __all__ = ["FSDPGPUOptimizerWrapper"]
 
@@ -66,12 +68,10 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         where = torch.device(device)
         self._engine = engine or default_engine("sim" if where.type == "cpu" else str(where))
         self._part = StreamedPart(self._engine, options, weights_on_host=True)
-        self._members: dict[int, ParamView] = {}  # by the parameter's id
+        self._placed = _Placed(self._part)
+        self._state = UserState(self._placed, with_masters=False)
         self._next = 0  # index of the next parameter
         self._closed = False
-        self._grouped: set[int] = set()  # indices of the parameters that are in a group now
-        # by index: what was put into the optimizer's state, and the version of the count
-        self._shown: dict[int, tuple[dict[str, Tensor], int]] = {}
         self._follow()
 
     @property
@@ -97,8 +97,9 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         left without state lose theirs, and values are those of now. Raises OffloadError once closed."""
         if self._closed:
             raise OffloadError("the wrapper was closed; step the optimizer itself, which has the state")
-        pairs = [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
-        new = [p for p, _ in pairs if id(p) not in self._members]
+        known = {id(member.parameter): member for member in self._placed.members}
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        new = [p for p in parameters if id(p) not in known]
         made = [ParamView(p, self._next + n, self._engine.device, "") for n, p in enumerate(new)]
         for member in made:
             if member.where.type != "cpu":
@@ -108,54 +109,25 @@ class FSDPGPUOptimizerWrapper(Optimizer):
                 )
         self._part.add(made)
         self._next += len(made)
-        self._members.update((id(member.parameter), member) for member in made)
+        known.update((id(member.parameter), member) for member in made)
+        self._placed.members = [known.pop(id(p)) for p in parameters]
+        index_of = {id(member.parameter): member.index for member in self._placed.members}
         groups = [
-            UserGroup(group, [self._members[id(p)].index for p in group["params"]])
+            UserGroup(group, [index_of[id(p)] for p in group["params"]])
             for group in self.optimizer.param_groups
         ]
-        self._grouped = {index for group in groups for index in group.indices}
-        for key, member in list(self._members.items()):
-            if member.index not in self._grouped and not self.optimizer.state.get(member.parameter):
-                self._part.forget(self._members.pop(key))
-                self._shown.pop(member.index, None)
-                member.let_go()
+        for member in known.values():
+            self._state.left(member)
+            self._part.forget(member)
+            member.let_go()
         self._part.regroup(groups)
-        for member in self._members.values():
+        self._state.all = self.optimizer.state
+        self._state.joined()
+        self._state.take_over()
+        for member in self._placed.members:
             if (before := member.follow()) is not None:
                 self._part.reorder(member, before)
-                self._shown.pop(member.index, None)
-            self._take_over(member)
-
-    def _take_over(self, member: ParamView) -> None:
-        """What somebody put into the optimizer's state, or wrote as a count, is in the part's memory from
-        here on, and that memory in the state."""
-        entry = self.optimizer.state.get(member.parameter)
-        shown, version = self._shown.get(member.index, ({}, 0))
-        home = self._part.state_of(member)
-        if not entry:
-            if shown:
-                home.clear()
-                del self._shown[member.index]
-            return
-        refuse_incomplete(member, entry, "the optimizer's state")
-        for key in ("step", *MOMENTS):
-            is_mine = key in entry and entry[key] is shown.get(key)
-            if key in entry and not (is_mine and (key != "step" or entry[key]._version == version)):
-                home[key] = entry[key]
-        if any(entry.get(key) is not shown.get(key) for key in home):
-            self._show(member)
-
-    def _show(self, member: ParamView) -> None:
-        """Have the part's memory in the optimizer's state, and the count on the host."""
-        home = self._part.state_of(member)
-        found = {"step": home["step"].to("cpu", copy=True)}
-        found |= {
-            key: sharded_like(member.parameter.detach(), value)
-            for key, value in home.items()
-            if key != "step"
-        }
-        self.optimizer.state[member.parameter].update(found)
-        self._shown[member.index] = found, found["step"]._version
+                self._state.reordered(member)
 
     # -- the step --------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -170,31 +142,20 @@ class FSDPGPUOptimizerWrapper(Optimizer):
                 loss = closure()
         self._follow()
         device = self._engine.device
-        stepped = [
-            member
-            for member in self._members.values()
-            if member.parameter.grad is not None and member.index in self._grouped
-        ]
+        stepped = [member for member in self._placed.members if member.parameter.grad is not None]
         flats = {member.index: member.flat_gradient(member.parameter.grad) for member in stepped}  # type: ignore[arg-type]
         buckets = [bucket for bucket in self._part.buckets if bucket.has_any(flats)]
         for bucket in buckets:
             bucket.set_gradients(flats)
         released = device.record(device.compute)
         self._part.note_stepped(flats)
-        whole = False
         try:
             for bucket in buckets:
                 bucket.step(self._part.ring, released)
-            whole = True
         finally:  # where one breaks off the caller's gradients and weights are in use until then, too
             device.synchronize(device.record(device.d2h))
-            for member in stepped:
-                if whole and member.index in self._shown:
-                    shown, _ = self._shown[member.index]
-                    shown["step"] += 1
-                    self._shown[member.index] = shown, shown["step"]._version
-                else:
-                    self._show(member)
+            self._state.note_step()
+            self._state.show()
         for bucket in buckets:
             bucket.drop_gradients()
         count_write(stepped)
@@ -231,12 +192,34 @@ class FSDPGPUOptimizerWrapper(Optimizer):
         nobody else uses it."""
         for parameter, entry in self.optimizer.state.items():
             self.optimizer.state[parameter] = _copied(entry)
-        self._shown.clear()
         self._closed = True
         self._part.close()
         if self._closes_engine:
             self._engine.close_unused()
 
 
+class _Placed:
+    """All parameters are in one part. members: those in the groups, in their order."""
+
+    sole = None
+
+    def __init__(self, part: StreamedPart) -> None:
+        self.members: list[ParamView] = []
+        self.groups: dict[int, dict[str, Any]] = {}
+        self._part = part
+
+    def part_of(self, member: ParamView) -> StreamedPart:
+        return self._part
+
+    def inside(self) -> list[Any]:
+        return []
+
+
 def _copied(entry: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+    """A copy whose tensors are on the host, where all but counts are."""
+    return {
+        key: (value.to("cpu", copy=True) if key == "step" else value.clone())
+        if isinstance(value, Tensor)
+        else copy.deepcopy(value)
+        for key, value in entry.items()
+    }

@@ -7,7 +7,7 @@ step only fills and moves them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -20,10 +20,10 @@ from offload.engine import OffloadEngine
 from offload.ids import Owner
 from offload.optim.classes import MOMENTS, state_names
 from offload.optim.groups import UserGroup, index_of
-from offload.optim.parts import HostOptions, Part, loaded_value, refuse_incomplete
+from offload.optim.parts import HostOptions, Part
 from offload.params.layout import Bucket, Piece, lay_out
 from offload.params.sections import FlatSpec, HostSection, check_budget
-from offload.params.view import ParamView, local_of, update_master
+from offload.params.view import ParamView, update_master
 from offload.params.worker import Latch
 from offload.transfer.copier import OwnedCopies
 
@@ -100,62 +100,6 @@ class HostBucket(ABC):
         """The piece's count of steps, of torch's Adam."""
 
 
-_FLAT = {"step", *MOMENTS}
-
-
-class FlatState(MutableMapping[Any, Any]):
-    """State of a parameter of torch's Adam, whose moments and counts lie in flat memory and start as zeros.
-    The user's own keys lie here. What is absent is zero in memory."""
-
-    def __init__(self, part: HostPart[Any], member: ParamView) -> None:
-        self._part = part
-        self._member = member
-        self._present: dict[str, None] = {}  # what there is in flat memory
-        self._others: dict[Any, Any] = {}
-
-    def start(self) -> None:
-        """The parameter has been stepped, so it has what its class makes in a first step."""
-        self._present.update(dict.fromkeys(("step", *self._part.names_of(self._member.index))))
-        self._part.stateless.discard(self._member.index)
-
-    def _flat(self, key: str) -> list[Tensor]:
-        if key == "step":
-            return self._part.counts_of(self._member)
-        return [flat for name, flat in self._part.flats_of(self._member) if name == key]
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._flat(key)[0] if key in self._present else self._others[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        places = self._flat(key) if key in _FLAT else []
-        for place in places:
-            if isinstance(value, Tensor):
-                place.copy_(local_of(value))
-            else:
-                place.fill_(value)
-        if places:
-            self._present[key] = None
-            self._part.stateless.discard(self._member.index)
-        else:
-            self._others[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        if key not in self._present:
-            del self._others[key]
-            return
-        for place in self._flat(key):
-            place.zero_()
-        del self._present[key]
-        if not self._present:
-            self._part.stateless.add(self._member.index)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([*self._present, *self._others])
-
-    def __len__(self) -> int:
-        return len(self._present) + len(self._others)
-
-
 B = TypeVar("B", bound=HostBucket)
 
 
@@ -181,7 +125,6 @@ class HostPart(Part, Generic[B]):
         self.ranges: dict[int, tuple[HostSection, int]] = {}
         self.buckets: list[B] = []
         self._pieces_of: dict[int, list[tuple[B, int]]] = {}  # and its pieces, by bucket and position
-        self._flat_states: dict[int, FlatState] = {}  # where not whole
         self._group_of: dict[int, dict[str, Any]] = {}  # the group's snapshot of each parameter in one
         self.stateless: set[int] = set()
         """Parameters of torch's Adam that have no state yet."""
@@ -230,7 +173,6 @@ class HostPart(Part, Generic[B]):
                 self._pieces_of.setdefault(member.index, []).append((bucket, position))
         self.buckets.extend(made)
         if not self.whole:
-            self._flat_states.update((member.index, FlatState(self, member)) for member in members)
             self.stateless.update(member.index for member in members)
 
     def regroup(self, groups: Sequence[UserGroup]) -> None:
@@ -243,8 +185,6 @@ class HostPart(Part, Generic[B]):
                     if not section.has(name):
                         size = self.options.master_dtype(self.members[index]).itemsize
                         section.add([FlatSpec(name, size, self.options.pin_params, zero=True)])
-        for index in self._flat_states.keys() - self.stateless:
-            self._flat_states[index].start()
 
     def names_of(self, index: int) -> tuple[str, ...]:
         """The moments of the parameter, by what its group says."""
@@ -252,8 +192,7 @@ class HostPart(Part, Generic[B]):
 
     def note_stepped(self, indices: Collection[int]) -> None:
         """These parameters have been stepped: they have state from now on."""
-        for index in self.stateless.intersection(indices):
-            self._flat_states[index].start()
+        self.stateless.difference_update(indices)
 
     def flats_of(self, member: ParamView) -> Iterator[tuple[str, Tensor]]:
         """The parameter's own range of each flat that has masters or moments, in its shape."""
@@ -286,32 +225,22 @@ class HostPart(Part, Generic[B]):
         for _, flat in self.flats_of(member):
             flat.copy_(flat.as_strided(member.shape, before, flat.storage_offset()).clone())
 
-    def state_of(self, member: ParamView) -> MutableMapping[Any, Any]:
-        return self._flat_states[member.index]
+    def homes(self, member: ParamView) -> dict[str, list[Tensor]]:
+        if self.whole:
+            return {}
+        moments = {name: [flat] for name, flat in self.flats_of(member) if name != "master"}
+        return {"step": self.counts_of(member), **moments}
 
-    def put(self, member: ParamView, key: Any, value: Any) -> None:
-        self.state_of(member)[key] = value
+    def kept(self, member: ParamView) -> Sequence[str]:
+        has = not self.whole and member.index not in self.stateless
+        return ("step", *self.names_of(member.index)) if has else ()
 
-    def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
-        home = self.state_of(member)
-        home.clear()
-        for key, value in state.items():
-            home[key] = value if key in _FLAT else loaded_value(key, value, member.parameter, "cpu")
-        if member.index not in self.stateless:
-            self._flat_states[member.index].start()
-
-    def take_writes(self, member: ParamView) -> None:
-        """As Part. A count that was written is that of the first piece: it becomes that of all."""
-        if not self.whole:
-            refuse_incomplete(member, self.state_of(member), "its state")
-            first, *others = self.counts_of(member)
-            for count in others:
-                count.copy_(first)
+    def note_state(self, member: ParamView, has: bool) -> None:
+        (self.stateless.discard if has or self.whole else self.stateless.add)(member.index)
 
     def forget(self, member: ParamView) -> None:
         """As Part. Host memory goes back once no parameter of the section is left."""
         super().forget(member)
-        self._flat_states.pop(member.index, None)
         self.stateless.discard(member.index)
         del self._pieces_of[member.index]
         section, _ = self.ranges.pop(member.index)

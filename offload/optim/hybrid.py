@@ -407,19 +407,21 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     # -- state -----------------------------------------------------------------------------------------------
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """By parameter, as torch's: what its optimizer keeps, and "master_param" with param_update_in_fp32.
-        It and its entries are live at any time between steps: they may be held, and what is written counts at
-        once. A look blocks the host for the step under way. Tensors of offloaded parameters lie on the host,
-        of a DTensor its local shard; while somebody holds one, step() ends when all state is there."""
-        self._runner.take_changes()
-        return self._runner.state  # type: ignore[return-value]
+        """A dictionary by parameter, as torch's: what its optimizer keeps, and "master_param" with
+        param_update_in_fp32. It may be held, and what is written counts in the next step. Tensors of
+        offloaded parameters are those that steps read and write, on the host; one that is put there is copied
+        by the next step. A look blocks the host for the step under way; while somebody holds the dictionary,
+        an entry or a tensor of it, step() ends when all state is there."""
+        with self._steps.stepping:
+            self._runner.rest()
+            return self._runner.state.look()  # type: ignore[return-value]
 
     @state.setter
-    def state(self, value: Mapping[Tensor, Any]) -> None:
-        if not self._built:  # torch's own constructor sets it, too
-            return
-        self._runner.take_changes()
-        self._runner.state.replace(value)
+    def state(self, value: Any) -> None:
+        if self._built:  # torch's own constructor sets it, too
+            with self._steps.stepping:
+                self._runner.rest()
+                self._runner.state.replace(value)
 
     def dummy_step(self) -> None:
         """Fill `state` as a first step would, without changing a weight: so that a checkpoint can be loaded
@@ -430,6 +432,7 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
             self.placed.master_of(member)
         fill_state(self.sub_optimizers)
         self.placed.note_stepped(self.placed.groups)
+        self._runner.state.note_step()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with a copy of what is on the host, and "hybrid": places, share and layout. Numbers,
@@ -453,15 +456,17 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
-        if not self.placed.is_grouped_as(self.param_groups):
-            self._runner.regroup()
-        order = matched(self.placed, self.param_groups, loaded)
-        self._runner.forget_step()
-        one_class = self._classes[0] is self._classes[1]
-        if one_class and (sole := self.placed.sole) is not None:
-            self._load_by_class(sole, order, loaded)
-        else:
-            self._load(order, loaded)
+        with self._steps.stepping:
+            if not self.placed.is_grouped_as(self.param_groups):
+                self._steps.settle()
+                self._runner.regroup()
+            order = matched(self.placed, self.param_groups, loaded)
+            self._runner.forget_step()
+            one_class = self._classes[0] is self._classes[1]
+            if one_class and (sole := self.placed.sole) is not None:
+                self._load_by_class(sole, order, loaded)
+            else:
+                self._load(order, loaded)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -470,17 +475,19 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
     ) -> None:
         """As the class itself loads, of a copy, where one optimizer steps all."""
         state = deepcopy(loaded["state"])
-        masters = {key: state[key].pop(MASTER, None) for key in order if key in state}
-        for key in masters:
-            state[key] = {name: _local(value) for name, value in state[key].items()}
+        for key in order.keys() & state.keys():
+            state[key] = {
+                name: _local(value)
+                for name, value in state[key].items()
+                if name != MASTER or self.param_update_in_fp32
+            }
         inside = optimizer.param_groups
         optimizer.load_state_dict({"state": state, "param_groups": loaded["param_groups"]})
         for group, new in zip(self.param_groups, optimizer.param_groups, strict=True):
             _replace(group, new)
         optimizer.param_groups = inside
+        self._runner.state.forget()
         self._runner.regroup()
-        for key, master in masters.items():
-            self.placed.load_master(order[key], master)
 
     def _load(self, order: Mapping[Any, ParamView], loaded: Mapping[str, Any]) -> None:
         groups = deepcopy(loaded["param_groups"])
@@ -489,15 +496,9 @@ class HybridDeviceOptimizer(Optimizer, metaclass=ABCMeta):
         state = {order[key].parameter: dict(entry) for key, entry in loaded["state"].items() if key in order}
         with_class_rules(self._classes, self.param_groups, state, self.defaults)
         self._runner.regroup()
-        with torch.no_grad():
-            for member in order.values():
-                entry = state.get(member.parameter, {})
-                master = entry.pop(MASTER, None)
-                self.placed.load(member, entry, master)
-        named = self.placed.named
-        for key in [key for key in named if not isinstance(key, Tensor)]:
-            del named[key]
-        named.update(deepcopy({key: entry for key, entry in loaded["state"].items() if key not in order}))
+        entries = {member: state[member.parameter] for member in order.values() if member.parameter in state}
+        others = deepcopy({key: entry for key, entry in loaded["state"].items() if key not in order})
+        self._runner.state.load(entries, others)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -6,13 +6,14 @@ One invariant: a parameter's state has one home, in its part. Who shows, loads o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from offload.config import check_bytes
 from offload.optim.groups import UserGroup
@@ -79,26 +80,24 @@ class Part(ABC):
     def regroup(self, groups: Sequence[UserGroup]) -> None:
         """The user's param groups are these now."""
 
-    @abstractmethod
-    def state_of(self, member: ParamView) -> MutableMapping[Any, Any]:
-        """The one home of the parameter's state, which nothing may be writing; empty, and of no use to
-        writers, before it has any."""
+    def inside(self) -> list[tuple[Optimizer, list[tuple[ParamView, Tensor]]]]:
+        """The optimizers whose classes keep the state themselves, and what each steps of which parameter."""
+        return []
 
-    @abstractmethod
-    def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
-        """Replace the state by values of the parameter's local shape; nothing may be in flight."""
+    def homes(self, member: ParamView) -> dict[str, list[Tensor]]:
+        """Memory of state that no class keeps, by name: a count lies in several places."""
+        return {}
 
-    @abstractmethod
-    def put(self, member: ParamView, key: Any, value: Any) -> None:
-        """Set one entry of the state; nothing may be in flight."""
+    def kept(self, member: ParamView) -> Sequence[str]:
+        """The names in `homes` of what the parameter has."""
+        return ()
 
-    def take_writes(self, member: ParamView) -> None:
-        """Somebody may have written the state. Nothing may be in flight. Raises ValueError if what is there
-        cannot be stepped. Here: a class of its own sees what is there."""
+    def note_state(self, member: ParamView, has: bool) -> None:
+        """Whether the parameter has the state that lies in `homes`; nothing where a class keeps it."""
         return
 
     def forget(self, member: ParamView) -> None:
-        """The parameter has left its group and has no state. Nothing may be in flight."""
+        """The parameter has left its group. Nothing may be in flight."""
         del self.members[member.index]
 
     @abstractmethod

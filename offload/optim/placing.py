@@ -8,7 +8,6 @@ Nothing is pinned until all parameters that are added together have been accepte
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +23,7 @@ from offload.errors import OffloadError
 from offload.optim.classes import is_elementwise, is_fused_adam, made_for_cpu, steps_each_alone
 from offload.optim.cpu_step import CpuPart
 from offload.optim.groups import UserGroup
-from offload.optim.parts import MASTER, HostOptions
+from offload.optim.parts import HostOptions
 from offload.optim.ranks import is_split
 from offload.optim.resident import ResidentPart
 from offload.optim.streamed_step import StreamedPart
@@ -120,18 +119,17 @@ class Placement:
         self.cpu_share = self._checked_share()
         """Of the offloaded elements, what the host steps."""
         self.members: list[ParamView] = []
-        """Every parameter that is in a group or has state, in the order in which they were first in one."""
+        """Every parameter that was in a group at the last `regroup`, in the order in which they came."""
         self.of: dict[int, ParamView] = {}
         """The same, by the parameter's id."""
         self.groups: dict[int, dict[str, Any]] = {}
         """The param group of each parameter that is in one now, by index."""
         self.user_groups: list[UserGroup] = []
-        self._named: dict[Any, Any] = defaultdict(dict)
         self._next = 0  # index of the next parameter
         self.places: dict[int, Place] = {}
         """By index."""
-        self.has_left = False
-        """A parameter that had left its group has lost its state: the next `regroup` lets it go."""
+        self.when_left: Callable[[ParamView], None] = _nothing_of
+        """Called with a parameter that is in no group any more, before its state's memory goes."""
         self._moved = False  # a parameter was found elsewhere since `_sharing_memory` was looked for
         self._sharing_memory: list[tuple[ParamView, ParamView]] = []
         on_cpu = options.cpu_cls, made_for_cpu(options.cpu_cls, options.kwargs)
@@ -165,16 +163,11 @@ class Placement:
     def is_grouped_as(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the very groups, and the parameters in them, are those of the last `regroup`, in the same
         order and with the same moments."""
-        return (
-            not self.has_left
-            and len(groups) == len(self.user_groups)
-            and all(
-                known.values is group
-                and [self.of[id(p)].index if id(p) in self.of else None for p in group["params"]]
-                == known.indices
-                and not known.needs_moments()
-                for known, group in zip(self.user_groups, groups, strict=True)
-            )
+        return len(groups) == len(self.user_groups) and all(
+            known.values is group
+            and [self.of[id(p)].index if id(p) in self.of else None for p in group["params"]] == known.indices
+            and not known.needs_moments()
+            for known, group in zip(self.user_groups, groups, strict=True)
         )
 
     def regroup(self, groups: list[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
@@ -215,15 +208,10 @@ class Placement:
             UserGroup(group, [self.of[id(p)].index for p in group["params"]]) for group in groups
         ]
         self.groups = {index: group.values for group in self.user_groups for index in group.indices}
-        self._moved, self.has_left = True, False
+        self._moved = True
         self._let_go()
         for part in self.parts:
             part.regroup(self.user_groups)
-        masters = self._options.host.masters_in_fp32
-        for member in members:
-            if member.parameter in self.named:  # state that was set before it was in a group
-                entry = dict(self.named.pop(member.parameter))
-                self.load(member, entry, entry.pop(MASTER, None) if masters else None)
         return offloaded
 
     @property
@@ -249,13 +237,9 @@ class Placement:
                 )
 
     def _let_go(self) -> None:
-        """Forget parameters that have left their group and have no state: the last of them frees memory."""
-        gone = [
-            member
-            for member in self.members
-            if member.index not in self.groups and not self.part_of(member).state_of(member)
-        ]
-        for member in gone:
+        """Forget parameters that have left their group: the last of a section frees memory."""
+        for member in [member for member in self.members if member.index not in self.groups]:
+            self.when_left(member)
             self.part_of(member).forget(member)
             self.members.remove(member)
             del self.of[id(member.parameter)], self.places[member.index]
@@ -276,10 +260,9 @@ class Placement:
                 return optimizer
         return None
 
-    @property
-    def named(self) -> dict[Any, Any]:
-        """Home of state that is of no parameter: a class that counts there has one optimizer."""
-        return self.sole.state if self.sole is not None else self._named
+    def inside(self) -> list[tuple[Optimizer, list[tuple[ParamView, Tensor]]]]:
+        """The optimizers whose classes keep the state themselves, and what each steps of which parameter."""
+        return [found for part in self.parts for found in part.inside()]
 
     def _accepted(self, groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[ParamView]:
         device = self._engine.device
@@ -316,15 +299,16 @@ class Placement:
             return 1.0
         return float(options.cpu_share or 0.0)
 
-    def follow(self, member: ParamView, finish: Callable[[], None]) -> None:
-        """Find the parameter's memory before a step. finish: ends every copy and step; called only if the
-        elements lie in another order than before, because their state is then reordered too."""
+    def follow(self, member: ParamView, finish: Callable[[], None]) -> bool:
+        """Find the parameter's memory before a step; whether the elements lie in another order than before,
+        and their state with them. finish: ends every copy and step; called only then."""
         address = member.address
         before = member.follow()
         self._moved |= member.address != address
         if before is not None:
             finish()
             self.part_of(member).reorder(member, before)
+        return before is not None
 
     def refuse_shared_memory(self) -> None:
         """Raises OffloadError if two parameters share memory, and the CPU steps one: from a copy of the
@@ -367,18 +351,6 @@ class Placement:
         self.cpu.note_stepped(indices)
         self.streamed.note_stepped(indices)
 
-    def load(self, member: ParamView, state: Mapping[Any, Any], master: Tensor | None) -> None:
-        """Replace state and master. Nothing may be in flight."""
-        self.part_of(member).set_state(member, state)
-        self.load_master(member, master)
-
-    @torch.no_grad()
-    def load_master(self, member: ParamView, master: Tensor | None) -> None:
-        """A master counts at the next step where rounding it gives the weight. Nothing may be in flight."""
-        part = self.part_of(member)
-        if master is not None and part.has_master(member):
-            local_of(part.master(member)).copy_(local_of(master))
-
     def step_resident(self, gradients: Mapping[int, Tensor]) -> None:
         """Step what is not offloaded, on the current lane."""
         for part in self.resident:
@@ -401,3 +373,7 @@ class Placement:
         """Give the host memory back. Nothing may be in flight."""
         self.cpu.close()
         self.streamed.close()
+
+
+def _nothing_of(member: ParamView) -> None:
+    """Does nothing: nobody asked to be told of this parameter."""

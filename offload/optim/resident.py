@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from offload.optim.classes import step_alone
 from offload.optim.groups import UserGroup, follow_groups
-from offload.optim.parts import HostOptions, Part, loaded_value
+from offload.optim.parts import HostOptions, Part
 from offload.params.view import ParamView, laid_like, local_of, update_master
 
 __all__ = ["ResidentPart"]
@@ -89,38 +89,18 @@ class ResidentPart(Part):
         """As Part: a master, and its state, lie as the weights lie now. Where the parameter itself is stepped
         its class decides what becomes of the state."""
         if self.has_master(member):
-            inner, state = self._inner[member.index], self.state_of(member)
+            inner = self._inner[member.index]
+            assert self.optimizer is not None
+            state = self.optimizer.state.get(inner, {})
             inner.data = laid_like(member.parameter, inner.data)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == inner.shape:
                     state[name] = laid_like(inner, value)
 
-    def state_of(self, member: ParamView) -> dict[Any, Any]:
-        assert self.optimizer is not None
-        found: dict[Any, Any] = self.optimizer.state.get(self._inner[member.index], {})
-        return found
-
-    def put(self, member: ParamView, key: Any, value: Any) -> None:
-        self.made_state_of(member)[key] = value
-
-    def made_state_of(self, member: ParamView) -> dict[Any, Any]:
-        """The very dictionary that the class uses, which makes one as torch's `state` does."""
-        assert self.optimizer is not None
-        found: dict[Any, Any] = self.optimizer.state[self._inner[member.index]]
-        return found
-
-    def set_state(self, member: ParamView, state: Mapping[Any, Any]) -> None:
-        """As Part. The count is on the device where torch's own would have it there."""
-        assert self.optimizer is not None
-        optimizer, inner = self.optimizer, self._inner[member.index]
-        optimizer.state.pop(inner, None)
-        if state:
-            groups = (group for group in optimizer.param_groups if any(p is inner for p in group["params"]))
-            group = next(groups, {})
-            where = inner.device if group.get("fused") or group.get("capturable") else "cpu"
-            optimizer.state[inner] = {
-                key: loaded_value(key, value, inner, where) for key, value in state.items()
-            }
+    def inside(self) -> list[tuple[Optimizer, list[tuple[ParamView, Tensor]]]]:
+        if self.optimizer is None:
+            return []
+        return [(self.optimizer, [(self.members[index], inner) for index, inner in self._inner.items()])]
 
     def forget(self, member: ParamView) -> None:
         super().forget(member)

@@ -48,7 +48,7 @@ def copy_to_host(placed: Placement, groups: Sequence[Mapping[str, Any]], state: 
 def _copy(member: ParamView, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return deepcopy(value)
-    copied = value.detach().to("cpu", copy=True)
+    copied = local_of(value).detach().to("cpu", copy=True)
     return copied if key == "step" else sharded_like(member.parameter, copied)
 
 

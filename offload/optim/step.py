@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from offload.client import Client
 from offload.engine import OffloadEngine
 from offload.optim.backward import BackwardSteps
-from offload.optim.entries import State
+from offload.optim.entries import UserState
 from offload.optim.placing import Placement, PlacingOptions
 from offload.optim.ranks import clip_, several_ranks, total_norm
 from offload.optim.stepping import HostedSteps
@@ -104,12 +104,8 @@ class StepRunner(Client):
         self._workers = options.host.overlap
         self._atomic = atomic
         self.placed = Placement(engine, options)
-        self.state = State(
-            self.placed,
-            weakly(self.take_changes),
-            weakly(self.rest),
-            with_masters=options.host.masters_in_fp32,
-        )
+        self.state = UserState(self.placed, with_masters=options.host.masters_in_fp32)
+        self.placed.when_left = weakly(self.state.left)
         self.steps = HostedSteps(engine, self.placed.cpu, self.placed.streamed, options.cpu_threads)
         self._watch = WeightWatch(engine, self.steps)
         self.backward = BackwardSteps(self.placed, self.steps, self._watch, weakly(self._begin))
@@ -121,13 +117,14 @@ class StepRunner(Client):
         engine.attach(self)
 
     def regroup(self) -> None:
-        """Follow the user's param groups. Blocks the host for pinning. Raises ValueError or
-        HostBudgetError."""
+        """Follow the user's param groups; nothing may be in flight. Blocks the host for pinning. Raises
+        ValueError or HostBudgetError."""
+        self.state.show()
         named = self._model.named_parameters() if self._model is not None else ()
         self._names = {id(p): name for name, p in named}
         self._refuse_shared()
         offloaded = self.placed.regroup(self._groups(), self._names)
-        self.state.let_go()
+        self.state.joined()
         self.steps.index()
         if self.overlap == "backward":
             self.backward.hook(offloaded)
@@ -171,11 +168,13 @@ class StepRunner(Client):
         if not self.placed.is_grouped_as(self._groups()):
             self.steps.finish_on_host()
             self.regroup()
-        if self.state.is_read:
+        self.state.is_held = False
+        if self.state.is_looked_at:
             self.steps.finish_on_host()
-            self.state.take_writes()
-        for member in self.placed.grouped:
-            self.placed.follow(member, self.steps.finish_on_host)
+            self.state.take_over()
+        for member in self.placed.members:
+            if self.placed.follow(member, self.steps.finish_on_host):
+                self.state.reordered(member)
 
     # -- the step --------------------------------------------------------------------------------------------
     def _begin(self) -> None:
@@ -193,6 +192,10 @@ class StepRunner(Client):
 
     def step(self, max_grad_norm: float | None) -> None:
         """As HybridDeviceOptimizer.step. max_grad_norm: None does not clip."""
+        with self.steps.stepping:
+            self._step(max_grad_norm)
+
+    def _step(self, max_grad_norm: float | None) -> None:
         stepped = self.backward.stepped
         if stepped:
             self.steps.raise_failure()
@@ -203,6 +206,7 @@ class StepRunner(Client):
             self.clip(max_grad_norm, 2.0, None)
         gradients = self._gradients()
         self.backward.check(gradients)
+        self.state.note_step()
         buckets = [bucket for bucket in self.steps.in_order if bucket not in stepped]
         needed = {member.index for bucket in buckets for member in bucket.members}
         offloaded = [
@@ -246,8 +250,9 @@ class StepRunner(Client):
         self.placed.note_stepped(gradients)
         self.backward.end_step()
         self._order_readers()
-        if self.state.is_read:  # somebody holds tensors of it
+        if self.state.is_held:
             self.steps.end_on_host()
+            self.state.show()
         self.steps.torn = False
 
     def _check_promise(self, max_grad_norm: float | None) -> None:

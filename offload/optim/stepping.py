@@ -56,6 +56,8 @@ class HostedSteps:
         self._streamed = streamed
         self._stepper = Worker("optimizer-cpu", cores=engine.device.near_cores, threads=cpu_threads)
         self._streamer = Worker("optimizer-stream", threads=1, before=streamed.wait_for_slot)
+        self.stepping = threading.RLock()
+        """Held by a step and by a look at state, of whatever thread: one waits for the other."""
         self._lock = threading.RLock()  # any thread may touch a weight; workers never take it
         # of the last step, issued or about to be, and by id the lanes that have waited for them
         self._pending: dict[HostBucket, set[int]] = {}
@@ -241,14 +243,15 @@ class HostedSteps:
 
     def raise_failure(self) -> None:
         """Raise, between steps, what makes weights and state unusable. Blocks the host: never, but the first
-        time until the workers are idle."""
-        self._raise_if_closed()
-        if self.torn:
-            self.fail(
-                "step() was broken off by an exception while it wrote; weights and state of different "
-                "parameters are a step apart. Load the last state dict of model and optimizer"
-            )
-        self._raise_error()
+        time until the workers are idle; while another thread steps, until it has."""
+        with self.stepping:
+            self._raise_if_closed()
+            if self.torn:
+                self.fail(
+                    "step() was broken off by an exception while it wrote; weights and state of different "
+                    "parameters are a step apart. Load the last state dict of model and optimizer"
+                )
+            self._raise_error()
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -355,8 +358,9 @@ def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
     said = deepcopy([{key: value for key, value in group.items() if key != "params"} for group in groups])
     named = deepcopy({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
     leaves = [leaf for group in groups for leaf in group["params"] if leaf.grad is not None]
-    entries = {leaf: dict(optimizer.state[leaf]) for leaf in leaves if leaf in optimizer.state}
-    values = [value for entry in entries.values() for value in entry.values() if isinstance(value, Tensor)]
+    entries = {leaf: optimizer.state[leaf] for leaf in leaves if leaf in optimizer.state}
+    before = {leaf: dict(entry) for leaf, entry in entries.items()}
+    values = [value for entry in before.values() for value in entry.values() if isinstance(value, Tensor)]
     copies = [(tensor, tensor.clone()) for tensor in (*leaves, *values)]
     try:
         yield
@@ -366,11 +370,14 @@ def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
                 tensor.copy_(copy)
         for key in {*leaves, *(key for key in optimizer.state if not isinstance(key, Tensor))}:
             optimizer.state.pop(key, None)
+        for leaf, entry in entries.items():  # of which somebody may hold the dictionary
+            entry.clear()
+            entry.update(before[leaf])
         optimizer.state.update({**entries, **named})
-        for group, before in zip(groups, said, strict=True):
-            for key in group.keys() - before.keys() - {"params"}:
+        for group, values_before in zip(groups, said, strict=True):
+            for key in group.keys() - values_before.keys() - {"params"}:
                 del group[key]
-            group.update(before)
+            group.update(values_before)
         if not isinstance(error, Exception):
             raise
         raise OffloadError(

@@ -94,7 +94,6 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"offload_fraction": 0.5, "cpu_share": 0.5, "overlap": "forward"},
     {"offload_fraction": 0.7, "cpu_share": 0.5, "overlap_cpu_optimizer_d2h_h2d": False, "fused": True},
     {"offload_fraction": 1.0, "cpu_optimizer_cls": torch.optim.RMSprop},
-    {"offload_fraction": 0.0},
 ]
 
 

@@ -172,11 +172,11 @@ def test_nobody_who_holds_no_tensor_of_state_makes_steps_wait() -> None:
         kept = optimizer.state[model[0].weight]["exp_avg"]
     backward(model, 3)
     optimizer.step()
-    assert optimizer._runner.state.is_read
+    assert optimizer._runner.state.is_held
     del kept
     backward(model, 4)
     optimizer.step()
-    assert not optimizer._runner.state.is_read
+    assert not optimizer._runner.state.is_held
     optimizer.close()
 
 
