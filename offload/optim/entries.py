@@ -251,7 +251,7 @@ class UserState:
     # -- parameters ------------------------------------------------------------------------------------------
     def joined(self) -> None:
         """The groups have changed: there may be state of new parameters already, or new memory."""
-        self.is_looked_at = True
+        self.is_looked_at |= bool(self.all)
 
     def reordered(self, member: ParamView) -> None:
         """The parameter's memory lies in another order; whoever holds an alias sees that."""

@@ -122,7 +122,7 @@ class FSDPGPUOptimizerWrapper(Optimizer):
             member.let_go()
         self._part.regroup(groups)
         self._state.all = self.optimizer.state
-        self._state.joined()
+        self._state.is_looked_at = True  # it is the optimizer's own
         self._state.take_over()
         for member in self._placed.members:
             if (before := member.follow()) is not None:
