@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from moe import GROUP_NAMES, MixtureConfig, MixtureGPT, expert_parameters, names_of_this_rank
+from moe import GROUP_NAMES, MixtureConfig, MixtureGPT, names_of_this_rank
 from offload import OffloadConfig, configure
 from tests.unit.moe.mixtures import SMALL, grads_of, loss_of, step, text
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.integration import moe_ranks
 from tests.integration.moe_ranks import MODES, rank_main
 from tests.once import run_ranks_once
 
