@@ -37,7 +37,8 @@ def said_by(node: ast.AST) -> str:
 
 
 def trees() -> Iterator[ast.AST]:
-    yield from (ast.parse(path.read_text()) for path in sorted((ROOT / "offload").rglob("*.py")))
+    for package in ("offload", "moe"):
+        yield from (ast.parse(path.read_text()) for path in sorted((ROOT / package).rglob("*.py")))
 
 
 def warnings_of_the_code() -> list[str]:
