@@ -255,7 +255,7 @@ def _look(look: Callable[[Hashable, torch.Tensor], None], func: Operator, number
     """At what a kept call is given, and what it returns. A collective's output is waited for."""
     for at, tensor in enumerate(tensors_in(values)):
         if str(func).startswith("_c10d_functional."):
-            torch.ops._c10d_functional.wait_tensor(tensor)
+            torch.ops._c10d_functional.wait_tensor.default(tensor)
         look((func, number, at), tensor)
 
 
