@@ -50,6 +50,9 @@ class Report:
     device_limit_by: str = ""
     """Whose limit that is: "config" for device_limit, "auto" for what device_total leaves."""
 
+    follows_no_plan: bool = False
+    """Whether mode="auto" is applied and follows no plan: too few steps were seen, or a plan was refused."""
+
     link: str = ""
     """"on a simulated link ..." without a GPU: what its times mean."""
 
@@ -134,6 +137,8 @@ class Report:
         elif last.over_limit_bytes:
             passed = f"{bytes_text(last.over_limit_bytes)} at once beyond {self._limit()}"
             change = f"{passed}; raise {limit}, or mark smaller groups"
+        elif self.follows_no_plan:
+            change = "mode='auto' follows no plan: explain() of its handle says why, and what is done instead"
         elif last.stall_ms > _WORTH * last.step_ms and not self.link:
             fewer = ", offload fewer groups (modules=...), or recompute (mode='auto', 'hidden_states')"
             fewer = "; explain() has what that saves" if limit == "device_total" else fewer
@@ -232,12 +237,16 @@ def report(*, gather: bool = False, process_group: dist.ProcessGroup | None = No
 def _report(
     manager: GroupsManager | None, ledger: Ledger, since: str, gather: bool, group: dist.ProcessGroup | None
 ) -> Report:
+    limits = None if manager is None else manager.engine.limits
+    limit_by = "" if limits is None else limits.held_by("device_limit_bytes")
     return Report(
         since=since,
         total=ledger.total,
         last=ledger.last,
-        device_limit_bytes=None if manager is None else manager.engine.limits.device_limit_bytes,
-        device_limit_by="" if manager is None else manager.engine.limits.held_by("device_limit_bytes"),
+        device_limit_bytes=None if limits is None else limits.device_limit_bytes,
+        device_limit_by=limit_by,
+        # until it has one, it bounds what recomputes leave, and not the device
+        follows_no_plan=limits is not None and limits.held_by("again_room_bytes") == "auto" != limit_by,
         link=_SIMULATED if manager is not None and not manager.engine.device.pins else "",
         remark=_NO_MANAGER if manager is None else "",
         ranks=_gathered(ledger.total, group) if gather else {},

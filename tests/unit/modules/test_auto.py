@@ -253,8 +253,27 @@ def test_the_report_says_whose_limit_a_plan_of_auto_is(manager: PipelineOffloadM
         assert report.last is not None
         assert handle.explain().moved_bytes == report.last.moved_bytes, "both name the same"
     assert report.device_limit_by == "auto"
+    assert not report.follows_no_plan
     assert "beyond what device_total leaves (" in str(report)
     assert offload.report().device_limit_by == "", "the plan has ended, and its limit"
+
+
+def test_the_next_change_of_a_report_is_none_that_mode_auto_refuses(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a plan was refused, the advice was a lower device_limit, which is an error in this mode."""
+    manager.engine.rates = SLOW_LINK
+    monkeypatch.setattr(manager.engine.device, "allocator_bytes", lambda: (10_000_000, 10_000_000))
+    model = build(blocks=LAYERS)
+    with offload.activations(model, "auto", min_numel=1, device_total="1MB") as handle:
+        train(model, steps=5)
+        assert "leaves no choice" in str(handle.explain())
+        report = handle.report()
+        assert report.follows_no_plan
+        assert report.verdict.splitlines()[1] == (
+            "next: mode='auto' follows no plan: explain() of its handle says why, and what is done instead"
+        )
+    assert not offload.report().follows_no_plan, "no model is left that the mode is applied to"
 
 
 @pytest.mark.parametrize(
