@@ -182,13 +182,13 @@ class Region:
         """It has returned, or raised. exception: as of a context's end."""
         self._has_ended = True
         self._stops &= self._noise is not _UNDRAWN  # else a recompute has to come past its drawing
-        if self._state is not None:
-            self._state.learn()
         try:
             if self._context is not None:
                 self._context[0].__exit__(*(exception or (None, None, None)))
         finally:
             _pop_hooks()
+        if self._state is not None:
+            self._state.learn()
 
     # -- the pair --------------------------------------------------------------------------------------------
     def _pack(self, tensor: torch.Tensor) -> _Save:

@@ -96,7 +96,8 @@ class Passed:
 
 def counts_with(probe: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether two tensors count versions together. Views do; `.data` and the parts of `unsafe_chunk` share
-    bytes and count alone. Moves the counter for a moment: nothing else tells."""
+    bytes and count alone. Moves the counter for a moment: nothing else tells. A backward that another thread
+    runs may see that, and raise (docs/limits.md); a read of the store, under the engine's lock, does not."""
     version = probe._version
     _count((probe,), (version + 1,))
     try:

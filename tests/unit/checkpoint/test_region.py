@@ -354,3 +354,23 @@ def test_whoever_asks_finds_a_checkpoint_around_the_run() -> None:
     assert inside_checkpoint()
     region.end()
     assert not inside_checkpoint()
+
+
+def test_a_region_whose_random_state_cannot_be_read_at_its_end_leaves_no_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was read before the hooks were taken off, so an error there left them on for good."""
+    region, left = Region(mixed), []
+    x, w = leaves()
+    region.begin((x, w))
+    mixed(x, w)
+
+    def unreadable() -> None:
+        left.append(hooks_left())
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr("offload.checkpoint.region._disable_current_modes", unreadable)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        region.end()
+    assert left == [False]
+    assert not hooks_left()
